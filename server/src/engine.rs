@@ -1,0 +1,237 @@
+//! The seam between the front end and the scheduler: what a request becomes once it is valid, and what comes back.
+//!
+//! `http` and `grpc` hold an [`EngineHandle`]; `group` owns the other end. Neither knows the other.
+
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+/// How a token is drawn; meanings and ranges as in worker/v1 `Sampling`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// 0: greedy.
+    pub temperature: f32,
+    /// 0: all.
+    pub top_k: u32,
+    /// In (0, 1].
+    pub top_p: f32,
+    /// In [0, 1].
+    pub min_p: f32,
+    /// Key of the random draws; given at admission where the request has none.
+    pub seed: u64,
+    /// In [-2, 2].
+    pub presence_penalty: f32,
+    /// In [-2, 2].
+    pub frequency_penalty: f32,
+    /// Over 0; 1: off.
+    pub repetition_penalty: f32,
+    /// (token, bias), ascending by token, no token twice.
+    pub logit_bias: Vec<(u32, f32)>,
+}
+
+/// One sequence to generate. A request with `n` choices or several prompts becomes several of these.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SequenceRequest {
+    /// At least one token.
+    pub prompt: Vec<u32>,
+    /// Bound on generated tokens, at least 1; prompt and output together fit the context.
+    pub max_tokens: u32,
+    /// Generated tokens before which stop tokens are neither sampled nor obeyed.
+    pub min_tokens: u32,
+    /// Token ids that end the sequence.
+    pub stop_tokens: Vec<u32>,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
+    pub logprobs: Option<u32>,
+}
+
+/// A token as it comes out of the loop.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GeneratedToken {
+    /// Token id.
+    pub id: u32,
+    /// Log-probability under the raw logits, if asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens, most likely first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Why a sequence ended by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was sampled (it is the last token sent).
+    Stop,
+    /// `max_tokens` or the end of the context.
+    Length,
+}
+
+/// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
+#[derive(Debug, Clone, PartialEq)]
+pub enum SequenceEvent {
+    /// The next token.
+    Token(GeneratedToken),
+    /// The end.
+    Finished(FinishReason),
+    /// The sequence was given up; the text says why.
+    Failed(String),
+}
+
+/// Why a sequence was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// 429: a bound of the queue is reached.
+    #[error("the queue is full: {waiting} of at most {limit} {what} wait")]
+    QueueFull {
+        /// What waits now.
+        waiting: u64,
+        /// The bound.
+        limit: u64,
+        /// "requests" or "prompt tokens".
+        what: &'static str,
+    },
+    /// 400: the KV cache as a whole is too small for this sequence.
+    #[error("the request needs {needed} KV pages, but the whole cache has {available}")]
+    TooLarge {
+        /// Pages that prompt and output need.
+        needed: u64,
+        /// Pages in the cache.
+        available: u64,
+    },
+    /// 503: the model is not (or no longer) being served.
+    #[error("the server is {0}")]
+    Unavailable(String),
+}
+
+/// What the front end may say of the model before and while it is served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EngineState {
+    /// Workers are starting; the phase in words, such as "rank 1: packing weights 40 %".
+    Loading(String),
+    /// Requests are computed.
+    Ready,
+    /// A worker was lost and the group is coming back; requests wait, none is lost.
+    Recovering(String),
+    /// No new requests; those running end.
+    Draining,
+    /// The group cannot be served any more; the text says why.
+    Failed(String),
+}
+
+/// Facts of the loaded model, known once the group has loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelInfo {
+    /// Architecture name as in config.json.
+    pub architecture: String,
+    /// Rows of the embedding.
+    pub vocab_size: u32,
+    /// Bound on prompt and output together, in positions.
+    pub max_context: u32,
+    /// Ranks of the group.
+    pub tensor_parallel: u32,
+    /// Names what decides the bits of a result.
+    pub bit_domain: String,
+}
+
+/// A submission on its way to the scheduler.
+#[derive(Debug)]
+pub struct Submission {
+    /// What to generate.
+    pub request: SequenceRequest,
+    /// Answered once: admitted to the queue, or why not.
+    pub reply: oneshot::Sender<Result<SequenceStream, SubmitError>>,
+}
+
+/// What the handle sends to the engine.
+#[derive(Debug)]
+pub enum Command {
+    /// A new sequence.
+    Submit(Submission),
+    /// The owner of the sequence went away or has what it needs.
+    Cancel(u64),
+}
+
+/// The events of one sequence. Dropping it cancels the sequence: slot and pages are free one step later.
+#[derive(Debug)]
+pub struct SequenceStream {
+    id: u64,
+    events: mpsc::Receiver<SequenceEvent>,
+    commands: mpsc::UnboundedSender<Command>,
+    ended: bool,
+}
+
+impl SequenceStream {
+    /// Made by the engine. `events` has room for every token the sequence may generate and its end, so the engine never
+    /// waits for a slow reader and the buffer is bounded by `max_tokens`.
+    pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
+        Self { id, events, commands, ended: false }
+    }
+
+    /// The sequence's number, unique in the life of the server.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The next event; `None` after the last, or if the engine is gone.
+    pub async fn next(&mut self) -> Option<SequenceEvent> {
+        let event = self.events.recv().await;
+        self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
+        event
+    }
+}
+
+impl Drop for SequenceStream {
+    fn drop(&mut self) {
+        if !self.ended {
+            // An engine that is gone has nothing left to cancel.
+            let _ = self.commands.send(Command::Cancel(self.id));
+        }
+    }
+}
+
+/// The front end's end of the seam; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct EngineHandle {
+    // Unbounded as a channel, bounded in content: every Submit waits for its reply and the number of requests in the
+    // front end is bounded (`--max-connections`), and there is one Cancel a sequence. A Cancel must never be dropped.
+    commands: mpsc::UnboundedSender<Command>,
+    state: watch::Receiver<EngineState>,
+    model: watch::Receiver<Option<Arc<ModelInfo>>>,
+}
+
+impl EngineHandle {
+    /// Made by the engine, or by a test that plays one.
+    pub fn new(
+        commands: mpsc::UnboundedSender<Command>,
+        state: watch::Receiver<EngineState>,
+        model: watch::Receiver<Option<Arc<ModelInfo>>>,
+    ) -> Self {
+        Self { commands, state, model }
+    }
+
+    /// Queues a sequence.
+    ///
+    /// # Errors
+    /// Says which bound was reached, or that the server is not serving.
+    pub async fn submit(&self, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
+        let (reply, answer) = oneshot::channel();
+        let gone = || SubmitError::Unavailable("shutting down".into());
+        self.commands.send(Command::Submit(Submission { request, reply })).map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
+    }
+
+    /// The state now.
+    pub fn state(&self) -> EngineState {
+        self.state.borrow().clone()
+    }
+
+    /// To wait for changes of the state.
+    pub fn watch_state(&self) -> watch::Receiver<EngineState> {
+        self.state.clone()
+    }
+
+    /// Facts of the model; `None` while it loads for the first time.
+    pub fn model(&self) -> Option<Arc<ModelInfo>> {
+        self.model.borrow().clone()
+    }
+}

@@ -1,0 +1,4 @@
+//! Looplane's front end.
+#![forbid(unsafe_code)]
+
+pub mod engine;

@@ -1,0 +1,10 @@
+//! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
+//!
+//! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
+//! plans into the rows of each step, `cpu` runs the loop, `control` speaks worker/v1.
+#![deny(unsafe_code)]
+
+pub mod batch;
+pub mod model;
+pub mod plan;
+pub mod sampling;

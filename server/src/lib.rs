@@ -2,3 +2,6 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
+pub mod generate;
+pub mod request;
+pub mod text;

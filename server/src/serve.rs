@@ -193,8 +193,15 @@ impl Connections {
 /// One connection, to its end. Its errors are the client's: gone, or not speaking HTTP.
 async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
     // A token is one small write, and must not wait for the next.
-    if stream.set_nodelay(true).is_err() || !matches!(timeout(HEADER_TIMEOUT, stream.readable()).await, Ok(Ok(()))) {
+    if stream.set_nodelay(true).is_err() {
         return;
+    }
+    tokio::select! {
+        first_byte = timeout(HEADER_TIMEOUT, stream.readable()) => match first_byte {
+            Ok(Ok(())) => {}
+            _ => return,
+        },
+        () = finish.cancelled() => return,
     }
     let mut builder = Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);

@@ -4,6 +4,7 @@
 //! `generate` joins them to the [`engine`] seam, `serve` runs them on a socket.
 #![forbid(unsafe_code)]
 
+pub mod config;
 pub mod engine;
 pub mod generate;
 pub mod grpc;

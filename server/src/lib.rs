@@ -2,4 +2,5 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
+pub mod group;
 pub mod sched;

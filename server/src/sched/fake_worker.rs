@@ -113,10 +113,21 @@ impl FakeWorker {
         self.slots.len()
     }
 
-    /// Goes on to the next token boundary and runs a step; `None` if there is nothing to do.
-    pub(crate) fn run(&mut self) -> Option<Outcome> {
+    /// Newest plan that arrived.
+    pub(crate) fn last_version(&self) -> u64 {
+        self.last_version
+    }
+
+    /// Nothing to do until another plan arrives.
+    pub(crate) fn rests(&self) -> bool {
+        self.step.is_none() && self.held.is_empty()
+    }
+
+    /// Goes on to the next token boundary and runs a step; `None` if there is nothing to do. Plans up to `all_hold` may
+    /// take over: other ranks may not have later ones yet.
+    pub(crate) fn run(&mut self, all_hold: u64) -> Option<Outcome> {
         if self.step != Some(0)
-            && let Some(plan) = self.held.pop_front()
+            && let Some(plan) = self.held.pop_front_if(|plan| plan.version <= all_hold)
         {
             self.take_over(plan);
         }
@@ -144,7 +155,7 @@ impl FakeWorker {
         if outcome.rows == 0 {
             outcome.ran_step = false;
             // A plan that comes to rest after its first step says nothing more.
-            return if step == 0 { Some(outcome) } else { self.run() };
+            return if step == 0 { Some(outcome) } else { self.run(all_hold) };
         }
         Some(outcome)
     }

@@ -184,7 +184,7 @@ impl Run {
             }
         }
         for _ in 0..self.rng.below(4) {
-            self.outcomes.extend(self.worker.run());
+            self.outcomes.extend(self.worker.run(u64::MAX));
         }
         for _ in 0..self.rng.below(4) {
             if let Some(outcome) = self.outcomes.pop_front() {
@@ -364,7 +364,7 @@ fn decode_goes_on_during_prefill() {
         if let Some(plan) = scheduler.next_plan() {
             worker.receive(plan);
         }
-        let outcome = worker.run().unwrap();
+        let outcome = worker.run(u64::MAX).unwrap();
         tokens.push(outcome.tokens.iter().filter(|token| token.sequence == 1).count());
         scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
     }

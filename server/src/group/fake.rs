@@ -36,6 +36,8 @@ pub(crate) struct Script {
     pub(crate) step: Duration,
     /// After so many steps: exit, break the stream, say nothing more, or lie.
     pub(crate) after: Option<(u64, Trouble)>,
+    /// Exits after this time, whatever it does.
+    pub(crate) lifetime: Option<Duration>,
     /// Exits instead of opening its socket.
     pub(crate) exits_at_once: bool,
     /// Does not exit when its plans end.
@@ -59,6 +61,7 @@ impl Default for Script {
             kv_pages: 64,
             step: Duration::from_micros(200),
             after: None,
+            lifetime: None,
             exits_at_once: false,
             ignores_drain: false,
         }
@@ -127,6 +130,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
             return Ok(Box::pin(async move { exit(false, "exited with code 1, after: no such luck") }));
         }
         let (exits, mut exited) = mpsc::unbounded_channel();
+        let lifetime = script.lifetime.unwrap_or(Duration::MAX);
         let listener = UnixListenerStream::new(UnixListener::bind(socket)?);
         let service = FakeService { script, rank, exchange, kill: kill.clone(), exits };
         let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service));
@@ -139,6 +143,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
                     _ => exit(false, "was killed by signal 9"),
                 },
                 () = kill.cancelled() => exit(false, "was killed by signal 9"),
+                () = tokio::time::sleep(lifetime) => exit(false, "exited with code 101"),
             }
         }))
     }

@@ -50,18 +50,30 @@ pub struct ProcessLauncher {
     pub env: Vec<(String, String)>,
 }
 
+impl ProcessLauncher {
+    /// Workers of the binary that runs now, with `env` set in their environment.
+    ///
+    /// # Errors
+    /// The system does not tell the path of the binary.
+    pub fn this_binary(env: Vec<(String, String)>) -> io::Result<Self> {
+        Ok(Self { binary: std::env::current_exe()?, env })
+    }
+}
+
 impl Launcher for ProcessLauncher {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>> {
         let mut command = Command::new(&self.binary);
         command.arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
         command.envs(self.env.iter().map(|(name, value)| (name, value)));
         // A pipe that closes when the server is gone, however it ends: what a worker may watch to leave no orphan behind.
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // A group of its own: Ctrl-C in a terminal reaches the server alone, which drains its workers.
         command.process_group(0).kill_on_drop(true);
         let mut child = command.spawn()?;
         let alive = child.stdin.take();
         let stderr = child.stderr.take().expect("stderr was piped");
+        let stdout = child.stdout.take().expect("stdout was piped");
+        tokio::spawn(forward_log(rank, stdout));
         let log = tokio::spawn(forward_log(rank, stderr));
         Ok(Box::pin(async move {
             let status = tokio::select! {

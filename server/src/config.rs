@@ -9,7 +9,11 @@ use std::{
 
 use clap::{Args, Command, ValueEnum};
 
-use crate::serve::ServeOptions;
+use crate::{
+    group::{GroupConfig, Waits},
+    sched::Limits,
+    serve::ServeOptions,
+};
 
 /// Where the demo model lies, from the root of the source tree or from the folder of the binary.
 const DEMO_MODEL: &str = "deploy/demo/model";
@@ -113,10 +117,8 @@ pub enum Device {
 }
 
 /// Options that can work, as far as can be known before anything is started.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Config {
-    /// A directory with config.json.
-    pub model_dir: PathBuf,
     /// Host name or address to listen on.
     pub host: String,
     /// Port to listen on; 0 for any free one.
@@ -124,32 +126,7 @@ pub struct Config {
     /// The front end's bounds.
     pub serve: ServeOptions,
     /// The workers and their bounds.
-    pub engine: EngineOptions,
-}
-
-/// The workers and their bounds.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineOptions {
-    /// Worker processes.
-    pub tensor_parallel: u32,
-    /// Compute threads of each worker, at least 1.
-    pub threads: u32,
-    /// Sequences computed at one time, at least 1.
-    pub max_slots: u32,
-    /// Rows of one step, at least `max_slots`.
-    pub max_batch_tokens: u32,
-    /// Steps of one plan, at least 1.
-    pub steps_per_plan: u32,
-    /// KV pages of each worker; 0: see `kv_bytes_limit`.
-    pub kv_pages: u32,
-    /// Bytes of each worker's KV cache where `kv_pages` is 0.
-    pub kv_bytes_limit: u64,
-    /// Bound on the positions of a sequence; 0: the model's own.
-    pub max_context: u32,
-    /// Sequences that may wait.
-    pub max_queued_requests: u64,
-    /// Prompt tokens that may wait.
-    pub max_queued_tokens: u64,
+    pub group: GroupConfig,
 }
 
 /// Why options cannot work; one sentence that says what to change.
@@ -238,17 +215,21 @@ impl ServeArgs {
                 max_body_bytes: self.max_body_bytes as usize,
                 drain: Duration::from_secs(self.drain_seconds.into()),
             },
-            engine: EngineOptions {
-                tensor_parallel: self.tp,
+            group: GroupConfig {
                 threads,
-                max_slots: self.max_slots,
-                max_batch_tokens: self.max_batch_tokens,
-                steps_per_plan: self.steps_per_plan,
+                limits: Limits {
+                    max_slots: self.max_slots,
+                    max_batch_tokens: self.max_batch_tokens,
+                    steps_per_plan: self.steps_per_plan,
+                    max_waiting_requests: self.max_queued_requests,
+                    max_waiting_tokens: self.max_queued_tokens,
+                    ..Limits::default()
+                },
                 kv_pages: self.kv_pages,
                 kv_bytes_limit: u64::from(self.kv_memory_mib) << 20,
                 max_context: self.max_context,
-                max_queued_requests: self.max_queued_requests,
-                max_queued_tokens: self.max_queued_tokens,
+                waits: Waits { drain: Duration::from_secs(self.drain_seconds.into()), ..Waits::default() },
+                ..GroupConfig::new(model_dir, self.tp)
             },
         })
     }

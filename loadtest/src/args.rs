@@ -80,7 +80,7 @@ pub struct LoadtestArgs {
     pub max_tokens: u32,
 
     /// Generate exactly --max-tokens tokens, past the model's own end (not every server knows this field)
-    #[arg(long, env = "LOOPLANE_LOADTEST_IGNORE_EOS")]
+    #[arg(long, env = "LOOPLANE_LOADTEST_IGNORE_EOS", value_parser = clap::builder::BoolishValueParser::new())]
     pub ignore_eos: bool,
 
     /// Requests to send before the run, which are not counted

@@ -83,7 +83,7 @@ impl Client {
     pub async fn first_model(&self) -> Result<String, Failure> {
         let ask = async {
             let response = self.send(Method::GET, "/v1/models", Bytes::new()).await?;
-            let (bytes, _) = read_bounded(response.into_body()).await?;
+            let bytes = read_bounded(response.into_body()).await?;
             let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;
             let id = models.pointer("/data/0/id").and_then(Value::as_str);
             id.map(str::to_owned).ok_or_else(|| Failure::BadJson("no model id at /data/0/id".into()))
@@ -182,7 +182,7 @@ async fn status_failure(response: Response<Incoming>) -> Failure {
     let status = response.status();
     // The status is the finding; a body that cannot be read in full only costs its message.
     let (bytes, lost) = match read_bounded(response.into_body()).await {
-        Ok((bytes, _)) => (bytes, None),
+        Ok(bytes) => (bytes, None),
         Err(failure) => (Bytes::new(), Some(failure)),
     };
     let (code, message) = match serde_json::from_slice::<Value>(&bytes) {
@@ -192,8 +192,8 @@ async fn status_failure(response: Response<Incoming>) -> Failure {
     Failure::Status { status, code, message: lost.map_or(message, |failure| failure.to_string()) }
 }
 
-/// The first [`MAX_BODY_BYTES`] of a body, and whether that was all of it.
-async fn read_bounded(mut body: Incoming) -> Result<(Bytes, bool), Failure> {
+/// The first [`MAX_BODY_BYTES`] of a body.
+async fn read_bounded(mut body: Incoming) -> Result<Bytes, Failure> {
     let mut bytes = BytesMut::new();
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| Failure::ConnectionLost(chain(&error)))?;
@@ -201,10 +201,10 @@ async fn read_bounded(mut body: Incoming) -> Result<(Bytes, bool), Failure> {
         let room = MAX_BODY_BYTES - bytes.len();
         bytes.extend_from_slice(&data[..data.len().min(room)]);
         if data.len() > room {
-            return Ok((bytes.freeze(), false));
+            break;
         }
     }
-    Ok((bytes.freeze(), true))
+    Ok(bytes.freeze())
 }
 
 fn failure_of(error: &legacy::Error) -> Failure {
@@ -274,7 +274,7 @@ mod tests {
             assert!(record.ended_ns >= record.finished_ns.expect("finish reason seen"));
         }
         assert!(mock.requests().iter().all(|request| request["authorization"] == "Bearer sesame"));
-        assert_eq!(mock.connections(), 2, "one client uses one connection for requests in turn");
+        assert_eq!(mock.connections(), 2, "each client has a connection of its own");
     }
 
     #[tokio::test]
@@ -282,12 +282,13 @@ mod tests {
         let mock = Mock::default().serve().await;
         let client = Client::new(&mock.base, None, Duration::from_secs(20)).expect("valid");
         let clock = Clock::start();
-        for index in 0..4 {
+        for index in 0..10 {
             let mut record = RequestRecord::new(index, 0, 0);
             client.stream(CHAT, Bytes::from_static(b"{\"max_tokens\":2}"), clock, &mut record).await;
             assert_eq!(record.failure, None);
         }
-        assert_eq!(mock.connections(), 1);
+        // Not always one: a request may open a second connection before the first is back in the pool.
+        assert!(mock.connections() <= 3, "{} connections for ten requests in turn", mock.connections());
     }
 
     #[tokio::test]
@@ -302,7 +303,8 @@ mod tests {
         assert_eq!(failure_kind(Fault::CloseAfter(2)).await, "connection_lost");
         assert_eq!(failure_kind(Fault::EndAfter(2)).await, "truncated");
         assert_eq!(failure_kind(Fault::Data("not json")).await, "bad_json");
-        assert_eq!(failure_kind(Fault::Data("[1,2]")).await, "bad_json");
+        assert_eq!(failure_kind(Fault::Data("[]")).await, "bad_json");
+        assert_eq!(failure_kind(Fault::Data("null")).await, "bad_json");
         assert_eq!(failure_kind(Fault::Data(r#"{"choices":7}"#)).await, "bad_json");
         let error = r#"{"error":{"message":"rank 1 is gone","code":"worker lost!"}}"#;
         assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");

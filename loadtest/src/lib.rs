@@ -307,7 +307,7 @@ mod tests {
             format!("{:#}", run(args).await.expect_err(line))
         };
         assert!(refusal("--target https://localhost").await.contains("TLS"));
-        assert!(refusal("--rate -1").await.contains("requests a second"));
+        assert!(refusal("--rate 0").await.contains("requests a second"));
         assert!(refusal("--target http://127.0.0.1:1").await.contains("--model"));
         let no_directory = refusal("--model m --target http://127.0.0.1:1 --json /no/such/dir/x.json").await;
         assert!(no_directory.contains("/no/such/dir/x.json"), "{no_directory}");

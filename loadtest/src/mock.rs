@@ -162,21 +162,22 @@ async fn stream(mock: Mock, request: Value, frames: Frames) {
     if let Fault::Data(data) = mock.fault {
         events.push((Duration::ZERO, format!("data: {data}\n\n")));
     }
-    for token in 0..tokens {
+    let tokens_sent = if let Fault::EndlessLine = mock.fault { 0 } else { tokens };
+    for token in 0..tokens_sent {
         if matches!(mock.fault, Fault::CloseAfter(limit) | Fault::EndAfter(limit) if limit == token) {
             break;
         }
         let pause = if token == 0 { mock.ttft } else { mock.itl };
         events.push((pause, format!("data: {}\n\n", choice("word ", Value::Null))));
     }
-    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_)) {
+    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_) | Fault::EndlessLine) {
         events.push((Duration::ZERO, format!("data: {}\n\n", choice("", json!("length")))));
         if !matches!(mock.fault, Fault::NoUsage) {
             let usage = json!({"prompt_tokens": prompt_tokens, "completion_tokens": tokens});
             events.push((Duration::ZERO, format!("data: {}\n\n", json!({"choices": [], "usage": usage}))));
         }
     }
-    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_) | Fault::NoDone) {
+    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_) | Fault::EndlessLine | Fault::NoDone) {
         events.push((Duration::ZERO, "data: [DONE]\n\n".into()));
     }
     for (pause, event) in events {

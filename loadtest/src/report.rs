@@ -15,6 +15,8 @@ use crate::record::{Failure, RequestRecord, printable};
 const MAX_KINDS: usize = 64;
 /// Where kinds beyond [`MAX_KINDS`] are counted.
 const OTHER_KINDS: &str = "other";
+/// A client that is later than this with one request in a hundred is said to be.
+const LATE_CLIENT_MS: f64 = 5.0;
 /// Percentiles that are reported.
 pub const PERCENTILES: [(&str, f64); 4] = [("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0)];
 
@@ -214,6 +216,12 @@ impl Tally {
             let share = self.output_tokens as f64 / self.chunks as f64;
             notes.push(format!("{share:.2} tokens a chunk: ITL is the time between chunks, TPOT that of a token"));
         }
+        if let Some(late_ms) = self.client_delay.percentile_ms(99.0).filter(|&ms| ms > LATE_CLIENT_MS) {
+            notes.push(format!(
+                "one request in a hundred left {late_ms:.1} ms late or more: the load tester was too slow, or \
+                 --max-in-flight too low; the times from when a request was due hold all the same"
+            ));
+        }
         notes
     }
 
@@ -351,7 +359,7 @@ mod tests {
         near("std_tpot_ms", 150.0);
         near("mean_e2el_ms", 700.0);
         near("mean_e2el_from_intended_ms", 750.0);
-        near("median_client_delay_ms", 0.001);
+        near("mean_client_delay_ms", 50.0);
         near("max_client_delay_ms", 100.0);
         assert_eq!(report["request_rate"], "inf");
         assert_eq!(report["errors_by_kind"], json!({"timeout": 1}));
@@ -391,6 +399,8 @@ mod tests {
         uncounted.completion_tokens = None;
         tally.add(&uncounted);
         assert_eq!(tally.notes().len(), 2, "{:?}", tally.notes());
+        tally.add(&record(0, 50, &[60]));
+        assert!(tally.notes().iter().any(|note| note.contains("50.0 ms late")), "{:?}", tally.notes());
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice.
 
 pub mod config;
+pub mod tensors;
 
 pub use config::ModelConfig;
+pub use tensors::{LayerTensor, Tensor};

@@ -5,6 +5,10 @@
 #![deny(unsafe_code)]
 
 pub mod batch;
+pub mod decoder;
 pub mod model;
 pub mod plan;
 pub mod sampling;
+
+/// Exit code of a worker that ended with a fault.
+pub const EXIT_FAULT: u8 = 70;

@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod batch;
+pub mod cpu;
 pub mod decoder;
 pub mod model;
 pub mod plan;

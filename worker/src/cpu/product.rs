@@ -87,7 +87,7 @@ pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { product_avx2(&panel, &x, out) },
         // SAFETY: as above; plain Rust runs anywhere.
-        _ => unsafe { all_blocks::<Portable>(&panel, &x, out) },
+        _ => unsafe { product_inlined::<Portable>(&panel, &x, out) },
     }
 }
 
@@ -95,14 +95,14 @@ pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn product_avx512(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     // SAFETY: the caller's.
-    unsafe { all_blocks::<Avx512Bf16>(panel, x, out) }
+    unsafe { product_inlined::<Avx512Bf16>(panel, x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     // SAFETY: the caller's.
-    unsafe { all_blocks::<Avx2>(panel, x, out) }
+    unsafe { product_inlined::<Avx2>(panel, x, out) }
 }
 
 /// Walks the tiles in order, as many at a time as the columns leave accumulators for.
@@ -110,7 +110,7 @@ unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
 /// # Safety
 /// [`Panel::check`] passed, and the processor has the set `L`.
 #[inline(always)]
-unsafe fn all_blocks<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+pub(super) unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     let columns = x.count.next_power_of_two();
     let mut tile = 0;
     while tile < panel.tiles {
@@ -154,8 +154,7 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize>(
     unsafe {
         let mut lines: [*const u16; T] =
             std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_stride));
-        let mut pairs: [*const u16; C] =
-            std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.stride));
+        let mut pairs: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.stride));
         // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
@@ -284,7 +283,8 @@ mod tests {
         let (tiles, leaves, leaf_pairs) = (5, 8, 40);
         let k = 2 * leaves * leaf_pairs;
         let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * k));
-        let bits = |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 3 });
+        let bits =
+            |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 3 });
         assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
     }
 
@@ -321,7 +321,8 @@ mod tests {
         }
         let x = random(10, 6 * 2 * pairs);
         let columns = Columns { data: &x, stride: 2 * pairs, count: 6 };
-        let strided = Panel { data: &page, tiles, tile_stride: LINE, pair_stride: tiles * LINE, leaves: 1, leaf_pairs: pairs };
+        let strided =
+            Panel { data: &page, tiles, tile_stride: LINE, pair_stride: tiles * LINE, leaves: 1, leaf_pairs: pairs };
         for isa in isas() {
             assert_eq!(run(isa, strided, columns), run(isa, panel(&packed, tiles, 1, pairs), columns));
         }
@@ -331,6 +332,11 @@ mod tests {
     #[should_panic(expected = "columns of 15 elements end at 16")]
     fn a_short_column_is_refused() {
         let weights = random(11, 16 * LANES);
-        product(Isa::Portable, panel(&weights, 1, 1, 8), Columns { data: &[0; 15], stride: 16, count: 1 }, &mut [0.0; 16]);
+        product(
+            Isa::Portable,
+            panel(&weights, 1, 1, 8),
+            Columns { data: &[0; 15], stride: 16, count: 1 },
+            &mut [0.0; 16],
+        );
     }
 }

@@ -30,7 +30,9 @@ pub enum ShmError {
         source: std::io::Error,
     },
     /// A handle leads to something else.
-    #[error("the exchange memory {handle} has {found} bytes, not {expected}: its rank has loaded another model or settings")]
+    #[error(
+        "the exchange memory {handle} has {found} bytes, not {expected}: its rank has loaded another model or settings"
+    )]
     Size {
         /// The handle as given.
         handle: String,

@@ -5,7 +5,7 @@
 //! leaving `busy`, and the leader returns only when `busy` is zero: so the job may live on the leader's stack.
 #![allow(unsafe_code)]
 
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -79,6 +79,8 @@ pub struct Team {
     shared: Arc<Shared>,
     helpers: Vec<Helper>,
     placement: Placement,
+    /// A job is running. A `Cell`, so that only the thread that holds the team leads it.
+    forked: Cell<bool>,
 }
 
 /// Marks the thread that leads; restores its floating-point mode when dropped.
@@ -108,7 +110,7 @@ impl Team {
             asleep: (0..threads).map(|_| AtomicBool::new(false)).collect(),
             crowded,
         });
-        let mut team = Self { shared, helpers: Vec::with_capacity(threads - 1), placement };
+        let mut team = Self { shared, helpers: Vec::with_capacity(threads - 1), placement, forked: Cell::new(false) };
         for index in 1..threads {
             let (shared, core) = (Arc::clone(&team.shared), team.core(index));
             let handle = std::thread::Builder::new()
@@ -129,11 +131,6 @@ impl Team {
         self.helpers.len() + 1
     }
 
-    /// Fewer cores than threads: who waits yields at once.
-    pub fn crowded(&self) -> bool {
-        self.shared.crowded
-    }
-
     /// Makes the calling thread the leader: on its core, with denormals flushed. To be held while it computes.
     pub fn lead(&self) -> Leading {
         pin(self.core(0));
@@ -144,8 +141,8 @@ impl Team {
     /// with a contiguous run of units of its own; who runs out takes from the ends of other runs.
     ///
     /// # Panics
-    /// If a unit panicked.
-    pub fn for_each(&mut self, units: usize, unit: impl Fn(usize) + Sync) {
+    /// If a unit panicked, or a unit calls this.
+    pub fn for_each(&self, units: usize, unit: impl Fn(usize) + Sync) {
         self.for_each_then(units, unit, |_| ());
     }
 
@@ -153,9 +150,11 @@ impl Team {
     /// prefetching what the thread will need next.
     ///
     /// # Panics
-    /// If a unit panicked.
-    pub fn for_each_then(&mut self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync) {
+    /// If a unit panicked, or a unit calls this.
+    pub fn for_each_then(&self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync) {
         assert!(u32::try_from(units).is_ok(), "{units} units");
+        assert!(!self.forked.replace(true), "a unit of work started another job");
+        let _joined = Reset(&self.forked);
         if self.helpers.is_empty() || units <= 1 {
             (0..units).for_each(&unit);
             return idle(0);
@@ -190,7 +189,10 @@ impl Team {
         let join = JoinOnDrop(shared);
         body(0);
         drop(join);
-        assert!(!shared.panicked.load(Ordering::Relaxed), "a unit of work panicked on a helper thread; its message is above");
+        assert!(
+            !shared.panicked.load(Ordering::Relaxed),
+            "a unit of work panicked on a helper thread; its message is above"
+        );
     }
 
     fn core(&self, index: usize) -> Option<usize> {
@@ -210,6 +212,14 @@ impl Drop for Team {
             // A helper that panicked outside a unit has printed why; there is nobody left to tell.
             let _ = helper.handle.join();
         }
+    }
+}
+
+struct Reset<'a>(&'a Cell<bool>);
+
+impl Drop for Reset<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
     }
 }
 
@@ -304,7 +314,7 @@ mod tests {
     #[test]
     fn every_unit_runs_once_whatever_the_team() {
         for threads in [1, 2, 3, 8] {
-            let mut team = Team::new(threads, Placement::Floating, true).unwrap();
+            let team = Team::new(threads, Placement::Floating, true).unwrap();
             for round in 0..200 {
                 let counts: Vec<_> = (0..round % 37).map(|_| AtomicUsize::new(0)).collect();
                 let idle = AtomicUsize::new(0);
@@ -325,7 +335,7 @@ mod tests {
 
     #[test]
     fn sleeping_helpers_are_woken() {
-        let mut team = Team::new(3, Placement::Floating, false).unwrap();
+        let team = Team::new(3, Placement::Floating, false).unwrap();
         for _ in 0..3 {
             let asleep = |team: &Team| team.shared.asleep[1..].iter().all(|asleep| asleep.load(Ordering::SeqCst));
             let begun = std::time::Instant::now();
@@ -344,7 +354,7 @@ mod tests {
     #[test]
     fn a_panic_in_a_unit_reaches_the_leader_and_the_team_goes_on() {
         for bad in [0, 99] {
-            let mut team = Team::new(2, Placement::Floating, true).unwrap();
+            let team = Team::new(2, Placement::Floating, true).unwrap();
             let result = catch_unwind(AssertUnwindSafe(|| team.for_each(100, |i| assert_ne!(i, bad, "on purpose"))));
             assert!(result.is_err());
         }

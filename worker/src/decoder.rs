@@ -146,6 +146,12 @@ pub enum LoadError {
 /// Why a worker ends before its time: reported once, then the process exits with [`crate::EXIT_FAULT`].
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
+    /// The model was not loaded.
+    #[error(transparent)]
+    Load(LoadError),
+    /// The socket that the server speaks through failed.
+    #[error("the worker's socket: {0}")]
+    Socket(String),
     /// The server sent a plan that breaks a rule.
     #[error(transparent)]
     Plan(#[from] PlanFault),

@@ -4,6 +4,7 @@
 //! then by lower id.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use super::noise::{GROUP, MAX_GUMBEL, Noise, gumbel, gumbel_bound};
 
@@ -58,51 +59,75 @@ pub(super) struct Leaf<'a> {
     pub scale: f32,
 }
 
+impl Leaf<'_> {
+    /// Groups of [`GROUP`] ids that the leaf has a part in.
+    pub fn groups(&self) -> Range<usize> {
+        let (first, end) = (self.first as usize, self.first as usize + self.logits.len());
+        first / GROUP..end.div_ceil(GROUP)
+    }
+
+    /// Scaled logits of a group of ids. What is not of this leaf, or `cut` does not keep, is NaN, which loses every
+    /// comparison.
+    #[inline(always)]
+    pub fn group(&self, group: usize, cut: &Cut) -> [f32; GROUP] {
+        let first = self.first as usize;
+        let start = group * GROUP;
+        let ids = first.max(start)..(first + self.logits.len()).min(start + GROUP);
+        let logits = &self.logits[ids.start - first..ids.end - first];
+        let mut values = [f32::NAN; GROUP];
+        // The whole group is the common case; its length is known to the compiler, so the loops over it vectorise.
+        if let Ok(logits) = <&[f32; GROUP]>::try_from(logits) {
+            for (value, &logit) in values.iter_mut().zip(logits) {
+                *value = scaled(logit, self.scale);
+            }
+        } else {
+            for (value, &logit) in values[ids.start - start..].iter_mut().zip(logits) {
+                *value = scaled(logit, self.scale);
+            }
+        }
+        if *cut != Cut::NOTHING {
+            for (i, value) in values.iter_mut().enumerate() {
+                *value = if cut.keeps(*value, (start as u32).wrapping_add(i as u32)) { *value } else { f32::NAN };
+            }
+        }
+        values
+    }
+}
+
 /// The value by which a logit is ranked. Both zeros become plus zero.
 #[inline(always)]
 pub(super) fn scaled(logit: f32, scale: f32) -> f32 {
-    let value = logit * scale;
-    if value.is_nan() { f32::NEG_INFINITY } else { value + 0.0 }
+    let value = logit * scale + 0.0;
+    if value.is_nan() { f32::NEG_INFINITY } else { value }
+}
+
+/// Some value of the group passes; evaluates all, so that the loop vectorises.
+#[inline(always)]
+pub(super) fn any(values: &[f32; GROUP], passes: impl Fn(usize, f32) -> bool) -> bool {
+    let mut hits = [0u32; GROUP];
+    for (i, (hit, &value)) in hits.iter_mut().zip(values).enumerate() {
+        *hit = u32::from(passes(i, value));
+    }
+    hits.into_iter().fold(0, |any, hit| any | hit) != 0
 }
 
 /// The best token that `cut` keeps; [`Entry::NONE`] if there is none.
 pub(super) fn best(leaf: &Leaf<'_>, cut: &Cut) -> Entry {
-    let Leaf { logits, first, scale } = *leaf;
-    let largest = if *cut == Cut::NOTHING {
-        // NaN loses every comparison, so this loop needs to know of no special value.
-        largest(logits, |value, _| value * scale)
-    } else {
-        largest(logits, |value, i| {
-            let value = scaled(value, scale);
-            if cut.keeps(value, first.wrapping_add(i as u32)) { value } else { f32::NEG_INFINITY }
-        })
-    };
-    let is_best = |(i, logit): (usize, &f32)| {
-        let value = scaled(*logit, scale);
-        let token = first.wrapping_add(i as u32);
-        (value == largest && cut.keeps(value, token)).then_some(Entry { value, token })
-    };
-    logits.iter().enumerate().find_map(is_best).unwrap_or(Entry::NONE)
-}
-
-/// The largest of `value_of(logit, index)`, NaN ignored.
-#[inline(always)]
-fn largest(logits: &[f32], value_of: impl Fn(f32, usize) -> f32) -> f32 {
-    const LANES: usize = 32;
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let chunks = logits.chunks_exact(LANES);
-    let (tail, tail_start) = (chunks.remainder(), logits.len() - chunks.remainder().len());
-    for (chunk_index, chunk) in chunks.enumerate() {
-        for lane in 0..LANES {
-            let value = value_of(chunk[lane], chunk_index.wrapping_mul(LANES).wrapping_add(lane));
-            lanes[lane] = if value > lanes[lane] { value } else { lanes[lane] };
+    let mut lanes = [f32::NEG_INFINITY; GROUP];
+    for group in leaf.groups() {
+        for (lane, value) in lanes.iter_mut().zip(leaf.group(group, cut)) {
+            *lane = if value > *lane { value } else { *lane };
         }
     }
-    for (lane, &logit) in tail.iter().enumerate() {
-        let value = value_of(logit, tail_start + lane);
-        lanes[lane] = if value > lanes[lane] { value } else { lanes[lane] };
+    let value = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    for group in leaf.groups() {
+        let values = leaf.group(group, cut);
+        if any(&values, |_, other| other == value) {
+            let first = values.iter().position(|other| *other == value);
+            return first.map_or(Entry::NONE, |i| Entry { value, token: (group * GROUP + i) as u32 });
+        }
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    Entry::NONE
 }
 
 /// The Gumbel-max draw: the token that `cut` keeps with the largest sum of value and noise, ranked by that sum.
@@ -117,29 +142,18 @@ pub(super) fn draw(leaf: &Leaf<'_>, cut: &Cut, noise: &Noise) -> Entry {
         return top;
     }
     let mut winner = Entry { value: top.value + noise.gumbel(top.token), token: top.token };
-    let (first, end) = (leaf.first as usize, leaf.first as usize + leaf.logits.len());
-    for group in first / GROUP..end.div_ceil(GROUP) {
-        let start = group * GROUP;
-        let tokens = first.max(start)..end.min(start + GROUP);
-        // What is not kept, or not of this leaf, is NaN and loses every comparison.
-        let mut values = [f32::NAN; GROUP];
-        let logits = &leaf.logits[tokens.start - first..tokens.end - first];
-        for (i, (value, &logit)) in values[tokens.start - start..].iter_mut().zip(logits).enumerate() {
-            let scaled = scaled(logit, leaf.scale);
-            *value = if cut.keeps(scaled, (tokens.start as u32).wrapping_add(i as u32)) { scaled } else { f32::NAN };
-        }
+    for group in leaf.groups() {
+        let values = leaf.group(group, cut);
         if !any(&values, |_, value| value + MAX_GUMBEL >= winner.value) {
             continue;
         }
-        let bits: [[u32; 16]; 4] = noise.group_bits(group as u32);
-        let bits = bits.as_flattened();
+        let bits = noise.group_bits(group as u32);
+        let bits: &[u32] = bits.as_flattened();
         if any(&values, |i, value| value + gumbel_bound(bits[i]) >= winner.value) {
             for (i, &value) in values.iter().enumerate() {
                 if value + gumbel_bound(bits[i]) >= winner.value {
-                    let candidate = Entry { value: value + gumbel(bits[i]), token: (start + i) as u32 };
-                    if candidate.beats(&winner) {
-                        winner = candidate;
-                    }
+                    let candidate = Entry { value: value + gumbel(bits[i]), token: (group * GROUP + i) as u32 };
+                    winner = if candidate.beats(&winner) { candidate } else { winner };
                 }
             }
         }
@@ -147,26 +161,25 @@ pub(super) fn draw(leaf: &Leaf<'_>, cut: &Cut, noise: &Noise) -> Entry {
     winner
 }
 
-/// Some value of the group passes; evaluates all, so that the loop vectorises.
-#[inline(always)]
-fn any(values: &[f32; GROUP], passes: impl Fn(usize, f32) -> bool) -> bool {
-    let mut hits = 0u32;
-    for (i, &value) in values.iter().enumerate() {
-        hits |= u32::from(passes(i, value));
-    }
-    hits != 0
-}
+/// Tokens of which [`TopList::fill`] notes the largest value.
+const CHUNK: usize = 32;
 
-/// Up to `limit` tokens, best first. Allocates once.
+/// Up to `limit` tokens, best first.
 #[derive(Debug)]
 pub(super) struct TopList {
     limit: usize,
     entries: Vec<Entry>,
+    /// Scratch: the largest value of every chunk of a leaf, as they come and sorted.
+    maxima: Vec<f32>,
+    sorted: Vec<f32>,
 }
 
 impl TopList {
-    pub fn with_capacity(capacity: usize) -> Self {
-        Self { limit: 0, entries: Vec::with_capacity(capacity) }
+    /// A list of at most `capacity` tokens, to be filled from leaves of at most `leaf_len`. Allocates nothing later.
+    pub fn new(capacity: usize, leaf_len: usize) -> Self {
+        let chunks = leaf_len.div_ceil(CHUNK);
+        let (maxima, sorted) = (Vec::with_capacity(chunks), Vec::with_capacity(chunks));
+        Self { limit: 0, entries: Vec::with_capacity(capacity), maxima, sorted }
     }
 
     pub fn entries(&self) -> &[Entry] {
@@ -197,19 +210,43 @@ impl TopList {
         if limit == 0 {
             return;
         }
-        const CHUNK: usize = 32;
+        self.maxima.clear();
+        self.maxima.extend(leaf.logits.chunks(CHUNK).map(|chunk| largest(chunk, leaf.scale)));
+        // As many tokens as there are chunks with a maximum from here up are this good: what is below is not listed.
+        let mut floor = f32::NEG_INFINITY;
+        if limit <= self.maxima.len() {
+            self.sorted.clear();
+            self.sorted.extend_from_slice(&self.maxima);
+            floor = *self.sorted.select_nth_unstable_by(limit - 1, |a, b| b.total_cmp(a)).1;
+        }
         for (chunk_index, chunk) in leaf.logits.chunks(CHUNK).enumerate() {
-            if self.entries.len() == limit {
-                // Ids ascend, so a tie with the last entry loses.
-                let last = self.entries[limit - 1].value;
-                if chunk.iter().fold(0, |hits, &logit| hits | u32::from(logit * leaf.scale > last)) == 0 {
-                    continue;
-                }
+            // Ids ascend, so in a full list a tie with the last entry loses.
+            let full = self.entries.len() == limit;
+            if self.maxima[chunk_index] < floor || full && self.maxima[chunk_index] <= self.entries[limit - 1].value {
+                continue;
             }
             for (i, &logit) in chunk.iter().enumerate() {
-                let token = leaf.first + (chunk_index * CHUNK + i) as u32;
-                self.offer(Entry { value: scaled(logit, leaf.scale), token });
+                let value = scaled(logit, leaf.scale);
+                if value >= floor {
+                    self.offer(Entry { value, token: leaf.first + (chunk_index * CHUNK + i) as u32 });
+                }
             }
         }
     }
+}
+
+/// The largest scaled logit of a chunk.
+#[inline(always)]
+fn largest(chunk: &[f32], scale: f32) -> f32 {
+    const LANES: usize = 8;
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (whole, rest) = chunk.as_chunks::<LANES>();
+    for values in whole {
+        for (lane, &logit) in lanes.iter_mut().zip(values) {
+            let value = scaled(logit, scale);
+            *lane = if value > *lane { value } else { *lane };
+        }
+    }
+    let rest = rest.iter().map(|logit| scaled(*logit, scale));
+    lanes.into_iter().chain(rest).fold(f32::NEG_INFINITY, f32::max)
 }

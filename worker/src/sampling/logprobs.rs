@@ -17,18 +17,25 @@ impl LogSum {
     /// Of one leaf: sixteen running sums over every sixteenth token, added as a tree.
     pub fn of(logits: &[f32]) -> Self {
         const LANES: usize = 16;
+        let (whole, rest) = logits.as_chunks::<LANES>();
         let mut lanes = [f32::NEG_INFINITY; LANES];
-        for chunk in logits.chunks(LANES) {
+        for chunk in whole {
             for (lane, &logit) in lanes.iter_mut().zip(chunk) {
                 *lane = if logit > *lane { logit } else { *lane };
             }
         }
+        for (lane, &logit) in lanes.iter_mut().zip(rest) {
+            *lane = if logit > *lane { logit } else { *lane };
+        }
         let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max) + 0.0;
         let mut sums = [0.0; LANES];
-        for chunk in logits.chunks(LANES) {
+        for chunk in whole {
             for (sum, &logit) in sums.iter_mut().zip(chunk) {
                 *sum += share(scaled(logit, 1.0), max);
             }
+        }
+        for (sum, &logit) in sums.iter_mut().zip(rest) {
+            *sum += share(scaled(logit, 1.0), max);
         }
         let mut width = LANES / 2;
         while width > 0 {

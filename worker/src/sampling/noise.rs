@@ -40,7 +40,8 @@ impl Noise {
     }
 
     /// Random bits of the tokens from `group * GROUP` on: token `lane * 16 + b` of the group at `[lane][b]`.
-    #[inline(always)]
+    // Not inlined: the loops of `philox` vectorise when they are compiled on their own.
+    #[inline(never)]
     pub fn group_bits(&self, group: u32) -> [[u32; BLOCKS]; 4] {
         let first = group.wrapping_mul(BLOCKS as u32);
         let blocks = std::array::from_fn(|b| first.wrapping_add(b as u32));
@@ -75,21 +76,33 @@ pub fn gumbel_bound(bits: u32) -> f32 {
 }
 
 /// Philox4x32-10 of `N` counters side by side: word `w` of counter `i` at `[w][i]`.
+///
+/// Words stand in the low halves of 64-bit lanes, with anything in the high halves: so a vector multiplication, which
+/// reads low halves, gives both halves of a product at once.
 #[inline(always)]
 fn philox<const N: usize>(counters: [[u32; N]; 4], mut key: [u32; 2]) -> [[u32; N]; 4] {
-    let [mut c0, mut c1, mut c2, mut c3] = counters;
+    let low = |word: u64| word & u64::from(u32::MAX);
+    let mut wide = [[0u64; N]; 4];
+    for (wide, word) in wide.as_flattened_mut().iter_mut().zip(counters.as_flattened()) {
+        *wide = u64::from(*word);
+    }
+    let [mut c0, mut c1, mut c2, mut c3] = wide;
     for _ in 0..ROUNDS {
         for i in 0..N {
-            let product_0 = u64::from(c0[i]) * u64::from(MULTIPLIER_0);
-            let product_1 = u64::from(c2[i]) * u64::from(MULTIPLIER_1);
-            c0[i] = (product_1 >> 32) as u32 ^ c1[i] ^ key[0];
-            c1[i] = product_1 as u32;
-            c2[i] = (product_0 >> 32) as u32 ^ c3[i] ^ key[1];
-            c3[i] = product_0 as u32;
+            let product_0 = low(c0[i]).wrapping_mul(u64::from(MULTIPLIER_0));
+            let product_1 = low(c2[i]).wrapping_mul(u64::from(MULTIPLIER_1));
+            c0[i] = (product_1 >> 32) ^ c1[i] ^ u64::from(key[0]);
+            c1[i] = product_1;
+            c2[i] = (product_0 >> 32) ^ c3[i] ^ u64::from(key[1]);
+            c3[i] = product_0;
         }
         key = [key[0].wrapping_add(WEYL_0), key[1].wrapping_add(WEYL_1)];
     }
-    [c0, c1, c2, c3]
+    let mut words = counters;
+    for (word, wide) in words.as_flattened_mut().iter_mut().zip([c0, c1, c2, c3].as_flattened()) {
+        *word = *wide as u32;
+    }
+    words
 }
 
 #[cfg(test)]

@@ -174,12 +174,12 @@ struct Found {
 }
 
 impl Found {
-    fn new() -> Self {
+    fn new(leaf_len: usize) -> Self {
         Self {
             log_sum: LogSum::EMPTY,
-            top: TopList::with_capacity(MAX_TOP_LOGPROBS),
+            top: TopList::new(MAX_TOP_LOGPROBS, leaf_len),
             best: Entry::NONE,
-            list: TopList::with_capacity(MAX_LISTED),
+            list: TopList::new(MAX_LISTED, leaf_len),
             bins: [0; BINS],
         }
     }
@@ -219,9 +219,9 @@ impl Sampler {
         Self {
             processor: Processor::new(shape.tokens(), max_rows),
             states: Vec::with_capacity(max_rows),
-            found: (0..max_rows * shape.leaves()).map(|_| Mutex::new(Found::new())).collect(),
+            found: (0..max_rows * shape.leaves()).map(|_| Mutex::new(Found::new(padded_vocab / MAX_LEAVES))).collect(),
             message: Vec::with_capacity(max_rows * MAX_ROW_WORDS),
-            merged: TopList::with_capacity(MAX_LISTED),
+            merged: TopList::new(MAX_LISTED, 0),
             candidates: Vec::with_capacity(tensor_parallel * MAX_LISTED),
             results: (0..max_rows).map(|_| result()).collect(),
             shape,

@@ -6,7 +6,7 @@
 //! the value at the threshold is known exactly, and as the sums came rank by rank, so is how many of the tokens tied at it
 //! each rank keeps. Integer sums have no order, hence no rounding that could depend on it.
 
-use super::draw::{Cut, Leaf, scaled};
+use super::draw::{Cut, Leaf, any, scaled};
 use super::logprobs::share;
 
 /// Digits of a key.
@@ -59,13 +59,17 @@ impl Selection {
     /// Adds the amounts of one leaf's tokens (of those that `cut` keeps) to their bins.
     pub fn measure(&self, leaf: &Leaf<'_>, cut: &Cut, bins: &mut [u64; BINS]) {
         let shift = 24 - 8 * self.digit;
-        for (i, &logit) in leaf.logits.iter().enumerate() {
-            let value = scaled(logit, leaf.scale);
-            let key = key_of(value);
-            // The first digit has no prefix before it; a shift by 32 would be none.
-            let matches = self.digit == 0 || key >> (shift + 8) == self.prefix;
-            if matches && cut.keeps(value, leaf.first.wrapping_add(i as u32)) {
-                let bin = &mut bins[(key >> shift) as usize % BINS];
+        // A shift by all 32 bits would be none: the first digit has no digits before it, and all of none match.
+        let prefix_of = |key: u32| if self.digit == 0 { self.prefix } else { key >> (shift + 8) };
+        for group in leaf.groups() {
+            let values = leaf.group(group, cut);
+            // What is not kept is NaN.
+            let counts = |value: f32| !value.is_nan() & (prefix_of(key_of(value)) == self.prefix);
+            if !any(&values, |_, value| counts(value)) {
+                continue;
+            }
+            for value in values.into_iter().filter(|value| counts(*value)) {
+                let bin = &mut bins[(key_of(value) >> shift) as usize % BINS];
                 *bin = bin.wrapping_add(self.amount(value));
             }
         }

@@ -242,7 +242,10 @@ impl Choice {
 
     /// Everything that [`Choice::next`] returns, as a stream with the choice's index.
     pub fn into_stream(self) -> impl Stream<Item = (u32, Result<ChoiceEvent, GenerateError>)> {
-        stream::unfold(self, |mut choice| async move { choice.next().await.map(|event| ((choice.index, event), choice)) })
+        stream::unfold(
+            self,
+            |mut choice| async move { choice.next().await.map(|event| ((choice.index, event), choice)) },
+        )
     }
 
     fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {

@@ -119,7 +119,8 @@ async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
 async fn not_found(request: Request) -> Response {
     let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
     if request.headers().get("content-type").is_some_and(is_grpc) {
-        return tonic::Status::unimplemented(format!("no method {}", request.uri().path())).into_http::<axum::body::Body>();
+        return tonic::Status::unimplemented(format!("no method {}", request.uri().path()))
+            .into_http::<axum::body::Body>();
     }
     let message = format!("there is no {} here; GET / lists what is", request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()

@@ -147,7 +147,8 @@ impl ValidRequest {
     pub fn sequences(&self) -> impl Iterator<Item = (SequenceRequest, Start)> + '_ {
         self.prompts.iter().flat_map(move |prompt| {
             (0..self.choices).map(move |choice| {
-                let sampling = SamplingParams { seed: choice_seed(self.sampling.seed, choice), ..self.sampling.clone() };
+                let sampling =
+                    SamplingParams { seed: choice_seed(self.sampling.seed, choice), ..self.sampling.clone() };
                 let request = SequenceRequest {
                     prompt: prompt.tokens.clone(),
                     max_tokens: prompt.max_tokens,

@@ -1,8 +1,8 @@
 //! Every rule for a request's values, each with the range in its error.
 
 use super::{
-    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_BYTES, MAX_STOPS,
-    MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, draw_seed,
+    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_BYTES,
+    MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, draw_seed,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -123,12 +123,7 @@ fn check_stops(stops: &[String]) -> Result<(), RequestError> {
 }
 
 /// Each prompt's tokens and where its output stands.
-fn prompts(
-    input: Input,
-    field: &str,
-    model: &ModelInfo,
-    text: &Text,
-) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
+fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
     let wrong = |message: String| RequestError::field(field, FieldError::Value, message);
     let check_count = |count: usize| match count {
         0 => Err(wrong("must not be empty".into())),
@@ -177,12 +172,7 @@ fn prompts(
 }
 
 /// How many tokens may follow this prompt.
-fn fit_context(
-    field: &str,
-    prompt: &[u32],
-    max_tokens: Option<u32>,
-    model: &ModelInfo,
-) -> Result<u32, RequestError> {
+fn fit_context(field: &str, prompt: &[u32], max_tokens: Option<u32>, model: &ModelInfo) -> Result<u32, RequestError> {
     if prompt.is_empty() {
         return Err(RequestError::field(field, FieldError::Value, "the prompt has no tokens"));
     }
@@ -238,7 +228,8 @@ mod tests {
         };
         assert_eq!(with_max(8, Some(24)).unwrap().prompts[0].max_tokens, 24);
         assert_eq!(with_max(31, None).unwrap().prompts[0].max_tokens, 1);
-        for (prompt, max, asked) in [(8, Some(25), 25), (32, None, 1), (4000, None, 1), (1, Some(4294967295), 4294967295)]
+        for (prompt, max, asked) in
+            [(8, Some(25), 25), (32, None, 1), (4000, None, 1), (1, Some(4294967295), 4294967295)]
         {
             let error = with_max(prompt, max).unwrap_err();
             let expected = RequestError::ContextLength {
@@ -254,9 +245,14 @@ mod tests {
 
     #[test]
     fn seeds_belong_to_choices() {
-        let raw = RawRequest { n: Some(2), seed: Some(9), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5], vec![6]])) };
+        let raw = RawRequest {
+            n: Some(2),
+            seed: Some(9),
+            ..RawRequest::new("prompt", Input::Tokens(vec![vec![5], vec![6]]))
+        };
         let valid = validate(raw, &model(), &text()).unwrap();
-        let sequences: Vec<_> = valid.sequences().map(|(request, _)| (request.prompt[0], request.sampling.seed)).collect();
+        let sequences: Vec<_> =
+            valid.sequences().map(|(request, _)| (request.prompt[0], request.sampling.seed)).collect();
         assert_eq!(sequences.len(), 4);
         assert_eq!((sequences[0], sequences[2]), ((5, 9), (6, 9)));
         assert_eq!(sequences[1].1, sequences[3].1);
@@ -286,7 +282,10 @@ mod tests {
             (RawRequest { repetition_penalty: Some(0.0), ..raw() }, "repetition_penalty"),
             (RawRequest { n: Some(0), ..raw() }, "n"),
             (RawRequest { n: Some(17), ..raw() }, "n"),
-            (RawRequest { max_tokens: Some(0), max_tokens_field: "max_completion_tokens", ..raw() }, "max_completion_tokens"),
+            (
+                RawRequest { max_tokens: Some(0), max_tokens_field: "max_completion_tokens", ..raw() },
+                "max_completion_tokens",
+            ),
             (RawRequest { max_tokens: Some(2), min_tokens: Some(3), ..raw() }, "min_tokens"),
             (RawRequest { logprobs: Some(21), logprobs_field: "top_logprobs", ..raw() }, "top_logprobs"),
             (RawRequest { stop: vec![String::new()], ..raw() }, "stop"),

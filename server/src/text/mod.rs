@@ -133,7 +133,9 @@ fn load_template(
                         None => return Ok(None),
                     }
                 }
-                _ => return Err(TextError::Malformed { path, what: "chat_template is neither text nor a list".into() }),
+                _ => {
+                    return Err(TextError::Malformed { path, what: "chat_template is neither text nor a list".into() });
+                }
             }
         }
     };

@@ -162,10 +162,7 @@ mod tests {
     #[test]
     fn tokens_come_out_with_the_last_of_their_text() {
         let (pieces, stopped) = run(&[], "aé🦀");
-        assert_eq!(
-            pieces,
-            [("a".into(), vec![0]), ("é".into(), vec![1, 1]), ("🦀".into(), vec![2, 2, 2, 2])]
-        );
+        assert_eq!(pieces, [("a".into(), vec![0]), ("é".into(), vec![1, 1]), ("🦀".into(), vec![2, 2, 2, 2])]);
         assert!(!stopped);
     }
 

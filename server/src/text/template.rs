@@ -61,9 +61,7 @@ impl ChatTemplate {
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
-        environment
-            .add_template_owned(NAME, without_generation_tags(source))
-            .map_err(|error| format!("{error:#}"))?;
+        environment.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| format!("{error:#}"))?;
         Ok(Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() })
     }
 
@@ -175,7 +173,8 @@ mod tests {
 
     #[test]
     fn blocks_take_their_line_with_them() {
-        let source = "{{ bos_token }}\n  {% for m in messages %}\n{{ m.role }}: {{ m['content'] }}\n  {% endfor %}\nend";
+        let source =
+            "{{ bos_token }}\n  {% for m in messages %}\n{{ m.role }}: {{ m['content'] }}\n  {% endfor %}\nend";
         assert_eq!(render(source).unwrap(), "<s>\nsystem: Be brief.\nuser: a<b & 'c' é\nend");
     }
 
@@ -185,9 +184,15 @@ mod tests {
             ("{{ messages[1] | tojson }}", r#"{"role": "user", "content": "a<b & 'c' é"}"#),
             ("{{ [1, true, none] | tojson(indent=2) }}", "[\n  1,\n  true,\n  null\n]"),
             ("{{ messages[0].content.upper().startswith('BE') }}", "True"),
-            ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}", "user"),
+            (
+                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+                "user",
+            ),
             ("{% if tools is none and not (x is defined) and add_generation_prompt %}ok{% endif %}", "ok"),
-            ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
+            (
+                "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+                "2",
+            ),
             ("a {%- generation -%} b {%- endgeneration %} c", "ab c"),
             ("{% generation %}\nb\n{% endgeneration %}\nc", "b\nc"),
             ("{{ messages[0].name is defined }}", "False"),

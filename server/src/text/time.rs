@@ -3,7 +3,17 @@
 /// Formats seconds since 1970 as Python's `strftime` does in the C locale; `None` for a directive that is not known.
 pub(super) fn strftime(format: &str, unix_seconds: u64) -> Option<String> {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
         "December",
     ];
     const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
-    SequenceStream, SubmitError, Submission,
+    SequenceStream, Submission, SubmitError,
 };
 use tokio::{
     sync::{mpsc, watch},

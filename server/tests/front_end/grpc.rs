@@ -101,7 +101,11 @@ async fn refusals_have_codes_and_name_the_field() {
         (tokens(&[5; 512]), Code::InvalidArgument, "context"),
         (GenerateRequest { temperature: Some(f32::NAN), ..tokens(&[5]) }, Code::InvalidArgument, "temperature"),
         (GenerateRequest { top_p: Some(0.0), ..tokens(&[5]) }, Code::InvalidArgument, "top_p"),
-        (GenerateRequest { presence_penalty: f32::INFINITY, ..tokens(&[5]) }, Code::InvalidArgument, "presence_penalty"),
+        (
+            GenerateRequest { presence_penalty: f32::INFINITY, ..tokens(&[5]) },
+            Code::InvalidArgument,
+            "presence_penalty",
+        ),
         (GenerateRequest { top_logprobs: 1, ..tokens(&[5]) }, Code::InvalidArgument, "top_logprobs"),
         (GenerateRequest { top_logprobs: 21, logprobs: true, ..tokens(&[5]) }, Code::InvalidArgument, "top_logprobs"),
         (GenerateRequest { stop: vec![String::new()], ..tokens(&[5]) }, Code::InvalidArgument, "stop"),

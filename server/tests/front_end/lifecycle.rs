@@ -89,8 +89,7 @@ async fn what_the_engine_refuses_has_its_status() {
     ] {
         for stream in [true, false] {
             let request = json!({"prompt": [5], "stream": stream});
-            let (response, ()) =
-                tokio::join!(post(server.address, COMPLETION, &request), script.refuse(error.clone()));
+            let (response, ()) = tokio::join!(post(server.address, COMPLETION, &request), script.refuse(error.clone()));
             assert_eq!(response.status, status);
             let body = response.json();
             assert_eq!((&body["error"]["code"], &body["error"]["type"]), (&json!(code), &json!(kind)));
@@ -148,7 +147,10 @@ async fn every_response_has_a_request_id_and_a_client_may_choose_it() {
     let first = get(server.address, "/v1/nothing").await;
     assert_eq!(first.header("x-request-id").unwrap().len(), 36);
     let mut stream = TcpStream::connect(server.address).await.unwrap();
-    stream.write_all(b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\nconnection: close\r\n\r\n").await.unwrap();
+    stream
+        .write_all(b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\nconnection: close\r\n\r\n")
+        .await
+        .unwrap();
     assert_eq!(read(stream).await.header("x-request-id"), Some("mine"));
 }
 

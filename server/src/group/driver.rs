@@ -1,0 +1,455 @@
+//! Owns the scheduler and everything that lives as long as the replica: commands in, tokens out, and one group after
+//! another until shutdown.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use looplane_proto::worker::v1::Outcome;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::launch::{Launcher, Workers};
+use super::start::{GRACE, Link, RankEvent, start};
+use super::{Figures, GroupConfig};
+use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent, SequenceStream, Submission, SubmitError};
+use crate::sched::{Action, Event, Scheduler};
+
+/// Messages taken at once before plans are built: enough for a burst to enter one plan, few enough to stay prompt.
+const BURST: usize = 256;
+
+/// The driver's ends of everything.
+pub(super) struct Channels {
+    pub(super) commands: mpsc::UnboundedReceiver<Command>,
+    /// For the streams handed out, which cancel through it.
+    pub(super) commands_back: mpsc::UnboundedSender<Command>,
+    pub(super) state: watch::Sender<EngineState>,
+    pub(super) model: watch::Sender<Option<Arc<ModelInfo>>>,
+    pub(super) figures: watch::Sender<Figures>,
+    pub(super) stop: CancellationToken,
+}
+
+/// How a group's life ended.
+enum End {
+    /// Shutdown: everything has ended, or the time for it is up.
+    Stopped,
+    /// It may be started again.
+    Lost { reason: String, lived_well: bool },
+    /// It cannot be served.
+    Refused(String),
+}
+
+/// When a rank last reported a step, and which (plan, step in it).
+#[derive(Debug, Clone, Copy)]
+struct Heard {
+    when: Instant,
+    step: (u64, u32),
+}
+
+/// Why a group was lost.
+struct Fault {
+    words: String,
+    /// A stream broke: the exit of the worker behind it is about to be known, and says more.
+    exit_follows: bool,
+}
+
+impl Fault {
+    fn new(words: String) -> Self {
+        Self { words, exit_follows: false }
+    }
+
+    fn broken_stream(words: String) -> Self {
+        Self { words, exit_follows: true }
+    }
+}
+
+impl From<String> for Fault {
+    fn from(words: String) -> Self {
+        Self::new(words)
+    }
+}
+
+/// The task behind an engine handle.
+pub(super) struct Driver {
+    config: Arc<GroupConfig>,
+    launcher: Arc<dyn Launcher>,
+    scheduler: Scheduler,
+    channels: Channels,
+    /// By sequence: room for every token and the end, so that sending never waits.
+    streams: HashMap<u64, mpsc::Sender<SequenceEvent>>,
+    last_sequence: u64,
+    /// Why nothing is taken any more.
+    closed: Option<String>,
+    /// Why the last group was lost, in front of what is being done about it.
+    lost: Option<String>,
+    /// Set by the request to shut down: when sequences that still run are given up.
+    drain_until: Option<Instant>,
+    actions: Vec<Action>,
+}
+
+impl Driver {
+    pub(super) fn new(
+        config: GroupConfig,
+        launcher: Arc<dyn Launcher>,
+        scheduler: Scheduler,
+        channels: Channels,
+    ) -> Self {
+        Self {
+            config: Arc::new(config),
+            launcher,
+            scheduler,
+            channels,
+            streams: HashMap::new(),
+            last_sequence: 0,
+            closed: None,
+            lost: None,
+            drain_until: None,
+            actions: Vec::new(),
+        }
+    }
+
+    /// Runs one group after another until shutdown.
+    pub(super) async fn run(mut self) {
+        let mut failures = 0;
+        loop {
+            let (reason, lived_well) = match self.group().await {
+                End::Stopped => break,
+                End::Refused(reason) => {
+                    self.give_up(reason).await;
+                    break;
+                }
+                End::Lost { reason, lived_well } => (reason, lived_well),
+            };
+            failures = if lived_well { 0 } else { failures + 1 };
+            if failures >= self.config.max_failed_starts {
+                self.give_up(format!("the workers failed {failures} times in a row, at last as {reason}")).await;
+                break;
+            }
+            let waits = &self.config.waits;
+            let pause = match failures {
+                // After a good life the first start is tried at once.
+                0 => Duration::ZERO,
+                n => waits.backoff.saturating_mul(1 << (n - 1).min(16)).min(waits.backoff_limit),
+            };
+            tracing::warn!(failures, ?pause, "{reason}; starting the workers again");
+            self.lost = Some(reason);
+            self.waiting_state()("waiting to start the workers again".into());
+            if self.attend(sleep(pause)).await.is_none() {
+                break;
+            }
+        }
+        self.fail_all("the server is shutting down");
+        let figures = *self.channels.figures.borrow();
+        tracing::info!(?figures, "the group has ended");
+    }
+
+    /// The life of one group.
+    async fn group(&mut self) -> End {
+        let mut workers = match Workers::launch(&*self.launcher, self.config.tensor_parallel) {
+            Ok(workers) => workers,
+            Err(error) => {
+                let reason = format!("the workers could not be started: {error}");
+                return End::Lost { reason, lived_well: false };
+            }
+        };
+        let config = Arc::clone(&self.config);
+        let progress = self.waiting_state();
+        let started = self.attend(start(&config, &mut workers, progress)).await;
+        let mut link = match started {
+            None => {
+                workers.kill().await;
+                return End::Stopped;
+            }
+            Some(Err(error)) => {
+                workers.kill().await;
+                if error.is_final && self.channels.model.borrow().is_none() {
+                    return End::Refused(error.reason);
+                }
+                return End::Lost { reason: error.reason, lived_well: false };
+            }
+            Some(Ok(link)) => link,
+        };
+        if let Err(reason) = self.announce(&link) {
+            workers.kill().await;
+            return End::Refused(reason);
+        }
+        let born = Instant::now();
+        let steps = self.channels.figures.borrow().steps;
+        let Err(fault) = self.serve(&mut link, &mut workers).await else {
+            self.drain(link, workers).await;
+            return End::Stopped;
+        };
+        let mut reason = fault.words;
+        if fault.exit_follows
+            && let Ok(exit) = timeout(GRACE, workers.next_exit()).await
+        {
+            reason = exit;
+        }
+        workers.kill().await;
+        self.apply(Event::GroupLost).expect("the loss of a group is no fault of it");
+        self.channels.figures.send_modify(|figures| figures.losses += 1);
+        let ran = self.channels.figures.borrow().steps > steps;
+        End::Lost { reason, lived_well: ran || born.elapsed() >= self.config.waits.backoff_limit }
+    }
+
+    /// Tells the scheduler and the world of a group that is up. A group that would give other bits is refused.
+    fn announce(&mut self, link: &Link) -> Result<(), String> {
+        let facts = &link.facts;
+        if let Some(known) = &*self.channels.model.borrow()
+            && **known != facts.model
+        {
+            return Err(format!("the workers came back as another model: {:?} instead of {known:?}", facts.model));
+        }
+        let (kv_pages, page_positions) = (facts.kv_pages, facts.page_positions);
+        self.apply(Event::GroupReady { kv_pages, page_positions })?;
+        self.channels.model.send_if_modified(|model| {
+            let first = model.is_none();
+            model.get_or_insert_with(|| Arc::new(facts.model.clone()));
+            first
+        });
+        self.channels.state.send_if_modified(|state| show_progress(state, EngineState::Ready));
+        Ok(())
+    }
+
+    /// Feeds the group until shutdown (`Ok`) or until it is lost.
+    async fn serve(&mut self, link: &mut Link, workers: &mut Workers) -> Result<(), Fault> {
+        let mut ranks = vec![Heard { when: Instant::now(), step: (0, 0) }; link.plans.len()];
+        let mut owed_since = None;
+        loop {
+            self.send_plans(link)?;
+            if self.drain_until.is_some() && self.scheduler.is_idle() {
+                return Ok(());
+            }
+            let owed = self.scheduler.is_outstanding();
+            owed_since = owed.then(|| owed_since.unwrap_or_else(Instant::now));
+            let silent_at = silent_rank(&ranks, owed_since, self.config.waits.silence);
+            tokio::select! {
+                event = link.events.recv() => {
+                    let mut next = event;
+                    for _ in 0..BURST {
+                        let Some(event) = next else { break };
+                        self.rank_event(event, &mut ranks)?;
+                        next = link.events.try_recv().ok();
+                    }
+                }
+                command = self.channels.commands.recv() => self.commands(command)?,
+                exit = workers.next_exit() => return Err(Fault::new(exit)),
+                () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
+                () = until(self.drain_until) => return Ok(()),
+                () = until(silent_at.map(|(at, _)| at)) => {
+                    let rank = silent_at.map_or(0, |(_, rank)| rank);
+                    let limit = self.config.waits.silence;
+                    return Err(Fault::new(format!("rank {rank} has been silent for {limit:?}")));
+                }
+            }
+        }
+    }
+
+    fn rank_event(&mut self, event: RankEvent, ranks: &mut [Heard]) -> Result<(), Fault> {
+        match event {
+            RankEvent::Outcome { rank, outcome } => {
+                ranks[rank] = Heard { when: Instant::now(), step: (outcome.version, outcome.step) };
+                // The other ranks sample the same tokens; that they keep pace is all there is to know.
+                if rank == 0 { Ok(self.outcome(outcome)?) } else { Ok(()) }
+            }
+            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(format!("rank {rank} {words}"))),
+        }
+    }
+
+    fn outcome(&mut self, outcome: Outcome) -> Result<(), String> {
+        self.channels.figures.send_modify(|figures| {
+            figures.steps += u64::from(outcome.ran_step);
+            figures.rows += u64::from(outcome.rows);
+            figures.tokens += outcome.tokens.len() as u64;
+            figures.step_ns += outcome.step_ns;
+            figures.wait_ns += outcome.wait_ns;
+        });
+        self.apply(Event::Outcome(outcome))
+    }
+
+    fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
+        while let Some(plan) = self.scheduler.next_plan() {
+            tracing::trace!(?plan, "plan");
+            self.channels.figures.send_modify(|figures| figures.plans += 1);
+            for (rank, plans) in link.plans.iter().enumerate() {
+                let refused = |_| Fault::broken_stream(format!("rank {rank} does not take its plans"));
+                plans.try_send(plan.clone()).map_err(refused)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for `future` while there is no group to feed; `None` if shutdown has nothing left to wait for.
+    async fn attend<T>(&mut self, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = std::pin::pin!(future);
+        loop {
+            if self.drain_until.is_some() && self.scheduler.sequences() == 0 {
+                return None;
+            }
+            tokio::select! {
+                output = &mut future => return Some(output),
+                command = self.channels.commands.recv() => {
+                    self.commands(command).expect("without a group, no command makes a fault");
+                }
+                () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
+                () = until(self.drain_until) => return None,
+            }
+        }
+    }
+
+    /// Takes `first` and what else is there.
+    fn commands(&mut self, first: Option<Command>) -> Result<(), String> {
+        let mut next = first;
+        for _ in 0..BURST {
+            match next {
+                Some(Command::Submit(submission)) => self.submit(submission),
+                Some(Command::Cancel(sequence)) => {
+                    self.streams.remove(&sequence);
+                    self.apply(Event::Cancel { sequence })?;
+                }
+                None => break,
+            }
+            next = self.channels.commands.try_recv().ok();
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        let Submission { request, reply } = submission;
+        let answer = self.queue(request);
+        // Nobody waits for the answer any more: the stream in it cancels the sequence as it is dropped.
+        let _ = reply.send(answer);
+    }
+
+    fn queue(&mut self, request: crate::engine::SequenceRequest) -> Result<SequenceStream, SubmitError> {
+        if let Some(reason) = &self.closed {
+            return Err(SubmitError::Unavailable(reason.clone()));
+        }
+        let room = request.max_tokens as usize + 2;
+        let sequence = self.last_sequence + 1;
+        self.last_sequence = sequence;
+        let mut actions = Vec::new();
+        self.scheduler.apply(Event::Submit { sequence, request }, &mut actions);
+        for action in actions {
+            if let Action::Refused { error, .. } = action {
+                return Err(error);
+            }
+        }
+        let (sender, events) = mpsc::channel(room);
+        self.streams.insert(sequence, sender);
+        Ok(SequenceStream::new(sequence, events, self.channels.commands_back.clone()))
+    }
+
+    /// Applies an event and does what follows; the error is a fault of the group.
+    fn apply(&mut self, event: Event) -> Result<(), String> {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.apply(event, &mut actions);
+        let mut result = Ok(());
+        for action in actions.drain(..) {
+            match action {
+                Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token)),
+                Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason)),
+                Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason)),
+                Action::Fault(reason) => result = Err(format!("rank 0 broke the protocol: {reason}")),
+                Action::Queued { .. } | Action::Refused { .. } => {
+                    unreachable!("submissions are answered where they arrive")
+                }
+            }
+        }
+        self.actions = actions;
+        result
+    }
+
+    fn send(&mut self, sequence: u64, event: SequenceEvent) {
+        let last = !matches!(event, SequenceEvent::Token(_));
+        if let Some(stream) = self.streams.get(&sequence) {
+            // A reader that went away cancels by itself; the channel has room for every token and the end.
+            let sent = stream.try_send(event);
+            debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
+        }
+        if last {
+            self.streams.remove(&sequence);
+        }
+    }
+
+    fn begin_drain(&mut self) {
+        self.closed = Some("shutting down".into());
+        self.drain_until = Some(Instant::now() + self.config.waits.drain);
+        tracing::info!(sequences = self.scheduler.sequences(), "draining");
+        self.channels.state.send_replace(EngineState::Draining);
+    }
+
+    /// Ends the plans, and with them the workers.
+    async fn drain(&mut self, mut link: Link, workers: Workers) {
+        self.fail_all("the server is shutting down");
+        link.plans.clear();
+        // The streams are read to their end, so that no worker waits for the driver.
+        let rest = async { while link.events.recv().await.is_some() {} };
+        let ((), faults) = tokio::join!(async { timeout(self.config.waits.exit, rest).await.unwrap_or(()) }, async {
+            workers.end(self.config.waits.exit).await
+        });
+        faults.iter().for_each(|fault| tracing::warn!("{fault}"));
+    }
+
+    /// The replica cannot be served: says so to everyone until shutdown.
+    async fn give_up(&mut self, reason: String) {
+        tracing::error!("{reason}");
+        self.fail_all(&reason);
+        self.closed = Some(format!("unable to serve the model: {reason}"));
+        self.channels.state.send_if_modified(|state| show_progress(state, EngineState::Failed(reason)));
+        self.attend(std::future::pending::<()>()).await;
+    }
+
+    fn fail_all(&mut self, reason: &str) {
+        let mut sequences: Vec<u64> = self.streams.keys().copied().collect();
+        sequences.sort_unstable();
+        for sequence in sequences {
+            self.send(sequence, SequenceEvent::Failed(reason.into()));
+            self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
+        }
+    }
+
+    /// Shows what is being done to get a group up.
+    fn waiting_state(&self) -> impl Fn(String) + use<> {
+        let state = self.channels.state.clone();
+        let loaded = self.channels.model.borrow().is_some();
+        let lost = self.lost.clone();
+        move |doing| {
+            let words = match &lost {
+                Some(reason) => format!("{reason}; {doing}"),
+                None => doing,
+            };
+            let next = if loaded { EngineState::Recovering(words) } else { EngineState::Loading(words) };
+            state.send_if_modified(|state| show_progress(state, next));
+        }
+    }
+}
+
+/// Shows `next`, unless the replica is shutting down: that is the last thing it says.
+fn show_progress(state: &mut EngineState, next: EngineState) -> bool {
+    let show = *state != EngineState::Draining && *state != next;
+    if show {
+        *state = next;
+    }
+    show
+}
+
+/// When the first rank has been silent for too long, and which. A rank owes a word while the group does, and while it is
+/// behind rank 0.
+fn silent_rank(ranks: &[Heard], owed_since: Option<Instant>, limit: Duration) -> Option<(Instant, usize)> {
+    let ahead = ranks[0];
+    let owing = ranks.iter().enumerate().filter_map(|(rank, heard)| match owed_since {
+        Some(since) => Some((heard.when.max(since) + limit, rank)),
+        None => (heard.step < ahead.step).then_some((heard.when.max(ahead.when) + limit, rank)),
+    });
+    owing.min()
+}
+
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

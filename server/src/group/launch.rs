@@ -1,0 +1,291 @@
+//! Starts and ends worker processes: the only place that knows that a rank is a process.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
+use tokio::process::Command;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+/// Longest path of a Unix socket, in bytes (Linux: 108 with the final zero).
+const SOCKET_PATH_LIMIT: usize = 107;
+/// Bytes of a worker's log line that are kept; a longer one is cut in several.
+const LOG_LINE_LIMIT: u64 = 8 * 1024;
+/// How long a worker's last words may take to arrive after it exited.
+const LAST_WORDS_LIMIT: Duration = Duration::from_secs(1);
+/// A killed process is gone by then, unless the kernel holds it.
+const KILL_LIMIT: Duration = Duration::from_secs(20);
+
+/// How a worker ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerExit {
+    /// Exit code 0.
+    pub success: bool,
+    /// How, in words that follow "rank 3 ".
+    pub words: String,
+}
+
+/// Starts the workers of a group.
+pub trait Launcher: Send + Sync + 'static {
+    /// Starts rank `rank`, which is to listen on `socket`. The future ends with the worker; `kill` ends both at once.
+    ///
+    /// # Errors
+    /// The worker could not be started.
+    fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>>;
+}
+
+/// Starts `BINARY worker --socket PATH --rank N` as a process of its own.
+#[derive(Debug, Clone)]
+pub struct ProcessLauncher {
+    /// The binary; the server's own, in production.
+    pub binary: PathBuf,
+    /// Set in the worker's environment, such as its log level.
+    pub env: Vec<(String, String)>,
+}
+
+impl ProcessLauncher {
+    /// Workers of the binary that runs now, with `env` set in their environment.
+    ///
+    /// # Errors
+    /// The system does not tell the path of the binary.
+    pub fn this_binary(env: Vec<(String, String)>) -> io::Result<Self> {
+        Ok(Self { binary: std::env::current_exe()?, env })
+    }
+}
+
+impl Launcher for ProcessLauncher {
+    fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>> {
+        let mut command = Command::new(&self.binary);
+        command.arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
+        command.envs(self.env.iter().map(|(name, value)| (name, value)));
+        // A pipe that closes when the server is gone, however it ends: what a worker may watch to leave no orphan behind.
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // A group of its own: Ctrl-C in a terminal reaches the server alone, which drains its workers.
+        command.process_group(0).kill_on_drop(true);
+        let mut child = command.spawn()?;
+        let alive = child.stdin.take();
+        let stderr = child.stderr.take().expect("stderr was piped");
+        let stdout = child.stdout.take().expect("stdout was piped");
+        tokio::spawn(forward_log(rank, stdout));
+        let log = tokio::spawn(forward_log(rank, stderr));
+        Ok(Box::pin(async move {
+            let status = tokio::select! {
+                status = child.wait() => status,
+                () = kill.cancelled() => match child.start_kill() {
+                    Ok(()) => child.wait().await,
+                    Err(error) => Err(error),
+                },
+            };
+            drop(alive);
+            let last_line = tokio::time::timeout(LAST_WORDS_LIMIT, log).await.ok().and_then(Result::ok).flatten();
+            match status {
+                Ok(status) => WorkerExit { success: status.success(), words: exit_words(status, last_line) },
+                Err(error) => WorkerExit { success: false, words: format!("could not be waited for: {error}") },
+            }
+        }))
+    }
+}
+
+fn exit_words(status: ExitStatus, last_line: Option<String>) -> String {
+    let how = match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exited with code {code}"),
+        (None, Some(signal)) => format!("was killed by signal {signal}"),
+        (None, None) => format!("ended: {status}"),
+    };
+    match last_line {
+        Some(line) if !status.success() => format!("{how}, after: {line}"),
+        _ => how,
+    }
+}
+
+/// Passes a worker's log on, line by line, and returns the last one.
+async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String> {
+    let mut reader = BufReader::new(stderr);
+    let mut last = None;
+    loop {
+        let mut line = Vec::new();
+        match (&mut reader).take(LOG_LINE_LIMIT).read_until(b'\n', &mut line).await {
+            Ok(0) | Err(_) => return last,
+            Ok(_) => {}
+        }
+        let line = String::from_utf8_lossy(&line).trim_end().to_string();
+        if !line.is_empty() {
+            tracing::info!(target: "looplane::worker", rank, "{line}");
+            last = Some(line);
+        }
+    }
+}
+
+/// A directory for the sockets of one group, for this user alone; removed when dropped.
+#[derive(Debug)]
+struct SocketDir(PathBuf);
+
+impl SocketDir {
+    fn create() -> io::Result<Self> {
+        let name = format!("looplane-{}", uuid::Uuid::new_v4().simple());
+        let path = std::env::temp_dir().join(name);
+        DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(Self(path))
+    }
+
+    fn socket(&self, rank: u32) -> io::Result<PathBuf> {
+        let path = self.0.join(format!("rank-{rank}.sock"));
+        if path.as_os_str().len() > SOCKET_PATH_LIMIT {
+            let words =
+                format!("the socket path {} is longer than {SOCKET_PATH_LIMIT} bytes: set TMPDIR", path.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, words));
+        }
+        Ok(path)
+    }
+}
+
+impl Drop for SocketDir {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            tracing::warn!("cannot remove {}: {error}", self.0.display());
+        }
+    }
+}
+
+/// The workers of one group, running or ended. Dropping it kills them.
+#[derive(Debug)]
+pub(super) struct Workers {
+    exits: JoinSet<(u32, WorkerExit)>,
+    kill: CancellationToken,
+    pub(super) sockets: Vec<PathBuf>,
+    _dir: SocketDir,
+}
+
+impl Workers {
+    /// Starts ranks 0 to `ranks`.
+    pub(super) fn launch(launcher: &dyn Launcher, ranks: u32) -> io::Result<Self> {
+        let dir = SocketDir::create()?;
+        let kill = CancellationToken::new();
+        let mut workers = Self { exits: JoinSet::new(), kill, sockets: Vec::new(), _dir: dir };
+        for rank in 0..ranks {
+            let socket = workers._dir.socket(rank)?;
+            let exit = launcher.launch(rank, &socket, workers.kill.clone())?;
+            workers.exits.spawn(async move { (rank, exit.await) });
+            workers.sockets.push(socket);
+        }
+        Ok(workers)
+    }
+
+    /// The next worker that ends, in words; pending if none is left. Cancel-safe.
+    pub(super) async fn next_exit(&mut self) -> String {
+        match self.exits.join_next().await {
+            Some(Ok((rank, exit))) => format!("rank {rank} {}", exit.words),
+            Some(Err(error)) => format!("the watch over a worker failed: {error}"),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Kills all that still run and waits until they are gone.
+    pub(super) async fn kill(mut self) {
+        self.kill.cancel();
+        self.gone(KILL_LIMIT).await;
+    }
+
+    /// Waits until all have ended by themselves; past `limit` they are killed. Says what was not as it should be.
+    pub(super) async fn end(mut self, limit: Duration) -> Vec<String> {
+        let mut words = Vec::new();
+        let ended = tokio::time::timeout(limit, async {
+            while let Some(exit) = self.exits.join_next().await {
+                match exit {
+                    Ok((_, exit)) if exit.success => {}
+                    Ok((rank, exit)) => words.push(format!("rank {rank} {}", exit.words)),
+                    Err(error) => words.push(format!("the watch over a worker failed: {error}")),
+                }
+            }
+        });
+        if ended.await.is_err() {
+            words.push(format!("{} workers were killed as they had not ended after {limit:?}", self.exits.len()));
+        }
+        self.kill().await;
+        words
+    }
+
+    async fn gone(&mut self, limit: Duration) {
+        let all = async { while self.exits.join_next().await.is_some() {} };
+        if tokio::time::timeout(limit, all).await.is_err() {
+            tracing::error!("{} killed workers are still there after {limit:?}", self.exits.len());
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.kill.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stand-in for the binary: a shell script, which gets `worker --socket PATH --rank N` as arguments.
+    fn script(dir: &Path, body: &str) -> ProcessLauncher {
+        use std::os::unix::fs::PermissionsExt;
+        let binary = dir.join("looplane");
+        fs::write(&binary, format!("#!/bin/sh\n{body}\n")).unwrap();
+        fs::set_permissions(&binary, fs::Permissions::from_mode(0o700)).unwrap();
+        ProcessLauncher { binary, env: vec![("LOOPLANE_TEST".into(), "seen".into())] }
+    }
+
+    #[tokio::test]
+    async fn an_exit_comes_with_the_last_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let launcher = script(dir.path(), "echo \"$1 $2 $4 $5 $LOOPLANE_TEST\" >&2; exit 3");
+        let mut workers = Workers::launch(&launcher, 1).unwrap();
+        let words = workers.next_exit().await;
+        assert_eq!(words, "rank 0 exited with code 3, after: worker --socket --rank 0 seen");
+    }
+
+    #[tokio::test]
+    async fn killed_workers_leave_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let launcher = script(dir.path(), "echo $$ > \"$3.pid\"; exec sleep 1000");
+        let workers = Workers::launch(&launcher, 2).unwrap();
+        let sockets = workers._dir.0.clone();
+        let pid_files: Vec<PathBuf> = workers.sockets.iter().map(|s| format!("{}.pid", s.display()).into()).collect();
+        let pids = loop {
+            let read: Vec<String> = pid_files.iter().filter_map(|file| fs::read_to_string(file).ok()).collect();
+            if read.len() == 2 && read.iter().all(|pid| pid.ends_with('\n')) {
+                break read;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        assert_eq!(fs::metadata(&sockets).unwrap().permissions().mode_bits(), 0o700);
+        workers.kill().await;
+        for pid in pids {
+            assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists(), "process {pid} is still there");
+        }
+        assert!(!sockets.exists());
+    }
+
+    #[tokio::test]
+    async fn workers_that_do_not_end_are_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let launcher = script(dir.path(), "[ $5 = 0 ] && exit 0; exec sleep 1000");
+        let words = Workers::launch(&launcher, 2).unwrap().end(Duration::from_millis(300)).await;
+        assert_eq!(words, ["1 workers were killed as they had not ended after 300ms"]);
+    }
+
+    trait Mode {
+        fn mode_bits(&self) -> u32;
+    }
+
+    impl Mode for fs::Permissions {
+        fn mode_bits(&self) -> u32 {
+            use std::os::unix::fs::PermissionsExt;
+            self.mode() & 0o777
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! One model replica: starts its workers, feeds them with the scheduler's plans, hands their tokens to the sequences, and
+//! starts them again when one is lost. The other end of [`EngineHandle`].
+//!
+//! `launch` starts and ends processes, `start` brings a group from nothing to the first plan, `driver` owns the scheduler and
+//! lives from spawn to shutdown. One task owns all state; the tasks beside it only move messages.
+
+mod driver;
+#[cfg(test)]
+mod fake;
+mod launch;
+mod start;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::engine::{EngineHandle, EngineState};
+use crate::sched::{Limits, LimitsError, Scheduler};
+pub use launch::{Launcher, ProcessLauncher, WorkerExit};
+
+/// What a group is and what it may use.
+#[derive(Debug, Clone)]
+pub struct GroupConfig {
+    /// The model's directory, as the workers see it.
+    pub model_dir: PathBuf,
+    /// Ranks: 1, 2, 4, 8 or 16.
+    pub tensor_parallel: u32,
+    /// Compute threads of each worker, at least 1.
+    pub threads: u32,
+    /// Bounds of the batch and of the queue.
+    pub limits: Limits,
+    /// KV pages of each rank; 0: as many as the slots may need, within `kv_bytes_limit`.
+    pub kv_pages: u32,
+    /// Bytes of each rank's KV cache where `kv_pages` is 0.
+    pub kv_bytes_limit: u64,
+    /// Bound on the positions of one sequence; 0: the model's own.
+    pub max_context: u32,
+    /// How long what may take.
+    pub waits: Waits,
+    /// Starts or short lives of the group in a row after which it is given up.
+    pub max_failed_starts: u32,
+}
+
+/// How long what may take.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Waits {
+    /// A worker's wait for another rank inside a step; past it the worker reports and exits.
+    pub peer: Duration,
+    /// A rank's silence while an outcome is owed; past it the group is lost. Longer than the longest step.
+    pub silence: Duration,
+    /// From the start of a worker to its open socket; also the time for all ranks to join.
+    pub start: Duration,
+    /// Between two reports of a worker that loads.
+    pub load: Duration,
+    /// From the request to shut down until sequences that still run are given up.
+    pub drain: Duration,
+    /// From the end of its stream of plans until a worker that has not exited is killed.
+    pub exit: Duration,
+    /// Pause before the second start in a row; doubled for each further one.
+    pub backoff: Duration,
+    /// Bound on that pause. A group that lives as long counts as started well.
+    pub backoff_limit: Duration,
+}
+
+impl Default for Waits {
+    fn default() -> Self {
+        Self {
+            peer: Duration::from_secs(30),
+            silence: Duration::from_secs(120),
+            start: Duration::from_secs(30),
+            load: Duration::from_secs(600),
+            drain: Duration::from_secs(30),
+            exit: Duration::from_secs(10),
+            backoff: Duration::from_millis(250),
+            backoff_limit: Duration::from_secs(30),
+        }
+    }
+}
+
+impl GroupConfig {
+    /// The defaults for a model directory and a number of ranks; one thread a worker.
+    pub fn new(model_dir: PathBuf, tensor_parallel: u32) -> Self {
+        Self {
+            model_dir,
+            tensor_parallel,
+            threads: 1,
+            limits: Limits::default(),
+            kv_pages: 0,
+            kv_bytes_limit: 4 << 30,
+            max_context: 0,
+            waits: Waits::default(),
+            max_failed_starts: 5,
+        }
+    }
+}
+
+/// A configuration that cannot work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GroupError {
+    /// The plan cuts a model in powers of two.
+    #[error("tensor parallelism is {0}; it must be 1, 2, 4, 8 or 16")]
+    TensorParallel(u32),
+    /// A bound of zero would stop everything.
+    #[error("{0} must be at least 1")]
+    Zero(&'static str),
+    /// A bound of the scheduler.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
+}
+
+/// What the steps of the loop took, over all groups of this replica.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// Plans sent.
+    pub plans: u64,
+    /// Steps run.
+    pub steps: u64,
+    /// Rows (prompt and decode tokens) computed.
+    pub rows: u64,
+    /// Tokens sampled.
+    pub tokens: u64,
+    /// Time in steps on rank 0, in nanoseconds.
+    pub step_ns: u64,
+    /// Of that, waiting for other ranks.
+    pub wait_ns: u64,
+    /// Groups lost.
+    pub losses: u64,
+}
+
+/// The task that runs a group. Dropping it kills the workers; [`GroupTask::shutdown`] lets them finish.
+#[derive(Debug)]
+pub struct GroupTask {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+    figures: watch::Receiver<Figures>,
+}
+
+impl GroupTask {
+    /// Takes no new sequences, lets those at hand end (bounded by `waits.drain`), ends the workers, and returns when the
+    /// last is gone.
+    pub async fn shutdown(mut self) {
+        self.stop.cancel();
+        if let Err(error) = (&mut self.task).await {
+            tracing::error!("the group's task failed: {error}");
+        }
+    }
+
+    /// What was measured so far.
+    pub fn figures(&self) -> Figures {
+        *self.figures.borrow()
+    }
+}
+
+impl Drop for GroupTask {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Starts a group in the background, on the current tokio runtime. The handle's state says how far it is.
+///
+/// # Errors
+/// Names what is wrong in the configuration. A model that cannot be loaded shows as [`EngineState::Failed`].
+pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(EngineHandle, GroupTask), GroupError> {
+    if !matches!(config.tensor_parallel, 1 | 2 | 4 | 8 | 16) {
+        return Err(GroupError::TensorParallel(config.tensor_parallel));
+    }
+    for (name, bound) in [("threads", config.threads), ("max_failed_starts", config.max_failed_starts)] {
+        if bound == 0 {
+            return Err(GroupError::Zero(name));
+        }
+    }
+    let scheduler = Scheduler::new(config.limits.clone())?;
+    let (command_sender, commands) = mpsc::unbounded_channel();
+    let (state_sender, state) = watch::channel(EngineState::Loading("starting".into()));
+    let (model_sender, model) = watch::channel(None);
+    let (figures_sender, figures) = watch::channel(Figures::default());
+    let stop = CancellationToken::new();
+    let engine = driver::Channels {
+        commands,
+        commands_back: command_sender.clone(),
+        state: state_sender,
+        model: model_sender,
+        figures: figures_sender,
+        stop: stop.clone(),
+    };
+    let task = tokio::spawn(driver::Driver::new(config, launcher, scheduler, engine).run());
+    Ok((EngineHandle::new(command_sender, state, model), GroupTask { stop, task, figures }))
+}

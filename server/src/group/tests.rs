@@ -1,0 +1,369 @@
+//! The group against scripted workers on real Unix sockets: loading, streaming, faults, drain.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use looplane_proto::worker::v1::Finish;
+use tonic::Status;
+
+use super::fake::{FakeLauncher, Script, Trouble};
+use super::{GroupConfig, GroupError, GroupTask, Launcher, Waits, spawn};
+use crate::engine::{
+    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceRequest, SequenceStream, SubmitError,
+};
+use crate::sched::Limits;
+use crate::sched::fake_worker::{expected, request};
+
+/// Nothing here takes long; a wait that ends at this limit has failed.
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn config(tensor_parallel: u32) -> GroupConfig {
+    GroupConfig {
+        limits: Limits { max_slots: 4, max_batch_tokens: 8, steps_per_plan: 4, ..Limits::default() },
+        waits: Waits {
+            silence: Duration::from_millis(400),
+            start: Duration::from_secs(5),
+            load: Duration::from_millis(400),
+            drain: Duration::from_secs(10),
+            exit: Duration::from_millis(500),
+            backoff: Duration::from_millis(5),
+            backoff_limit: Duration::from_millis(20),
+            ..Waits::default()
+        },
+        max_failed_starts: 3,
+        ..GroupConfig::new(PathBuf::from("/models/fake"), tensor_parallel)
+    }
+}
+
+fn start(config: GroupConfig, launcher: Arc<dyn Launcher>) -> (EngineHandle, GroupTask) {
+    spawn(config, launcher).unwrap()
+}
+
+/// Waits until the state is as wanted and returns every state seen on the way.
+async fn until(handle: &EngineHandle, wanted: impl Fn(&EngineState) -> bool) -> Vec<EngineState> {
+    let mut watch = handle.watch_state();
+    let mut seen = vec![watch.borrow_and_update().clone()];
+    let changes = async {
+        while !wanted(seen.last().unwrap()) {
+            watch.changed().await.expect("the engine is gone");
+            seen.push(watch.borrow_and_update().clone());
+        }
+    };
+    tokio::time::timeout(LIMIT, changes).await.unwrap_or_else(|_| panic!("the state stays {:?}", handle.state()));
+    seen
+}
+
+async fn ready(handle: &EngineHandle) {
+    until(handle, |state| *state == EngineState::Ready).await;
+}
+
+/// Reads a stream to its end.
+async fn read(mut stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+    let mut tokens = Vec::new();
+    loop {
+        let event = tokio::time::timeout(LIMIT, stream.next()).await.expect("the stream stands still");
+        match event.expect("a stream ends with an event") {
+            SequenceEvent::Token(token) => tokens.push(token.id),
+            end => return (tokens, end),
+        }
+    }
+}
+
+fn reason(finish: Finish) -> FinishReason {
+    if finish == Finish::Stop { FinishReason::Stop } else { FinishReason::Length }
+}
+
+/// Submits `count` sequences at once and checks that each gets exactly its tokens.
+async fn serve(handle: &EngineHandle, count: u64) {
+    let one = async |seed: u64| {
+        let stop = (0..40).map(|i| i * 11).collect();
+        let request = request(seed, 1 + (seed * 7 % 23) as u32, 5 + (seed * 5 % 30) as u32, stop);
+        let stream = handle.submit(request.clone()).await.unwrap();
+        let (tokens, finish) = expected(&request);
+        assert_eq!(read(stream).await, (tokens, SequenceEvent::Finished(reason(finish))), "sequence {seed}");
+    };
+    futures::future::join_all((0..count).map(one)).await;
+}
+
+fn long_request() -> SequenceRequest {
+    request(1, 5, 200, vec![])
+}
+
+#[tokio::test]
+async fn loads_serves_and_drains() {
+    for ranks in [1, 2, 4] {
+        let launcher = FakeLauncher::new(ranks, |_, _| Script::default());
+        let (handle, task) = start(config(ranks), launcher.clone());
+        assert!(matches!(handle.state(), EngineState::Loading(_)) && handle.model().is_none());
+        ready(&handle).await;
+        let model = handle.model().unwrap();
+        assert_eq!((model.architecture.as_str(), model.tensor_parallel), ("FakeForCausalLM", ranks));
+        serve(&handle, 20).await;
+        let figures = task.figures();
+        assert!(figures.tokens > 100 && figures.rows >= figures.tokens && figures.losses == 0, "{figures:?}");
+        let running = handle.submit(request(3, 4, 60, vec![])).await.unwrap();
+        let ending = tokio::spawn(task.shutdown());
+        until(&handle, |state| *state == EngineState::Draining).await;
+        let refused = handle.submit(request(4, 4, 60, vec![])).await.unwrap_err();
+        assert_eq!(refused, SubmitError::Unavailable("shutting down".into()));
+        assert_eq!(read(running).await.0, expected(&request(3, 4, 60, vec![])).0, "what runs may end");
+        ending.await.unwrap();
+        assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+        assert!(handle.submit(request(4, 4, 60, vec![])).await.is_err());
+    }
+}
+
+#[tokio::test]
+async fn progress_is_told_in_words() {
+    let launcher = FakeLauncher::new(2, |_, rank| Script { load_hangs: rank == 1, ..Script::default() });
+    let (handle, _task) = start(config(2), launcher);
+    let words =
+        |state: &EngineState| matches!(state, EngineState::Loading(words) if words == "rank 1: packing weights 40 %");
+    until(&handle, words).await;
+    assert!(matches!(handle.submit(long_request()).await, Err(SubmitError::Unavailable(_))));
+    // It says nothing more: the load fails, is tried again, and in the end given up.
+    let seen = until(&handle, |state| matches!(state, EngineState::Failed(_))).await;
+    let EngineState::Failed(reason) = seen.last().unwrap() else { unreachable!() };
+    assert!(reason.contains("3 times in a row") && reason.contains("rank 1 said nothing"), "{reason}");
+}
+
+#[tokio::test]
+async fn a_model_that_cannot_be_served_fails_at_once() {
+    let status = Status::invalid_argument("tensor lm_head.weight is missing from model.safetensors");
+    let launcher = FakeLauncher::new(2, move |_, _| Script { load_error: Some(status.clone()), ..Script::default() });
+    let (handle, task) = start(config(2), launcher.clone());
+    until(&handle, |state| matches!(state, EngineState::Failed(_))).await;
+    let words = "rank 0: tensor lm_head.weight is missing from model.safetensors";
+    assert_eq!(handle.state(), EngineState::Failed(words.into()));
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 1, "another try would end the same way");
+    let refused = handle.submit(long_request()).await.unwrap_err();
+    assert!(matches!(&refused, SubmitError::Unavailable(text) if text.contains(words)), "{refused}");
+    task.shutdown().await;
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn ranks_that_disagree_are_refused() {
+    let domain = |rank| if rank == 1 { "other" } else { "fake" };
+    let launcher = FakeLauncher::new(2, move |_, rank| Script { bit_domain: domain(rank), ..Script::default() });
+    let (handle, _task) = start(config(2), launcher);
+    until(&handle, |state| matches!(state, EngineState::Failed(words) if words.contains("bit_domain"))).await;
+}
+
+#[tokio::test]
+async fn workers_that_never_start_are_given_up() {
+    let launcher = FakeLauncher::new(1, |_, _| Script { exits_at_once: true, ..Script::default() });
+    let (handle, _task) = start(config(1), launcher.clone());
+    let seen = until(&handle, |state| matches!(state, EngineState::Failed(_))).await;
+    let EngineState::Failed(reason) = seen.last().unwrap() else { unreachable!() };
+    assert!(reason.contains("no such luck"), "{reason}");
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 3);
+}
+
+#[tokio::test]
+async fn a_dropped_stream_frees_its_slot() {
+    let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
+    let (handle, _task) = start(config(1), launcher);
+    ready(&handle).await;
+    // Each alone needs most of the 64 pages of 4: the second runs only once the first is gone.
+    let mut stream = handle.submit(request(1, 50, 200, vec![])).await.unwrap();
+    stream.next().await.unwrap();
+    let second = handle.submit(request(2, 180, 3, vec![])).await.unwrap();
+    let started = Instant::now();
+    drop(stream);
+    assert_eq!(read(second).await.0, expected(&request(2, 180, 3, vec![])).0);
+    assert!(started.elapsed() < Duration::from_millis(350), "200 tokens of 2 ms were not waited for");
+}
+
+#[tokio::test]
+async fn a_lost_rank_loses_no_token() {
+    for (trouble, words) in [
+        (Trouble::Exit, "rank 1 was killed by signal 9"),
+        (Trouble::BreakStream, "rank 1 broke its outcomes off: out of luck"),
+        (Trouble::Hang, "rank 1 has been silent for 400ms"),
+    ] {
+        // Two short lives, the third one whole.
+        let script = move |start: u32, rank: u32| Script {
+            after: (rank == 1 && start < 2).then_some((9 * u64::from(start) + 5, trouble)),
+            ..Script::default()
+        };
+        let launcher = FakeLauncher::new(2, script);
+        let (handle, task) = start(config(2), launcher.clone());
+        ready(&handle).await;
+        let watch = async {
+            let seen = until(&handle, |state| matches!(state, EngineState::Recovering(_))).await;
+            let EngineState::Recovering(reason) = seen.last().unwrap() else { unreachable!() };
+            assert!(reason.starts_with(words), "{reason}");
+        };
+        tokio::join!(serve(&handle, 12), watch);
+        assert_eq!((launcher.starts.load(Ordering::SeqCst), task.figures().losses), (3, 2), "{trouble:?}");
+        ready(&handle).await;
+        task.shutdown().await;
+        assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+    }
+}
+
+#[tokio::test]
+async fn rank_zero_may_be_the_one() {
+    for trouble in [Trouble::Exit, Trouble::BreakStream, Trouble::Hang, Trouble::Lie] {
+        let after = move |start, rank| (rank == 0 && start < 2).then_some((7, trouble));
+        let launcher =
+            FakeLauncher::new(2, move |start, rank| Script { after: after(start, rank), ..Script::default() });
+        let (handle, task) = start(config(2), launcher);
+        ready(&handle).await;
+        serve(&handle, 8).await;
+        assert_eq!(task.figures().losses, 2, "{trouble:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_idle_group_is_left_alone() {
+    let launcher = FakeLauncher::new(1, |_, _| Script::default());
+    let (handle, task) = start(config(1), launcher);
+    ready(&handle).await;
+    serve(&handle, 3).await;
+    // The release of the last slot is on its way.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let plans = task.figures().plans;
+    tokio::time::sleep(Duration::from_millis(800)).await;
+    assert_eq!(handle.state(), EngineState::Ready, "silence is no fault where nothing is owed");
+    assert_eq!(task.figures().plans, plans, "an idle group gets no plans");
+}
+
+#[tokio::test]
+async fn an_idle_group_that_is_lost_comes_back() {
+    let lifetime = |start, rank| (start == 0 && rank == 1).then_some(Duration::from_millis(300));
+    let launcher =
+        FakeLauncher::new(2, move |start, rank| Script { lifetime: lifetime(start, rank), ..Script::default() });
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    until(&handle, |state| matches!(state, EngineState::Recovering(words) if words.contains("code 101"))).await;
+    ready(&handle).await;
+    serve(&handle, 3).await;
+    assert_eq!((launcher.starts.load(Ordering::SeqCst), task.figures().losses), (2, 1));
+}
+
+#[tokio::test]
+async fn a_rank_that_never_reports_the_last_step_is_noticed() {
+    // 10 tokens and the release of the slot: the eleventh report, after which nothing is owed by rank 0.
+    let after = |start, rank| (start == 0 && rank == 1).then_some((10, Trouble::Hang));
+    let launcher = FakeLauncher::new(2, move |start, rank| Script { after: after(start, rank), ..Script::default() });
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    let stream = handle.submit(request(1, 5, 10, vec![])).await.unwrap();
+    assert_eq!(read(stream).await.0.len(), 10);
+    until(&handle, |state| matches!(state, EngineState::Recovering(words) if words.starts_with("rank 1 has been")))
+        .await;
+    ready(&handle).await;
+    assert_eq!(task.figures().losses, 1);
+}
+
+#[tokio::test]
+async fn cancels_in_a_storm_leave_nothing_behind() {
+    let launcher = FakeLauncher::new(2, |start, rank| Script {
+        after: (rank == 0 && start < 2).then_some((60, Trouble::Exit)),
+        ..Script::default()
+    });
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    let one = async |seed: u64| {
+        let request = request(seed, 1 + (seed % 17) as u32, 40, vec![]);
+        let mut stream = handle.submit(request.clone()).await.unwrap();
+        for expected in expected(&request).0.into_iter().take((seed % 5) as usize) {
+            assert!(matches!(stream.next().await, Some(SequenceEvent::Token(token)) if token.id == expected));
+        }
+    };
+    futures::future::join_all((0..100).map(one)).await;
+    // Nothing of them is left in the way of a sequence that needs nearly every page.
+    let large = request(7, 200, 50, vec![]);
+    assert_eq!(read(handle.submit(large.clone()).await.unwrap()).await.0, expected(&large).0);
+    tokio::time::timeout(LIMIT, task.shutdown()).await.expect("nothing to wait for");
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn another_bit_domain_is_never_mixed_in() {
+    let script = |start: u32, _| Script {
+        bit_domain: if start == 0 { "fake" } else { "other" },
+        after: Some((5, Trouble::Exit)),
+        ..Script::default()
+    };
+    let (handle, _task) = start(config(1), FakeLauncher::new(1, script));
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    let (tokens, end) = read(stream).await;
+    assert!(expected(&long_request()).0.starts_with(&tokens) && !tokens.is_empty());
+    assert!(matches!(end, SequenceEvent::Failed(_)), "{end:?}");
+    until(&handle, |state| matches!(state, EngineState::Failed(words) if words.contains("another model"))).await;
+}
+
+#[tokio::test]
+async fn what_kills_the_workers_is_given_up_and_the_rest_served() {
+    // Every start dies in its first step, until the request that does it has been given up.
+    let script = |start: u32, _| Script { after: (start < 3).then_some((0, Trouble::Exit)), ..Script::default() };
+    let (handle, _task) = start(GroupConfig { max_failed_starts: 5, ..config(1) }, FakeLauncher::new(1, script));
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    let (tokens, end) = read(stream).await;
+    assert!(tokens.is_empty());
+    assert!(matches!(&end, SequenceEvent::Failed(words) if words.contains("3 times in a row")), "{end:?}");
+    ready(&handle).await;
+    serve(&handle, 5).await;
+}
+
+#[tokio::test]
+async fn drain_is_bounded() {
+    let script = |_, _| Script { step: Duration::from_millis(20), ignores_drain: true, ..Script::default() };
+    let launcher = FakeLauncher::new(2, script);
+    let mut config = config(2);
+    config.waits.drain = Duration::from_millis(200);
+    let (handle, task) = start(config, launcher.clone());
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    let started = Instant::now();
+    let ((_, end), ()) = tokio::join!(read(stream), task.shutdown());
+    assert_eq!(end, SequenceEvent::Failed("the server is shutting down".into()));
+    let took = started.elapsed();
+    assert!(took > Duration::from_millis(200) && took < Duration::from_secs(3), "{took:?}");
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn shutdown_while_loading_waits_for_nothing() {
+    let launcher = FakeLauncher::new(2, |_, _| Script { load_hangs: true, ..Script::default() });
+    let mut config = config(2);
+    config.waits.load = LIMIT;
+    let (handle, task) = start(config, launcher.clone());
+    until(&handle, |state| matches!(state, EngineState::Loading(words) if words.contains("packing"))).await;
+    tokio::time::timeout(Duration::from_secs(2), task.shutdown()).await.expect("nothing to wait for");
+    assert_eq!(handle.state(), EngineState::Draining);
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn a_dropped_task_kills_its_workers() {
+    let launcher = FakeLauncher::new(2, |_, _| Script::default());
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    drop(task);
+    let gone = async {
+        while launcher.alive.load(Ordering::SeqCst) > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, gone).await.expect("the workers are killed");
+    drop(stream);
+}
+
+#[tokio::test]
+async fn bad_configurations_are_named() {
+    let launcher = FakeLauncher::new(1, |_, _| Script::default());
+    let error = |config| spawn(config, launcher.clone()).err();
+    assert_eq!(error(config(3)), Some(GroupError::TensorParallel(3)));
+    assert_eq!(error(GroupConfig { threads: 0, ..config(1) }), Some(GroupError::Zero("threads")));
+    let limits = Limits { max_slots: 0, ..Limits::default() };
+    assert!(matches!(error(GroupConfig { limits, ..config(1) }), Some(GroupError::Limits(_))));
+}

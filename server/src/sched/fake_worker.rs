@@ -1,0 +1,249 @@
+//! A worker that computes nothing: applies plans exactly as worker.proto says and draws each token from a hash of the
+//! tokens that the KV pages hold for its sequence. A page that is written by two, granted too late or not recomputed
+//! therefore shows in the tokens. Panics where a plan breaks the protocol.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan, SampledToken};
+
+use crate::engine::{SamplingParams, SequenceRequest};
+
+/// Tokens of the fake vocabulary.
+pub(crate) const VOCAB: u64 = 1000;
+
+/// A request as tests make them; the seed makes prompts of one length differ.
+pub(crate) fn request(seed: u64, prompt: u32, max_tokens: u32, stop_tokens: Vec<u32>) -> SequenceRequest {
+    let sampling = SamplingParams {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        seed,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        repetition_penalty: 1.0,
+        logit_bias: Vec::new(),
+    };
+    let prompt = (0..prompt).map(|i| (mix(seed ^ u64::from(i) << 40) % VOCAB) as u32).collect();
+    SequenceRequest { prompt, max_tokens, min_tokens: 2, stop_tokens, sampling, logprobs: None }
+}
+
+/// The tokens that a request has to get, by definition.
+pub(crate) fn expected(request: &SequenceRequest) -> (Vec<u32>, Finish) {
+    let mut tokens = request.prompt.clone();
+    loop {
+        let token = next_token(&tokens);
+        tokens.push(token);
+        let generated = (tokens.len() - request.prompt.len()) as u32;
+        let finish = finish(token, generated, request.max_tokens, request.min_tokens, &request.stop_tokens);
+        if finish != Finish::None {
+            return (tokens.split_off(request.prompt.len()), finish);
+        }
+    }
+}
+
+/// A step of splitmix64: the tests' source of chance.
+pub(crate) fn mix(seed: u64) -> u64 {
+    let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn next_token(tokens: &[u32]) -> u32 {
+    (tokens.iter().fold(0, |hash, &token| mix(hash ^ u64::from(token))) % VOCAB) as u32
+}
+
+fn finish(token: u32, generated: u32, max_tokens: u32, min_tokens: u32, stop_tokens: &[u32]) -> Finish {
+    if generated > min_tokens && stop_tokens.contains(&token) {
+        Finish::Stop
+    } else if generated == max_tokens {
+        Finish::Length
+    } else {
+        Finish::None
+    }
+}
+
+struct Slot {
+    admit: Admit,
+    tokens: Vec<u32>,
+    /// Positions whose token is in the pages.
+    computed: u32,
+    pages: Vec<u32>,
+    finished: bool,
+}
+
+/// Bounds that the worker was loaded with.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    pub(crate) max_slots: u32,
+    pub(crate) max_batch_tokens: u32,
+    pub(crate) kv_pages: u32,
+    pub(crate) page_positions: u32,
+}
+
+/// One group, seen as one.
+pub(crate) struct FakeWorker {
+    shape: Shape,
+    slots: BTreeMap<u32, Slot>,
+    /// [kv_pages * page_positions]: the token at a position, and whose it is.
+    kv: Vec<Option<(u64, u32)>>,
+    plan: Option<Plan>,
+    /// Steps of `plan` that were run; `None` once it is over.
+    step: Option<u32>,
+    held: VecDeque<Plan>,
+    last_version: u64,
+}
+
+impl FakeWorker {
+    pub(crate) fn new(shape: Shape) -> Self {
+        let kv = vec![None; (shape.kv_pages * shape.page_positions) as usize];
+        Self { shape, slots: BTreeMap::new(), kv, plan: None, step: None, held: VecDeque::new(), last_version: 0 }
+    }
+
+    /// A plan arrived.
+    pub(crate) fn receive(&mut self, plan: Plan) {
+        assert_eq!(plan.version, self.last_version + 1, "plans are numbered without a gap");
+        self.last_version = plan.version;
+        self.held.push_back(plan);
+    }
+
+    /// What the worker holds: slots in use.
+    pub(crate) fn slots_in_use(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Newest plan that arrived.
+    pub(crate) fn last_version(&self) -> u64 {
+        self.last_version
+    }
+
+    /// Nothing to do until another plan arrives.
+    pub(crate) fn rests(&self) -> bool {
+        self.step.is_none() && self.held.is_empty()
+    }
+
+    /// Goes on to the next token boundary and runs a step; `None` if there is nothing to do. Plans up to `all_hold` may
+    /// take over: other ranks may not have later ones yet.
+    pub(crate) fn run(&mut self, all_hold: u64) -> Option<Outcome> {
+        if self.step != Some(0)
+            && let Some(plan) = self.held.pop_front_if(|plan| plan.version <= all_hold)
+        {
+            self.take_over(plan);
+        }
+        let step = self.step?;
+        let plan = self.plan.clone().expect("a step belongs to a plan");
+        let mut outcome = Outcome { version: plan.version, step, ran_step: true, ..Outcome::default() };
+        if step == 0 {
+            for chunk in &plan.prefill {
+                outcome.rows += chunk.len;
+                outcome.tokens.extend(self.prefill(chunk.slot, chunk.start, chunk.len));
+            }
+        }
+        for &slot in &plan.decode {
+            if step == 0 && plan.prefill.iter().any(|chunk| chunk.slot == slot) {
+                continue;
+            }
+            if let Some(token) = self.decode(slot) {
+                outcome.rows += 1;
+                outcome.tokens.push(token);
+            }
+        }
+        assert!(outcome.rows <= self.shape.max_batch_tokens, "{} rows in a step", outcome.rows);
+        outcome.step_ns = 1000;
+        self.step = Some(step + 1).filter(|&next| next < plan.steps && outcome.rows > 0);
+        if outcome.rows == 0 {
+            outcome.ran_step = false;
+            // A plan that comes to rest after its first step says nothing more.
+            return if step == 0 { Some(outcome) } else { self.run(all_hold) };
+        }
+        Some(outcome)
+    }
+
+    fn take_over(&mut self, plan: Plan) {
+        assert!(plan.steps > 0);
+        for slot in &plan.release {
+            self.slots.remove(slot).expect("a released slot is in use");
+        }
+        for admit in &plan.admit {
+            assert!(admit.slot < self.shape.max_slots && !admit.tokens.is_empty());
+            let (tokens, pages) = (admit.tokens.clone(), Vec::new());
+            let slot = Slot { admit: admit.clone(), tokens, computed: 0, pages, finished: false };
+            assert!(self.slots.insert(admit.slot, slot).is_none(), "slot {} has two owners", admit.slot);
+        }
+        for grant in &plan.grants {
+            assert!(!grant.pages.is_empty() && grant.pages.iter().all(|&page| page < self.shape.kv_pages));
+            self.slots.get_mut(&grant.slot).expect("pages go to a slot in use").pages.extend(&grant.pages);
+        }
+        let mut owned: Vec<u32> = self.slots.values().flat_map(|slot| slot.pages.clone()).collect();
+        let pages = owned.len();
+        owned.sort_unstable();
+        owned.dedup();
+        assert_eq!(owned.len(), pages, "a page has two owners");
+        for &slot in &plan.decode {
+            let completes = plan.prefill.iter().any(|c| c.slot == slot && c.start + c.len == self.prompt(slot));
+            assert!(completes || self.slots[&slot].computed >= self.prompt(slot), "slot {slot} decodes too early");
+        }
+        self.plan = Some(plan);
+        self.step = Some(0);
+    }
+
+    fn prompt(&self, slot: u32) -> u32 {
+        self.slots[&slot].admit.tokens.len() as u32
+    }
+
+    fn prefill(&mut self, slot: u32, start: u32, len: u32) -> Option<SampledToken> {
+        assert_eq!(self.slots[&slot].computed, start, "chunks follow each other");
+        assert!(len > 0 && start + len <= self.prompt(slot), "a chunk ends with the prompt");
+        for _ in 0..len {
+            assert!(self.has_page(slot), "position {} of slot {slot} has no page", self.slots[&slot].computed);
+            self.write(slot);
+        }
+        (start + len == self.prompt(slot)).then(|| self.sample(slot))
+    }
+
+    fn decode(&mut self, slot: u32) -> Option<SampledToken> {
+        (!self.slots[&slot].finished && self.has_page(slot)).then(|| {
+            self.write(slot);
+            self.sample(slot)
+        })
+    }
+
+    fn has_page(&self, slot: u32) -> bool {
+        let slot = &self.slots[&slot];
+        ((slot.computed / self.shape.page_positions) as usize) < slot.pages.len()
+    }
+
+    fn at(&self, slot: &Slot, position: u32) -> usize {
+        let page = slot.pages[(position / self.shape.page_positions) as usize];
+        (page * self.shape.page_positions + position % self.shape.page_positions) as usize
+    }
+
+    fn write(&mut self, slot: u32) {
+        let slot = &self.slots[&slot];
+        let entry = (slot.admit.sequence, slot.tokens[slot.computed as usize]);
+        let at = self.at(slot, slot.computed);
+        self.kv[at] = Some(entry);
+        let number = slot.admit.slot;
+        self.slots.get_mut(&number).expect("the slot was read above").computed += 1;
+    }
+
+    fn sample(&mut self, slot: u32) -> SampledToken {
+        let state = &self.slots[&slot];
+        let context: Vec<u32> = (0..state.computed)
+            .map(|position| {
+                let (sequence, token) = self.kv[self.at(state, position)].expect("every earlier position was computed");
+                assert_eq!(sequence, state.admit.sequence, "position {position} was overwritten");
+                token
+            })
+            .collect();
+        let token = next_token(&context);
+        let state = self.slots.get_mut(&slot).expect("the slot was read above");
+        state.tokens.push(token);
+        let admit = &state.admit;
+        let generated = state.tokens.len() as u32 - admit.prompt_tokens;
+        let finish = finish(token, generated, admit.max_tokens, admit.min_tokens, &admit.stop_tokens);
+        state.finished = finish != Finish::None;
+        SampledToken { sequence: admit.sequence, token, finish: finish.into(), logprob: None, top: Vec::new() }
+    }
+}

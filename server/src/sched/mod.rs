@@ -1,0 +1,431 @@
+//! The scheduler: one owner of all sequences, slots and KV pages of a group. Pure: events in, actions and plans out; no IO,
+//! no clock, no async, so that a seed replays every run.
+//!
+//! Its owner feeds it with [`Scheduler::apply`] and asks for plans with [`Scheduler::next_plan`] until there is none. Sequence
+//! numbers ascend in order of arrival, and that order decides everything: the lowest waits least, is admitted first and
+//! never gives up its pages to a higher one, so it always makes progress and nothing starves.
+
+mod build;
+mod check;
+#[cfg(test)]
+pub(crate) mod fake_worker;
+mod pages;
+mod pipeline;
+mod sequence;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
+
+use crate::engine::{FinishReason, GeneratedToken, SequenceRequest, SubmitError};
+use pages::PagePool;
+use pipeline::Pipeline;
+use sequence::{Phase, Sequence};
+
+/// Bounds of the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences in the batch at one time.
+    pub max_slots: u32,
+    /// Rows (decode tokens and prompt tokens) of one step; at least `max_slots`.
+    pub max_batch_tokens: u32,
+    /// Steps of one plan: the K that bounds a launch of the loop.
+    pub steps_per_plan: u32,
+    /// Plans sent of which no step was reported; 2 keep the loop fed while an outcome is on its way.
+    pub plans_ahead: u32,
+    /// Sequences that wait for their first admission.
+    pub max_waiting_requests: u64,
+    /// Prompt tokens of the sequences that wait for their first admission. (A single one may exceed it: the context
+    /// bounds it already.)
+    pub max_waiting_tokens: u64,
+    /// Losses of the group in a row, without a token in between, after which a sequence that was running each time is
+    /// given up: it may be what kills the workers.
+    pub max_losses: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_slots: 64,
+            max_batch_tokens: 512,
+            steps_per_plan: 16,
+            plans_ahead: 2,
+            max_waiting_requests: 1024,
+            max_waiting_tokens: 1 << 20,
+            max_losses: 3,
+        }
+    }
+}
+
+/// A bound that cannot work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LimitsError {
+    /// A bound of zero would stop everything.
+    #[error("{0} must be at least 1")]
+    Zero(&'static str),
+    /// Every slot may decode in one step.
+    #[error(
+        "max_batch_tokens is {tokens}, but every one of the {slots} slots needs a row: raise it to at least {slots}"
+    )]
+    BatchTooSmall {
+        /// Rows of a step.
+        tokens: u32,
+        /// Slots.
+        slots: u32,
+    },
+}
+
+impl Limits {
+    /// Whether the bounds can work.
+    ///
+    /// # Errors
+    /// Names the bound that is zero or too small.
+    pub fn validate(&self) -> Result<(), LimitsError> {
+        let bounds = [
+            ("max_slots", u64::from(self.max_slots)),
+            ("max_batch_tokens", u64::from(self.max_batch_tokens)),
+            ("steps_per_plan", u64::from(self.steps_per_plan)),
+            ("plans_ahead", u64::from(self.plans_ahead)),
+            ("max_waiting_requests", self.max_waiting_requests),
+            ("max_waiting_tokens", self.max_waiting_tokens),
+            ("max_losses", u64::from(self.max_losses)),
+        ];
+        if let Some((name, _)) = bounds.iter().find(|(_, bound)| *bound == 0) {
+            return Err(LimitsError::Zero(name));
+        }
+        if self.max_batch_tokens < self.max_slots {
+            return Err(LimitsError::BatchTooSmall { tokens: self.max_batch_tokens, slots: self.max_slots });
+        }
+        Ok(())
+    }
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event {
+    /// A sequence arrived. Answered by [`Action::Queued`] or [`Action::Refused`].
+    Submit {
+        /// Its number, higher than all before.
+        sequence: u64,
+        /// What to generate.
+        request: SequenceRequest,
+    },
+    /// Nobody wants the rest of a sequence. Unknown numbers are ignored: it may have ended on the way.
+    Cancel {
+        /// Its number.
+        sequence: u64,
+    },
+    /// A group is ready for its first plan.
+    GroupReady {
+        /// Pages of its KV cache.
+        kv_pages: u32,
+        /// Positions a page holds, at least 1.
+        page_positions: u32,
+    },
+    /// The group reported a step.
+    Outcome(Outcome),
+    /// The group is gone. Everything that ran waits again.
+    GroupLost,
+}
+
+/// What the owner of the scheduler has to do.
+#[derive(Debug, PartialEq)]
+pub enum Action {
+    /// The submission was taken.
+    Queued {
+        /// Its number.
+        sequence: u64,
+    },
+    /// The submission was not taken; its number is forgotten.
+    Refused {
+        /// Its number.
+        sequence: u64,
+        /// Why.
+        error: SubmitError,
+    },
+    /// The next token of a sequence.
+    Token {
+        /// Its number.
+        sequence: u64,
+        /// The token.
+        token: GeneratedToken,
+    },
+    /// The sequence ended by itself.
+    Finished {
+        /// Its number.
+        sequence: u64,
+        /// Why.
+        reason: FinishReason,
+    },
+    /// The sequence was given up.
+    Failed {
+        /// Its number.
+        sequence: u64,
+        /// Why, in a sentence.
+        reason: String,
+    },
+    /// The group broke the protocol, as the text says. Stop it and report [`Event::GroupLost`].
+    Fault(String),
+}
+
+/// The owner of all sequences of a model replica.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    sequences: BTreeMap<u64, Sequence>,
+    /// Sequences that wait; the lowest is admitted first.
+    queue: BTreeSet<u64>,
+    /// Those of them that were never admitted, and their prompt tokens: what the bounds of the queue count.
+    fresh: BTreeSet<u64>,
+    fresh_tokens: u64,
+    running: BTreeSet<u64>,
+    /// Preempted sequences whose last tokens may be on the way.
+    leaving: BTreeSet<u64>,
+    /// Slots that the next plan releases; their pages are in the pool already, as a plan releases before it grants.
+    releases: Vec<u32>,
+    /// Free slots; the last is given next.
+    free_slots: Vec<u32>,
+    /// `None` until the first group is ready.
+    pages: Option<PagePool>,
+    pipeline: Pipeline,
+    /// A group takes plans.
+    group_up: bool,
+    last_submitted: Option<u64>,
+}
+
+impl Scheduler {
+    /// A scheduler without a group.
+    ///
+    /// # Errors
+    /// As [`Limits::validate`].
+    pub fn new(limits: Limits) -> Result<Self, LimitsError> {
+        limits.validate()?;
+        Ok(Self {
+            free_slots: (0..limits.max_slots).rev().collect(),
+            limits,
+            sequences: BTreeMap::new(),
+            queue: BTreeSet::new(),
+            fresh: BTreeSet::new(),
+            fresh_tokens: 0,
+            running: BTreeSet::new(),
+            leaving: BTreeSet::new(),
+            releases: Vec::new(),
+            pages: None,
+            pipeline: Pipeline::new(),
+            group_up: false,
+            last_submitted: None,
+        })
+    }
+
+    /// Takes note of an event and appends what follows from it to `actions`.
+    pub fn apply(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Submit { sequence, request } => actions.push(match self.submit(sequence, request) {
+                Ok(()) => Action::Queued { sequence },
+                Err(error) => Action::Refused { sequence, error },
+            }),
+            Event::Cancel { sequence } => {
+                self.remove(sequence);
+            }
+            Event::GroupReady { kv_pages, page_positions } => self.group_ready(kv_pages, page_positions, actions),
+            Event::Outcome(outcome) => {
+                if let Err(reason) = self.outcome(outcome, actions) {
+                    actions.push(Action::Fault(reason));
+                }
+            }
+            Event::GroupLost => self.group_lost(actions),
+        }
+        debug_assert_eq!(self.check(), Ok(()));
+    }
+
+    /// No sequence is left, and no plan is on its way.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && !self.is_outstanding()
+    }
+
+    /// Sequences that have not ended.
+    pub fn sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// The group owes an outcome, or will once it hears of a release.
+    pub fn is_outstanding(&self) -> bool {
+        let owes = || self.pipeline.unstarted().next().is_some() || self.steps_left() > 0;
+        self.group_up && (!self.releases.is_empty() || owes())
+    }
+
+    fn submit(&mut self, id: u64, request: SequenceRequest) -> Result<(), SubmitError> {
+        assert!(self.last_submitted < Some(id), "sequence numbers ascend");
+        self.last_submitted = Some(id);
+        let Some(pages) = &self.pages else {
+            return Err(SubmitError::Unavailable("loading the model".into()));
+        };
+        let prompt_tokens = request.prompt.len() as u64;
+        let sequence = Sequence::new(request);
+        let needed = pages.pages_for(sequence.positions());
+        if needed > pages.total() {
+            return Err(SubmitError::TooLarge { needed, available: pages.total() });
+        }
+        let waiting = self.fresh.len() as u64;
+        if waiting >= self.limits.max_waiting_requests {
+            return Err(SubmitError::QueueFull { waiting, limit: self.limits.max_waiting_requests, what: "requests" });
+        }
+        if waiting > 0 && self.fresh_tokens + prompt_tokens > self.limits.max_waiting_tokens {
+            let limit = self.limits.max_waiting_tokens;
+            return Err(SubmitError::QueueFull { waiting: self.fresh_tokens, limit, what: "prompt tokens" });
+        }
+        self.sequences.insert(id, sequence);
+        self.queue.insert(id);
+        self.fresh.insert(id);
+        self.fresh_tokens += prompt_tokens;
+        Ok(())
+    }
+
+    fn group_ready(&mut self, kv_pages: u32, page_positions: u32, actions: &mut Vec<Action>) {
+        debug_assert!(!self.group_up, "a group is announced once, and its loss before the next");
+        let pages = PagePool::new(kv_pages, page_positions);
+        // The cache of a group that came back may be smaller than what was promised at submission.
+        let needs = self.sequences.iter().map(|(&id, sequence)| (id, pages.pages_for(sequence.positions())));
+        let too_large: Vec<(u64, u64)> = needs.filter(|&(_, needed)| needed > pages.total()).collect();
+        self.pages = Some(pages);
+        self.pipeline = Pipeline::new();
+        self.group_up = true;
+        for (sequence, needed) in too_large {
+            self.remove(sequence);
+            let reason = format!("the request needs {needed} KV pages, but the cache has only {kv_pages} now");
+            actions.push(Action::Failed { sequence, reason });
+        }
+    }
+
+    /// Every sequence that ran waits again, to be computed from its first position with the tokens that came back.
+    fn group_lost(&mut self, actions: &mut Vec<Action>) {
+        self.group_up = false;
+        self.pipeline = Pipeline::new();
+        self.releases.clear();
+        self.free_slots = (0..self.limits.max_slots).rev().collect();
+        if let Some(pages) = &mut self.pages {
+            *pages = pages.emptied();
+        }
+        self.leaving.append(&mut self.running);
+        for id in std::mem::take(&mut self.leaving) {
+            let sequence = self.sequences.get_mut(&id).expect("running and leaving name known sequences");
+            sequence.phase = Phase::Waiting;
+            sequence.losses += 1;
+            if sequence.losses >= self.limits.max_losses {
+                let reason =
+                    format!("the workers were lost {} times in a row while they computed this", sequence.losses);
+                self.sequences.remove(&id);
+                actions.push(Action::Failed { sequence: id, reason });
+            } else {
+                self.queue.insert(id);
+            }
+        }
+    }
+
+    fn outcome(&mut self, outcome: Outcome, actions: &mut Vec<Action>) -> Result<(), String> {
+        if !self.group_up {
+            return Err("an outcome without a group".into());
+        }
+        self.pipeline.report(&outcome)?;
+        for token in outcome.tokens {
+            self.token(outcome.version, token, actions)?;
+        }
+        self.requeue_preempted(outcome.version);
+        Ok(())
+    }
+
+    /// Preempted sequences whose release took effect: nothing more comes for them.
+    fn requeue_preempted(&mut self, applied: u64) {
+        let sequences = &mut self.sequences;
+        let queue = &mut self.queue;
+        self.leaving.retain(|id| {
+            let sequence = sequences.get_mut(id).expect("leaving names known sequences");
+            let gone = matches!(sequence.phase, Phase::Leaving { version } if version <= applied);
+            if gone {
+                sequence.phase = Phase::Waiting;
+                queue.insert(*id);
+            }
+            !gone
+        });
+    }
+
+    fn token(&mut self, version: u64, token: SampledToken, actions: &mut Vec<Action>) -> Result<(), String> {
+        let id = token.sequence;
+        // Cancelled or failed: the step ran before the release took effect.
+        let Some(sequence) = self.sequences.get_mut(&id) else { return Ok(()) };
+        match sequence.phase {
+            Phase::Running(_) => {}
+            Phase::Leaving { version: released } if version < released => {}
+            _ => return Err(format!("plan {version} brought a token for sequence {id}, which is not in a slot")),
+        }
+        let finish = Finish::try_from(token.finish)
+            .map_err(|_| format!("a token of sequence {id} has the unknown finish {}", token.finish))?;
+        let full = sequence.generated.len() + 1 >= sequence.request.max_tokens as usize;
+        if full && finish == Finish::None {
+            return Err(format!("sequence {id} goes on past its {} tokens", sequence.request.max_tokens));
+        }
+        sequence.generated.push(token.token);
+        sequence.losses = 0;
+        actions.push(Action::Token {
+            sequence: id,
+            token: GeneratedToken {
+                id: token.token,
+                logprob: token.logprob,
+                top: token.top.iter().map(|entry| (entry.token, entry.logprob)).collect(),
+            },
+        });
+        let reason = match finish {
+            Finish::None => return Ok(()),
+            Finish::Stop => FinishReason::Stop,
+            Finish::Length => FinishReason::Length,
+        };
+        self.remove(id);
+        actions.push(Action::Finished { sequence: id, reason });
+        Ok(())
+    }
+
+    /// Forgets a sequence, wherever it is; its slot is released by the next plan.
+    fn remove(&mut self, id: u64) {
+        let Some(sequence) = self.sequences.remove(&id) else { return };
+        match sequence.phase {
+            Phase::Waiting => {
+                self.queue.remove(&id);
+                if self.fresh.remove(&id) {
+                    self.fresh_tokens -= sequence.request.prompt.len() as u64;
+                }
+            }
+            Phase::Leaving { .. } => {
+                self.leaving.remove(&id);
+            }
+            Phase::Running(running) => {
+                self.running.remove(&id);
+                self.release(running);
+            }
+        }
+    }
+
+    /// Gives back slot and pages; the plan built next tells the workers.
+    fn release(&mut self, running: sequence::Running) {
+        self.releases.push(running.slot);
+        self.free_slots.push(running.slot);
+        self.pages.as_mut().expect("a sequence runs on pages of the pool").give_back(running.pages);
+    }
+
+    /// Steps that the newest plan still guarantees to the sequences that decode; 0 if the loop may have come to rest.
+    fn steps_left(&self) -> u32 {
+        if let Some(newest) = self.pipeline.unstarted().last() {
+            return newest.steps;
+        }
+        let Some(plan) = self.pipeline.started() else { return 0 };
+        let has_rows = || plan.decode.iter().any(|id| self.can_step(*id));
+        if plan.idle || !has_rows() { 0 } else { plan.steps - plan.reported }
+    }
+
+    /// Whether the next position of a sequence that decodes has a page, as far as is known.
+    fn can_step(&self, id: u64) -> bool {
+        let (Some(sequence), Some(pages)) = (self.sequences.get(&id), &self.pages) else { return false };
+        sequence.running().is_some_and(|running| pages.covers(running.pages.len(), sequence.len() - 1))
+    }
+}

@@ -1,0 +1,154 @@
+//! The plans on their way: which were sent, which one runs, and how many steps they may still bring.
+//!
+//! A plan is *unstarted* until an outcome carries its version. Only the front of the queue can have started: the outcome
+//! of a plan says that all earlier ones are over.
+
+use std::collections::VecDeque;
+
+use looplane_proto::worker::v1::{Outcome, Plan};
+
+/// A plan that was sent and is not known to be over.
+#[derive(Debug)]
+pub(super) struct SentPlan {
+    pub(super) version: u64,
+    /// Bound on its steps.
+    pub(super) steps: u32,
+    /// Steps that were reported.
+    pub(super) reported: u32,
+    /// It reported that it ran no step.
+    pub(super) idle: bool,
+    /// Sequences that get a token in each step.
+    pub(super) decode: Vec<u64>,
+}
+
+/// The plans of the current group, oldest first.
+#[derive(Debug)]
+pub(super) struct Pipeline {
+    plans: VecDeque<SentPlan>,
+    next_version: u64,
+}
+
+impl Pipeline {
+    /// Nothing sent; versions start at 1.
+    pub(super) fn new() -> Self {
+        Self { plans: VecDeque::new(), next_version: 1 }
+    }
+
+    /// Version of the plan that is built next.
+    pub(super) fn next_version(&self) -> u64 {
+        self.next_version
+    }
+
+    /// Takes note of a plan that is sent; `decode` names its sequences.
+    pub(super) fn push(&mut self, plan: &Plan, decode: Vec<u64>) {
+        debug_assert_eq!(plan.version, self.next_version);
+        self.next_version += 1;
+        self.plans.push_back(SentPlan { version: plan.version, steps: plan.steps, reported: 0, idle: false, decode });
+    }
+
+    /// Takes note of an outcome. Says what is wrong with one that the protocol does not allow.
+    pub(super) fn report(&mut self, outcome: &Outcome) -> Result<(), String> {
+        let started = self.started().map(|plan| (plan.version, plan.reported, plan.idle));
+        let expected = match started {
+            Some((version, reported, idle)) if version == outcome.version => {
+                if idle || !outcome.ran_step {
+                    return Err(format!("two outcomes of plan {version}, one of which says that it ran no step"));
+                }
+                reported
+            }
+            _ => {
+                let next = self.plans.get(usize::from(started.is_some())).map(|plan| plan.version);
+                if next != Some(outcome.version) {
+                    return Err(format!(
+                        "an outcome of plan {}, where plan {:?} or {next:?} was expected",
+                        outcome.version,
+                        started.map(|s| s.0)
+                    ));
+                }
+                if started.is_some() {
+                    self.plans.pop_front();
+                }
+                0
+            }
+        };
+        let plan = self.plans.front_mut().expect("the plan of the outcome was found above");
+        if outcome.step != expected || outcome.step >= plan.steps {
+            return Err(format!(
+                "step {} of plan {}, where step {expected} of {} was expected",
+                outcome.step, plan.version, plan.steps
+            ));
+        }
+        plan.reported = expected + 1;
+        plan.idle = !outcome.ran_step;
+        Ok(())
+    }
+
+    /// The plan that runs, as far as is known.
+    pub(super) fn started(&self) -> Option<&SentPlan> {
+        self.plans.front().filter(|plan| plan.reported > 0)
+    }
+
+    /// Plans of which no step was reported.
+    pub(super) fn unstarted(&self) -> impl Iterator<Item = &SentPlan> {
+        self.plans.iter().filter(|plan| plan.reported == 0)
+    }
+
+    /// Tokens that `sequence` gets at least before a plan sent now takes over: one of each unstarted plan.
+    pub(super) fn tokens_ahead(&self, sequence: u64) -> u64 {
+        self.unstarted().filter(|plan| plan.decode.contains(&sequence)).count() as u64
+    }
+
+    /// Steps that may run at most before a plan sent now takes over.
+    pub(super) fn steps_ahead(&self) -> u64 {
+        self.plans.iter().filter(|plan| !plan.idle).map(|plan| u64::from(plan.steps - plan.reported)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(steps: &[u32]) -> Pipeline {
+        let mut pipeline = Pipeline::new();
+        for &steps in steps {
+            let plan = Plan { version: pipeline.next_version(), steps, ..Plan::default() };
+            pipeline.push(&plan, vec![7]);
+        }
+        pipeline
+    }
+
+    fn step(version: u64, step: u32) -> Outcome {
+        Outcome { version, step, ran_step: true, ..Outcome::default() }
+    }
+
+    #[test]
+    fn a_plan_is_over_when_the_next_reports() {
+        let mut pipeline = sent(&[4, 4, 4]);
+        assert_eq!((pipeline.tokens_ahead(7), pipeline.tokens_ahead(8), pipeline.steps_ahead()), (3, 0, 12));
+        pipeline.report(&step(1, 0)).unwrap();
+        pipeline.report(&step(1, 1)).unwrap();
+        assert_eq!((pipeline.unstarted().count(), pipeline.steps_ahead()), (2, 10));
+        pipeline.report(&step(2, 0)).unwrap();
+        assert_eq!((pipeline.started().unwrap().version, pipeline.steps_ahead()), (2, 7));
+    }
+
+    #[test]
+    fn outcomes_out_of_order_are_refused() {
+        for bad in [step(0, 0), step(2, 0), step(1, 1)] {
+            assert!(sent(&[4, 4]).report(&bad).is_err(), "{bad:?}");
+        }
+        let mut pipeline = sent(&[2, 4]);
+        pipeline.report(&step(1, 0)).unwrap();
+        for bad in [step(1, 0), step(1, 2), step(2, 1), step(3, 0)] {
+            assert!(sent(&[2, 4]).report(&step(1, 0)).is_ok());
+            assert!(pipeline.report(&bad).is_err(), "{bad:?}");
+            pipeline = sent(&[2, 4]);
+            pipeline.report(&step(1, 0)).unwrap();
+        }
+        pipeline.report(&step(1, 1)).unwrap();
+        assert!(pipeline.report(&step(1, 2)).is_err(), "past the bound of the plan");
+        let mut pipeline = sent(&[2]);
+        pipeline.report(&Outcome { version: 1, ..Outcome::default() }).unwrap();
+        assert!(pipeline.report(&step(1, 1)).is_err(), "a step after 'ran no step'");
+    }
+}

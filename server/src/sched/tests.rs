@@ -1,0 +1,430 @@
+//! Seeded random runs of the scheduler against a worker that follows the protocol to the letter. A failure prints its seed.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use looplane_proto::worker::v1::{Finish, Outcome, Plan};
+
+use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
+use super::{Action, Event, Limits, LimitsError, Scheduler};
+use crate::engine::{FinishReason, SequenceRequest, SubmitError};
+
+/// What one run tries.
+#[derive(Debug, Clone)]
+struct Scene {
+    shape: Shape,
+    limits: Limits,
+    sequences: u64,
+    max_prompt: u64,
+    max_output: u64,
+    /// Of 1000 rounds: how many bring a new sequence, a cancel, the loss of the group.
+    arrivals: u64,
+    cancels: u64,
+    losses: u64,
+}
+
+impl Scene {
+    fn random(rng: &mut Rng) -> Self {
+        let max_slots = 1 + rng.below(6) as u32;
+        let limits = Limits {
+            max_slots,
+            max_batch_tokens: max_slots + rng.below(12) as u32,
+            steps_per_plan: 1 + rng.below(6) as u32,
+            plans_ahead: 1 + rng.below(3) as u32,
+            max_waiting_requests: 1000,
+            max_waiting_tokens: 100_000,
+            max_losses: 1000,
+        };
+        let page_positions = 1 + rng.below(5) as u32;
+        let (max_prompt, max_output) = (1 + rng.below(20), 1 + rng.below(24));
+        let largest = (max_prompt + max_output).div_ceil(u64::from(page_positions)) as u32;
+        // From a cache that holds the largest sequence alone, where preemption is the rule, to an ample one.
+        let kv_pages = largest + rng.below(u64::from(largest * max_slots)) as u32;
+        Self {
+            shape: Shape { max_slots, max_batch_tokens: limits.max_batch_tokens, kv_pages, page_positions },
+            limits,
+            sequences: 1 + rng.below(24),
+            max_prompt,
+            max_output,
+            arrivals: 50 + rng.below(500),
+            cancels: 0,
+            losses: 0,
+        }
+    }
+}
+
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(1);
+        mix(self.0) % bound.max(1)
+    }
+
+    fn chance(&mut self, permille: u64) -> bool {
+        self.below(1000) < permille
+    }
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    request: Option<SequenceRequest>,
+    tokens: Vec<u32>,
+    finish: Option<FinishReason>,
+    cancelled: bool,
+}
+
+/// A run in progress: the scheduler, the worker, and plans and outcomes on their way between them.
+struct Run {
+    rng: Rng,
+    scene: Scene,
+    scheduler: Scheduler,
+    worker: FakeWorker,
+    plans: VecDeque<Plan>,
+    outcomes: VecDeque<Outcome>,
+    seen: BTreeMap<u64, Seen>,
+    /// Sequences in the order of their admissions, with repeats.
+    admitted: Vec<u64>,
+    up: bool,
+}
+
+impl Run {
+    fn new(seed: u64, scene: Scene) -> Self {
+        let mut run = Self {
+            rng: Rng(mix(seed)),
+            scheduler: Scheduler::new(scene.limits.clone()).unwrap(),
+            worker: FakeWorker::new(scene.shape.clone()),
+            scene,
+            plans: VecDeque::new(),
+            outcomes: VecDeque::new(),
+            seen: BTreeMap::new(),
+            admitted: Vec::new(),
+            up: false,
+        };
+        run.group_ready();
+        run
+    }
+
+    fn group_ready(&mut self) {
+        let Shape { kv_pages, page_positions, .. } = self.scene.shape;
+        self.up = true;
+        self.apply(Event::GroupReady { kv_pages, page_positions });
+    }
+
+    fn apply(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.scheduler.apply(event, &mut actions);
+        self.scheduler.check().unwrap();
+        for action in actions {
+            match action {
+                Action::Queued { .. } => {}
+                Action::Token { sequence, token } => {
+                    let seen = self.seen.get_mut(&sequence).unwrap();
+                    assert!(!seen.cancelled && seen.finish.is_none(), "a token after the end of {sequence}");
+                    seen.tokens.push(token.id);
+                }
+                Action::Finished { sequence, reason } => self.seen.get_mut(&sequence).unwrap().finish = Some(reason),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn submit(&mut self) {
+        let sequence = self.seen.len() as u64 + 1;
+        let prompt = 1 + self.rng.below(self.scene.max_prompt) as u32;
+        let output = 1 + self.rng.below(self.scene.max_output) as u32;
+        let stop = (0..self.rng.below(60)).map(|i| (i * 7) as u32).collect();
+        let request = request(self.rng.below(1 << 50), prompt, output, stop);
+        self.seen.insert(sequence, Seen { request: Some(request.clone()), ..Seen::default() });
+        self.apply(Event::Submit { sequence, request });
+    }
+
+    fn lose_group(&mut self) {
+        self.up = false;
+        self.plans.clear();
+        self.outcomes.clear();
+        self.worker = FakeWorker::new(self.scene.shape.clone());
+        self.apply(Event::GroupLost);
+    }
+
+    fn send_plans(&mut self) {
+        while let Some(plan) = self.scheduler.next_plan() {
+            self.scheduler.check().unwrap();
+            let rows = plan.release.len() + plan.admit.len() + plan.prefill.len() + plan.decode.len();
+            assert!(rows > 0, "a plan without a point: {plan:?}");
+            self.admitted.extend(plan.admit.iter().map(|admit| admit.sequence));
+            self.plans.push_back(plan);
+            // Those under way: unstarted ones, and the one that runs.
+            assert!(self.plans.len() <= self.scene.limits.plans_ahead as usize + 1);
+        }
+    }
+
+    /// One round: chance decides what happens next.
+    fn round(&mut self) {
+        let arrived = self.seen.len() as u64;
+        if arrived < self.scene.sequences && (self.rng.chance(self.scene.arrivals) || self.scheduler.is_idle()) {
+            self.submit();
+        }
+        if self.rng.chance(self.scene.cancels) && arrived > 0 {
+            let sequence = 1 + self.rng.below(arrived);
+            let seen = self.seen.get_mut(&sequence).unwrap();
+            seen.cancelled |= seen.finish.is_none();
+            self.apply(Event::Cancel { sequence });
+        }
+        if self.up && self.rng.chance(self.scene.losses) {
+            self.lose_group();
+        } else if !self.up && self.rng.chance(300) {
+            self.group_ready();
+        }
+        if self.rng.chance(800) {
+            self.send_plans();
+        }
+        for _ in 0..self.rng.below(3) {
+            if let Some(plan) = self.plans.pop_front() {
+                self.worker.receive(plan);
+            }
+        }
+        for _ in 0..self.rng.below(4) {
+            self.outcomes.extend(self.worker.run(u64::MAX));
+        }
+        for _ in 0..self.rng.below(4) {
+            if let Some(outcome) = self.outcomes.pop_front() {
+                assert!(self.scheduler.is_outstanding(), "an outcome that was not owed");
+                self.apply(Event::Outcome(outcome));
+            }
+        }
+    }
+
+    /// Runs to the end and checks what every sequence got.
+    fn finish(mut self) -> Self {
+        let bound = 4000 + self.scene.sequences * 400;
+        let done = |run: &Self| run.seen.len() as u64 == run.scene.sequences && run.scheduler.is_idle();
+        let mut rounds = 0;
+        while !done(&self) {
+            self.round();
+            rounds += 1;
+            assert!(rounds < bound, "no end after {rounds} rounds: {:?}", self.scheduler);
+        }
+        for (sequence, seen) in &self.seen {
+            let (tokens, finish) = expected(seen.request.as_ref().unwrap());
+            if seen.cancelled {
+                assert!(tokens.starts_with(&seen.tokens), "sequence {sequence} got {:?} of {tokens:?}", seen.tokens);
+            } else {
+                assert_eq!(seen.tokens, tokens, "sequence {sequence}");
+                let reason = if finish == Finish::Stop { FinishReason::Stop } else { FinishReason::Length };
+                assert_eq!(seen.finish, Some(reason), "sequence {sequence}");
+            }
+        }
+        assert_eq!(self.scheduler.next_plan(), None, "an idle scheduler has no plan");
+        if self.up {
+            self.scheduler.check().unwrap();
+            assert_eq!(self.scheduler.pages.as_ref().unwrap().available(), u64::from(self.scene.shape.kv_pages));
+            assert_eq!(self.worker.slots_in_use(), 0, "the worker was told of every release");
+        }
+        self
+    }
+}
+
+/// Runs `scene` for a number of seeds; `LOOPLANE_TEST_SEED` picks one.
+fn runs(name: &str, seeds: u64, mut change: impl FnMut(&mut Scene, &mut Rng)) -> Vec<Run> {
+    let chosen = std::env::var("LOOPLANE_TEST_SEED").ok().map(|seed| seed.parse::<u64>().expect("a number"));
+    let seeds = chosen.map_or(0..seeds, |seed| seed..seed + 1);
+    let run = |seed: u64| {
+        let mut rng = Rng(mix(seed ^ 0x5eed));
+        let mut scene = Scene::random(&mut rng);
+        change(&mut scene, &mut rng);
+        println!("{name}: LOOPLANE_TEST_SEED={seed} {scene:?}");
+        Run::new(seed, scene).finish()
+    };
+    seeds.map(run).collect()
+}
+
+#[test]
+fn every_sequence_gets_its_tokens() {
+    runs("plain", 300, |_, _| {});
+}
+
+#[test]
+fn preemption_storms_end() {
+    let runs = runs("preempt", 300, |scene, _| {
+        scene.limits.max_slots = 6;
+        scene.limits.max_batch_tokens = 12;
+        scene.shape.max_slots = 6;
+        scene.shape.max_batch_tokens = 12;
+        scene.arrivals = 900;
+        scene.shape.kv_pages = (scene.max_prompt + scene.max_output).div_ceil(scene.shape.page_positions.into()) as u32;
+    });
+    let again = runs.iter().filter(|run| run.admitted.len() > run.seen.len()).count();
+    assert!(again > 50 || runs.len() == 1, "only {again} runs preempted anything");
+}
+
+#[test]
+fn cancel_storms_leak_nothing() {
+    let runs = runs("cancel", 300, |scene, rng| scene.cancels = 20 + rng.below(500));
+    assert!(runs.iter().any(|run| run.seen.values().any(|seen| seen.cancelled && !seen.tokens.is_empty())));
+}
+
+#[test]
+fn a_lost_group_loses_no_token() {
+    let runs = runs("loss", 300, |scene, rng| {
+        scene.losses = 1 + rng.below(30);
+        scene.cancels = rng.below(20);
+    });
+    assert!(runs.iter().any(|run| run.admitted.len() > run.seen.len()));
+}
+
+#[test]
+fn everything_at_once() {
+    runs("all", 300, |scene, rng| {
+        scene.losses = rng.below(15);
+        scene.cancels = rng.below(60);
+        scene.shape.kv_pages = (scene.max_prompt + scene.max_output).div_ceil(scene.shape.page_positions.into()) as u32;
+    });
+}
+
+#[test]
+fn admission_follows_arrival() {
+    for run in runs("order", 100, |_, _| {}) {
+        let mut first = run.admitted.clone();
+        let mut known = std::collections::BTreeSet::new();
+        first.retain(|id| known.insert(*id));
+        assert!(first.is_sorted(), "{first:?}");
+    }
+}
+
+fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
+    let mut scheduler = Scheduler::new(limits).unwrap();
+    scheduler.apply(Event::GroupReady { kv_pages, page_positions: 4 }, &mut Vec::new());
+    scheduler
+}
+
+fn submit(scheduler: &mut Scheduler, sequence: u64, prompt: u32, output: u32) -> Action {
+    let mut actions = Vec::new();
+    let request = request(sequence, prompt, output, vec![]);
+    scheduler.apply(Event::Submit { sequence, request }, &mut actions);
+    assert_eq!(actions.len(), 1);
+    actions.remove(0)
+}
+
+#[test]
+fn bounds_of_the_queue_are_named() {
+    let limits = Limits { max_waiting_requests: 3, max_waiting_tokens: 10, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 5);
+    let refused = |action| match action {
+        Action::Refused { error, .. } => error,
+        other => panic!("{other:?}"),
+    };
+    // 17 positions fit 5 pages of 4; the last token is never computed: 21 do not, 20 do.
+    assert_eq!(submit(&mut scheduler, 1, 12, 9), Action::Queued { sequence: 1 });
+    let error = refused(submit(&mut scheduler, 2, 12, 10));
+    assert_eq!(error, SubmitError::TooLarge { needed: 6, available: 5 });
+    let error = refused(submit(&mut scheduler, 3, 1, 1));
+    assert_eq!(error, SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens" });
+    scheduler.next_plan().unwrap();
+    for sequence in 4..7 {
+        assert_eq!(submit(&mut scheduler, sequence, 1, 1), Action::Queued { sequence });
+    }
+    let error = refused(submit(&mut scheduler, 7, 1, 1));
+    assert_eq!(error, SubmitError::QueueFull { waiting: 3, limit: 3, what: "requests" });
+    scheduler.apply(Event::Cancel { sequence: 5 }, &mut Vec::new());
+    assert_eq!(submit(&mut scheduler, 8, 1, 1), Action::Queued { sequence: 8 });
+}
+
+#[test]
+fn nothing_is_taken_before_the_first_group() {
+    let mut scheduler = Scheduler::new(Limits::default()).unwrap();
+    let action = submit(&mut scheduler, 1, 1, 1);
+    assert!(matches!(action, Action::Refused { error: SubmitError::Unavailable(_), .. }));
+    assert!(scheduler.is_idle() && scheduler.next_plan().is_none());
+}
+
+#[test]
+fn a_cancel_goes_out_with_the_next_plan() {
+    let mut scheduler = scheduler(Limits::default(), 100);
+    submit(&mut scheduler, 1, 3, 50);
+    let plan = scheduler.next_plan().unwrap();
+    assert_eq!((plan.version, plan.admit.len(), plan.decode.as_slice()), (1, 1, &[0][..]));
+    assert_eq!(scheduler.next_plan(), None, "the steps of plan 1 last");
+    scheduler.apply(Event::Cancel { sequence: 1 }, &mut Vec::new());
+    let plan = scheduler.next_plan().unwrap();
+    assert_eq!((plan.version, plan.release.as_slice(), plan.decode.len()), (2, &[0][..], 0));
+    assert!(!scheduler.is_idle(), "the group owes the outcome of plan 2");
+}
+
+#[test]
+fn decode_goes_on_during_prefill() {
+    let limits = Limits { max_slots: 4, max_batch_tokens: 4, plans_ahead: 1, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 100);
+    let mut worker = FakeWorker::new(Shape { max_slots: 4, max_batch_tokens: 4, kv_pages: 100, page_positions: 4 });
+    submit(&mut scheduler, 1, 1, 40);
+    let mut tokens = Vec::new();
+    for round in 0..20 {
+        if round == 2 {
+            submit(&mut scheduler, 2, 30, 1);
+        }
+        if let Some(plan) = scheduler.next_plan() {
+            worker.receive(plan);
+        }
+        let outcome = worker.run(u64::MAX).unwrap();
+        tokens.push(outcome.tokens.iter().filter(|token| token.sequence == 1).count());
+        scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+    }
+    assert_eq!(tokens, [1; 20], "a token in every step");
+}
+
+#[test]
+fn what_kills_the_group_each_time_is_given_up() {
+    let mut scheduler = scheduler(Limits { max_losses: 2, ..Limits::default() }, 10);
+    submit(&mut scheduler, 1, 3, 5);
+    let mut actions = Vec::new();
+    for _ in 0..2 {
+        assert_eq!(scheduler.next_plan().unwrap().version, 1, "versions begin again with the group");
+        assert!(actions.is_empty());
+        scheduler.apply(Event::GroupLost, &mut actions);
+        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+    }
+    assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_smaller_cache_after_a_loss_fails_what_cannot_fit() {
+    let mut scheduler = scheduler(Limits::default(), 10);
+    submit(&mut scheduler, 1, 30, 5);
+    submit(&mut scheduler, 2, 3, 5);
+    let mut actions = Vec::new();
+    scheduler.apply(Event::GroupLost, &mut actions);
+    scheduler.apply(Event::GroupReady { kv_pages: 5, page_positions: 4 }, &mut actions);
+    assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
+    assert_eq!(scheduler.next_plan().unwrap().admit[0].sequence, 2);
+}
+
+#[test]
+fn a_worker_that_breaks_the_protocol_is_a_fault() {
+    use looplane_proto::worker::v1::SampledToken;
+    let token = |sequence, finish: i32| SampledToken { sequence, finish, ..SampledToken::default() };
+    let cases = [
+        Outcome { version: 2, ran_step: true, ..Outcome::default() },
+        Outcome { version: 1, step: 1, ran_step: true, ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(1, 0)], ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(1, 9)], ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(2, 0)], ..Outcome::default() },
+    ];
+    for outcome in cases {
+        let mut scheduler = scheduler(Limits { max_slots: 1, ..Limits::default() }, 10);
+        submit(&mut scheduler, 1, 3, 1);
+        submit(&mut scheduler, 2, 3, 1);
+        scheduler.next_plan().unwrap();
+        let mut actions = Vec::new();
+        scheduler.apply(Event::Outcome(outcome.clone()), &mut actions);
+        assert!(matches!(&actions[..], [Action::Fault(_)]), "{outcome:?} gave {actions:?}");
+        scheduler.apply(Event::GroupLost, &mut actions);
+    }
+}
+
+#[test]
+fn limits_that_cannot_work_are_named() {
+    let zero = Limits { steps_per_plan: 0, ..Limits::default() };
+    assert_eq!(zero.validate(), Err(LimitsError::Zero("steps_per_plan")));
+    let small = Limits { max_batch_tokens: 10, ..Limits::default() };
+    assert_eq!(small.validate(), Err(LimitsError::BatchTooSmall { tokens: 10, slots: 64 }));
+}

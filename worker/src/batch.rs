@@ -1,7 +1,29 @@
 //! The sequences of the batch: applies the server's plans at token boundaries and says which rows each step computes.
 //!
 //! Pure and deterministic: every rank runs the same `Batch` over the same plans and the same sampled tokens, so all ranks
-//! admit, cancel and stop at the same token without talking about it.
+//! admit, cancel and stop at the same token without talking about it. The loop of a decoder:
+//!
+//! ```text
+//! agreed = 0
+//! loop match batch.boundary(agreed) {
+//!     Apply(v) => batch.apply(&plans.take(v)?)?,
+//!     Step     => { compute batch.step(); sample; agreed = minimum over the ranks of plans.newest() as each offered it
+//!                   in the sampling exchange of this step; batch.complete(&sampled) }
+//!     Idle     => match plans.wait_next()? { Some(v) => agreed = v, None => drained }
+//! }
+//! ```
+//!
+//! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
+
+mod plan;
+mod slot;
+
+use std::ops::Range;
+
+use crate::sampling::Sampled;
+
+pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
+pub use slot::{Slot, TokenCount};
 
 /// One row of a step: one token of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,3 +37,319 @@ pub struct Row {
     /// The row's logits are needed: the next token of the sequence is sampled from them.
     pub sample: bool,
 }
+
+/// The rows of one sequence in a step: consecutive rows at consecutive positions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segment {
+    /// Slot of the sequence.
+    pub slot: u32,
+    /// Its rows within the step.
+    pub rows: Range<usize>,
+}
+
+/// One step: what is computed between two token boundaries.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Step {
+    /// Plan the step belongs to.
+    pub version: u64,
+    /// Number of the step in its plan, from 0.
+    pub number: u32,
+    /// Rows, those of a slot next to each other, slots ascending. At least one, at most `max_batch_tokens`.
+    pub rows: Vec<Row>,
+    /// The same rows by slot.
+    pub segments: Vec<Segment>,
+    /// Indices of the rows with `sample`, ascending: the order of the samples that [`Batch::complete`] takes.
+    pub samples: Vec<usize>,
+}
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// A stop token was sampled.
+    Stop,
+    /// `max_tokens` or the end of the context was reached.
+    Length,
+}
+
+/// Bounds of a batch, fixed at load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences in the batch at one time.
+    pub max_slots: usize,
+    /// Rows of one step, at least `max_slots`.
+    pub max_batch_tokens: usize,
+    /// Pages of the KV pool.
+    pub kv_pages: usize,
+    /// Positions of one sequence, prompt and output together.
+    pub max_context: usize,
+    /// Token ids are under this.
+    pub vocab_size: usize,
+}
+
+/// What follows at a token boundary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Boundary {
+    /// The plan of this version takes over: [`Batch::apply`] it.
+    Apply(u64),
+    /// [`Batch::step`] has rows to compute.
+    Step,
+    /// Nothing until the next plan comes.
+    Idle,
+}
+
+/// All sequences of a worker. Its memory is taken by `new`; steps allocate nothing.
+#[derive(Debug, PartialEq)]
+pub struct Batch {
+    limits: Limits,
+    slots: Vec<Slot>,
+    /// Slot that holds each page, or `FREE_PAGE`.
+    page_holders: Vec<u32>,
+    version: u64,
+    steps: u32,
+    /// Steps of the plan that were computed.
+    steps_run: u32,
+    /// The step that is next; without rows if the plan has none left.
+    step: Step,
+    finished: Vec<Option<Finish>>,
+}
+
+/// Marks a page that no slot holds.
+const FREE_PAGE: u32 = u32::MAX;
+
+impl Batch {
+    /// An empty batch: no plan applied, every slot and page free.
+    ///
+    /// # Panics
+    /// If a limit is 0, or over what its u32 counterpart on the wire can say.
+    pub fn new(limits: Limits) -> Self {
+        let Limits { max_slots, max_batch_tokens, kv_pages, max_context, vocab_size } = limits;
+        let all = [max_slots, max_batch_tokens, kv_pages, max_context, vocab_size];
+        assert!(all.iter().all(|n| (1..u32::MAX as usize).contains(n)), "{limits:?}");
+        assert!(max_batch_tokens >= max_slots, "{limits:?}");
+        let step = Step {
+            rows: Vec::with_capacity(max_batch_tokens),
+            segments: Vec::with_capacity(max_slots),
+            samples: Vec::with_capacity(max_slots),
+            ..Step::default()
+        };
+        Self {
+            limits,
+            slots: (0..max_slots).map(|_| Slot::new(max_context)).collect(),
+            page_holders: vec![FREE_PAGE; kv_pages],
+            version: 0,
+            steps: 0,
+            steps_run: 0,
+            step,
+            finished: Vec::with_capacity(max_slots),
+        }
+    }
+
+    /// The bounds given at the start.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Version of the plan applied last; 0: none yet.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The sequence in a slot; meaningful for slots that the current step names.
+    ///
+    /// # Panics
+    /// If `slot` is not under `max_slots`.
+    pub fn slot(&self, slot: u32) -> &Slot {
+        &self.slots[slot as usize]
+    }
+
+    /// The step that is next: rows to compute if [`Batch::boundary`] said so.
+    pub fn step(&self) -> &Step {
+        &self.step
+    }
+
+    /// What follows now. `agreed` is the newest plan version that all ranks are known to hold: the minimum of what they
+    /// offered in the last exchange. A plan with rows runs at least its first step before the next takes over.
+    pub fn boundary(&self, agreed: u64) -> Boundary {
+        let has_rows = !self.step.rows.is_empty();
+        if has_rows && self.steps_run == 0 {
+            Boundary::Step
+        } else if agreed > self.version {
+            Boundary::Apply(self.version + 1)
+        } else if has_rows {
+            Boundary::Step
+        } else {
+            Boundary::Idle
+        }
+    }
+
+    /// Applies the next plan: `release`, then `admit`, then `grants`, then the rows of its first step.
+    ///
+    /// # Errors
+    /// The plan breaks a rule of worker/v1. The batch is then in an undefined (but memory-safe) state: a fault ends the
+    /// worker.
+    pub fn apply(&mut self, plan: &Plan) -> Result<(), PlanFault> {
+        let version = self.version + 1;
+        if plan.version != version {
+            return Err(PlanFault::Version { expected: version, got: plan.version });
+        }
+        self.version = version;
+        self.check_bounds(plan)?;
+        self.steps = plan.steps;
+        self.steps_run = 0;
+        for &slot in &plan.release {
+            self.release(slot)?;
+        }
+        for admit in &plan.admit {
+            self.admit(admit)?;
+        }
+        for grant in &plan.grants {
+            self.grant(grant)?;
+        }
+        self.slots.iter_mut().for_each(Slot::clear_work);
+        for chunk in &plan.prefill {
+            self.schedule_chunk(chunk)?;
+        }
+        for &slot in &plan.decode {
+            self.schedule_decode(slot)?;
+        }
+        let rows: u64 = self.slots.iter().map(|s| s.scheduled_rows() as u64).sum();
+        if rows > self.limits.max_batch_tokens as u64 {
+            return Err(PlanFault::TooManyRows { version, rows, limit: self.limits.max_batch_tokens });
+        }
+        self.lay_out_step();
+        Ok(())
+    }
+
+    /// Takes the sampled token of each of the step's `samples`, in that order, and moves to the next step. Returns, in the
+    /// same order, which sequences ended with it.
+    ///
+    /// # Panics
+    /// If there was no step, or the number of samples or a token id is not what the step asks for: a broken backend.
+    pub fn complete(&mut self, sampled: &[Sampled]) -> &[Option<Finish>] {
+        assert!(!self.step.rows.is_empty(), "a step was completed that had no rows");
+        assert_eq!(sampled.len(), self.step.samples.len(), "samples of step {} of {}", self.step.number, self.version);
+        for segment in &self.step.segments {
+            self.slots[segment.slot as usize].advance(segment.rows.len());
+        }
+        self.finished.clear();
+        for (&row, sampled) in self.step.samples.iter().zip(sampled) {
+            let slot = self.step.rows[row].slot;
+            assert!((sampled.token as usize) < self.limits.vocab_size, "slot {slot}: sampled token {}", sampled.token);
+            self.finished.push(self.slots[slot as usize].append(sampled.token, self.limits.max_context));
+        }
+        self.steps_run += 1;
+        self.lay_out_step();
+        &self.finished
+    }
+
+    fn check_bounds(&self, plan: &Plan) -> Result<(), PlanFault> {
+        if plan.steps == 0 {
+            return Err(PlanFault::NoSteps { version: plan.version });
+        }
+        let slots = plan.release.iter().copied();
+        let slots = slots.chain(plan.admit.iter().map(|a| a.slot)).chain(plan.grants.iter().map(|g| g.slot));
+        let mut slots = slots.chain(plan.prefill.iter().map(|c| c.slot)).chain(plan.decode.iter().copied());
+        match slots.find(|slot| *slot as usize >= self.limits.max_slots) {
+            Some(slot) => Err(PlanFault::SlotRange { version: plan.version, slot, limit: self.limits.max_slots }),
+            None => Ok(()),
+        }
+    }
+
+    fn release(&mut self, slot: u32) -> Result<(), PlanFault> {
+        let version = self.version;
+        let sequence = &mut self.slots[slot as usize];
+        if !sequence.is_busy() {
+            return Err(PlanFault::SlotFree { version, slot, what: "released" });
+        }
+        for &page in sequence.pages() {
+            self.page_holders[page as usize] = FREE_PAGE;
+        }
+        sequence.clear();
+        Ok(())
+    }
+
+    fn admit(&mut self, admit: &Admit) -> Result<(), PlanFault> {
+        let (version, slot) = (self.version, admit.slot);
+        let invalid = |problem: String| PlanFault::Admit { version, slot, sequence: admit.sequence, problem };
+        if self.slots[slot as usize].is_busy() {
+            return Err(PlanFault::SlotBusy { version, slot, sequence: self.slots[slot as usize].sequence() });
+        }
+        admit.check(&self.limits).map_err(invalid)?;
+        if let Some(other) = self.slots.iter().position(|s| s.is_busy() && s.sequence() == admit.sequence) {
+            return Err(invalid(format!("the sequence is already in slot {other}")));
+        }
+        self.slots[slot as usize].fill(admit);
+        Ok(())
+    }
+
+    fn grant(&mut self, grant: &PageGrant) -> Result<(), PlanFault> {
+        let (version, slot) = (self.version, grant.slot);
+        let sequence = &mut self.slots[slot as usize];
+        if !sequence.is_busy() {
+            return Err(PlanFault::SlotFree { version, slot, what: "granted pages" });
+        }
+        for &page in &grant.pages {
+            let Some(holder) = self.page_holders.get_mut(page as usize) else {
+                return Err(PlanFault::PageRange { version, slot, page, limit: self.limits.kv_pages });
+            };
+            if *holder != FREE_PAGE {
+                return Err(PlanFault::PageHeld { version, slot, page, holder: *holder });
+            }
+            *holder = slot;
+            if !sequence.push_page(page) {
+                return Err(PlanFault::TooManyPages { version, slot, context: self.limits.max_context });
+            }
+        }
+        Ok(())
+    }
+
+    fn schedule_chunk(&mut self, chunk: &PrefillChunk) -> Result<(), PlanFault> {
+        let (version, slot) = (self.version, chunk.slot);
+        let sequence = &mut self.slots[slot as usize];
+        if !sequence.is_busy() {
+            return Err(PlanFault::SlotFree { version, slot, what: "prefilled" });
+        }
+        sequence.schedule_chunk(chunk).map_err(|problem| PlanFault::Chunk {
+            version,
+            slot,
+            start: chunk.start,
+            len: chunk.len,
+            problem,
+        })
+    }
+
+    fn schedule_decode(&mut self, slot: u32) -> Result<(), PlanFault> {
+        let version = self.version;
+        let sequence = &mut self.slots[slot as usize];
+        if !sequence.is_busy() {
+            return Err(PlanFault::SlotFree { version, slot, what: "decoded" });
+        }
+        sequence.schedule_decode().map_err(|problem| PlanFault::Decode { version, slot, problem })
+    }
+
+    /// Fills `step` with the rows that come next; none if the plan has run its steps.
+    fn lay_out_step(&mut self) {
+        let step = &mut self.step;
+        (step.version, step.number) = (self.version, self.steps_run);
+        step.rows.clear();
+        step.segments.clear();
+        step.samples.clear();
+        if self.steps_run == self.steps {
+            return;
+        }
+        let first = self.steps_run == 0;
+        for (index, slot) in self.slots.iter().enumerate() {
+            let start = step.rows.len();
+            step.rows.extend(slot.rows(index as u32, first));
+            if step.rows.len() > start {
+                step.segments.push(Segment { slot: index as u32, rows: start..step.rows.len() });
+                if step.rows[step.rows.len() - 1].sample {
+                    step.samples.push(step.rows.len() - 1);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,9 @@
 //! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice.
 
+pub mod checkpoint;
 pub mod config;
+pub mod tensors;
 
+pub use checkpoint::Checkpoint;
 pub use config::ModelConfig;
+pub use tensors::{LayerTensor, Tensor};

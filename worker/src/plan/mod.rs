@@ -8,6 +8,14 @@ use std::ops::Range;
 
 use crate::model::ModelConfig;
 
+pub mod kv;
+pub mod rounding;
+pub mod stream;
+pub mod tree;
+
+pub use kv::KvLayout;
+pub use stream::{Product, Tile};
+
 /// Positions a KV page holds. Also the attention leaf: scores, maximum, sum and output are computed a page at a time and
 /// merged in page order.
 pub const PAGE_POSITIONS: usize = 64;
@@ -17,6 +25,9 @@ pub const ROW_TILE: usize = 16;
 pub const K_STEP: usize = 16;
 /// Most leaves of one product, and most ranks.
 pub const MAX_LEAVES: usize = 16;
+/// Leaves of the products over the hidden size (q, k, v, gate, up, LM head). Tensor parallelism cuts their rows, never
+/// their K, so no cut needs a leaf boundary, and one leaf keeps one chain of accumulators in registers.
+pub const HIDDEN_LEAVES: usize = 1;
 
 /// How the K dimension of one product is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,4 +75,237 @@ pub struct RankPlan {
     pub intermediate_leaves: Range<usize>,
     /// Rows of embedding and LM head, within `padded_vocab`.
     pub vocab: Range<usize>,
+}
+
+/// Why a model cannot be cut for a group size.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// Not a group size.
+    #[error("tensor parallelism {0} is not one of 1, 2, 4, 8 and 16")]
+    GroupSize(usize),
+    /// The query heads, or their leaves, do not divide.
+    #[error(
+        "tensor parallelism {tensor_parallel} does not divide the {heads} attention heads of the model into equal shards"
+    )]
+    Heads {
+        /// Ranks.
+        tensor_parallel: usize,
+        /// `num_attention_heads`.
+        heads: usize,
+    },
+    /// Neither of KV heads and ranks divides the other.
+    #[error("tensor parallelism {tensor_parallel} and the {kv_heads} KV heads of the model do not divide each other")]
+    KvHeads {
+        /// Ranks.
+        tensor_parallel: usize,
+        /// `num_key_value_heads`.
+        kv_heads: usize,
+    },
+    /// The columns of the MLP, or their leaves, do not divide.
+    #[error("tensor parallelism {tensor_parallel} does not divide the intermediate size {intermediate} of the model")]
+    Intermediate {
+        /// Ranks.
+        tensor_parallel: usize,
+        /// `intermediate_size`.
+        intermediate: usize,
+    },
+}
+
+impl Leaves {
+    fn of(total: usize, count: usize) -> Self {
+        let len = total / count;
+        Self { count, len, padded: len.next_multiple_of(K_STEP) }
+    }
+
+    /// Where column `column` of the unpadded K dimension (0 is the first column of leaf 0) lies in a vector of padded leaves.
+    pub fn padded_column(&self, column: usize) -> usize {
+        column / self.len * self.padded + column % self.len
+    }
+
+    /// Elements of a vector of `leaves` padded leaves.
+    pub fn padded_len(&self, leaves: usize) -> usize {
+        leaves * self.padded
+    }
+
+    /// Unpadded columns of leaf `leaf`.
+    pub fn columns(&self, leaf: usize) -> Range<usize> {
+        leaf * self.len..(leaf + 1) * self.len
+    }
+}
+
+impl ModelPlan {
+    /// Cuts a model for a group of `tensor_parallel` ranks.
+    ///
+    /// # Errors
+    /// The group size does not divide what it has to.
+    pub fn new(config: &ModelConfig, tensor_parallel: usize) -> Result<Self, PlanError> {
+        if !tensor_parallel.is_power_of_two() || tensor_parallel > MAX_LEAVES {
+            return Err(PlanError::GroupSize(tensor_parallel));
+        }
+        let head_leaves = most_leaves(config.num_heads);
+        let heads = Leaves::of(config.num_heads * config.head_dim, head_leaves);
+        let intermediate = Leaves::of(config.intermediate_size, most_leaves(config.intermediate_size));
+        if !heads.count.is_multiple_of(tensor_parallel) {
+            return Err(PlanError::Heads { tensor_parallel, heads: config.num_heads });
+        }
+        let kv_heads = config.num_kv_heads;
+        if !kv_heads.is_multiple_of(tensor_parallel) && !tensor_parallel.is_multiple_of(kv_heads) {
+            return Err(PlanError::KvHeads { tensor_parallel, kv_heads });
+        }
+        if !intermediate.count.is_multiple_of(tensor_parallel) {
+            return Err(PlanError::Intermediate { tensor_parallel, intermediate: config.intermediate_size });
+        }
+        Ok(Self {
+            tensor_parallel,
+            hidden: Leaves::of(config.hidden_size, HIDDEN_LEAVES),
+            heads,
+            intermediate,
+            padded_vocab: config.vocab_size.next_multiple_of(MAX_LEAVES * ROW_TILE),
+            config: config.clone(),
+        })
+    }
+
+    /// What rank `rank` holds.
+    ///
+    /// # Panics
+    /// If `rank` is not under `tensor_parallel`.
+    pub fn rank(&self, rank: usize) -> RankPlan {
+        let tp = self.tensor_parallel;
+        assert!(rank < tp, "rank {rank} of {tp}");
+        let share = |total: usize| rank * (total / tp)..(rank + 1) * (total / tp);
+        let kv = self.config.num_kv_heads;
+        let kv_heads = if kv >= tp {
+            share(kv)
+        } else {
+            // tp / kv ranks share a KV head; heads are dealt to ranks in order, so it is the one their q heads read.
+            let head = rank * kv / tp;
+            head..head + 1
+        };
+        RankPlan {
+            rank,
+            heads: share(self.config.num_heads),
+            kv_heads,
+            head_leaves: share(self.heads.count),
+            intermediate: share(self.config.intermediate_size),
+            intermediate_leaves: share(self.intermediate.count),
+            vocab: share(self.padded_vocab),
+        }
+    }
+
+    /// Names the bit domain of results on one kind of machine, such as `cpu-avx512bf16-1a2b3c4d5e6f`.
+    pub fn bit_domain(&self, backend: &str, isa: &str) -> String {
+        let hash = self.hash();
+        let hex: String = hash[..6].iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{backend}-{isa}-{hex}")
+    }
+}
+
+impl RankPlan {
+    /// Rows of `vocab` that exist; empty for a shard that is all padding.
+    pub fn real_vocab(&self, plan: &ModelPlan) -> Range<usize> {
+        self.vocab.start.min(plan.config.vocab_size)..self.vocab.end.min(plan.config.vocab_size)
+    }
+
+    /// The KV head that query head `head` reads; both as the whole model counts them.
+    pub fn kv_head_of(&self, plan: &ModelPlan, head: usize) -> usize {
+        head / (plan.config.num_heads / plan.config.num_kv_heads)
+    }
+}
+
+/// The largest power of two up to [`MAX_LEAVES`] that divides `n`.
+fn most_leaves(n: usize) -> usize {
+    (1 << n.trailing_zeros().min(MAX_LEAVES.trailing_zeros())).min(MAX_LEAVES)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::model::config::{Architecture, Rope};
+
+    /// A config with the given heads, KV heads, intermediate size and vocabulary.
+    pub(crate) fn config(heads: usize, kv_heads: usize, intermediate: usize, vocab: usize) -> ModelConfig {
+        ModelConfig {
+            architecture: Architecture::Llama,
+            hidden_size: 256,
+            num_layers: 2,
+            num_heads: heads,
+            num_kv_heads: kv_heads,
+            head_dim: 64,
+            intermediate_size: intermediate,
+            vocab_size: vocab,
+            max_positions: 2048,
+            rms_norm_eps: 1e-5,
+            rope: Rope { theta: 10_000.0, llama3: None },
+            sliding_window: None,
+            qkv_bias: false,
+            qk_norm: false,
+            tied_embeddings: false,
+        }
+    }
+
+    #[test]
+    fn ranks_partition_the_model_at_every_group_size() {
+        for (heads, kv, intermediate, vocab) in
+            [(32, 8, 14336, 128_256), (16, 16, 384, 768), (64, 1, 320, 1), (14, 2, 4864, 151_936)]
+        {
+            let config = config(heads, kv, intermediate, vocab);
+            for tp in [1, 2, 4, 8, 16] {
+                let Ok(plan) = ModelPlan::new(&config, tp) else { continue };
+                let ranks: Vec<_> = (0..tp).map(|r| plan.rank(r)).collect();
+                let covers = |pick: &dyn Fn(&RankPlan) -> Range<usize>, total: usize| {
+                    let mut next = 0;
+                    for rank in &ranks {
+                        assert_eq!(pick(rank).start, next);
+                        next = pick(rank).end;
+                    }
+                    assert_eq!(next, total);
+                };
+                covers(&|r| r.heads.clone(), heads);
+                covers(&|r| r.head_leaves.clone(), plan.heads.count);
+                covers(&|r| r.intermediate.clone(), intermediate);
+                covers(&|r| r.intermediate_leaves.clone(), plan.intermediate.count);
+                covers(&|r| r.vocab.clone(), plan.padded_vocab);
+                covers(&|r| r.real_vocab(&plan), vocab);
+                for rank in &ranks {
+                    assert_eq!(rank.vocab.len() % ROW_TILE, 0);
+                    let columns = rank.head_leaves.start * plan.heads.len..rank.head_leaves.end * plan.heads.len;
+                    assert_eq!(columns, rank.heads.start * 64..rank.heads.end * 64);
+                    let columns = rank.intermediate_leaves.start * plan.intermediate.len
+                        ..rank.intermediate_leaves.end * plan.intermediate.len;
+                    assert_eq!(columns, rank.intermediate);
+                    for head in rank.heads.clone() {
+                        assert!(rank.kv_heads.contains(&rank.kv_head_of(&plan, head)), "{heads}/{kv} tp {tp} {rank:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn leaves_depend_on_the_model_alone() {
+        let config = config(16, 4, 384, 1000);
+        let one = ModelPlan::new(&config, 1).unwrap();
+        for tp in [2, 4, 8, 16] {
+            let other = ModelPlan::new(&config, tp).unwrap();
+            assert_eq!(ModelPlan { tensor_parallel: 1, ..other }, one);
+        }
+        assert_eq!(one.intermediate, Leaves { count: 16, len: 24, padded: 32 });
+        assert_eq!(one.heads, Leaves { count: 16, len: 64, padded: 64 });
+        assert_eq!(one.padded_vocab, 1024);
+        assert_eq!(one.intermediate.padded_column(25), 33);
+        assert_eq!([1, 2, 3, 12, 16, 96, 1 << 40].map(most_leaves), [1, 2, 1, 4, 16, 16, 16]);
+    }
+
+    #[test]
+    fn a_group_size_that_does_not_divide_is_refused_with_its_numbers() {
+        let refused = |config: &ModelConfig, tp| ModelPlan::new(config, tp).unwrap_err();
+        let base = config(16, 4, 384, 768);
+        for tp in [0, 3, 6, 32] {
+            assert_eq!(refused(&base, tp), PlanError::GroupSize(tp));
+        }
+        assert_eq!(refused(&config(14, 2, 384, 768), 4), PlanError::Heads { tensor_parallel: 4, heads: 14 });
+        assert_eq!(refused(&config(12, 3, 384, 768), 2), PlanError::KvHeads { tensor_parallel: 2, kv_heads: 3 });
+        let error = refused(&config(16, 4, 388, 768), 8);
+        assert_eq!(error.to_string(), "tensor parallelism 8 does not divide the intermediate size 388 of the model");
+    }
 }

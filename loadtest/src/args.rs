@@ -1,0 +1,264 @@
+//! Options of the load tester, and what they mean together.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::ValueEnum;
+
+use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals};
+use crate::drive::{Endpoint, Extent, Pacing};
+
+/// Requests sent where neither `--requests` nor `--duration` is given.
+const DEFAULT_REQUESTS: u64 = 100;
+/// Requests in flight where neither `--concurrency` nor `--rate` is given.
+const DEFAULT_CONCURRENCY: u32 = 8;
+/// Longest run, and longest time limit of a request.
+const MAX_DURATION: Duration = Duration::from_secs(24 * 3600);
+
+/// Measures a server that speaks OpenAI's interface: this one or any other.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LoadtestArgs {
+    /// Address of the server, without TLS; a trailing /v1 is allowed
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", env = "LOOPLANE_LOADTEST_TARGET")]
+    pub target: String,
+
+    /// Interface to measure
+    #[arg(long, value_enum, default_value_t = Endpoint::Chat, env = "LOOPLANE_LOADTEST_ENDPOINT")]
+    pub endpoint: Endpoint,
+
+    /// Model id [default: the first one that /v1/models lists]
+    #[arg(long, env = "LOOPLANE_LOADTEST_MODEL")]
+    pub model: Option<String>,
+
+    /// Key sent as a bearer token, for servers that ask for one
+    #[arg(long, value_name = "KEY", env = "LOOPLANE_LOADTEST_API_KEY", hide_env_values = true)]
+    pub api_key: Option<String>,
+
+    /// Send so many requests [default: 100]
+    #[arg(long, value_name = "N", conflicts_with = "duration", env = "LOOPLANE_LOADTEST_REQUESTS",
+          value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
+    pub requests: Option<u64>,
+
+    /// Send requests for so long (30s, 5m, 1h); those in flight then are waited for
+    #[arg(long, value_name = "TIME", env = "LOOPLANE_LOADTEST_DURATION", value_parser = parse_duration)]
+    pub duration: Option<Duration>,
+
+    /// Closed loop: keep so many requests in flight [default: 8]
+    #[arg(long, value_name = "N", conflicts_with = "rate", env = "LOOPLANE_LOADTEST_CONCURRENCY",
+          value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub concurrency: Option<u32>,
+
+    /// Open loop: send so many requests a second, whether or not earlier ones are answered
+    #[arg(long, value_name = "PER_SECOND", env = "LOOPLANE_LOADTEST_RATE")]
+    pub rate: Option<f64>,
+
+    /// Open loop: how the gaps between requests are distributed
+    #[arg(long, value_enum, default_value_t = ArrivalsArg::Poisson, env = "LOOPLANE_LOADTEST_ARRIVALS")]
+    pub arrivals: ArrivalsArg,
+
+    /// Open loop with gamma arrivals: under 1 is bursty, 1 is Poisson, large approaches constant [default: 1]
+    #[arg(long, value_name = "SHAPE", env = "LOOPLANE_LOADTEST_BURSTINESS")]
+    pub burstiness: Option<f64>,
+
+    /// Open loop: most requests in flight; those that are due beyond it wait, and their wait counts
+    #[arg(long, value_name = "N", default_value_t = 512, env = "LOOPLANE_LOADTEST_MAX_IN_FLIGHT",
+          value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub max_in_flight: u32,
+
+    /// Seed of arrivals and prompts: the same seed sends the same load
+    #[arg(long, default_value_t = 0, env = "LOOPLANE_LOADTEST_SEED")]
+    pub seed: u64,
+
+    /// Length of prompts in tokens, fitted to how the server counts them
+    #[arg(long, value_name = "N", default_value_t = 128, env = "LOOPLANE_LOADTEST_PROMPT_TOKENS",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub prompt_tokens: u32,
+
+    /// Most tokens to generate for a request
+    #[arg(long, value_name = "N", default_value_t = 128, env = "LOOPLANE_LOADTEST_MAX_TOKENS",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub max_tokens: u32,
+
+    /// Generate exactly --max-tokens tokens, past the model's own end (not every server knows this field)
+    #[arg(long, env = "LOOPLANE_LOADTEST_IGNORE_EOS", value_parser = clap::builder::BoolishValueParser::new())]
+    pub ignore_eos: bool,
+
+    /// Requests to send before the run, which are not counted
+    #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_LOADTEST_WARMUP",
+          value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    pub warmup: u64,
+
+    /// Time limit of each request
+    #[arg(long, value_name = "TIME", default_value = "120s", env = "LOOPLANE_LOADTEST_TIMEOUT",
+          value_parser = parse_duration)]
+    pub timeout: Duration,
+
+    /// Write the report to this file too, with the field names of `vllm bench serve`
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]
+    pub json: Option<PathBuf>,
+}
+
+/// Names of the arrival processes on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ArrivalsArg {
+    /// Equal gaps
+    Constant,
+    /// Exponential gaps
+    Poisson,
+    /// Gamma-distributed gaps, see --burstiness
+    Gamma,
+}
+
+/// Options that contradict each other.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ArgsError {
+    /// A shape without a distribution that has one.
+    #[error("--burstiness needs --rate and --arrivals gamma: other arrivals have no shape to set")]
+    BurstinessWithoutGamma,
+    /// Arrivals out of range.
+    #[error(transparent)]
+    Arrivals(#[from] ArrivalError),
+}
+
+impl LoadtestArgs {
+    /// How requests are paced.
+    ///
+    /// # Errors
+    /// [`ArgsError`] for options that make no sense together or are out of range.
+    pub fn pacing(&self) -> Result<Pacing, ArgsError> {
+        if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalsArg::Gamma) {
+            return Err(ArgsError::BurstinessWithoutGamma);
+        }
+        let Some(rate_per_s) = self.rate else {
+            return Ok(Pacing::Closed { concurrency: self.closed_concurrency() });
+        };
+        let process = match self.arrivals {
+            ArrivalsArg::Constant => ArrivalProcess::Constant,
+            ArrivalsArg::Poisson => ArrivalProcess::Poisson,
+            ArrivalsArg::Gamma => ArrivalProcess::Gamma { burstiness: self.burstiness.unwrap_or(1.0) },
+        };
+        let arrivals = Box::new(Arrivals::new(process, rate_per_s, self.seed)?);
+        Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
+    }
+
+    /// When the run stops sending.
+    pub fn extent(&self) -> Extent {
+        match self.duration {
+            Some(duration) => Extent::Duration(duration),
+            None => Extent::Requests(self.requests.unwrap_or(DEFAULT_REQUESTS)),
+        }
+    }
+
+    /// Most requests in flight.
+    pub fn max_concurrency(&self) -> usize {
+        if self.rate.is_some() { self.max_in_flight as usize } else { self.closed_concurrency() }
+    }
+
+    /// Shape of the gaps in vLLM's sense; none for a closed loop and for constant gaps, which have no finite one.
+    pub fn shape(&self) -> Option<f64> {
+        self.rate.and(match self.arrivals {
+            ArrivalsArg::Constant => None,
+            ArrivalsArg::Poisson => Some(1.0),
+            ArrivalsArg::Gamma => Some(self.burstiness.unwrap_or(1.0)),
+        })
+    }
+
+    /// Pace and length in words.
+    pub fn pacing_in_words(&self) -> String {
+        let extent = match self.extent() {
+            Extent::Requests(requests) => format!("{requests} requests"),
+            Extent::Duration(duration) => format!("{duration:?}"),
+        };
+        match (self.rate, self.arrivals) {
+            (None, _) => format!("closed loop, {} at a time, {extent}", self.closed_concurrency()),
+            (Some(rate), ArrivalsArg::Constant) => format!("open loop, {rate} a second at equal gaps, {extent}"),
+            (Some(rate), ArrivalsArg::Poisson) => format!("open loop, {rate} a second (Poisson), {extent}"),
+            (Some(rate), ArrivalsArg::Gamma) => {
+                let burstiness = self.burstiness.unwrap_or(1.0);
+                format!("open loop, {rate} a second (gamma, burstiness {burstiness}), {extent}")
+            }
+        }
+    }
+
+    fn closed_concurrency(&self) -> usize {
+        self.concurrency.unwrap_or(DEFAULT_CONCURRENCY) as usize
+    }
+}
+
+/// Reads `250ms`, `30s`, `5m`, `1h` or plain seconds, more than nothing and at most a day.
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(unit_at);
+    let unit_s = match unit {
+        "ms" => 1e-3,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err(format!("'{unit}' is no unit of time: use ms, s, m or h")),
+    };
+    let seconds = number.trim().parse::<f64>().map_err(|_| format!("'{number}' is no number"))? * unit_s;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(duration) if !duration.is_zero() && duration <= MAX_DURATION => Ok(duration),
+        _ => Err("a time must be more than 0 and at most 24h".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: LoadtestArgs,
+    }
+
+    fn parse(line: &str) -> Result<LoadtestArgs, clap::Error> {
+        Cli::try_parse_from(["loadtest"].into_iter().chain(line.split_whitespace())).map(|cli| cli.args)
+    }
+
+    #[test]
+    fn defaults_are_a_small_closed_loop() {
+        let args = parse("").expect("no option is required");
+        assert!(matches!(args.pacing(), Ok(Pacing::Closed { concurrency: 8 })));
+        assert_eq!(args.extent(), Extent::Requests(100));
+        assert_eq!(args.timeout, Duration::from_secs(120));
+        assert_eq!((args.max_concurrency(), args.shape()), (8, None));
+    }
+
+    #[test]
+    fn a_rate_makes_an_open_loop() {
+        let args =
+            parse("--rate 2.5 --duration 90s --arrivals gamma --burstiness 0.5 --max-in-flight 7").expect("valid");
+        assert!(matches!(args.pacing(), Ok(Pacing::Open { max_in_flight: 7, .. })));
+        assert_eq!(args.extent(), Extent::Duration(Duration::from_secs(90)));
+        assert_eq!((args.max_concurrency(), args.shape()), (7, Some(0.5)));
+        assert_eq!(args.pacing_in_words(), "open loop, 2.5 a second (gamma, burstiness 0.5), 90s");
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(parse("--requests 5 --duration 5s").is_err());
+        assert!(parse("--concurrency 5 --rate 5").is_err());
+        for line in ["--requests 0", "--concurrency 0", "--max-tokens 0", "--rate x", "--timeout 0", "--duration 25h"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+        for line in ["--burstiness 2", "--rate 1 --burstiness 2", "--arrivals gamma --burstiness 2"] {
+            let refused = parse(line).expect("each alone is valid").pacing().map(|_| ());
+            assert_eq!(refused, Err(ArgsError::BurstinessWithoutGamma), "{line}");
+        }
+        let rate = parse("--rate 0").expect("a number").pacing().map(|_| ());
+        assert_eq!(rate, Err(ArgsError::Arrivals(ArrivalError::Rate(0.0))));
+    }
+
+    #[test]
+    fn durations_have_units() {
+        for (text, ms) in [("250ms", 250), ("30", 30_000), ("1.5s", 1500), ("2m", 120_000), ("24h", 86_400_000)] {
+            assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+        for text in ["", "s", "0s", "-1s", "1d", "nan", "inf", "1e99h", "25h", "1 0s"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+}

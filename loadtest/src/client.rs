@@ -1,0 +1,380 @@
+//! Streaming client of one OpenAI-compatible server, over plain HTTP/1.1 with kept connections.
+//!
+//! It measures, so it takes the time of a chunk when its bytes arrive, before it looks into them. It trusts nothing
+//! that it reads: events, error bodies and the number of chunks are bounded, and every way to fail is a [`Failure`].
+
+use std::error::Error;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode, Uri};
+use hyper_util::client::legacy;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
+
+use crate::answer::{Answer, error_code_and_message};
+use crate::record::{Clock, Failure, RequestRecord, printable};
+use crate::sse::SseParser;
+
+/// Most bytes read of an answer that is no stream: an error body or the list of models.
+const MAX_BODY_BYTES: usize = 1 << 20;
+/// How long the end of the body may come after `[DONE]` for the connection to be kept for the next request.
+const CLOSING_GRACE: Duration = Duration::from_secs(1);
+
+/// An address that cannot be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// Not a URL with scheme and host.
+    #[error("the target '{0}' is not of the form http://HOST:PORT")]
+    Form(String),
+    /// TLS is not built in.
+    #[error("the target '{0}' needs TLS, which the load tester does not speak: give the server's plain http address")]
+    Https(String),
+    /// The key cannot be sent in a header.
+    #[error("the API key holds characters that an HTTP header cannot carry")]
+    ApiKey,
+}
+
+/// Client of one server. Cheap to share; requests run in parallel, each on a connection of its own while it lasts.
+#[derive(Debug)]
+pub struct Client {
+    http: legacy::Client<HttpConnector, Full<Bytes>>,
+    /// Scheme, host and path prefix, without the trailing `/v1`.
+    base: String,
+    authorization: Option<HeaderValue>,
+    timeout: Duration,
+}
+
+impl Client {
+    /// A client of the server at `target` (`http://host:port`, with or without `/v1`), whose requests each end within
+    /// `timeout`. Opens no connection yet.
+    ///
+    /// # Errors
+    /// [`TargetError`] for an address or key that cannot be used.
+    pub fn new(target: &str, api_key: Option<&str>, timeout: Duration) -> Result<Self, TargetError> {
+        let base = base_of(target)?;
+        let authorization = api_key
+            .map(|key| {
+                let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| TargetError::ApiKey)?;
+                value.set_sensitive(true);
+                Ok(value)
+            })
+            .transpose()?;
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(timeout));
+        let http = legacy::Client::builder(TokioExecutor::new()).build(connector);
+        Ok(Self { http, base, authorization, timeout })
+    }
+
+    /// The address that paths are appended to.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
+    /// The id of the first model that `/v1/models` lists.
+    ///
+    /// # Errors
+    /// [`Failure`] as of any request; [`Failure::BadJson`] where no model is listed.
+    pub async fn first_model(&self) -> Result<String, Failure> {
+        let ask = async {
+            let response = self.send(Method::GET, "/v1/models", Bytes::new()).await?;
+            let bytes = read_bounded(response.into_body()).await?;
+            let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;
+            let id = models.pointer("/data/0/id").and_then(Value::as_str);
+            id.map(str::to_owned).ok_or_else(|| Failure::BadJson("no model id at /data/0/id".into()))
+        };
+        tokio::time::timeout(self.timeout, ask).await.unwrap_or(Err(Failure::Timeout))
+    }
+
+    /// Posts the JSON `body` to `path` and reads the streamed answer into `record`. What arrived before a failure stays
+    /// in the record; its `failure` and `ended_ns` are set here.
+    pub async fn stream(&self, path: &str, body: Bytes, clock: Clock, record: &mut RequestRecord) {
+        let outcome = tokio::time::timeout(self.timeout, self.exchange(path, body, clock, record)).await;
+        match outcome.unwrap_or(Err(Failure::Timeout)) {
+            // The exchange took the time of [DONE] itself, before it waited for the connection to be free.
+            Ok(ended_ns) => record.ended_ns = ended_ns,
+            Err(failure) => {
+                record.ended_ns = clock.now_ns();
+                record.failure = Some(failure);
+            }
+        }
+    }
+
+    async fn exchange(
+        &self,
+        path: &str,
+        body: Bytes,
+        clock: Clock,
+        record: &mut RequestRecord,
+    ) -> Result<u64, Failure> {
+        let response = self.send(Method::POST, path, body).await?;
+        require_event_stream(&response)?;
+        let mut body = response.into_body();
+        let (mut parser, mut events) = (SseParser::default(), Vec::new());
+        let mut answer = Answer::new(record);
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| Failure::ConnectionLost(chain(&error)))?;
+            let now_ns = clock.now_ns();
+            let Some(bytes) = frame.data_ref() else { continue };
+            parser.push(bytes, &mut events)?;
+            for event in events.drain(..) {
+                answer.take_event(&event, now_ns)?;
+            }
+            if answer.is_done() {
+                // Reading on to the end of the body lets the connection serve the next request; dropping it would look
+                // to the server like a client that went away.
+                let _ =
+                    tokio::time::timeout(CLOSING_GRACE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
+                return Ok(now_ns);
+            }
+        }
+        if answer.is_finished() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
+    }
+
+    /// Sends one request and returns its answer if that is a 200.
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, Failure> {
+        let mut request = Request::builder()
+            .method(method)
+            .uri(format!("{}{path}", self.base))
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::new(body))
+            .map_err(|error| Failure::Connect(error.to_string()))?;
+        if let Some(authorization) = &self.authorization {
+            request.headers_mut().insert(AUTHORIZATION, authorization.clone());
+        }
+        let response = self.http.request(request).await.map_err(|error| failure_of(&error))?;
+        if response.status() == StatusCode::OK { Ok(response) } else { Err(status_failure(response).await) }
+    }
+}
+
+/// `target` without trailing slashes and `/v1`, checked to be something that can be connected to.
+fn base_of(target: &str) -> Result<String, TargetError> {
+    let malformed = || TargetError::Form(printable(target, 200));
+    let uri: Uri = target.trim().parse().map_err(|_| malformed())?;
+    match uri.scheme_str() {
+        Some("http") => {}
+        Some("https") => return Err(TargetError::Https(printable(target, 200))),
+        _ => return Err(malformed()),
+    }
+    let authority = uri.authority().ok_or_else(malformed)?;
+    if uri.query().is_some() || authority.host().is_empty() || authority.as_str().contains('@') {
+        return Err(malformed());
+    }
+    let path = uri.path().trim_end_matches('/');
+    let prefix = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/');
+    Ok(format!("http://{authority}{prefix}"))
+}
+
+fn require_event_stream(response: &Response<Incoming>) -> Result<(), Failure> {
+    let content_type = response.headers().get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    if content_type.to_ascii_lowercase().starts_with(b"text/event-stream") {
+        return Ok(());
+    }
+    Err(Failure::NotAnEventStream(printable(&String::from_utf8_lossy(content_type), 80)))
+}
+
+async fn status_failure(response: Response<Incoming>) -> Failure {
+    let status = response.status();
+    // The status is the finding; a body that cannot be read in full only costs its message.
+    let (bytes, lost) = match read_bounded(response.into_body()).await {
+        Ok(bytes) => (bytes, None),
+        Err(failure) => (Bytes::new(), Some(failure)),
+    };
+    let (code, message) = match serde_json::from_slice::<Value>(&bytes) {
+        Ok(body) => error_code_and_message(body.get("error").unwrap_or(&body)),
+        Err(_) => (None, printable(&String::from_utf8_lossy(&bytes), 200)),
+    };
+    Failure::Status { status, code, message: lost.map_or(message, |failure| failure.to_string()) }
+}
+
+/// The first [`MAX_BODY_BYTES`] of a body.
+async fn read_bounded(mut body: Incoming) -> Result<Bytes, Failure> {
+    let mut bytes = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| Failure::ConnectionLost(chain(&error)))?;
+        let data = frame.data_ref().map_or(&[][..], |data| data);
+        let room = MAX_BODY_BYTES - bytes.len();
+        bytes.extend_from_slice(&data[..data.len().min(room)]);
+        if data.len() > room {
+            break;
+        }
+    }
+    Ok(bytes.freeze())
+}
+
+fn failure_of(error: &legacy::Error) -> Failure {
+    if error.is_connect() {
+        return Failure::Connect(chain(error));
+    }
+    let parse_error = error.source().and_then(|source| source.downcast_ref::<hyper::Error>()).filter(|e| e.is_parse());
+    match parse_error {
+        Some(error) => Failure::NotHttp(chain(error)),
+        None => Failure::ConnectionLost(chain(error)),
+    }
+}
+
+/// An error with all its sources on one line.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    printable(&text, 200)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mock::{Fault, Mock};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    const CHAT: &str = "/v1/chat/completions";
+
+    async fn ask(base: &str, path: &str, timeout: Duration) -> RequestRecord {
+        let client = Client::new(base, Some("sesame"), timeout).expect("the mock's address is valid");
+        let body = Bytes::from_static(br#"{"model":"mock","max_tokens":5,"stream":true,"prompt":"a b c"}"#);
+        let clock = Clock::start();
+        let mut record = RequestRecord::new(0, 0, clock.now_ns());
+        client.stream(path, body, clock, &mut record).await;
+        record
+    }
+
+    async fn ask_mock(mock: Mock) -> RequestRecord {
+        let mock = mock.serve().await;
+        ask(&mock.base, CHAT, Duration::from_secs(20)).await
+    }
+
+    async fn failure_kind(fault: Fault) -> String {
+        let record = ask_mock(Mock { fault, ..Mock::default() }).await;
+        record.failure.expect("the fault was not noticed").kind()
+    }
+
+    #[tokio::test]
+    async fn reads_a_chat_and_a_text_stream() {
+        let timing = Mock { ttft: Duration::from_millis(60), itl: Duration::from_millis(20), ..Mock::default() };
+        let mock = timing.serve().await;
+        for path in [CHAT, "/v1/completions"] {
+            let record = ask(&mock.base, path, Duration::from_secs(20)).await;
+            assert_eq!(record.failure, None, "{path}");
+            assert_eq!(record.chunks_ns.len(), 5, "the role delta and keep-alive comments are no tokens");
+            assert_eq!((record.completion_tokens, record.prompt_tokens), (Some(5), Some(9)));
+            assert_eq!(record.finish_reason.as_deref(), Some("length"));
+            let first_ns = record.first_token_ns().expect("five chunks") - record.sent_ns;
+            assert!(first_ns >= 60_000_000, "{path}: first token after {first_ns} ns");
+            let tpot_ns = record.time_per_output_token_ns().expect("five tokens");
+            assert!(tpot_ns >= 18_000_000, "{path}: {tpot_ns} ns a token");
+            assert!(record.ended_ns >= record.finished_ns.expect("finish reason seen"));
+        }
+        assert!(mock.requests().iter().all(|request| request["authorization"] == "Bearer sesame"));
+        assert_eq!(mock.connections(), 2, "each client has a connection of its own");
+    }
+
+    #[tokio::test]
+    async fn keeps_the_connection_for_the_next_request() {
+        let mock = Mock::default().serve().await;
+        let client = Client::new(&mock.base, None, Duration::from_secs(20)).expect("valid");
+        let clock = Clock::start();
+        for index in 0..10 {
+            let mut record = RequestRecord::new(index, 0, 0);
+            client.stream(CHAT, Bytes::from_static(b"{\"max_tokens\":2}"), clock, &mut record).await;
+            assert_eq!(record.failure, None);
+        }
+        // Not always one: a request may open a second connection before the first is back in the pool.
+        assert!(mock.connections() <= 3, "{} connections for ten requests in turn", mock.connections());
+    }
+
+    #[tokio::test]
+    async fn every_fault_has_its_name() {
+        let busy = r#"{"error":{"message":"queue\u001b[2J full","type":"overloaded","code":"queue_full"}}"#;
+        assert_eq!(failure_kind(Fault::Status(429, busy)).await, "http_429:queue_full");
+        assert_eq!(failure_kind(Fault::Status(500, "<html>oops")).await, "http_500");
+        assert_eq!(
+            failure_kind(Fault::Status(503, r#"{"object":"error","message":"m","code":503}"#)).await,
+            "http_503"
+        );
+        assert_eq!(failure_kind(Fault::CloseAfter(2)).await, "connection_lost");
+        assert_eq!(failure_kind(Fault::EndAfter(2)).await, "truncated");
+        assert_eq!(failure_kind(Fault::Data("not json")).await, "bad_json");
+        assert_eq!(failure_kind(Fault::Data("[]")).await, "bad_json");
+        assert_eq!(failure_kind(Fault::Data("null")).await, "bad_json");
+        assert_eq!(failure_kind(Fault::Data(r#"{"choices":7}"#)).await, "bad_json");
+        let error = r#"{"error":{"message":"rank 1 is gone","code":"worker lost!"}}"#;
+        assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");
+        assert_eq!(failure_kind(Fault::ContentType("application/json")).await, "not_an_event_stream");
+        assert_eq!(failure_kind(Fault::EndlessLine).await, "event_too_long");
+    }
+
+    #[tokio::test]
+    async fn tokens_that_arrived_before_a_failure_are_kept() {
+        let record =
+            ask_mock(Mock { fault: Fault::CloseAfter(3), itl: Duration::from_millis(5), ..Mock::default() }).await;
+        assert!(matches!(record.failure, Some(Failure::ConnectionLost(_))));
+        assert_eq!(record.chunks_ns.len(), 3);
+    }
+
+    #[tokio::test]
+    async fn an_answer_without_the_final_marker_counts_if_it_finished() {
+        let record = ask_mock(Mock { fault: Fault::NoDone, ..Mock::default() }).await;
+        assert_eq!(record.failure, None);
+    }
+
+    #[tokio::test]
+    async fn an_answer_is_over_at_the_final_marker_even_if_the_body_stays_open() {
+        let record = ask_mock(Mock { fault: Fault::HoldOpen, ..Mock::default() }).await;
+        assert_eq!(record.failure, None);
+        let total = Duration::from_nanos(record.ended_ns - record.sent_ns);
+        assert!(total < CLOSING_GRACE, "the grace of {CLOSING_GRACE:?} is in the latency: {total:?}");
+    }
+
+    #[tokio::test]
+    async fn a_silent_server_is_given_up_after_the_time_limit() {
+        let mock = Mock { ttft: Duration::from_secs(60), ..Mock::default() }.serve().await;
+        let record = ask(&mock.base, CHAT, Duration::from_millis(200)).await;
+        assert_eq!(record.failure, Some(Failure::Timeout));
+        assert!(record.ended_ns - record.sent_ns >= 200_000_000);
+    }
+
+    #[tokio::test]
+    async fn a_closed_port_and_a_server_that_speaks_no_http_are_told_apart() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let base = format!("http://{}", listener.local_addr().expect("bound"));
+        let garbling = tokio::spawn(async move {
+            let (mut socket, _) = listener.accept().await.expect("the client connects");
+            let _ = socket.read(&mut [0; 1024]).await;
+            let _ = socket.write_all(b"\x00\xffSSH-2.0-nonsense\r\n\r\n").await;
+        });
+        let record = ask(&base, CHAT, Duration::from_secs(20)).await;
+        assert_eq!(record.failure.expect("garbage is no answer").kind(), "not_http");
+        garbling.await.expect("the listener is closed when its task is over");
+        assert_eq!(ask(&base, CHAT, Duration::from_secs(20)).await.failure.expect("refused").kind(), "connect");
+    }
+
+    #[tokio::test]
+    async fn asks_the_server_for_its_model() {
+        let mock = Mock::default().serve().await;
+        let client = Client::new(&mock.base, None, Duration::from_secs(20)).expect("valid");
+        assert_eq!(client.first_model().await, Ok("mock".into()));
+    }
+
+    #[test]
+    fn targets_are_checked_and_shortened() {
+        for target in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"] {
+            assert_eq!(base_of(target).expect(target), "http://h:1");
+        }
+        assert_eq!(base_of("http://h/api/v1").expect("a prefix"), "http://h/api");
+        assert_eq!(base_of("http://[::1]:8000").expect("IPv6"), "http://[::1]:8000");
+        assert!(matches!(base_of("https://h"), Err(TargetError::Https(_))));
+        for target in ["", "h:1", "localhost", "ftp://h", "http://", "http://h?x=1", "http://u:p@h"] {
+            assert!(matches!(base_of(target), Err(TargetError::Form(_))), "{target}");
+        }
+        assert!(matches!(Client::new("http://h", Some("a\nb"), CLOSING_GRACE), Err(TargetError::ApiKey)));
+    }
+}

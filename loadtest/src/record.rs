@@ -1,0 +1,214 @@
+//! What one request did: its times, its tokens, and how it ended.
+
+use std::time::Duration;
+
+use hyper::StatusCode;
+use tokio::time::Instant;
+
+/// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
+pub const MAX_CHUNKS: usize = 1 << 20;
+
+/// The clock of one run: nanoseconds since its start.
+#[derive(Debug, Clone, Copy)]
+pub struct Clock(Instant);
+
+impl Clock {
+    /// A clock that starts now.
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Time since the start.
+    pub fn now_ns(self) -> u64 {
+        self.0.elapsed().as_nanos() as u64
+    }
+
+    /// Sleeps until `offset` after the start; returns at once if that is past.
+    pub async fn sleep_until(self, offset: Duration) {
+        tokio::time::sleep_until(self.0 + offset).await;
+    }
+}
+
+/// One request, from the moment it was due to its last byte. All times are nanoseconds since the start of the run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RequestRecord {
+    /// Position in the sequence of requests, from 0.
+    pub index: u64,
+    /// When the request was meant to be sent. In a closed loop: when its slot became free.
+    pub intended_ns: u64,
+    /// When it was handed to the connection, or given up where it never was.
+    pub sent_ns: u64,
+    /// When each chunk that carries text arrived. Two chunks of one network read have the same time.
+    pub chunks_ns: Vec<u64>,
+    /// When generation ended: arrival of the finish reason, which may come after the last text.
+    pub finished_ns: Option<u64>,
+    /// When the request was over: end of the stream, or its failure.
+    pub ended_ns: u64,
+    /// Tokens of the prompt as the server counted them.
+    pub prompt_tokens: Option<u64>,
+    /// Tokens generated as the server counted them.
+    pub completion_tokens: Option<u64>,
+    /// Why generation ended, in the server's word (`stop`, `length`).
+    pub finish_reason: Option<String>,
+    /// What went wrong, or none.
+    pub failure: Option<Failure>,
+}
+
+impl RequestRecord {
+    /// A request that is due at `intended_ns` and about to be sent at `sent_ns`.
+    pub fn new(index: u64, intended_ns: u64, sent_ns: u64) -> Self {
+        Self {
+            index,
+            intended_ns,
+            sent_ns,
+            chunks_ns: Vec::new(),
+            finished_ns: None,
+            ended_ns: sent_ns,
+            prompt_tokens: None,
+            completion_tokens: None,
+            finish_reason: None,
+            failure: None,
+        }
+    }
+
+    /// When the first text arrived.
+    pub fn first_token_ns(&self) -> Option<u64> {
+        self.chunks_ns.first().copied()
+    }
+
+    /// Tokens generated: the server's count, or the number of chunks where it gave none.
+    pub fn output_tokens(&self) -> u64 {
+        self.completion_tokens.unwrap_or(self.chunks_ns.len() as u64)
+    }
+
+    /// Mean time of a token after the first, in nanoseconds: `(end of generation - first token) / (tokens - 1)`. None
+    /// for fewer than two tokens.
+    pub fn time_per_output_token_ns(&self) -> Option<u64> {
+        let last = self.finished_ns.or(self.chunks_ns.last().copied())?;
+        let gaps = self.output_tokens().checked_sub(1).filter(|&gaps| gaps > 0)?;
+        Some(last.saturating_sub(self.first_token_ns()?) / gaps)
+    }
+}
+
+/// Why a request failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// No connection: refused, unreachable, unknown host, out of sockets.
+    #[error("no connection: {0}")]
+    Connect(String),
+    /// The connection broke before the answer was complete.
+    #[error("connection lost: {0}")]
+    ConnectionLost(String),
+    /// The request took longer than its time limit.
+    #[error("no complete answer within the time limit")]
+    Timeout,
+    /// The server answered with a status other than 200.
+    #[error("HTTP {status}: {message}")]
+    Status {
+        /// HTTP status.
+        status: StatusCode,
+        /// The error body's `code` (or `type`), made safe to print.
+        code: Option<String>,
+        /// The error body's message, made safe to print.
+        message: String,
+    },
+    /// Status 200 with a body that is no event stream.
+    #[error("the answer's content type is '{0}', not text/event-stream")]
+    NotAnEventStream(String),
+    /// The server's first bytes are no HTTP.
+    #[error("the server does not speak HTTP: {0}")]
+    NotHttp(String),
+    /// An event or body that is no JSON of the expected form.
+    #[error("unreadable answer: {0}")]
+    BadJson(String),
+    /// An event longer than [`crate::sse::MAX_EVENT_BYTES`].
+    #[error("{0}")]
+    EventTooLong(#[from] crate::sse::EventTooLong),
+    /// More than [`MAX_CHUNKS`] chunks.
+    #[error("more than {MAX_CHUNKS} chunks in one answer")]
+    TooManyChunks,
+    /// The server reported an error inside the stream.
+    #[error("error in the stream: {message}")]
+    StreamError {
+        /// The error's `code` (or `type`), made safe to print.
+        code: Option<String>,
+        /// The error's message, made safe to print.
+        message: String,
+    },
+    /// The stream ended in order, but without a finish reason and `[DONE]`.
+    #[error("the stream ended before the answer did")]
+    Truncated,
+    /// The request was due, but could not be sent in time because too many others were in flight.
+    #[error("not sent: --max-in-flight others were unanswered for the whole time limit")]
+    NotSent,
+    /// The run was stopped before the request ended. Counted apart from failures.
+    #[error("stopped by the user")]
+    Interrupted,
+}
+
+impl Failure {
+    /// Short stable name to count by, with the HTTP status and the server's own code where there is one.
+    pub fn kind(&self) -> String {
+        let with_code = |kind: String, code: &Option<String>| match code {
+            Some(code) => format!("{kind}:{code}"),
+            None => kind,
+        };
+        match self {
+            Failure::Connect(_) => "connect".into(),
+            Failure::ConnectionLost(_) => "connection_lost".into(),
+            Failure::Timeout => "timeout".into(),
+            Failure::Status { status, code, .. } => with_code(format!("http_{}", status.as_u16()), code),
+            Failure::NotAnEventStream(_) => "not_an_event_stream".into(),
+            Failure::NotHttp(_) => "not_http".into(),
+            Failure::BadJson(_) => "bad_json".into(),
+            Failure::EventTooLong(_) => "event_too_long".into(),
+            Failure::TooManyChunks => "too_many_chunks".into(),
+            Failure::StreamError { code, .. } => with_code("stream_error".into(), code),
+            Failure::Truncated => "truncated".into(),
+            Failure::NotSent => "not_sent".into(),
+            Failure::Interrupted => "interrupted".into(),
+        }
+    }
+}
+
+/// `text` on one line of at most `max_chars` characters, without control characters: a server's words must not be able
+/// to steer the terminal that the report is printed on.
+pub fn printable(text: &str, max_chars: usize) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(max_chars).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_per_token_counts_the_servers_tokens_up_to_the_finish() {
+        let mut record = RequestRecord::new(0, 0, 0);
+        assert_eq!(record.time_per_output_token_ns(), None);
+        record.chunks_ns = vec![100, 200, 300];
+        assert_eq!(record.time_per_output_token_ns(), Some(100));
+        // Eleven tokens, most of them without text, the last at 1100.
+        record.completion_tokens = Some(11);
+        record.finished_ns = Some(1100);
+        assert_eq!(record.time_per_output_token_ns(), Some(100));
+        record.completion_tokens = Some(1);
+        assert_eq!(record.time_per_output_token_ns(), None);
+    }
+
+    #[test]
+    fn kinds_carry_status_and_code() {
+        let failure = Failure::Status {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            code: Some("queue_full".into()),
+            message: "".into(),
+        };
+        assert_eq!(failure.kind(), "http_429:queue_full");
+        assert_eq!(Failure::StreamError { code: None, message: "x".into() }.kind(), "stream_error");
+    }
+
+    #[test]
+    fn printable_text_cannot_steer_the_terminal() {
+        assert_eq!(printable("a\u{1b}[2J\r\nb", 100), "a [2J  b");
+        assert_eq!(printable("ééé", 2), "éé");
+    }
+}

@@ -1,0 +1,421 @@
+//! Counts records into figures, and writes the figures as JSON.
+//!
+//! Fields carry the names that `vllm bench serve` gives them wherever the same thing is meant; what has no counterpart
+//! there has a name of its own. Figures are of requests that succeeded; failures are counted by kind.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Map, Value, json};
+
+use crate::distribution::Distribution;
+use crate::record::{Failure, RequestRecord, printable};
+
+/// Most kinds of failure or finish reason told apart; more are counted together, as a server could invent them forever.
+const MAX_KINDS: usize = 64;
+/// Where kinds beyond [`MAX_KINDS`] are counted.
+const OTHER_KINDS: &str = "other";
+/// A client that is later than this with one request in a hundred is said to be.
+const LATE_CLIENT_MS: f64 = 5.0;
+/// Percentiles that are reported.
+pub const PERCENTILES: [(&str, f64); 4] = [("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0)];
+
+/// What was run, for the head of the report.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// Address of the server.
+    pub target: String,
+    /// Interface in vLLM's words: `openai-chat` or `openai`.
+    pub backend: &'static str,
+    /// Model id.
+    pub model: String,
+    /// Arrivals in words, for people.
+    pub pacing: String,
+    /// Rate of an open loop in requests a second.
+    pub rate_per_s: Option<f64>,
+    /// Shape of the gaps of an open loop: 1 is Poisson; none where gaps are constant.
+    pub burstiness: Option<f64>,
+    /// Most requests in flight.
+    pub max_concurrency: usize,
+    /// Seed of schedule and prompts.
+    pub seed: u64,
+    /// Prompt tokens asked for.
+    pub prompt_tokens: u32,
+    /// Most output tokens.
+    pub max_tokens: u32,
+    /// Whether generation went on past the end of sequence.
+    pub ignore_eos: bool,
+    /// Requests sent before the run that are not counted.
+    pub warmup: u64,
+    /// What a reader has to know to trust the figures.
+    pub notes: Vec<String>,
+}
+
+/// Figures of a run, updated record by record in memory that does not grow with the number of requests.
+#[derive(Debug, Default)]
+pub struct Tally {
+    completed: u64,
+    failed: u64,
+    interrupted: u64,
+    prompt_tokens: u64,
+    output_tokens: u64,
+    chunks: u64,
+    without_usage: u64,
+    without_text: u64,
+    ended_ns: u64,
+    ttft: Distribution,
+    ttft_from_intended: Distribution,
+    itl: Distribution,
+    tpot: Distribution,
+    e2el: Distribution,
+    e2el_from_intended: Distribution,
+    client_delay: Distribution,
+    finish_reasons: BTreeMap<String, u64>,
+    errors: BTreeMap<String, (u64, String)>,
+    /// Output tokens that arrived in each second of the run.
+    tokens_in_second: Vec<f64>,
+}
+
+/// One kind of time in the report.
+pub struct Metric<'a> {
+    /// Name for people.
+    pub title: &'static str,
+    /// Name within JSON fields.
+    pub key: &'static str,
+    /// Its times.
+    pub times: &'a Distribution,
+}
+
+impl Tally {
+    /// Counts one request.
+    pub fn add(&mut self, record: &RequestRecord) {
+        self.ended_ns = self.ended_ns.max(record.ended_ns);
+        match &record.failure {
+            None => self.add_completed(record),
+            Some(Failure::Interrupted) => self.interrupted += 1,
+            Some(failure) => {
+                self.failed += 1;
+                let kind = bounded_key(&self.errors, failure.kind());
+                self.errors.entry(kind).or_insert_with(|| (0, printable(&failure.to_string(), 200))).0 += 1;
+            }
+        }
+    }
+
+    fn add_completed(&mut self, record: &RequestRecord) {
+        self.completed += 1;
+        let tokens = record.output_tokens();
+        self.prompt_tokens = self.prompt_tokens.saturating_add(record.prompt_tokens.unwrap_or(0));
+        self.output_tokens = self.output_tokens.saturating_add(tokens);
+        self.chunks += record.chunks_ns.len() as u64;
+        self.without_usage += u64::from(record.completion_tokens.is_none());
+        self.client_delay.record_ns(record.sent_ns.saturating_sub(record.intended_ns));
+        self.e2el.record_ns(record.ended_ns.saturating_sub(record.sent_ns));
+        self.e2el_from_intended.record_ns(record.ended_ns.saturating_sub(record.intended_ns));
+        match record.first_token_ns() {
+            Some(first_ns) => {
+                self.ttft.record_ns(first_ns.saturating_sub(record.sent_ns));
+                self.ttft_from_intended.record_ns(first_ns.saturating_sub(record.intended_ns));
+            }
+            None => self.without_text += 1,
+        }
+        for pair in record.chunks_ns.windows(2) {
+            self.itl.record_ns(pair[1].saturating_sub(pair[0]));
+        }
+        if let Some(tpot_ns) = record.time_per_output_token_ns() {
+            self.tpot.record_ns(tpot_ns);
+        }
+        let tokens_per_chunk = tokens as f64 / record.chunks_ns.len().max(1) as f64;
+        for chunk_ns in &record.chunks_ns {
+            let second = (chunk_ns / 1_000_000_000) as usize;
+            if self.tokens_in_second.len() <= second {
+                self.tokens_in_second.resize(second + 1, 0.0);
+            }
+            self.tokens_in_second[second] += tokens_per_chunk;
+        }
+        let reason = record.finish_reason.clone().unwrap_or_else(|| "none".into());
+        *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
+    }
+
+    /// Requests that succeeded.
+    pub fn completed(&self) -> u64 {
+        self.completed
+    }
+
+    /// Requests that failed, without those that the user stopped.
+    pub fn failed(&self) -> u64 {
+        self.failed
+    }
+
+    /// Requests that the user stopped.
+    pub fn interrupted(&self) -> u64 {
+        self.interrupted
+    }
+
+    /// From the start of the run to the end of its last request, in seconds.
+    pub fn duration_s(&self) -> f64 {
+        self.ended_ns as f64 / 1e9
+    }
+
+    /// `count` a second of the run; 0 for a run without requests.
+    pub fn per_second(&self, count: u64) -> f64 {
+        if self.ended_ns == 0 { 0.0 } else { count as f64 / self.duration_s() }
+    }
+
+    /// Prompt tokens of the requests that succeeded, as the server counted them.
+    pub fn prompt_tokens(&self) -> u64 {
+        self.prompt_tokens
+    }
+
+    /// Tokens generated for the requests that succeeded.
+    pub fn output_tokens(&self) -> u64 {
+        self.output_tokens
+    }
+
+    /// Most output tokens that arrived within one second of the run's clock.
+    pub fn peak_tokens_per_s(&self) -> f64 {
+        self.tokens_in_second.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// Finish reasons with their counts.
+    pub fn finish_reasons(&self) -> &BTreeMap<String, u64> {
+        &self.finish_reasons
+    }
+
+    /// Kinds of failure with their counts and one message of each.
+    pub fn errors(&self) -> &BTreeMap<String, (u64, String)> {
+        &self.errors
+    }
+
+    /// Every kind of time, in the order of the report.
+    pub fn metrics(&self) -> [Metric<'_>; 7] {
+        let metric = |title, key, times| Metric { title, key, times };
+        [
+            metric("time to first token", "ttft", &self.ttft),
+            metric("  from when it was due", "ttft_from_intended", &self.ttft_from_intended),
+            metric("between tokens (ITL)", "itl", &self.itl),
+            metric("per output token (TPOT)", "tpot", &self.tpot),
+            metric("end to end", "e2el", &self.e2el),
+            metric("  from when it was due", "e2el_from_intended", &self.e2el_from_intended),
+            metric("client's own delay", "client_delay", &self.client_delay),
+        ]
+    }
+
+    /// What the counts themselves say about how to read the figures.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if self.without_usage > 0 {
+            notes.push(format!(
+                "{} answers came without usage: their chunks are counted as tokens, their prompts not at all",
+                self.without_usage
+            ));
+        }
+        if self.without_text > 0 {
+            notes.push(format!("{} answers held no text and have no time to first token", self.without_text));
+        }
+        if self.without_usage == 0 && self.chunks != self.output_tokens && self.chunks > 0 {
+            let share = self.output_tokens as f64 / self.chunks as f64;
+            notes.push(format!("{share:.2} tokens a chunk: ITL is the time between chunks, TPOT that of a token"));
+        }
+        let given_up: u64 = ["timeout", "not_sent"].iter().filter_map(|kind| self.errors.get(*kind)).map(|e| e.0).sum();
+        if given_up > 0 {
+            notes.push(format!("given up for taking too long, and missing from the times: {given_up}"));
+        }
+        if let Some(late_ms) = self.client_delay.percentile_ms(99.0).filter(|&ms| ms > LATE_CLIENT_MS) {
+            notes.push(format!(
+                "one request in a hundred left {late_ms:.1} ms late or more: the load tester was too slow, or \
+                 --max-in-flight too low; the times from when a request was due hold all the same"
+            ));
+        }
+        notes
+    }
+
+    /// The whole report as one JSON object; times in milliseconds, null where nothing was counted.
+    pub fn to_json(&self, setup: &Setup, peak_in_flight: usize) -> Value {
+        let mut fields = Map::new();
+        let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+        put("date", json!(utc_date(SystemTime::now())));
+        put("backend", json!(setup.backend));
+        put("model_id", json!(setup.model));
+        put("target", json!(setup.target));
+        put("num_prompts", json!(self.completed + self.failed + self.interrupted));
+        put("request_rate", setup.rate_per_s.map_or_else(|| json!("inf"), |rate| json!(rate)));
+        put("burstiness", json!(setup.burstiness));
+        put("max_concurrency", json!(setup.max_concurrency));
+        put("arrivals", json!(setup.pacing));
+        put("seed", json!(setup.seed));
+        put("prompt_tokens_asked", json!(setup.prompt_tokens));
+        put("max_tokens", json!(setup.max_tokens));
+        put("ignore_eos", json!(setup.ignore_eos));
+        put("warmup_requests", json!(setup.warmup));
+        put("duration", json!(self.duration_s()));
+        put("completed", json!(self.completed));
+        put("failed", json!(self.failed));
+        put("interrupted", json!(self.interrupted));
+        put("total_input_tokens", json!(self.prompt_tokens));
+        put("total_output_tokens", json!(self.output_tokens));
+        put("request_throughput", json!(self.per_second(self.completed)));
+        put("output_throughput", json!(self.per_second(self.output_tokens)));
+        let all_tokens = self.prompt_tokens.saturating_add(self.output_tokens);
+        put("total_token_throughput", json!(self.per_second(all_tokens)));
+        put("max_output_tokens_per_s", json!(self.peak_tokens_per_s()));
+        put("max_concurrent_requests", json!(peak_in_flight));
+        for Metric { key, times, .. } in self.metrics() {
+            put(&format!("mean_{key}_ms"), json!(times.mean_ms()));
+            put(&format!("median_{key}_ms"), json!(times.percentile_ms(50.0)));
+            put(&format!("std_{key}_ms"), json!(times.std_ms()));
+            for (name, percentile) in PERCENTILES {
+                put(&format!("{name}_{key}_ms"), json!(times.percentile_ms(percentile)));
+            }
+            put(&format!("max_{key}_ms"), json!(times.max_ms()));
+        }
+        put("finish_reasons", json!(self.finish_reasons));
+        let errors: BTreeMap<_, _> = self.errors.iter().map(|(kind, (count, _))| (kind, count)).collect();
+        put("errors_by_kind", json!(errors));
+        let examples: BTreeMap<_, _> = self.errors.iter().map(|(kind, (_, message))| (kind, message)).collect();
+        put("error_examples", json!(examples));
+        put("notes", json!(setup.notes.iter().cloned().chain(self.notes()).collect::<Vec<_>>()));
+        Value::Object(fields)
+    }
+}
+
+fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {
+    if counts.len() < MAX_KINDS || counts.contains_key(&key) { key } else { OTHER_KINDS.into() }
+}
+
+/// `time` as `YYYYMMDD-HHMMSS` in UTC. Civil date from days after Howard Hinnant, "chrono-compatible low-level date
+/// algorithms", `civil_from_days`.
+fn utc_date(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, second_of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const MS: u64 = 1_000_000;
+
+    fn record(intended_ms: u64, sent_ms: u64, chunks_ms: &[u64]) -> RequestRecord {
+        let mut record = RequestRecord::new(0, intended_ms * MS, sent_ms * MS);
+        record.chunks_ns = chunks_ms.iter().map(|ms| ms * MS).collect();
+        record.finished_ns = record.chunks_ns.last().copied();
+        record.ended_ns = record.finished_ns.unwrap_or(sent_ms * MS);
+        record.completion_tokens = Some(chunks_ms.len() as u64);
+        record.prompt_tokens = Some(10);
+        record.finish_reason = Some("length".into());
+        record
+    }
+
+    fn setup() -> Setup {
+        Setup {
+            target: "http://h:1".into(),
+            backend: "openai-chat",
+            model: "m".into(),
+            pacing: "closed loop".into(),
+            rate_per_s: None,
+            burstiness: None,
+            max_concurrency: 4,
+            seed: 0,
+            prompt_tokens: 10,
+            max_tokens: 3,
+            ignore_eos: true,
+            warmup: 0,
+            notes: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn figures_are_computed_as_defined() {
+        let mut tally = Tally::default();
+        tally.add(&record(0, 100, &[300, 400, 500]));
+        tally.add(&record(1000, 1000, &[1200, 1600, 2000]));
+        let mut failed = record(0, 0, &[]);
+        failed.failure = Some(Failure::Timeout);
+        tally.add(&failed);
+        let report = tally.to_json(&setup(), 2);
+        let near = |field: &str, want: f64| {
+            let got = report[field].as_f64().unwrap_or_else(|| panic!("{field} is {}", report[field]));
+            assert!((got - want).abs() <= want * 2e-3, "{field}: {got} for {want}");
+        };
+        near("duration", 2.0);
+        near("completed", 2.0);
+        near("failed", 1.0);
+        near("num_prompts", 3.0);
+        near("request_throughput", 1.0);
+        near("output_throughput", 3.0);
+        near("total_token_throughput", 13.0);
+        near("max_output_tokens_per_s", 3.0);
+        near("mean_ttft_ms", 200.0);
+        near("mean_ttft_from_intended_ms", 250.0);
+        near("mean_itl_ms", 250.0);
+        near("p99_itl_ms", 400.0);
+        near("mean_tpot_ms", 250.0);
+        near("std_tpot_ms", 150.0);
+        near("mean_e2el_ms", 700.0);
+        near("mean_e2el_from_intended_ms", 750.0);
+        near("mean_client_delay_ms", 50.0);
+        near("max_client_delay_ms", 100.0);
+        assert_eq!(report["request_rate"], "inf");
+        assert_eq!(report["errors_by_kind"], json!({"timeout": 1}));
+        assert_eq!(report["finish_reasons"], json!({"length": 2}));
+        let notes = report["notes"].as_array().expect("a list of notes");
+        let given_up = "given up for taking too long, and missing from the times: 1";
+        assert!(notes.contains(&json!(given_up)), "{notes:?}");
+    }
+
+    #[test]
+    fn a_run_without_success_has_nulls_and_no_nan() {
+        let report = Tally::default().to_json(&setup(), 0);
+        assert_eq!(report["mean_ttft_ms"], Value::Null);
+        assert_eq!(report["request_throughput"], 0.0);
+    }
+
+    #[test]
+    fn servers_cannot_fill_the_memory_with_names() {
+        let mut tally = Tally::default();
+        for i in 0..1000 {
+            let mut failed = record(0, 0, &[]);
+            failed.failure = Some(Failure::StreamError { code: Some(format!("code{i}")), message: "x".repeat(1000) });
+            tally.add(&failed);
+            let mut reason = record(0, 0, &[1]);
+            reason.finish_reason = Some(format!("reason{i}"));
+            tally.add(&reason);
+        }
+        assert_eq!((tally.errors().len(), tally.finish_reasons().len()), (MAX_KINDS + 1, MAX_KINDS + 1));
+        assert_eq!(tally.errors().values().map(|(count, _)| count).sum::<u64>(), 1000);
+    }
+
+    #[test]
+    fn several_tokens_a_chunk_and_missing_usage_are_said() {
+        let mut tally = Tally::default();
+        let mut two_a_chunk = record(0, 0, &[10, 20]);
+        two_a_chunk.completion_tokens = Some(4);
+        tally.add(&two_a_chunk);
+        assert!(tally.notes()[0].starts_with("2.00 tokens a chunk"), "{:?}", tally.notes());
+        let mut uncounted = record(0, 0, &[]);
+        uncounted.completion_tokens = None;
+        tally.add(&uncounted);
+        assert_eq!(tally.notes().len(), 2, "{:?}", tally.notes());
+        tally.add(&record(0, 50, &[60]));
+        assert!(tally.notes().iter().any(|note| note.contains("50.0 ms late")), "{:?}", tally.notes());
+    }
+
+    #[test]
+    fn dates_are_civil() {
+        let date = |seconds| utc_date(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(date(0), "19700101-000000");
+        assert_eq!(date(951_782_400), "20000229-000000");
+        assert_eq!(date(1_709_251_199), "20240229-235959");
+        assert_eq!(date(1_767_225_599), "20251231-235959");
+    }
+}

@@ -1,0 +1,82 @@
+//! The report for people: one screen of plain text.
+
+use std::fmt::{self, Display};
+
+use crate::report::{Metric, PERCENTILES, Setup, Tally};
+
+/// Width of the column of names.
+const NAME_WIDTH: usize = 24;
+/// Width of a column of figures.
+const FIGURE_WIDTH: usize = 10;
+
+/// Prints a run; see [`Display`].
+pub struct Table<'a> {
+    /// What was run.
+    pub setup: &'a Setup,
+    /// What came out.
+    pub tally: &'a Tally,
+    /// Most requests in flight at once.
+    pub peak_in_flight: usize,
+}
+
+impl Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setup, tally, peak_in_flight } = self;
+        writeln!(f, "{} · {} · {}", setup.target, setup.backend, setup.model)?;
+        writeln!(f, "{}, seed {}, {} warm-up requests not counted", setup.pacing, setup.seed, setup.warmup)?;
+        writeln!(f)?;
+        let interrupted = match tally.interrupted() {
+            0 => String::new(),
+            count => format!(", {count} stopped unfinished"),
+        };
+        let (completed, failed) = (tally.completed(), tally.failed());
+        row(f, "requests", format!("{completed} ok, {failed} failed{interrupted} in {:.2} s", tally.duration_s()))?;
+        row(f, "in flight", format!("at most {peak_in_flight}"))?;
+        let requests_per_s = tally.per_second(completed);
+        let tokens_per_s = tally.per_second(tally.output_tokens());
+        let peak = tally.peak_tokens_per_s();
+        row(f, "requests a second", format!("{requests_per_s:.2}"))?;
+        row(f, "output tokens a second", format!("{tokens_per_s:.1} (best second {peak:.0})"))?;
+        let mean = |tokens: u64| tokens as f64 / completed.max(1) as f64;
+        let (prompt, output) = (mean(tally.prompt_tokens()), mean(tally.output_tokens()));
+        row(f, "prompt tokens", format!("{prompt:.1} a request ({} asked for)", setup.prompt_tokens))?;
+        row(f, "output tokens", format!("{output:.1} a request (at most {})", setup.max_tokens))?;
+        let reasons: Vec<String> = tally.finish_reasons().iter().map(|(reason, n)| format!("{reason} {n}")).collect();
+        row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
+        writeln!(f)?;
+        self.times(f)?;
+        for (kind, (count, example)) in tally.errors() {
+            writeln!(f, "error {kind} × {count}: {example}")?;
+        }
+        for note in setup.notes.iter().chain(&tally.notes()) {
+            writeln!(f, "note: {note}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Table<'_> {
+    fn times(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<NAME_WIDTH$}", "milliseconds")?;
+        for name in ["mean"].into_iter().chain(PERCENTILES.map(|(name, _)| name)).chain(["max"]) {
+            write!(f, "{name:>FIGURE_WIDTH$}")?;
+        }
+        writeln!(f)?;
+        for Metric { title, times, .. } in self.tally.metrics() {
+            write!(f, "{title:<NAME_WIDTH$}")?;
+            let percentiles = PERCENTILES.map(|(_, percentile)| times.percentile_ms(percentile));
+            for figure in [times.mean_ms()].into_iter().chain(percentiles).chain([times.max_ms()]) {
+                match figure {
+                    Some(ms) => write!(f, "{ms:>FIGURE_WIDTH$.2}")?,
+                    None => write!(f, "{:>FIGURE_WIDTH$}", "-")?,
+                }
+            }
+            writeln!(f)?;
+        }
+        writeln!(f)
+    }
+}
+
+fn row(f: &mut fmt::Formatter<'_>, name: &str, value: String) -> fmt::Result {
+    writeln!(f, "{name:<NAME_WIDTH$}{value}")
+}

@@ -1,0 +1,21 @@
+//! The one place where an error becomes a gRPC status.
+
+use tonic::{Code, Status};
+
+use crate::{engine::SubmitError, generate::GenerateError, request::RequestError};
+
+pub(super) fn status(error: GenerateError) -> Status {
+    let code = match &error {
+        GenerateError::Request(RequestError::ModelNotFound { .. }) => Code::NotFound,
+        GenerateError::Request(RequestError::Field { .. } | RequestError::ContextLength { .. }) => {
+            Code::InvalidArgument
+        }
+        GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => Code::ResourceExhausted,
+        GenerateError::Submit(SubmitError::TooLarge { .. }) => Code::InvalidArgument,
+        GenerateError::Submit(SubmitError::Unavailable(_))
+        | GenerateError::NotReady(_)
+        | GenerateError::ShuttingDown => Code::Unavailable,
+        GenerateError::Failed(_) | GenerateError::Internal(_) => Code::Internal,
+    };
+    Status::new(code, error.to_string())
+}

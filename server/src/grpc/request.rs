@@ -1,0 +1,56 @@
+//! inference/v1 `GenerateRequest` to a raw request.
+
+use looplane_proto::inference::v1::{ChatMessage as ProtoMessage, GenerateRequest, generate_request};
+
+use crate::{
+    request::{FieldError, Input, RawRequest, RequestError},
+    text::ChatMessage,
+};
+
+/// Field by field; in proto3 a number that is 0 was left out.
+pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> {
+    let (field, input) = match request.input {
+        Some(generate_request::Input::Prompt(prompt)) => ("prompt", Input::Texts(vec![prompt])),
+        Some(generate_request::Input::TokenIds(tokens)) => ("token_ids", Input::Tokens(vec![tokens.ids])),
+        Some(generate_request::Input::Chat(chat)) => {
+            let messages: Result<_, _> = chat.messages.into_iter().enumerate().map(message).collect();
+            ("chat", Input::Chat(messages?))
+        }
+        None => {
+            let message = "one of prompt, token_ids and chat must be given";
+            return Err(RequestError::field("input", FieldError::Missing, message));
+        }
+    };
+    if request.top_logprobs > 0 && !request.logprobs {
+        return Err(RequestError::field("top_logprobs", FieldError::Value, "needs logprobs to be true"));
+    }
+    let nonzero = |value: f32| (value != 0.0).then_some(f64::from(value));
+    Ok(RawRequest {
+        max_tokens: (request.max_tokens != 0).then_some(i64::from(request.max_tokens)),
+        min_tokens: Some(i64::from(request.min_tokens)),
+        temperature: request.temperature.map(f64::from),
+        top_k: request.top_k.map(i64::from),
+        top_p: request.top_p.map(f64::from),
+        min_p: request.min_p.map(f64::from),
+        seed: request.seed,
+        presence_penalty: nonzero(request.presence_penalty),
+        frequency_penalty: nonzero(request.frequency_penalty),
+        repetition_penalty: nonzero(request.repetition_penalty).or(Some(1.0)),
+        logit_bias: request.logit_bias.iter().map(|(token, bias)| (u64::from(*token), f64::from(*bias))).collect(),
+        stop: request.stop,
+        ignore_eos: request.ignore_eos,
+        logprobs_field: "top_logprobs",
+        logprobs: request.logprobs.then_some(i64::from(request.top_logprobs)),
+        ..RawRequest::new(field, input)
+    })
+}
+
+fn message((index, message): (usize, ProtoMessage)) -> Result<ChatMessage, RequestError> {
+    match message.role.as_str() {
+        "system" | "user" | "assistant" => Ok(ChatMessage::new(message.role, message.content)),
+        role => {
+            let text = format!("{role:?} is none of system, user, assistant");
+            Err(RequestError::field(format!("chat.messages[{index}].role"), FieldError::Value, text))
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Errors in OpenAI's shape; the one place where an error becomes an HTTP status.
+
+use axum::{
+    Json,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    engine::SubmitError,
+    generate::GenerateError,
+    request::{FieldError, RequestError},
+};
+
+/// An error on its way to an HTTP client.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ApiError {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// OpenAI's `type`.
+    pub kind: &'static str,
+    /// OpenAI's `code`: stable, for programs.
+    pub code: &'static str,
+    /// The field that is wrong.
+    pub param: Option<String>,
+    /// For people: what is wrong and what to do.
+    pub message: String,
+    /// Seconds after which trying again may help.
+    pub retry_after_s: Option<u32>,
+}
+
+impl ApiError {
+    /// An error of the request as a whole.
+    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        let kind = if status.is_server_error() { "server_error" } else { "invalid_request_error" };
+        Self { status, kind, code, param: None, message: message.into(), retry_after_s: None }
+    }
+
+    fn retry(self, kind: &'static str, after_s: u32) -> Self {
+        Self { kind, retry_after_s: Some(after_s), ..self }
+    }
+
+    /// The body, also of an event in the middle of a stream.
+    pub fn body(&self) -> Value {
+        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl From<GenerateError> for ApiError {
+    fn from(error: GenerateError) -> Self {
+        let message = error.to_string();
+        let new = |status, code| ApiError::new(status, code, message);
+        match error {
+            GenerateError::Request(error) => error.into(),
+            GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => {
+                new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded").retry("rate_limit_error", 1)
+            }
+            GenerateError::Submit(SubmitError::TooLarge { .. }) => new(StatusCode::BAD_REQUEST, "request_too_large"),
+            GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => {
+                new(StatusCode::SERVICE_UNAVAILABLE, "not_ready").retry("service_unavailable_error", 5)
+            }
+            GenerateError::ShuttingDown => {
+                new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down").retry("service_unavailable_error", 5)
+            }
+            GenerateError::Failed(_) => new(StatusCode::INTERNAL_SERVER_ERROR, "generation_failed"),
+            GenerateError::Internal(_) => new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error"),
+        }
+    }
+}
+
+impl From<RequestError> for ApiError {
+    fn from(error: RequestError) -> Self {
+        let status = match &error {
+            RequestError::ModelNotFound { .. } => StatusCode::NOT_FOUND,
+            RequestError::Field { .. } | RequestError::ContextLength { .. } => StatusCode::BAD_REQUEST,
+        };
+        Self { param: Some(error.param().to_owned()), ..ApiError::new(status, error.code(), error.to_string()) }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// A field with a wrong type.
+pub(super) fn wrong_type(field: impl Into<String>, expected: &str) -> ApiError {
+    RequestError::field(field, FieldError::Type, format!("must be {expected}")).into()
+}

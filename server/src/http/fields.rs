@@ -1,0 +1,108 @@
+//! The fields of a JSON object, taken one by one: each with its type checked, and none left over in silence.
+
+use serde_json::{Map, Value};
+
+use super::error::{ApiError, wrong_type};
+use crate::request::{FieldError, RequestError};
+
+/// A JSON object whose fields are taken out by name. A field that is null counts as left out.
+#[derive(Debug)]
+pub(super) struct Fields {
+    fields: Map<String, Value>,
+    /// What comes before a field's name in errors, such as `messages[2].`.
+    prefix: String,
+}
+
+impl Fields {
+    pub(super) fn new(value: Value, path: &str) -> Result<Self, ApiError> {
+        match value {
+            Value::Object(fields) => {
+                let prefix = if path.is_empty() { String::new() } else { format!("{path}.") };
+                Ok(Self { fields, prefix })
+            }
+            _ if path.is_empty() => Err(wrong_type("body", "a JSON object")),
+            _ => Err(wrong_type(path, "an object")),
+        }
+    }
+
+    pub(super) fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    pub(super) fn value(&mut self, name: &str) -> Option<Value> {
+        self.fields.shift_remove(name).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn required(&mut self, name: &str) -> Result<Value, ApiError> {
+        self.value(name)
+            .ok_or_else(|| RequestError::field(self.path(name), FieldError::Missing, "must be given").into())
+    }
+
+    /// A finite number.
+    pub(super) fn number(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
+        self.typed(name, "a number", |value| value.as_f64())
+    }
+
+    /// A whole number that fits 64 bits; `1.0` is none.
+    pub(super) fn integer(&mut self, name: &str) -> Result<Option<i64>, ApiError> {
+        self.typed(name, "a whole number", |value| {
+            // Larger ones are out of every range anyway.
+            value.as_i64().or_else(|| value.as_u64().map(|_| i64::MAX))
+        })
+    }
+
+    /// A seed: any 64 bits, signed or not.
+    pub(super) fn seed(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
+        self.typed(name, "a whole number of at most 64 bits", |value| {
+            value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned))
+        })
+    }
+
+    pub(super) fn boolean(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+        self.typed(name, "true or false", Value::as_bool)
+    }
+
+    pub(super) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
+    }
+
+    /// Takes fields of the API that are not supported; only values that ask for nothing pass.
+    pub(super) fn unsupported(&mut self, table: &[(&'static str, fn(&Value) -> bool)]) -> Result<(), ApiError> {
+        for (name, asks_for_nothing) in table {
+            match self.value(name) {
+                Some(value) if !asks_for_nothing(&value) => {
+                    let message = "this server does not support it; leave the field out";
+                    return Err(RequestError::field(self.path(name), FieldError::Unsupported, message).into());
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Every field has been taken, or else the first that is left is unknown.
+    pub(super) fn finish(self) -> Result<(), ApiError> {
+        match self.fields.keys().next() {
+            Some(name) => {
+                let message = "no such field is known";
+                Err(RequestError::field(self.path(name), FieldError::Unknown, message).into())
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn typed<T>(
+        &mut self,
+        name: &str,
+        expected: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        match self.value(name) {
+            None => Ok(None),
+            Some(value) => match read(&value) {
+                Some(read) => Ok(Some(read)),
+                None => Err(wrong_type(self.path(name), expected)),
+            },
+        }
+    }
+}

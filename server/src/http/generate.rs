@@ -1,0 +1,205 @@
+//! `/v1/chat/completions` and `/v1/completions`: a body in, a whole response or a stream of events out.
+
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+
+use axum::{
+    body::{Body, to_bytes},
+    extract::{Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    response::{
+        IntoResponse, Response, Sse,
+        sse::{Event, KeepAlive},
+    },
+};
+use futures::{
+    Stream, StreamExt,
+    stream::{self, BoxStream, SelectAll},
+};
+use serde_json::Value;
+use tokio::sync::OwnedSemaphorePermit;
+use uuid::Uuid;
+
+use super::{
+    App,
+    error::ApiError,
+    parse::{self, HttpRequest},
+    wire::{Api, Usage, WholeChoice, Writer},
+};
+use crate::generate::{ChoiceEvent, GenerateError, Generation, unix_seconds};
+
+/// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// A client has so long to send its body.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+/// Response header with the seed that was used, drawn or given.
+const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
+
+pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    generate(app, Api::Chat, request).await
+}
+
+pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    generate(app, Api::Completion, request).await
+}
+
+async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiError> {
+    // The place comes first: it also bounds the memory of bodies.
+    let permit = app.frontend.enter()?;
+    check_content_type(request.headers())?;
+    let body = read_body(request.into_body(), app.max_body_bytes).await?;
+    let json: Value = serde_json::from_slice(&body).map_err(invalid_json)?;
+    let HttpRequest { model, raw, stream, include_usage } = match api {
+        Api::Chat => parse::chat(json)?,
+        Api::Completion => parse::completion(json)?,
+    };
+    app.frontend.check_model(&model)?;
+    let generation = app.frontend.admit(raw, body.len(), permit).await?;
+
+    let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
+    let writer = Writer {
+        api,
+        id: format!("{prefix}-{}", Uuid::new_v4()),
+        created: unix_seconds(),
+        model: app.frontend.model_id.clone(),
+        system_fingerprint: generation.model.bit_domain.clone(),
+        logprobs: generation.request.logprobs,
+        include_usage,
+        tokenizer: Arc::clone(&app.frontend.text.tokenizer),
+    };
+    let seed = HeaderValue::from(generation.request.sampling.seed);
+    let mut response = if stream { streamed(generation, writer) } else { whole(generation, writer).await? };
+    response.headers_mut().insert(SEED_HEADER, seed);
+    Ok(response)
+}
+
+/// Browsers may send other types to a foreign origin without asking it first.
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let essence = value.split(';').next().unwrap_or("").trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    let message = format!("the body must be sent as content-type: application/json, not {value:?}");
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message))
+}
+
+async fn read_body(body: Body, limit: usize) -> Result<bytes::Bytes, ApiError> {
+    match tokio::time::timeout(BODY_TIMEOUT, to_bytes(body, limit)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if is_over_limit(&error) => {
+            let message = format!("the body has more than the {limit} bytes allowed (--max-body-bytes)");
+            Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message))
+        }
+        Ok(Err(error)) => {
+            let message = format!("the body could not be read: {error}");
+            Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", message))
+        }
+        Err(_) => {
+            let message = format!("the body did not arrive within {} s", BODY_TIMEOUT.as_secs());
+            Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", message))
+        }
+    }
+}
+
+fn is_over_limit(error: &axum::Error) -> bool {
+    std::error::Error::source(error).is_some_and(|source| source.is::<http_body_util::LengthLimitError>())
+}
+
+fn invalid_json(error: serde_json::Error) -> ApiError {
+    ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not valid JSON: {error}"))
+}
+
+/// Waits for all choices. The client going away drops this future, and with it the sequences.
+async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiError> {
+    let Generation { request, choices, permit: _permit, .. } = generation;
+    let mut wholes = Vec::with_capacity(choices.len());
+    let mut completion_tokens = 0;
+    for mut choice in choices {
+        let mut whole = WholeChoice { index: choice.index, ..WholeChoice::default() };
+        while let Some(event) = choice.next().await {
+            match event? {
+                ChoiceEvent::Delta(piece) => {
+                    whole.output.text.push_str(&piece.text);
+                    whole.output.tokens.extend(piece.tokens);
+                }
+                ChoiceEvent::Finished { reason, completion_tokens: count } => {
+                    whole.finish = Some(reason);
+                    completion_tokens += u64::from(count);
+                }
+            }
+        }
+        wholes.push(whole);
+    }
+    let body = writer.whole(&wholes, Usage::new(request.prompt_tokens(), completion_tokens));
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+fn streamed(generation: Generation, writer: Writer) -> Response {
+    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
+    let mut response = Sse::new(EventStream::start(generation, writer)).keep_alive(keep_alive).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // nginx would hold the events back until its buffer is full.
+    headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+    response
+}
+
+/// The events of one streamed response. The client going away drops it, and with it the sequences.
+struct EventStream {
+    writer: Writer,
+    choices: SelectAll<BoxStream<'static, (u32, Result<ChoiceEvent, GenerateError>)>>,
+    /// Written, not yet sent: the opening chunks, or at most the last two.
+    ready: VecDeque<String>,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    ended: bool,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl EventStream {
+    fn start(generation: Generation, writer: Writer) -> impl Stream<Item = Result<Event, Infallible>> {
+        let Generation { request, choices, permit, .. } = generation;
+        let events = Self {
+            ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
+            writer,
+            choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
+            prompt_tokens: request.prompt_tokens(),
+            completion_tokens: 0,
+            ended: false,
+            _permit: permit,
+        };
+        stream::unfold(events, |mut events| async move {
+            let data = events.next().await?;
+            Some((Ok(Event::default().data(data)), events))
+        })
+    }
+
+    async fn next(&mut self) -> Option<String> {
+        while self.ready.is_empty() && !self.ended {
+            match self.choices.next().await {
+                Some((index, Ok(ChoiceEvent::Delta(piece)))) => {
+                    // Without log-probabilities a token without text is nothing to tell.
+                    if !piece.text.is_empty() || self.writer.logprobs.is_some() {
+                        self.ready.push_back(self.writer.delta(index, &piece));
+                    }
+                }
+                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens }))) => {
+                    self.completion_tokens += u64::from(completion_tokens);
+                    self.ready.push_back(self.writer.finish(index, reason));
+                }
+                // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
+                Some((_, Err(error))) => {
+                    self.choices.clear();
+                    self.ready.push_back(ApiError::from(error).body().to_string());
+                    self.ended = true;
+                }
+                None => {
+                    self.ready.extend(self.writer.usage(Usage::new(self.prompt_tokens, self.completion_tokens)));
+                    self.ready.push_back("[DONE]".into());
+                    self.ended = true;
+                }
+            }
+        }
+        self.ready.pop_front()
+    }
+}

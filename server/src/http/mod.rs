@@ -1,0 +1,155 @@
+//! The OpenAI-style HTTP interface: routes, health, and the rules that hold for every request.
+
+use std::{any::Any, sync::Arc, time::Instant};
+
+use axum::{
+    Json, Router,
+    extract::{Path, Request, State},
+    http::{HeaderName, HeaderValue, StatusCode},
+    middleware::{Next, from_fn},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use serde_json::{Value, json};
+use tower_http::catch_panic::CatchPanicLayer;
+use uuid::Uuid;
+
+mod error;
+mod fields;
+mod generate;
+mod parse;
+mod wire;
+
+pub use error::ApiError;
+
+use crate::{
+    engine::EngineState,
+    generate::{Frontend, in_words},
+    request::RequestError,
+};
+
+/// Names a request in responses and logs; a client may choose it.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Longest name that is taken from a client.
+const MAX_REQUEST_ID_BYTES: usize = 128;
+
+/// What the handlers share.
+#[derive(Debug, Clone)]
+pub struct App {
+    /// Requests, engine and text.
+    pub frontend: Arc<Frontend>,
+    /// Bytes of one request body.
+    pub max_body_bytes: usize,
+    /// Where clients reach this server, for the page at `/`.
+    pub base_url: Arc<str>,
+}
+
+/// All routes; `grpc` answers the gRPC methods on the same port.
+pub fn router(app: App, grpc: Router) -> Router {
+    Router::new()
+        .route("/", get(welcome))
+        .route("/v1/chat/completions", post(generate::chat))
+        .route("/v1/completions", post(generate::completion))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/health/live", get(live))
+        .route("/health/ready", get(ready))
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(app)
+        .merge(grpc)
+        .fallback(not_found)
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn(identify))
+}
+
+/// A `curl` to paste.
+pub fn example(base_url: &str, model_id: &str) -> String {
+    let body = json!({"model": model_id, "messages": [{"role": "user", "content": "What is 12 + 30?"}]});
+    format!("curl {base_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+}
+
+async fn welcome(State(app): State<App>) -> String {
+    let state = in_words(&app.frontend.engine.state());
+    let model_id = &app.frontend.model_id;
+    format!(
+        "Looplane serves the model {model_id}; it is {state}.\n\nOpenAI-style: POST /v1/chat/completions, POST \
+         /v1/completions, GET /v1/models\nHealth: GET /health/live, GET /health/ready\ngRPC on the same port: \
+         looplane.inference.v1, with health and reflection\n\n{}\n",
+        example(&app.base_url, model_id)
+    )
+}
+
+async fn models(State(app): State<App>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [describe(&app)]}))
+}
+
+async fn model(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+    if id == app.frontend.model_id {
+        return Ok(Json(describe(&app)));
+    }
+    Err(RequestError::ModelNotFound { asked: id, served: app.frontend.model_id.clone() }.into())
+}
+
+fn describe(app: &App) -> Value {
+    let Frontend { model_id, started, .. } = &*app.frontend;
+    json!({"id": model_id, "object": "model", "created": started, "owned_by": "looplane"})
+}
+
+/// The process runs and answers; says nothing of the model.
+async fn live() -> Json<Value> {
+    Json(json!({"status": "live"}))
+}
+
+/// Whether requests are computed now.
+async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
+    let state = match app.frontend.draining.is_cancelled() {
+        true => EngineState::Draining,
+        false => app.frontend.engine.state(),
+    };
+    let (status, word) = match &state {
+        EngineState::Ready => (StatusCode::OK, "ready"),
+        EngineState::Loading(_) => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
+        EngineState::Recovering(_) => (StatusCode::SERVICE_UNAVAILABLE, "recovering"),
+        EngineState::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        EngineState::Failed(_) => (StatusCode::SERVICE_UNAVAILABLE, "failed"),
+    };
+    (status, Json(json!({"status": word, "detail": format!("the server is {}", in_words(&state))})))
+}
+
+async fn not_found(request: Request) -> Response {
+    let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
+    if request.headers().get("content-type").is_some_and(is_grpc) {
+        return tonic::Status::unimplemented(format!("no method {}", request.uri().path()))
+            .into_http::<axum::body::Body>();
+    }
+    let message = format!("there is no {} here; GET / lists what is", request.uri().path());
+    ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()
+}
+
+/// axum adds the `allow` header.
+async fn wrong_method(request: Request) -> ApiError {
+    let message = format!("{} does not take {}", request.uri().path(), request.method());
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+}
+
+fn panicked(panic: Box<dyn Any + Send>) -> Response {
+    let text = panic.downcast_ref::<String>().cloned().or(panic.downcast_ref::<&str>().map(|text| text.to_string()));
+    tracing::error!(panic = text.as_deref().unwrap_or("(no text)"), "a request handler panicked");
+    let message = "internal error; the server's log says more";
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message).into_response()
+}
+
+/// Gives the request its name, and the log its line.
+async fn identify(request: Request, next: Next) -> Response {
+    let usable = |id: &&HeaderValue| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len()) && id.to_str().is_ok();
+    let id = match request.headers().get(REQUEST_ID).filter(usable) {
+        Some(id) => id.clone(),
+        None => HeaderValue::from_str(&Uuid::new_v4().to_string()).expect("hexadecimal digits and dashes"),
+    };
+    let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());
+    let mut response = next.run(request).await;
+    let status = response.status().as_u16();
+    tracing::debug!(request_id = ?id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
+    response.headers_mut().insert(REQUEST_ID, id);
+    response
+}

@@ -1,0 +1,287 @@
+//! Responses as OpenAI writes them: whole ones and the chunks of a stream.
+
+use std::sync::Arc;
+
+use serde::{Serialize, Serializer, ser::SerializeMap};
+
+use crate::{
+    engine::FinishReason,
+    text::{OutputToken, Piece, Tokenizer},
+};
+
+/// Stands for a log-probability of minus infinity, which JSON cannot say; OpenAI's own stand-in.
+const LOGPROB_FLOOR: f32 = -9999.0;
+
+/// Which API's shapes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Api {
+    Chat,
+    Completion,
+}
+
+/// Writes the response, or the chunks, of one request.
+#[derive(Debug)]
+pub(super) struct Writer {
+    pub(super) api: Api,
+    /// With its prefix.
+    pub(super) id: String,
+    pub(super) created: u64,
+    pub(super) model: String,
+    pub(super) system_fingerprint: String,
+    /// As in the request.
+    pub(super) logprobs: Option<u32>,
+    pub(super) include_usage: bool,
+    pub(super) tokenizer: Arc<Tokenizer>,
+}
+
+/// Tokens in and out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) struct Usage {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    total_tokens: u64,
+}
+
+impl Usage {
+    pub(super) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
+        Self { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+    }
+}
+
+/// The whole output of a choice.
+#[derive(Debug, Default)]
+pub(super) struct WholeChoice {
+    pub(super) index: u32,
+    pub(super) output: Piece,
+    pub(super) finish: Option<FinishReason>,
+}
+
+#[derive(Serialize)]
+struct Envelope<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: Vec<C>,
+    /// Outer `None`: no such field; inner: null.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<Usage>>,
+}
+
+#[derive(Serialize)]
+struct ChatChoice<'a> {
+    index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<Message<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    delta: Option<Delta<'a>>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<()>,
+}
+
+#[derive(Serialize, Default)]
+struct Delta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct ChatLogprobs {
+    content: Vec<ChatToken>,
+    refusal: Option<()>,
+}
+
+#[derive(Serialize)]
+struct ChatToken {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+    top_logprobs: Vec<TopToken>,
+}
+
+#[derive(Serialize)]
+struct TopToken {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+#[derive(Serialize)]
+struct CompletionChoice<'a> {
+    text: &'a str,
+    index: u32,
+    logprobs: Option<CompletionLogprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct CompletionLogprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<f32>,
+    top_logprobs: Option<Vec<TopMap>>,
+    text_offset: Vec<usize>,
+}
+
+/// The most likely tokens as one object, most likely first.
+struct TopMap(Vec<(String, f32)>);
+
+impl Serialize for TopMap {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (token, logprob) in &self.0 {
+            map.serialize_entry(token, logprob)?;
+        }
+        map.end()
+    }
+}
+
+impl Writer {
+    /// The chunk that opens a choice; completions have none.
+    pub(super) fn opening(&self, index: u32) -> Option<String> {
+        let delta = Delta { role: Some("assistant"), content: Some("") };
+        (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None))
+    }
+
+    /// A chunk with more output.
+    pub(super) fn delta(&self, index: u32, piece: &Piece) -> String {
+        match self.api {
+            Api::Chat => {
+                let delta = Delta { role: None, content: Some(&piece.text) };
+                self.chat_chunk(index, delta, self.chat_logprobs(&piece.tokens), None)
+            }
+            Api::Completion => {
+                let logprobs = self.completion_logprobs(&piece.tokens);
+                self.completion_chunk(CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None })
+            }
+        }
+    }
+
+    /// The chunk that ends a choice.
+    pub(super) fn finish(&self, index: u32, reason: FinishReason) -> String {
+        let finish_reason = Some(finish_word(reason));
+        match self.api {
+            Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason),
+            Api::Completion => {
+                self.completion_chunk(CompletionChoice { text: "", index, logprobs: None, finish_reason })
+            }
+        }
+    }
+
+    /// The chunk before the end of the stream, if the request asked for it.
+    pub(super) fn usage(&self, usage: Usage) -> Option<String> {
+        self.include_usage.then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage))))
+    }
+
+    /// The response to a request that does not stream.
+    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage) -> String {
+        match self.api {
+            Api::Chat => {
+                let choice = |WholeChoice { index, output, finish }: &'a WholeChoice| ChatChoice {
+                    index: *index,
+                    message: Some(Message { role: "assistant", content: &output.text, refusal: None }),
+                    delta: None,
+                    logprobs: self.chat_logprobs(&output.tokens),
+                    finish_reason: finish.map(finish_word),
+                };
+                self.envelope("chat.completion", choices.iter().map(choice).collect(), Some(Some(usage)))
+            }
+            Api::Completion => {
+                let choice = |WholeChoice { index, output, finish }: &'a WholeChoice| CompletionChoice {
+                    text: &output.text,
+                    index: *index,
+                    logprobs: self.completion_logprobs(&output.tokens),
+                    finish_reason: finish.map(finish_word),
+                };
+                self.envelope("text_completion", choices.iter().map(choice).collect(), Some(Some(usage)))
+            }
+        }
+    }
+
+    fn chat_chunk(
+        &self,
+        index: u32,
+        delta: Delta<'_>,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: Option<&'static str>,
+    ) -> String {
+        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
+        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None))
+    }
+
+    fn completion_chunk(&self, choice: CompletionChoice<'_>) -> String {
+        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None))
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        match self.api {
+            Api::Chat => "chat.completion.chunk",
+            Api::Completion => "text_completion",
+        }
+    }
+
+    fn envelope<C: Serialize>(&self, object: &'static str, choices: Vec<C>, usage: Option<Option<Usage>>) -> String {
+        let Self { id, created, model, system_fingerprint, .. } = self;
+        let envelope = Envelope { id, object, created: *created, model, system_fingerprint, choices, usage };
+        serde_json::to_string(&envelope).expect("strings and numbers with string keys are always JSON")
+    }
+
+    fn chat_logprobs(&self, tokens: &[OutputToken]) -> Option<ChatLogprobs> {
+        self.logprobs?;
+        let token = |token: &OutputToken| ChatToken {
+            token: self.token_text(token.token.id),
+            logprob: finite(token.token.logprob),
+            bytes: self.tokenizer.token_bytes(token.token.id).to_vec(),
+            top_logprobs: token.token.top.iter().map(|(id, logprob)| self.top_token(*id, *logprob)).collect(),
+        };
+        Some(ChatLogprobs { content: tokens.iter().map(token).collect(), refusal: None })
+    }
+
+    fn top_token(&self, id: u32, logprob: f32) -> TopToken {
+        let bytes = self.tokenizer.token_bytes(id).to_vec();
+        TopToken { token: self.token_text(id), logprob: finite(Some(logprob)), bytes }
+    }
+
+    fn completion_logprobs(&self, tokens: &[OutputToken]) -> Option<CompletionLogprobs> {
+        let count = self.logprobs?;
+        let top = |token: &OutputToken| {
+            let named = |(id, logprob): &(u32, f32)| (self.token_text(*id), finite(Some(*logprob)));
+            TopMap(token.token.top.iter().map(named).collect())
+        };
+        Some(CompletionLogprobs {
+            tokens: tokens.iter().map(|token| self.token_text(token.token.id)).collect(),
+            token_logprobs: tokens.iter().map(|token| finite(token.token.logprob)).collect(),
+            top_logprobs: (count > 0).then(|| tokens.iter().map(top).collect()),
+            text_offset: tokens.iter().map(|token| token.text_offset).collect(),
+        })
+    }
+
+    /// A token's text, or its bytes spelled out where they are not whole characters.
+    fn token_text(&self, id: u32) -> String {
+        let bytes = self.tokenizer.token_bytes(id);
+        match str::from_utf8(bytes) {
+            Ok(text) => text.to_owned(),
+            Err(_) => format!("bytes:{}", bytes.escape_ascii()),
+        }
+    }
+}
+
+fn finite(logprob: Option<f32>) -> f32 {
+    logprob.filter(|value| value.is_finite()).unwrap_or(LOGPROB_FLOOR)
+}
+
+fn finish_word(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}

@@ -1,0 +1,91 @@
+//! Why a request is not valid.
+
+/// What is wrong with a field.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FieldError {
+    /// Its type.
+    Type,
+    /// Its value.
+    Value,
+    /// It is not there, and must be.
+    Missing,
+    /// No such field exists.
+    Unknown,
+    /// The field exists in this API, but this server does not support it (or not this value).
+    Unsupported,
+}
+
+impl FieldError {
+    /// The stable code that clients see.
+    pub fn code(self) -> &'static str {
+        match self {
+            FieldError::Type => "invalid_type",
+            FieldError::Value => "invalid_value",
+            FieldError::Missing => "missing_required_parameter",
+            FieldError::Unknown => "unknown_parameter",
+            FieldError::Unsupported => "unsupported_parameter",
+        }
+    }
+}
+
+/// Why a request is not valid. All of them are the client's to mend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// A field is wrong.
+    #[error("{field}: {message}")]
+    Field {
+        /// Path of the field, such as `messages[2].content`.
+        field: String,
+        /// In which way.
+        kind: FieldError,
+        /// What is wrong with it and what it must be.
+        message: String,
+    },
+    /// Prompt and output do not fit the context.
+    #[error(
+        "{field}: the model's context is {max_context} tokens, but the prompt has {prompt_tokens} and {asked} more are \
+         asked for; shorten the prompt or lower max_tokens"
+    )]
+    ContextLength {
+        /// The field of the prompt.
+        field: String,
+        /// Tokens of the prompt.
+        prompt_tokens: u64,
+        /// Generated tokens asked for; at least 1.
+        asked: u64,
+        /// The model's limit on both together.
+        max_context: u32,
+    },
+    /// Another model is asked for than the one that is served.
+    #[error("the model {asked:?} does not exist; this server has {served:?}")]
+    ModelNotFound {
+        /// The name in the request.
+        asked: String,
+        /// The name that works.
+        served: String,
+    },
+}
+
+impl RequestError {
+    /// An error of one field.
+    pub fn field(field: impl Into<String>, kind: FieldError, message: impl Into<String>) -> Self {
+        RequestError::Field { field: field.into(), kind, message: message.into() }
+    }
+
+    /// The stable code that clients see.
+    pub fn code(&self) -> &'static str {
+        match self {
+            RequestError::Field { kind, .. } => kind.code(),
+            RequestError::ContextLength { .. } => "context_length_exceeded",
+            RequestError::ModelNotFound { .. } => "model_not_found",
+        }
+    }
+
+    /// The field to mend.
+    pub fn param(&self) -> &str {
+        match self {
+            RequestError::Field { field, .. } | RequestError::ContextLength { field, .. } => field,
+            RequestError::ModelNotFound { .. } => "model",
+        }
+    }
+}

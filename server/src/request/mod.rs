@@ -1,0 +1,210 @@
+//! From a raw request, as HTTP or gRPC read it, to a valid one, or to an error that names the field.
+
+use std::ops::RangeInclusive;
+
+use crate::{
+    engine::{SamplingParams, SequenceRequest},
+    text::{ChatMessage, Start},
+};
+
+mod error;
+mod validate;
+
+pub use error::{FieldError, RequestError};
+pub use validate::validate;
+
+/// Choices of one prompt; each is a sequence of its own.
+pub const MAX_CHOICES: u64 = 16;
+/// Prompts of one request.
+pub const MAX_PROMPTS: usize = 64;
+/// Sequences of one request: prompts times choices.
+pub const MAX_SEQUENCES: usize = 128;
+/// Messages of one chat.
+pub const MAX_MESSAGES: usize = 2048;
+/// Stop texts of one request.
+pub const MAX_STOPS: usize = 16;
+/// Bytes of one stop text: as much output may have to be held back.
+pub const MAX_STOP_BYTES: usize = 1024;
+/// Most likely tokens reported at each step.
+pub const MAX_TOP_LOGPROBS: u64 = 20;
+/// Tokens with a bias of their own.
+pub const MAX_LOGIT_BIAS: usize = 1024;
+
+/// What to go on from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Input {
+    /// Plain texts, one sequence (or `n`) each.
+    Texts(Vec<String>),
+    /// Texts that are tokens already.
+    Tokens(Vec<Vec<u32>>),
+    /// Messages, made a prompt by the model's chat template.
+    Chat(Vec<ChatMessage>),
+}
+
+/// A request with the right types and nothing else checked. `None`: the field was left out.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RawRequest {
+    /// Name of the field that `input` came from.
+    pub input_field: &'static str,
+    /// What to go on from.
+    pub input: Input,
+    /// Name of the field that `max_tokens` came from.
+    pub max_tokens_field: &'static str,
+    /// Bound on generated tokens; left out: the end of the context.
+    pub max_tokens: Option<i64>,
+    /// Generated tokens before the first stop token.
+    pub min_tokens: Option<i64>,
+    /// Choices for each prompt.
+    pub n: Option<i64>,
+    /// In [0, 2].
+    pub temperature: Option<f64>,
+    /// 0 or -1: all.
+    pub top_k: Option<i64>,
+    /// In (0, 1].
+    pub top_p: Option<f64>,
+    /// In [0, 1].
+    pub min_p: Option<f64>,
+    /// Left out: one is drawn.
+    pub seed: Option<u64>,
+    /// In [-2, 2].
+    pub presence_penalty: Option<f64>,
+    /// In [-2, 2].
+    pub frequency_penalty: Option<f64>,
+    /// In (0, 10].
+    pub repetition_penalty: Option<f64>,
+    /// (token, bias in [-100, 100]).
+    pub logit_bias: Vec<(u64, f64)>,
+    /// Texts that end the output.
+    pub stop: Vec<String>,
+    /// Go on past end-of-sequence tokens.
+    pub ignore_eos: bool,
+    /// Name of the field that `logprobs` came from.
+    pub logprobs_field: &'static str,
+    /// Report log-probabilities, and of so many most likely tokens.
+    pub logprobs: Option<i64>,
+}
+
+impl RawRequest {
+    /// A request that asks for nothing beyond its input.
+    pub fn new(input_field: &'static str, input: Input) -> Self {
+        Self {
+            input_field,
+            input,
+            max_tokens_field: "max_tokens",
+            max_tokens: None,
+            min_tokens: None,
+            n: None,
+            temperature: None,
+            top_k: None,
+            top_p: None,
+            min_p: None,
+            seed: None,
+            presence_penalty: None,
+            frequency_penalty: None,
+            repetition_penalty: None,
+            logit_bias: Vec::new(),
+            stop: Vec::new(),
+            ignore_eos: false,
+            logprobs_field: "logprobs",
+            logprobs: None,
+        }
+    }
+}
+
+/// A request that can be served as it is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ValidRequest {
+    /// At least one prompt, each of at least one token and shorter than the context.
+    pub prompts: Vec<ValidPrompt>,
+    /// Choices for each prompt, at least 1.
+    pub choices: u32,
+    /// As in [`SequenceRequest`].
+    pub min_tokens: u32,
+    /// As in [`SequenceRequest`].
+    pub stop_tokens: Vec<u32>,
+    /// With the seed of choice 0.
+    pub sampling: SamplingParams,
+    /// As in [`SequenceRequest`].
+    pub logprobs: Option<u32>,
+    /// Texts that end the output, none empty.
+    pub stop: Vec<String>,
+}
+
+/// One prompt of a valid request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ValidPrompt {
+    /// At least one.
+    pub tokens: Vec<u32>,
+    /// Bound on generated tokens, at least 1; with the prompt it fits the context.
+    pub max_tokens: u32,
+    /// Where the output stands in its text.
+    pub start: Start,
+}
+
+impl ValidRequest {
+    /// The sequences to generate, prompt by prompt, and where the output of each starts. Choice k of a prompt has the
+    /// same seed whatever else the request holds; that of choice 0 is the request's.
+    pub fn sequences(&self) -> impl Iterator<Item = (SequenceRequest, Start)> + '_ {
+        self.prompts.iter().flat_map(move |prompt| {
+            (0..self.choices).map(move |choice| {
+                let sampling =
+                    SamplingParams { seed: choice_seed(self.sampling.seed, choice), ..self.sampling.clone() };
+                let request = SequenceRequest {
+                    prompt: prompt.tokens.clone(),
+                    max_tokens: prompt.max_tokens,
+                    min_tokens: self.min_tokens,
+                    stop_tokens: self.stop_tokens.clone(),
+                    sampling,
+                    logprobs: self.logprobs,
+                };
+                (request, prompt.start)
+            })
+        })
+    }
+
+    /// Tokens of all prompts.
+    pub fn prompt_tokens(&self) -> u64 {
+        self.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum()
+    }
+}
+
+/// Seeds that a client can hand back in JSON without loss: integers that a double holds exactly.
+const DRAWN_SEEDS: RangeInclusive<u64> = 0..=(1 << 53) - 1;
+
+/// A seed for a request that brings none.
+fn draw_seed() -> u64 {
+    // The low 62 bits of a version 4 UUID are random.
+    let (_, low) = uuid::Uuid::new_v4().as_u64_pair();
+    low & DRAWN_SEEDS.end()
+}
+
+/// The seed of a choice: choice 0 has the request's own, the others one mixed from it (SplitMix64's finaliser).
+fn choice_seed(seed: u64, choice: u32) -> u64 {
+    if choice == 0 {
+        return seed;
+    }
+    let mut mixed = seed.wrapping_add(u64::from(choice).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choice_zero_has_the_requests_seed_and_the_others_their_own() {
+        let seeds: std::collections::HashSet<u64> = (0..16).map(|choice| choice_seed(7, choice)).collect();
+        assert_eq!(seeds.len(), 16);
+        assert_eq!(choice_seed(7, 0), 7);
+        assert_eq!(choice_seed(u64::MAX, 3), choice_seed(u64::MAX, 3));
+    }
+
+    #[test]
+    fn drawn_seeds_differ_and_survive_json() {
+        let (a, b) = (draw_seed(), draw_seed());
+        assert_ne!(a, b);
+        assert!(DRAWN_SEEDS.contains(&a) && a as f64 as u64 == a);
+    }
+}

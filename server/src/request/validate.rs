@@ -1,0 +1,311 @@
+//! Every rule for a request's values, each with the range in its error.
+
+use super::{
+    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_BYTES,
+    MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, draw_seed,
+};
+use crate::{
+    engine::{ModelInfo, SamplingParams},
+    text::{Start, Text, TextError},
+};
+
+/// Checks a request against the model, fills in what it leaves out, and makes its input tokens. Long prompts take a
+/// while: not for an async thread.
+///
+/// # Errors
+/// Names the first field that is wrong.
+pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<ValidRequest, RequestError> {
+    let sampling = sampling(&raw, model, text)?;
+    let choices = integer("n", raw.n.unwrap_or(1), 1, MAX_CHOICES as i64)? as u32;
+    let logprobs = match raw.logprobs {
+        Some(count) => Some(integer(raw.logprobs_field, count, 0, MAX_TOP_LOGPROBS as i64)? as u32),
+        None => None,
+    };
+    let max_tokens = match raw.max_tokens {
+        Some(count) => Some(integer(raw.max_tokens_field, count, 1, i64::from(u32::MAX))? as u32),
+        None => None,
+    };
+    let min_tokens = integer("min_tokens", raw.min_tokens.unwrap_or(0), 0, i64::from(u32::MAX))? as u32;
+    check_stops(&raw.stop)?;
+
+    let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
+        && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
+    let prompts = prompts(raw.input, raw.input_field, model, text)?;
+    if prompts.len() * choices as usize > MAX_SEQUENCES {
+        let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
+        return Err(RequestError::field("n", FieldError::Value, message));
+    }
+    let mut valid_prompts = Vec::with_capacity(prompts.len());
+    for (index, (tokens, start)) in prompts.into_iter().enumerate() {
+        let field = if single { raw.input_field.to_owned() } else { format!("{}[{index}]", raw.input_field) };
+        let max_tokens = fit_context(&field, &tokens, max_tokens, model)?;
+        if min_tokens > max_tokens {
+            let message = format!("{min_tokens} is more than the {max_tokens} tokens that may be generated");
+            return Err(RequestError::field("min_tokens", FieldError::Value, message));
+        }
+        valid_prompts.push(ValidPrompt { tokens, max_tokens, start });
+    }
+    let stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
+    Ok(ValidRequest { prompts: valid_prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop: raw.stop })
+}
+
+fn sampling(raw: &RawRequest, model: &ModelInfo, text: &Text) -> Result<SamplingParams, RequestError> {
+    let defaults = &text.defaults;
+    let top_p = number("top_p", raw.top_p.unwrap_or(defaults.top_p), 0.0, 1.0)?;
+    if top_p == 0.0 {
+        return Err(RequestError::field("top_p", FieldError::Value, "must be over 0 and at most 1"));
+    }
+    let repetition_penalty =
+        number("repetition_penalty", raw.repetition_penalty.unwrap_or(defaults.repetition_penalty), 0.0, 10.0)?;
+    if repetition_penalty == 0.0 {
+        return Err(RequestError::field("repetition_penalty", FieldError::Value, "must be over 0 and at most 10"));
+    }
+    let top_k = integer("top_k", raw.top_k.unwrap_or(defaults.top_k), -1, i64::from(u32::MAX))?;
+    Ok(SamplingParams {
+        temperature: number("temperature", raw.temperature.unwrap_or(defaults.temperature), 0.0, 2.0)?,
+        // -1 is how vLLM's clients say "all".
+        top_k: top_k.max(0) as u32,
+        top_p,
+        min_p: number("min_p", raw.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
+        seed: raw.seed.unwrap_or_else(draw_seed),
+        presence_penalty: number("presence_penalty", raw.presence_penalty.unwrap_or(0.0), -2.0, 2.0)?,
+        frequency_penalty: number("frequency_penalty", raw.frequency_penalty.unwrap_or(0.0), -2.0, 2.0)?,
+        repetition_penalty,
+        logit_bias: logit_bias(&raw.logit_bias, model)?,
+    })
+}
+
+/// A number in [low, high], as the worker's type. NaN is in no range.
+fn number(field: &str, value: f64, low: f64, high: f64) -> Result<f32, RequestError> {
+    if (low..=high).contains(&value) {
+        Ok(value as f32)
+    } else {
+        Err(RequestError::field(field, FieldError::Value, format!("{value} is not in [{low}, {high}]")))
+    }
+}
+
+fn integer(field: &str, value: i64, low: i64, high: i64) -> Result<i64, RequestError> {
+    if (low..=high).contains(&value) {
+        Ok(value)
+    } else {
+        Err(RequestError::field(field, FieldError::Value, format!("{value} is not in [{low}, {high}]")))
+    }
+}
+
+fn logit_bias(biases: &[(u64, f64)], model: &ModelInfo) -> Result<Vec<(u32, f32)>, RequestError> {
+    let wrong = |message: String| RequestError::field("logit_bias", FieldError::Value, message);
+    if biases.len() > MAX_LOGIT_BIAS {
+        return Err(wrong(format!("{} entries are more than {MAX_LOGIT_BIAS}", biases.len())));
+    }
+    let mut checked = Vec::with_capacity(biases.len());
+    for (token, bias) in biases {
+        let token = u32::try_from(*token).ok().filter(|token| *token < model.vocab_size).ok_or_else(|| {
+            wrong(format!("token {token} does not exist; the vocabulary has {} tokens", model.vocab_size))
+        })?;
+        checked.push((token, number(&format!("logit_bias.{token}"), *bias, -100.0, 100.0)?));
+    }
+    checked.sort_unstable_by_key(|(token, _)| *token);
+    match checked.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        Some(pair) => Err(wrong(format!("token {} is named twice", pair[0].0))),
+        None => Ok(checked),
+    }
+}
+
+fn check_stops(stops: &[String]) -> Result<(), RequestError> {
+    let wrong = |message: String| Err(RequestError::field("stop", FieldError::Value, message));
+    if stops.len() > MAX_STOPS {
+        return wrong(format!("{} stop texts are more than {MAX_STOPS}", stops.len()));
+    }
+    match stops.iter().find(|stop| stop.is_empty() || stop.len() > MAX_STOP_BYTES) {
+        Some(stop) => wrong(format!("a stop text has {} bytes; it must have 1 to {MAX_STOP_BYTES}", stop.len())),
+        None => Ok(()),
+    }
+}
+
+/// Each prompt's tokens and where its output stands.
+fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
+    let wrong = |message: String| RequestError::field(field, FieldError::Value, message);
+    let check_count = |count: usize| match count {
+        0 => Err(wrong("must not be empty".into())),
+        1..=MAX_PROMPTS => Ok(()),
+        _ => Err(wrong(format!("{count} prompts are more than {MAX_PROMPTS}"))),
+    };
+    match input {
+        Input::Chat(messages) => {
+            if messages.is_empty() || messages.len() > MAX_MESSAGES {
+                return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {}", messages.len())));
+            }
+            let Some(template) = &text.template else {
+                let message = "the model has no chat template; use /v1/completions";
+                return Err(RequestError::field(field, FieldError::Unsupported, message));
+            };
+            let refused = |error: TextError| wrong(error.to_string());
+            let prompt = template.render(&messages).map_err(refused)?;
+            // The template has written the special tokens, the begin token included.
+            let tokens = text.tokenizer.encode(&prompt, false).map_err(refused)?;
+            Ok(vec![(tokens, Start::Beginning)])
+        }
+        Input::Texts(texts) => {
+            check_count(texts.len())?;
+            let encode = |prompt: String| {
+                if prompt.is_empty() {
+                    return Err(wrong("a prompt must not be empty".into()));
+                }
+                let tokens = text.tokenizer.encode(&prompt, true).map_err(|error| wrong(error.to_string()))?;
+                Ok((tokens, Start::Middle))
+            };
+            texts.into_iter().map(encode).collect()
+        }
+        Input::Tokens(lists) => {
+            check_count(lists.len())?;
+            let check = |tokens: Vec<u32>| {
+                if let Some(id) = tokens.iter().find(|id| **id >= model.vocab_size) {
+                    let size = model.vocab_size;
+                    return Err(wrong(format!("token {id} does not exist; the vocabulary has {size} tokens")));
+                }
+                let text_before = tokens.iter().any(|id| !text.tokenizer.is_special(*id));
+                Ok((tokens, if text_before { Start::Middle } else { Start::Beginning }))
+            };
+            lists.into_iter().map(check).collect()
+        }
+    }
+}
+
+/// How many tokens may follow this prompt.
+fn fit_context(field: &str, prompt: &[u32], max_tokens: Option<u32>, model: &ModelInfo) -> Result<u32, RequestError> {
+    if prompt.is_empty() {
+        return Err(RequestError::field(field, FieldError::Value, "the prompt has no tokens"));
+    }
+    let prompt_tokens = prompt.len() as u64;
+    let room = u64::from(model.max_context).saturating_sub(prompt_tokens);
+    let asked = max_tokens.map_or(room.max(1), u64::from);
+    if asked > room {
+        let field = field.to_owned();
+        return Err(RequestError::ContextLength { field, prompt_tokens, asked, max_context: model.max_context });
+    }
+    Ok(asked as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::text::ChatMessage;
+
+    fn text() -> Text {
+        Text::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa")).unwrap()
+    }
+
+    fn model() -> ModelInfo {
+        ModelInfo {
+            architecture: "LlamaForCausalLM".into(),
+            vocab_size: 768,
+            max_context: 32,
+            tensor_parallel: 2,
+            bit_domain: "d".into(),
+        }
+    }
+
+    fn tokens(count: usize) -> RawRequest {
+        RawRequest::new("prompt", Input::Tokens(vec![vec![5; count]]))
+    }
+
+    #[test]
+    fn what_is_left_out_comes_from_the_model() {
+        let valid = validate(tokens(8), &model(), &text()).unwrap();
+        assert_eq!(valid.prompts[0].max_tokens, 24);
+        assert_eq!(valid.stop_tokens, [1, 4]);
+        assert_eq!((valid.sampling.temperature, valid.sampling.top_p, valid.logprobs), (1.0, 1.0, None));
+        let ignoring = RawRequest { ignore_eos: true, ..tokens(8) };
+        assert!(validate(ignoring, &model(), &text()).unwrap().stop_tokens.is_empty());
+    }
+
+    #[test]
+    fn prompt_and_output_fit_the_context_or_are_refused_with_the_numbers() {
+        let with_max = |prompt: usize, max: Option<i64>| {
+            validate(RawRequest { max_tokens: max, ..tokens(prompt) }, &model(), &text())
+        };
+        assert_eq!(with_max(8, Some(24)).unwrap().prompts[0].max_tokens, 24);
+        assert_eq!(with_max(31, None).unwrap().prompts[0].max_tokens, 1);
+        for (prompt, max, asked) in
+            [(8, Some(25), 25), (32, None, 1), (4000, None, 1), (1, Some(4294967295), 4294967295)]
+        {
+            let error = with_max(prompt, max).unwrap_err();
+            let expected = RequestError::ContextLength {
+                field: "prompt".into(),
+                prompt_tokens: prompt as u64,
+                asked,
+                max_context: 32,
+            };
+            assert_eq!(error, expected);
+            assert_eq!(error.code(), "context_length_exceeded");
+        }
+    }
+
+    #[test]
+    fn seeds_belong_to_choices() {
+        let raw = RawRequest {
+            n: Some(2),
+            seed: Some(9),
+            ..RawRequest::new("prompt", Input::Tokens(vec![vec![5], vec![6]]))
+        };
+        let valid = validate(raw, &model(), &text()).unwrap();
+        let sequences: Vec<_> =
+            valid.sequences().map(|(request, _)| (request.prompt[0], request.sampling.seed)).collect();
+        assert_eq!(sequences.len(), 4);
+        assert_eq!((sequences[0], sequences[2]), ((5, 9), (6, 9)));
+        assert_eq!(sequences[1].1, sequences[3].1);
+        assert_ne!(sequences[0].1, sequences[1].1);
+    }
+
+    #[test]
+    fn a_chat_has_the_templates_begin_token_only() {
+        let raw = RawRequest::new("messages", Input::Chat(vec![ChatMessage::new("user", "Hi")]));
+        let valid = validate(raw, &ModelInfo { max_context: 2048, ..model() }, &text()).unwrap();
+        assert_eq!(valid.prompts[0].tokens.iter().filter(|id| **id == 0).count(), 1);
+    }
+
+    #[test]
+    fn values_out_of_range_are_named() {
+        let raw = || tokens(1);
+        let list = |count: usize| Input::Tokens(vec![vec![5]; count]);
+        for (request, field) in [
+            (RawRequest { temperature: Some(f64::NAN), ..raw() }, "temperature"),
+            (RawRequest { temperature: Some(2.1), ..raw() }, "temperature"),
+            (RawRequest { top_p: Some(0.0), ..raw() }, "top_p"),
+            (RawRequest { top_p: Some(f64::INFINITY), ..raw() }, "top_p"),
+            (RawRequest { top_k: Some(-2), ..raw() }, "top_k"),
+            (RawRequest { min_p: Some(-0.1), ..raw() }, "min_p"),
+            (RawRequest { presence_penalty: Some(-2.5), ..raw() }, "presence_penalty"),
+            (RawRequest { frequency_penalty: Some(3.0), ..raw() }, "frequency_penalty"),
+            (RawRequest { repetition_penalty: Some(0.0), ..raw() }, "repetition_penalty"),
+            (RawRequest { n: Some(0), ..raw() }, "n"),
+            (RawRequest { n: Some(17), ..raw() }, "n"),
+            (
+                RawRequest { max_tokens: Some(0), max_tokens_field: "max_completion_tokens", ..raw() },
+                "max_completion_tokens",
+            ),
+            (RawRequest { max_tokens: Some(2), min_tokens: Some(3), ..raw() }, "min_tokens"),
+            (RawRequest { logprobs: Some(21), logprobs_field: "top_logprobs", ..raw() }, "top_logprobs"),
+            (RawRequest { stop: vec![String::new()], ..raw() }, "stop"),
+            (RawRequest { stop: vec!["x".into(); 17], ..raw() }, "stop"),
+            (RawRequest { logit_bias: vec![(768, 1.0)], ..raw() }, "logit_bias"),
+            (RawRequest { logit_bias: vec![(1, 1.0), (1, 2.0)], ..raw() }, "logit_bias"),
+            (RawRequest { logit_bias: vec![(5, -101.0)], ..raw() }, "logit_bias.5"),
+            (RawRequest::new("prompt", Input::Tokens(vec![vec![]])), "prompt"),
+            (RawRequest::new("prompt", Input::Tokens(vec![vec![768]])), "prompt"),
+            (RawRequest::new("prompt", Input::Tokens(vec![vec![5], vec![]])), "prompt[1]"),
+            (RawRequest::new("prompt", Input::Texts(vec![String::new()])), "prompt"),
+            (RawRequest::new("prompt", Input::Texts(Vec::new())), "prompt"),
+            (RawRequest::new("prompt", list(65)), "prompt"),
+            (RawRequest { n: Some(16), ..RawRequest::new("prompt", list(9)) }, "n"),
+            (RawRequest::new("messages", Input::Chat(Vec::new())), "messages"),
+        ] {
+            let error = validate(request, &model(), &text()).unwrap_err();
+            assert_eq!(error.param(), field, "{error}");
+            assert_eq!(error.code(), "invalid_value", "{error}");
+            assert!(error.to_string().contains(field), "{error}");
+        }
+    }
+}

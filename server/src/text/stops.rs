@@ -1,0 +1,120 @@
+//! Stop texts in a stream: what may be shown, what must wait, and where the output ends.
+
+/// What a push made known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Match {
+    /// Text that is part of the output whatever comes next.
+    pub text: String,
+    /// A stop text is complete: `text` is the rest of the output, the stop is not part of it.
+    pub stopped: bool,
+}
+
+/// Looks for stop texts in text that arrives in pieces; the result does not depend on where the pieces are cut.
+#[derive(Debug)]
+pub struct StopMatcher {
+    stops: Vec<String>,
+    /// Text that may be the start of a stop: shorter than the longest stop between calls.
+    held: String,
+}
+
+impl StopMatcher {
+    /// For these stop texts, none of them empty.
+    pub fn new(stops: Vec<String>) -> Self {
+        debug_assert!(stops.iter().all(|stop| !stop.is_empty()));
+        Self { stops, held: String::new() }
+    }
+
+    /// Takes the next piece. The stop that is complete first ends the output; of several that end together, the longest.
+    pub fn push(&mut self, piece: &str) -> Match {
+        self.held.push_str(piece);
+        let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|at| (at + stop.len(), at)));
+        if let Some((_, start)) = found.min() {
+            let mut text = std::mem::take(&mut self.held);
+            text.truncate(start);
+            return Match { text, stopped: true };
+        }
+        let safe = self.held.len() - self.possible_start();
+        let rest = self.held.split_off(safe);
+        Match { text: std::mem::replace(&mut self.held, rest), stopped: false }
+    }
+
+    /// The text still held, at the end of the stream.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+
+    /// Length in bytes of the longest end of `held` that some stop starts with.
+    fn possible_start(&self) -> usize {
+        let held = self.held.as_bytes();
+        let longest = |stop: &String| {
+            let stop = stop.as_bytes();
+            (1..stop.len().min(held.len() + 1)).rev().find(|len| held.ends_with(&stop[..*len]))
+        };
+        self.stops.iter().filter_map(longest).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut matcher = StopMatcher::new(stops.iter().map(|stop| stop.to_string()).collect());
+        let mut shown = String::new();
+        for piece in pieces {
+            let found = matcher.push(piece);
+            shown.push_str(&found.text);
+            if found.stopped {
+                return (shown, true);
+            }
+        }
+        shown.push_str(&matcher.finish());
+        (shown, false)
+    }
+
+    #[test]
+    fn a_stop_across_pieces_is_found_and_never_shown() {
+        assert_eq!(run(&["END"], &["on", "e E", "N", "D two"]), ("one ".into(), true));
+        assert_eq!(run(&["END"], &["E", "NE", "ND"]), ("EN".into(), true));
+        assert_eq!(run(&["aab"], &["a", "a", "a", "b"]), ("a".into(), true));
+        assert_eq!(run(&["日本"], &["は日", "本"]), ("は".into(), true));
+    }
+
+    #[test]
+    fn text_that_only_starts_like_a_stop_is_shown_in_the_end() {
+        assert_eq!(run(&["END"], &["the EN"]), ("the EN".into(), false));
+        assert_eq!(run(&[], &["any", "thing"]), ("anything".into(), false));
+    }
+
+    #[test]
+    fn only_what_may_be_a_stop_is_held() {
+        let mut matcher = StopMatcher::new(vec!["\n\n".into()]);
+        assert_eq!(matcher.push("line\n"), Match { text: "line".into(), stopped: false });
+        assert_eq!(matcher.push("next"), Match { text: "\nnext".into(), stopped: false });
+    }
+
+    #[test]
+    fn the_stop_that_is_complete_first_wins() {
+        assert_eq!(run(&["bcd", "c"], &["abcd"]), ("ab".into(), true));
+        assert_eq!(run(&["c", "bc"], &["abc"]), ("a".into(), true));
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_do_not_matter(
+            text in "[ab]{0,24}",
+            stops in prop::collection::vec("[ab]{1,4}", 0..4),
+            cuts in prop::collection::vec(0usize..25, 0..8),
+        ) {
+            let stops: Vec<&str> = stops.iter().map(String::as_str).collect();
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(text.len())).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let pieces: Vec<&str> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+            let letters: Vec<&str> = (0..text.len()).map(|at| &text[at..at + 1]).collect();
+            prop_assert_eq!(run(&stops, &pieces), run(&stops, &letters));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! The model's chat template: messages to a prompt, in the environment that Hugging Face gives such templates.
+
+use std::{
+    io,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use minijinja::{
+    Environment, Error, ErrorKind, Value, context,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Serde},
+};
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter};
+
+use super::{TextError, time::strftime};
+
+/// Instructions that one rendering may take: a thousand messages need some hundred thousand.
+const FUEL: u64 = 5_000_000;
+
+/// One message of a chat.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChatMessage {
+    /// "system", "user" or "assistant".
+    pub role: String,
+    /// Its text.
+    pub content: String,
+    /// Who speaks, where a template tells speakers of a role apart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+impl ChatMessage {
+    /// A message without a name.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), name: None }
+    }
+}
+
+/// A parsed chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos_token: String,
+    eos_token: String,
+}
+
+const NAME: &str = "chat_template";
+
+impl ChatTemplate {
+    /// Parses a template.
+    ///
+    /// # Errors
+    /// In words, with the line: where the template does not parse.
+    pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| error.to_string())?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_fuel(Some(FUEL));
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", strftime_now);
+        environment.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| format!("{error:#}"))?;
+        Ok(Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() })
+    }
+
+    /// The prompt for these messages, up to where the assistant's answer starts.
+    ///
+    /// # Errors
+    /// [`TextError::Template`], in the template's own words where it raises.
+    pub fn render(&self, messages: &[ChatMessage]) -> Result<String, TextError> {
+        let refused = |error: Error| {
+            let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
+            TextError::Template(reason)
+        };
+        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let context = context! {
+            messages => Value::from(Serde(messages)),
+            add_generation_prompt => true,
+            bos_token => self.bos_token.as_str(),
+            eos_token => self.eos_token.as_str(),
+            tools => (),
+            documents => (),
+        };
+        template.render(context).map_err(refused)
+    }
+}
+
+/// `{% generation %}` only marks the assistant's text for training: here it is a block that is always taken, which keeps
+/// the whitespace control of its tags.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at + 2);
+        out.push_str(before);
+        let Some(end) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let is_sign = |c: char| matches!(c, '-' | '+');
+        match tag[..end].trim_matches(|c: char| is_sign(c) || c.is_whitespace()) {
+            name @ ("generation" | "endgeneration") => {
+                let block = if name == "generation" { "if true" } else { "endif" };
+                out.push_str(&tag[..end].replacen(name, block, 1));
+            }
+            _ => out.push_str(&tag[..end]),
+        }
+        rest = &tag[end..];
+    }
+    out.push_str(rest);
+    out
+}
+
+fn raise_exception(message: String) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// The date and time now, in UTC.
+fn strftime_now(format: String) -> Result<String, Error> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    strftime(&format, now)
+        .ok_or_else(|| Error::new(ErrorKind::InvalidOperation, format!("strftime_now does not know {format:?}")))
+}
+
+/// JSON as Python's `json.dumps(.., ensure_ascii=False)` writes it; minijinja's own filter escapes for HTML.
+fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let ensure_ascii: Option<bool> = kwargs.get("ensure_ascii")?;
+    kwargs.assert_all_used()?;
+    if ensure_ascii == Some(true) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
+    }
+    let mut out = Vec::new();
+    let written = match indent {
+        Some(width) => {
+            let spaces = " ".repeat(width);
+            let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Spaced)),
+    };
+    written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    String::from_utf8(out).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
+}
+
+/// One line, with a space after each comma and colon.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn render(source: &str) -> Result<String, TextError> {
+        let messages = [ChatMessage::new("system", "Be brief."), ChatMessage::new("user", "a<b & 'c' é")];
+        ChatTemplate::new(source, "<s>", "</s>").unwrap().render(&messages)
+    }
+
+    #[test]
+    fn blocks_take_their_line_with_them() {
+        let source =
+            "{{ bos_token }}\n  {% for m in messages %}\n{{ m.role }}: {{ m['content'] }}\n  {% endfor %}\nend";
+        assert_eq!(render(source).unwrap(), "<s>\nsystem: Be brief.\nuser: a<b & 'c' é\nend");
+    }
+
+    #[test]
+    fn the_environment_is_hugging_faces() {
+        for (source, prompt) in [
+            ("{{ messages[1] | tojson }}", r#"{"role": "user", "content": "a<b & 'c' é"}"#),
+            ("{{ [1, true, none] | tojson(indent=2) }}", "[\n  1,\n  true,\n  null\n]"),
+            ("{{ messages[0].content.upper().startswith('BE') }}", "True"),
+            (
+                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+                "user",
+            ),
+            ("{% if tools is none and not (x is defined) and add_generation_prompt %}ok{% endif %}", "ok"),
+            (
+                "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+                "2",
+            ),
+            ("a {%- generation -%} b {%- endgeneration %} c", "ab c"),
+            ("{% generation %}\nb\n{% endgeneration %}\nc", "b\nc"),
+            ("{{ messages[0].name is defined }}", "False"),
+            ("{{ messages[::-1][0].role }}{{ eos_token }}", "user</s>"),
+        ] {
+            assert_eq!(render(source).unwrap(), prompt, "{source}");
+        }
+        assert_eq!(render("{{ strftime_now('%Y') }}").unwrap().len(), 4);
+    }
+
+    #[test]
+    fn what_a_template_raises_is_said() {
+        let error = render("{{ raise_exception('Roles must alternate') }}").unwrap_err().to_string();
+        assert!(error.contains("Roles must alternate"), "{error}");
+    }
+
+    #[test]
+    fn a_template_without_end_runs_out_of_fuel() {
+        let source = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}";
+        assert!(render(source).unwrap_err().to_string().contains("fuel"));
+    }
+
+    #[test]
+    fn a_template_that_does_not_parse_is_refused_at_load() {
+        assert!(ChatTemplate::new("{% if %}", "", "").is_err());
+        assert!(ChatTemplate::new("{% generation", "", "").is_err());
+    }
+}

@@ -1,0 +1,116 @@
+//! An engine played by the test.
+
+use std::sync::Arc;
+
+use looplane_server::engine::{
+    Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
+    SequenceStream, Submission, SubmitError,
+};
+use tokio::{
+    sync::{mpsc, watch},
+    time::timeout,
+};
+
+use crate::SOON;
+
+/// The engine's end of the seam.
+pub struct Script {
+    commands: mpsc::UnboundedReceiver<Command>,
+    commands_back: mpsc::UnboundedSender<Command>,
+    pub state: watch::Sender<EngineState>,
+    pub model: watch::Sender<Option<Arc<ModelInfo>>>,
+    next_id: u64,
+}
+
+/// A sequence that the test generates.
+pub struct Sequence {
+    pub id: u64,
+    pub request: SequenceRequest,
+    pub events: mpsc::Sender<SequenceEvent>,
+}
+
+pub fn model() -> ModelInfo {
+    ModelInfo {
+        architecture: "LlamaForCausalLM".into(),
+        vocab_size: 768,
+        max_context: 512,
+        tensor_parallel: 2,
+        bit_domain: "cpu-test".into(),
+    }
+}
+
+pub fn script() -> (EngineHandle, Script) {
+    let (commands_back, commands) = mpsc::unbounded_channel();
+    let (state, state_receiver) = watch::channel(EngineState::Ready);
+    let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver);
+    (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1 })
+}
+
+pub fn token(id: u32) -> SequenceEvent {
+    SequenceEvent::Token(GeneratedToken { id, logprob: None, top: Vec::new() })
+}
+
+/// The tokens of `text` and the stop token.
+pub fn answer(text: &str) -> Vec<SequenceEvent> {
+    let mut events: Vec<_> = crate::spell(text).into_iter().chain([4]).map(token).collect();
+    events.push(SequenceEvent::Finished(FinishReason::Stop));
+    events
+}
+
+impl Script {
+    async fn command(&mut self) -> Command {
+        timeout(SOON, self.commands.recv()).await.expect("a command arrives").expect("the script holds a sender")
+    }
+
+    pub async fn submission(&mut self) -> Submission {
+        match self.command().await {
+            Command::Submit(submission) => submission,
+            Command::Cancel(id) => panic!("sequence {id} was cancelled, but a submission was expected"),
+        }
+    }
+
+    pub async fn cancelled(&mut self) -> u64 {
+        match self.command().await {
+            Command::Cancel(id) => id,
+            Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.request),
+        }
+    }
+
+    pub fn nothing_more(&mut self) {
+        if let Ok(command) = self.commands.try_recv() {
+            panic!("no command was expected, but {command:?}");
+        }
+    }
+
+    /// Takes the next submission.
+    pub async fn accept(&mut self) -> Sequence {
+        let Submission { request, reply } = self.submission().await;
+        let id = self.next_id;
+        self.next_id += 1;
+        let (events, receiver) = mpsc::channel(request.max_tokens as usize + 2);
+        let _ = reply.send(Ok(SequenceStream::new(id, receiver, self.commands_back.clone())));
+        Sequence { id, request, events }
+    }
+
+    /// Refuses the next submission.
+    pub async fn refuse(&mut self, error: SubmitError) {
+        let _ = self.submission().await.reply.send(Err(error));
+    }
+
+    /// Takes the next submission and sends all of `events` at once.
+    pub async fn play(&mut self, events: Vec<SequenceEvent>) -> SequenceRequest {
+        let sequence = self.accept().await;
+        for event in events {
+            sequence.send(event).await;
+        }
+        sequence.request
+    }
+}
+
+impl Sequence {
+    /// A front end that has gone away is not an error of the engine.
+    pub async fn send(&self, event: SequenceEvent) {
+        let _ = self.events.send(event).await;
+    }
+}

@@ -1,0 +1,68 @@
+//! The front end over real sockets, with an engine that the test plays.
+
+mod client;
+mod engine;
+mod generation;
+mod grpc;
+mod lifecycle;
+mod refusals;
+
+use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
+
+use looplane_server::{
+    serve::{ServeError, ServeOptions, StopSignal, serve},
+    text::Text,
+};
+use tokio::{net::TcpListener, task::JoinHandle};
+
+use engine::Script;
+
+/// Longest wait for anything that must happen.
+const SOON: Duration = Duration::from_secs(20);
+
+/// A front end on a free port of this machine.
+struct Server {
+    address: SocketAddr,
+    stop: StopSignal,
+    task: JoinHandle<Result<(), ServeError>>,
+}
+
+fn options() -> ServeOptions {
+    ServeOptions {
+        model_id: "tiny".into(),
+        max_connections: 64,
+        max_concurrent_requests: 32,
+        max_body_bytes: 1 << 20,
+        drain: Duration::from_secs(20),
+    }
+}
+
+fn fixture() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa")
+}
+
+fn text() -> Arc<Text> {
+    Arc::new(Text::load(&fixture()).expect("the fixture is a whole model directory"))
+}
+
+impl Server {
+    async fn start(options: ServeOptions) -> (Self, Script) {
+        let (handle, script) = engine::script();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = StopSignal::default();
+        let task = tokio::spawn(serve(listener, handle, text(), options, stop.clone()));
+        (Self { address, stop, task }, script)
+    }
+
+    async fn ended(self) -> Result<(), ServeError> {
+        tokio::time::timeout(SOON, self.task).await.expect("serve returns").expect("serve does not panic")
+    }
+}
+
+/// Token ids that spell `text`, one a byte.
+fn spell(text: &str) -> Vec<u32> {
+    let tokenizer = self::text().tokenizer.clone();
+    let id_of = |byte: u8| (0..768).find(|id| tokenizer.token_bytes(*id) == [byte]).expect("every byte is a token");
+    text.bytes().map(id_of).collect()
+}

@@ -1,0 +1,278 @@
+//! One slot of the batch: the tokens, pages and progress of the sequence in it.
+
+use super::{Admit, Finish, PrefillChunk, Row};
+use crate::plan::{KvLayout, PAGE_POSITIONS};
+use crate::sampling::SamplingParams;
+
+/// How often a token occurs in a sequence; kept only where a penalty looks at it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenCount {
+    /// The token.
+    pub token: u32,
+    /// Times it was generated.
+    pub generated: u32,
+    /// It occurs in the prompt.
+    pub in_prompt: bool,
+}
+
+/// A slot. Its buffers are as long as the longest sequence from the start.
+#[derive(Debug, PartialEq)]
+pub struct Slot {
+    busy: bool,
+    sequence: u64,
+    tokens: Vec<u32>,
+    prompt_tokens: usize,
+    /// Tokens given at admission: those that chunks compute.
+    admitted_tokens: usize,
+    /// Positions whose K and V are in the cache.
+    computed: usize,
+    pages: Vec<u32>,
+    max_pages: usize,
+    max_tokens: usize,
+    min_tokens: usize,
+    stop_tokens: Vec<u32>,
+    sampling: Option<SamplingParams>,
+    counts: Vec<TokenCount>,
+    logprobs: Option<u32>,
+    finished: bool,
+    /// Rows of the chunk in the first step of the plan.
+    chunk: usize,
+    decodes: bool,
+}
+
+impl Slot {
+    pub(super) fn new(max_context: usize) -> Self {
+        let max_pages = KvLayout::pages_for(max_context);
+        Self {
+            busy: false,
+            sequence: 0,
+            tokens: Vec::with_capacity(max_context),
+            prompt_tokens: 0,
+            admitted_tokens: 0,
+            computed: 0,
+            pages: Vec::with_capacity(max_pages),
+            max_pages,
+            max_tokens: 0,
+            min_tokens: 0,
+            stop_tokens: Vec::new(),
+            sampling: None,
+            counts: Vec::with_capacity(max_context),
+            logprobs: None,
+            finished: false,
+            chunk: 0,
+            decodes: false,
+        }
+    }
+
+    /// A sequence is in the slot.
+    pub fn is_busy(&self) -> bool {
+        self.busy
+    }
+
+    /// The sequence's number.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Prompt, then generated tokens. The token sampled next gets the position `tokens().len()`.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The prompt.
+    pub fn prompt(&self) -> &[u32] {
+        &self.tokens[..self.prompt_tokens]
+    }
+
+    /// Tokens generated so far, those before a preemption included.
+    pub fn generated(&self) -> &[u32] {
+        &self.tokens[self.prompt_tokens..]
+    }
+
+    /// Positions whose K and V are in the cache.
+    pub fn computed(&self) -> usize {
+        self.computed
+    }
+
+    /// Page table: page i holds positions `i * PAGE_POSITIONS` and up.
+    pub fn pages(&self) -> &[u32] {
+        &self.pages
+    }
+
+    /// How tokens are drawn.
+    ///
+    /// # Panics
+    /// If the slot is free.
+    pub fn sampling(&self) -> &SamplingParams {
+        self.sampling.as_ref().expect("a slot named by a step holds a sequence, and a sequence has parameters")
+    }
+
+    /// Tokens that end the sequence.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
+    }
+
+    /// Stop tokens must not be sampled now: fewer than `min_tokens` have been generated.
+    pub fn stop_forbidden(&self) -> bool {
+        self.generated().len() < self.min_tokens
+    }
+
+    /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
+    pub fn logprobs(&self) -> Option<u32> {
+        self.logprobs
+    }
+
+    /// Every token of the sequence with its counts, ascending by token; empty where no penalty is in force.
+    pub fn token_counts(&self) -> &[TokenCount] {
+        &self.counts
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.busy = false;
+        self.tokens.clear();
+        self.pages.clear();
+        self.counts.clear();
+        self.stop_tokens.clear();
+        self.sampling = None;
+        (self.prompt_tokens, self.admitted_tokens, self.computed) = (0, 0, 0);
+        self.finished = false;
+        self.clear_work();
+    }
+
+    pub(super) fn clear_work(&mut self) {
+        self.chunk = 0;
+        self.decodes = false;
+    }
+
+    pub(super) fn fill(&mut self, admit: &Admit) {
+        self.clear();
+        self.busy = true;
+        self.sequence = admit.sequence;
+        self.tokens.extend_from_slice(&admit.tokens);
+        self.prompt_tokens = admit.prompt_tokens as usize;
+        self.admitted_tokens = admit.tokens.len();
+        self.max_tokens = admit.max_tokens as usize;
+        self.min_tokens = admit.min_tokens as usize;
+        self.stop_tokens.extend_from_slice(&admit.stop_tokens);
+        self.logprobs = admit.logprobs;
+        if penalised(&admit.sampling) {
+            self.count_all();
+        }
+        self.sampling = Some(admit.sampling.clone());
+    }
+
+    /// False if the sequence has all the pages it can need.
+    pub(super) fn push_page(&mut self, page: u32) -> bool {
+        let room = self.pages.len() < self.max_pages;
+        if room {
+            self.pages.push(page);
+        }
+        room
+    }
+
+    pub(super) fn schedule_chunk(&mut self, chunk: &PrefillChunk) -> Result<(), String> {
+        let (start, len) = (chunk.start as usize, chunk.len as usize);
+        let end = start + len;
+        if self.chunk > 0 {
+            return Err("the slot has a chunk in this plan already".into());
+        }
+        if len == 0 {
+            return Err("it is empty".into());
+        }
+        if start != self.computed {
+            return Err(format!("{} positions have been computed", self.computed));
+        }
+        if end > self.admitted_tokens {
+            return Err(format!("{} tokens were given at admission", self.admitted_tokens));
+        }
+        if KvLayout::pages_for(end) > self.pages.len() {
+            return Err(format!("the slot has {} pages of {PAGE_POSITIONS} positions", self.pages.len()));
+        }
+        self.chunk = len;
+        Ok(())
+    }
+
+    pub(super) fn schedule_decode(&mut self) -> Result<(), String> {
+        if self.decodes {
+            return Err("it is named twice".into());
+        }
+        if self.computed + self.chunk < self.admitted_tokens {
+            let (computed, all) = (self.computed + self.chunk, self.admitted_tokens);
+            return Err(format!("only {computed} of its {all} tokens have been computed"));
+        }
+        self.decodes = true;
+        Ok(())
+    }
+
+    /// Rows of the plan's first step, as far as the plan can say.
+    pub(super) fn scheduled_rows(&self) -> usize {
+        if self.chunk > 0 { self.chunk } else { usize::from(self.decodes) }
+    }
+
+    /// The rows that come next; `first` in the first step of a plan.
+    pub(super) fn rows(&self, slot: u32, first: bool) -> impl Iterator<Item = Row> {
+        let chunk = first && self.chunk > 0;
+        let has_page = self.computed < self.pages.len() * PAGE_POSITIONS;
+        let len = if chunk { self.chunk } else { usize::from(self.decodes && !self.finished && has_page) };
+        let (start, all) = (self.computed, self.tokens.len());
+        self.tokens[start.min(all)..(start + len).min(all)].iter().enumerate().map(move |(i, &token)| Row {
+            slot,
+            token,
+            position: (start + i) as u32,
+            sample: start + i + 1 == all,
+        })
+    }
+
+    /// `rows` more positions have been computed.
+    pub(super) fn advance(&mut self, rows: usize) {
+        self.computed += rows;
+    }
+
+    /// Takes a sampled token and says whether the sequence ends with it.
+    pub(super) fn append(&mut self, token: u32, max_context: usize) -> Option<Finish> {
+        let stop_obeyed = !self.stop_forbidden();
+        self.tokens.push(token);
+        if self.sampling.as_ref().is_some_and(penalised) {
+            self.count(token);
+        }
+        let finish = if stop_obeyed && self.stop_tokens.contains(&token) {
+            Some(Finish::Stop)
+        } else if self.generated().len() >= self.max_tokens || self.tokens.len() >= max_context {
+            Some(Finish::Length)
+        } else {
+            None
+        };
+        self.finished = finish.is_some();
+        finish
+    }
+
+    fn count_all(&mut self) {
+        let prompt_tokens = self.prompt_tokens;
+        let counts = self.tokens.iter().enumerate().map(|(i, &token)| {
+            let in_prompt = i < prompt_tokens;
+            TokenCount { token, generated: u32::from(!in_prompt), in_prompt }
+        });
+        self.counts.extend(counts);
+        self.counts.sort_unstable_by_key(|c| c.token);
+        self.counts.dedup_by(|next, kept| {
+            let same = next.token == kept.token;
+            if same {
+                kept.generated += next.generated;
+                kept.in_prompt |= next.in_prompt;
+            }
+            same
+        });
+    }
+
+    fn count(&mut self, token: u32) {
+        match self.counts.binary_search_by_key(&token, |c| c.token) {
+            Ok(at) => self.counts[at].generated += 1,
+            Err(at) => self.counts.insert(at, TokenCount { token, generated: 1, in_prompt: false }),
+        }
+    }
+}
+
+/// Some penalty looks at the tokens of the sequence.
+fn penalised(sampling: &SamplingParams) -> bool {
+    sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0 || sampling.repetition_penalty != 1.0
+}

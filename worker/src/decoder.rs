@@ -1,0 +1,364 @@
+//! The seam between `control` and a backend: what a looped decoder is loaded with, fed with and reports.
+//!
+//! A backend runs on one OS thread of its own (and whatever team it starts). It never waits for the async side of the
+//! worker, with one exception: a full outcome channel (see [`OutcomeSink::send`]).
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use crate::batch::{Finish, Plan, PlanFault};
+use crate::model::checkpoint::CheckpointError;
+use crate::model::config::ConfigError;
+use crate::plan::PlanError;
+use crate::sampling::Sampled;
+
+/// Plans that wait in the worker for their token boundary. The server runs a few plans ahead at most; past this bound
+/// it is the gRPC stream's flow control that waits, never a rank.
+pub const PLANS_AHEAD: usize = 64;
+/// Outcomes of steps that wait for the server to read them: seconds of decoding at 1 ms a step.
+pub const OUTCOMES_AHEAD: usize = 4096;
+
+/// What a rank is to load; meanings as in worker/v1 `LoadRequest`, checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadRequest {
+    /// Directory with config.json and safetensors.
+    pub model_dir: PathBuf,
+    /// This rank, under `tensor_parallel`.
+    pub rank: usize,
+    /// Ranks in the group.
+    pub tensor_parallel: usize,
+    /// Compute threads, at least 1.
+    pub threads: usize,
+    /// Bound on sequences in the batch, at least 1.
+    pub max_slots: usize,
+    /// Bound on rows of a step, at least `max_slots`.
+    pub max_batch_tokens: usize,
+    /// KV pages to allocate; 0: as `kv_bytes_limit` allows.
+    pub kv_pages: usize,
+    /// Bound on the bytes of the KV cache of this rank where `kv_pages` is 0.
+    pub kv_bytes_limit: u64,
+    /// Longest wait for another rank inside a step.
+    pub wait_limit: Duration,
+    /// Bound on positions of one sequence; 0: the model's own.
+    pub max_context: usize,
+}
+
+/// What was loaded; meanings as in worker/v1 `Loaded`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loaded {
+    /// Name as in config.json.
+    pub architecture: String,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Bound on the positions of one sequence.
+    pub max_context: usize,
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Pages of this rank's KV cache.
+    pub kv_pages: usize,
+    /// Packed weights of this rank.
+    pub weight_bytes: u64,
+    /// KV cache of this rank.
+    pub kv_bytes: u64,
+    /// Names what decides the bits of a result.
+    pub bit_domain: String,
+    /// What the user should know, such as a dtype that was rounded.
+    pub notes: Vec<String>,
+}
+
+/// What a load is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// The phase now in progress.
+    pub phase: Phase,
+    /// Bytes of it that are done.
+    pub bytes_done: u64,
+    /// Bytes of it in all; 0: not known.
+    pub bytes_total: u64,
+}
+
+/// Phases of a load, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// config.json and the headers of the weights.
+    ReadingConfig,
+    /// Weights come from disk.
+    ReadingWeights,
+    /// Weights are laid out in stream order.
+    PackingWeights,
+    /// KV cache, buffers, exchange memory.
+    Allocating,
+}
+
+impl Phase {
+    /// In words, as worker/v1 spells them.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ReadingConfig => "reading config",
+            Self::ReadingWeights => "reading weights",
+            Self::PackingWeights => "packing weights",
+            Self::Allocating => "allocating",
+        }
+    }
+}
+
+/// Why a model was not loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// config.json is refused.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The weights are refused.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The model cannot be cut for this group.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The request contradicts itself.
+    #[error("load: {0}")]
+    Request(String),
+    /// It does not fit into memory.
+    #[error("{what} need {needed} bytes, but {available}")]
+    TooLarge {
+        /// What does not fit.
+        what: &'static str,
+        /// Bytes it needs.
+        needed: u64,
+        /// What there is instead, in words.
+        available: String,
+    },
+    /// The machine refused something.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// Why a worker ends before its time: reported once, then the process exits with [`crate::EXIT_FAULT`].
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// The model was not loaded.
+    #[error(transparent)]
+    Load(LoadError),
+    /// The socket that the server speaks through failed.
+    #[error("the worker's socket: {0}")]
+    Socket(String),
+    /// The server sent a plan that breaks a rule.
+    #[error(transparent)]
+    Plan(#[from] PlanFault),
+    /// The stream of plans broke.
+    #[error("the stream of plans broke: {0}")]
+    PlanStream(String),
+    /// Nobody reads outcomes any more.
+    #[error("the server stopped reading outcomes")]
+    ServerGone,
+    /// The exchange memory of the group could not be mapped.
+    #[error("rank {rank}: joining the group: {problem}")]
+    Join {
+        /// This rank.
+        rank: usize,
+        /// What failed, for which handle.
+        problem: String,
+    },
+    /// Another rank did not arrive in time.
+    #[error(
+        "rank {rank} waited {waited_ms} ms for rank {peer} in step {step}, {phase}: expected {expected}, last seen {seen}"
+    )]
+    WaitLimit {
+        /// This rank.
+        rank: usize,
+        /// The rank waited for.
+        peer: usize,
+        /// Step in the life of the worker.
+        step: u64,
+        /// What was being exchanged, such as "layer 3 attention sum".
+        phase: String,
+        /// The epoch waited for.
+        expected: u64,
+        /// The epoch last seen.
+        seen: u64,
+        /// How long.
+        waited_ms: u64,
+    },
+    /// An invariant of the backend broke (a panic in one of its threads).
+    #[error("rank {rank}: the decoder broke: {problem}")]
+    Broken {
+        /// This rank.
+        rank: usize,
+        /// The panic's message.
+        problem: String,
+    },
+}
+
+/// One step was run, or a plan without rows was applied; meanings as in worker/v1 `Outcome`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Outcome {
+    /// The plan.
+    pub version: u64,
+    /// The step in it, from 0.
+    pub step: u32,
+    /// False for a plan that has no rows.
+    pub ran_step: bool,
+    /// What was sampled, in slot order; empty on ranks other than 0.
+    pub tokens: Vec<OutcomeToken>,
+    /// Rows computed.
+    pub rows: usize,
+    /// Duration of the step.
+    pub step_time: Duration,
+    /// How much of it was waiting for other ranks.
+    pub wait_time: Duration,
+}
+
+/// A sampled token of one sequence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OutcomeToken {
+    /// The sequence.
+    pub sequence: u64,
+    /// The token, with log-probabilities if asked for.
+    pub sampled: Sampled,
+    /// The sequence ended with it.
+    pub finish: Option<Finish>,
+}
+
+/// A loaded rank: its shard packed, its memory taken.
+pub trait Decoder: Send {
+    /// What was loaded.
+    fn loaded(&self) -> &Loaded;
+
+    /// Where other ranks find this rank's exchange memory; opaque.
+    fn fabric_handle(&self) -> String;
+
+    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`.
+    ///
+    /// # Errors
+    /// A handle cannot be mapped, or does not fit this rank.
+    fn join(&mut self, fabric_handles: &[String]) -> Result<(), Fault>;
+
+    /// Runs plans until their stream ends and all are done (`plans.wait_next()` said `None` while idle).
+    ///
+    /// # Errors
+    /// The fault that ends the worker.
+    fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault>;
+}
+
+/// Loads a rank; runs on a blocking thread. Progress may be reported as often as is convenient.
+pub type Load = dyn Fn(&LoadRequest, &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> + Send + Sync;
+
+/// The decoder's end of the stream of plans.
+#[derive(Debug)]
+pub struct PlanSource {
+    plans: mpsc::Receiver<Result<Plan, Fault>>,
+    /// A plan that `wait_next` received and `take` has not taken.
+    next: Option<Plan>,
+    newest: Arc<AtomicU64>,
+}
+
+/// The control side's end of the stream of plans. Dropping it ends the stream.
+#[derive(Debug)]
+pub struct PlanFeed {
+    plans: mpsc::Sender<Result<Plan, Fault>>,
+    newest: Arc<AtomicU64>,
+}
+
+/// A stream of plans with room for [`PLANS_AHEAD`].
+pub fn plan_stream() -> (PlanFeed, PlanSource) {
+    let (sender, receiver) = mpsc::channel(PLANS_AHEAD);
+    let newest = Arc::new(AtomicU64::new(0));
+    (PlanFeed { plans: sender, newest: newest.clone() }, PlanSource { plans: receiver, next: None, newest })
+}
+
+impl PlanFeed {
+    /// Hands a plan over, waiting for room; false if the decoder has ended.
+    pub async fn push(&self, plan: Plan) -> bool {
+        let version = plan.version;
+        let delivered = self.plans.send(Ok(plan)).await.is_ok();
+        // Release: whoever sees the version (Acquire in `newest`) finds the plan in the channel.
+        self.newest.store(version, Ordering::Release);
+        delivered
+    }
+
+    /// Ends the stream with a fault, which the decoder meets after the plans before it.
+    pub async fn fail(self, fault: Fault) {
+        // A decoder that has ended has its own fault to report.
+        let _ = self.plans.send(Err(fault)).await;
+    }
+}
+
+impl PlanSource {
+    /// The highest version that is complete in this worker (0: none yet): what the rank offers in an exchange. Never
+    /// waits.
+    pub fn newest(&self) -> u64 {
+        self.newest.load(Ordering::Acquire)
+    }
+
+    /// The plan of this version, which is the next in order and at most [`Self::newest`] (on any rank: plans this rank
+    /// has offered). Does not wait unless the caller breaks that rule.
+    ///
+    /// # Errors
+    /// The stream broke, or the version is not the next.
+    pub fn take(&mut self, version: u64) -> Result<Plan, Fault> {
+        match self.wait_next()? {
+            Some(next) if next == version => {}
+            Some(got) => return Err(PlanFault::Version { expected: version, got }.into()),
+            None => return Err(Fault::PlanStream(format!("it ended before plan {version}"))),
+        }
+        Ok(self.next.take().expect("wait_next said that there is a next plan"))
+    }
+
+    /// Sleeps until there is a next plan and says its version; `None` once the stream has ended and every plan was
+    /// taken. For a decoder that has nothing to compute.
+    ///
+    /// # Errors
+    /// The stream broke.
+    pub fn wait_next(&mut self) -> Result<Option<u64>, Fault> {
+        if self.next.is_none() {
+            self.next = self.plans.blocking_recv().transpose()?;
+        }
+        Ok(self.next.as_ref().map(|plan| plan.version))
+    }
+}
+
+/// Counters that Health answers from.
+#[derive(Debug, Default)]
+pub struct Vitals {
+    /// Newest plan applied.
+    pub version: AtomicU64,
+    /// Steps run in the life of the worker.
+    pub steps: AtomicU64,
+}
+
+/// The decoder's end of the stream of outcomes.
+#[derive(Debug)]
+pub struct OutcomeSink {
+    outcomes: mpsc::Sender<Outcome>,
+    vitals: Arc<Vitals>,
+}
+
+/// A stream of outcomes with room for [`OUTCOMES_AHEAD`].
+pub fn outcome_stream(vitals: Arc<Vitals>) -> (OutcomeSink, mpsc::Receiver<Outcome>) {
+    let (sender, receiver) = mpsc::channel(OUTCOMES_AHEAD);
+    (OutcomeSink { outcomes: sender, vitals }, receiver)
+}
+
+impl OutcomeSink {
+    /// Reports a step. Waits only while [`OUTCOMES_AHEAD`] outcomes are unread. That cannot deadlock: outcomes leave through a
+    /// task of their own that depends on nothing but the server reading them, and the server reads outcomes without
+    /// waiting for a plan to be accepted. A server that stopped reading is caught by the other ranks' wait limit.
+    ///
+    /// # Errors
+    /// The server is gone.
+    pub fn send(&self, outcome: Outcome) -> Result<(), Fault> {
+        self.vitals.version.store(outcome.version, Ordering::Relaxed);
+        self.vitals.steps.fetch_add(u64::from(outcome.ran_step), Ordering::Relaxed);
+        self.outcomes.blocking_send(outcome).map_err(|_| Fault::ServerGone)
+    }
+}

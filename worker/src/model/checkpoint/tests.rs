@@ -1,0 +1,305 @@
+use std::sync::LazyLock;
+
+use proptest::prelude::*;
+use safetensors::tensor::TensorView;
+use tempfile::TempDir;
+
+use super::*;
+use crate::model::LayerTensor;
+use crate::plan::ModelPlan;
+use crate::plan::stream::{LAYER_PRODUCTS, Product};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// A fixture and the group sizes that its dimensions allow.
+const FIXTURES: [(&str, &[usize]); 7] = [
+    ("llama-gqa", &[1, 2, 4, 8]),
+    ("llama-mha16", &[1, 2, 4, 8, 16]),
+    ("llama-tied", &[1, 2, 4]),
+    ("llama31-scaled", &[1, 2, 4]),
+    ("mistral-window", &[1, 2, 4]),
+    ("qwen2-bias", &[1, 2, 4]),
+    ("qwen3-qknorm", &[1, 2, 4]),
+];
+
+fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
+    Checkpoint::open(dir, &ModelConfig::from_dir(dir).expect("the config of a fixture is valid"))
+}
+
+fn whole(checkpoint: &Checkpoint, tensor: Tensor) -> Vec<bf16> {
+    let shape = tensor.shape(checkpoint.config());
+    let (rows, columns) = if shape.len() == 2 { (shape[0], shape[1]) } else { (1, shape[0]) };
+    let mut values = vec![bf16::ZERO; rows * columns];
+    checkpoint.read(tensor, 0..rows, 0..columns, &mut values);
+    values
+}
+
+#[test]
+fn the_ranks_slices_of_every_fixture_make_up_the_whole_at_every_group_size() {
+    for (name, sizes) in FIXTURES {
+        let checkpoint = open(&fixture(name)).unwrap();
+        assert!(checkpoint.notes().is_empty());
+        let config = checkpoint.config().clone();
+        for tp in [1, 2, 4, 8, 16] {
+            let plan = ModelPlan::new(&config, tp);
+            assert_eq!(plan.is_ok(), sizes.contains(&tp), "{name} at {tp}: {plan:?}");
+            let Ok(plan) = plan else { continue };
+            let mut joined: HashMap<Tensor, Vec<bf16>> = HashMap::new();
+            for rank in (0..tp).map(|r| plan.rank(r)) {
+                for product in LAYER_PRODUCTS.into_iter().chain([Product::LmHead]) {
+                    for tile in (0..product.tiles(&plan, &rank)).map(|t| product.tile(&plan, &rank, 0, t)) {
+                        let shape = tile.tensor.shape(&config);
+                        let all = joined.entry(tile.tensor).or_insert_with(|| vec![bf16::NAN; shape[0] * shape[1]]);
+                        for leaf in product.leaves(&plan, &rank) {
+                            let columns = product.k(&plan).columns(leaf);
+                            let mut slice = vec![bf16::ZERO; tile.rows.len() * columns.len()];
+                            checkpoint.read(tile.tensor, tile.rows.clone(), columns.clone(), &mut slice);
+                            for (row, values) in tile.rows.clone().zip(slice.chunks(columns.len())) {
+                                all[row * shape[1]..][columns.clone()].copy_from_slice(values);
+                            }
+                        }
+                    }
+                }
+            }
+            for (tensor, values) in joined {
+                let expected = whole(&checkpoint, tensor);
+                assert!(values.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {tensor:?} {tp}");
+                checkpoint.release(tensor);
+                assert_eq!(whole(&checkpoint, tensor), expected, "{name} {tensor:?}: after release");
+            }
+        }
+    }
+}
+
+#[test]
+fn vectors_and_biases_are_read() {
+    let checkpoint = open(&fixture("qwen2-bias")).unwrap();
+    let mut bias = [bf16::ZERO; 64];
+    checkpoint.read_vector(Tensor::Layer(1, LayerTensor::KeyBias), 64..128, &mut bias);
+    assert_eq!(bias, whole(&checkpoint, Tensor::Layer(1, LayerTensor::KeyBias))[64..128]);
+    assert!(bias.iter().any(|v| *v != bf16::ZERO));
+    let checkpoint = open(&fixture("qwen3-qknorm")).unwrap();
+    assert_eq!(whole(&checkpoint, Tensor::Layer(0, LayerTensor::QueryNorm)).len(), 128);
+    assert_eq!(whole(&checkpoint, Tensor::LmHead), whole(&checkpoint, Tensor::Embedding));
+}
+
+/// A copy of `llama-gqa` as one file, with its tensors changed by `edit`.
+fn edited(edit: impl Fn(&str, &mut Dtype, &mut Vec<usize>, &mut Vec<u8>) -> bool) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let source = open(&fixture("llama-gqa")).unwrap();
+    let mut tensors = BTreeMap::new();
+    for tensor in Tensor::all(source.config()) {
+        let name = tensor.name(source.config());
+        let (mut dtype, mut shape) = (Dtype::BF16, tensor.shape(source.config()));
+        let mut bytes: Vec<u8> = whole(&source, tensor).iter().flat_map(|v| v.to_le_bytes()).collect();
+        if edit(&name, &mut dtype, &mut shape, &mut bytes) {
+            tensors.insert(name, (dtype, shape, bytes));
+        }
+    }
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("the edit is consistent"))
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    std::fs::copy(fixture("llama-gqa/config.json"), dir.path().join("config.json")).unwrap();
+    dir
+}
+
+#[test]
+fn wider_dtypes_are_rounded_to_nearest_even_and_noted_once() {
+    let halves = [1.0, 1.00390625, 1.01171875, -65504.0, 6e-8];
+    let dir = edited(|name, dtype, _, bytes| {
+        if name == "model.norm.weight" {
+            *dtype = Dtype::F32;
+            // 0x3f808000 lies half way between two bf16 and rounds down to even; 0x3f818000 rounds up.
+            let mut values = vec![0x3f80_8000_u32, 0x3f81_8000, 0x3f80_8001, 0x7f80_0000];
+            values.resize(256, 0);
+            *bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        } else if name.ends_with("input_layernorm.weight") {
+            *dtype = Dtype::F16;
+            let mut values: Vec<f16> = halves.iter().map(|v| f16::from_f32(*v)).collect();
+            values.resize(256, f16::ZERO);
+            *bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        }
+        true
+    });
+    let checkpoint = open(dir.path()).unwrap();
+    let norm: Vec<u16> = whole(&checkpoint, Tensor::FinalNorm)[..4].iter().map(|v| v.to_bits()).collect();
+    assert_eq!(norm, [0x3f80, 0x3f82, 0x3f81, 0x7f80]);
+    let input = whole(&checkpoint, Tensor::Layer(1, LayerTensor::InputNorm));
+    for (read, value) in input.iter().zip(halves) {
+        assert_eq!(*read, bf16::from_f32(f16::from_f32(value).to_f32()));
+    }
+    let notes = checkpoint.notes();
+    assert_eq!(notes.len(), 2);
+    assert!(notes[0].contains("and 1 more tensors rounded from F16 to BF16"), "{notes:?}");
+    assert!(notes[1].contains("model.norm.weight rounded from F32"), "{notes:?}");
+}
+
+#[test]
+fn missing_and_wrong_tensors_are_refused_with_file_tensor_and_numbers() {
+    let dir = edited(|name, _, _, _| name != "model.layers.1.mlp.up_proj.weight");
+    let error = open(dir.path()).unwrap_err().to_string();
+    assert!(error.ends_with("model.safetensors: tensor model.layers.1.mlp.up_proj.weight [384, 256] is missing"), "{error}");
+
+    let dir = edited(|name, _, shape, bytes| {
+        if name == "lm_head.weight" {
+            *shape = vec![767, 256];
+            bytes.truncate(767 * 256 * 2);
+        }
+        true
+    });
+    let error = open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("lm_head.weight has shape [767, 256], but by config.json it is [768, 256]"), "{error}");
+
+    let dir = edited(|name, dtype, _, bytes| {
+        if name == "lm_head.weight" {
+            *dtype = Dtype::F8_E4M3;
+            bytes.truncate(768 * 256);
+        }
+        true
+    });
+    let error = open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("tensor lm_head.weight is F8_E4M3; weights are BF16, F16 or F32"), "{error}");
+}
+
+#[test]
+fn tensors_that_the_model_does_not_use_are_tolerated() {
+    let dir = edited(|_, _, _, _| true);
+    let config = ModelConfig::from_dir(dir.path()).unwrap();
+    let fewer = ModelConfig { num_layers: 1, tied_embeddings: true, ..config };
+    let checkpoint = Checkpoint::open(dir.path(), &fewer).unwrap();
+    assert_eq!(whole(&checkpoint, Tensor::LmHead), whole(&checkpoint, Tensor::Embedding));
+}
+
+#[test]
+fn shards_are_found_with_and_without_an_index() {
+    let dir = copy_of("llama-gqa");
+    let indexed = open(dir.path()).unwrap();
+    let index = dir.path().join("model.safetensors.index.json");
+    let text = std::fs::read_to_string(&index).unwrap();
+    std::fs::remove_file(&index).unwrap();
+    let found = open(dir.path()).unwrap();
+    for tensor in Tensor::all(found.config()) {
+        assert_eq!(whole(&found, tensor), whole(&indexed, tensor), "{tensor:?}");
+    }
+
+    let refused = |edit: &dyn Fn(&mut serde_json::Value)| {
+        let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        edit(&mut json);
+        std::fs::write(&index, json.to_string()).unwrap();
+        open(dir.path()).unwrap_err().to_string()
+    };
+    let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "model-00009-of-00004.safetensors".into());
+    assert!(error.contains("\"lm_head.weight\" is said to be in \"model-00009-of-00004.safetensors\", but there is no"), "{error}");
+    let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
+    assert!(error.contains("is said to be in \"model-00001-of-00004.safetensors\", but is not"), "{error}");
+    let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "../../etc/passwd".into());
+    assert!(error.contains("which is not a file name"), "{error}");
+    let error = refused(&|i| drop(i["weight_map"].as_object_mut().unwrap().remove("lm_head.weight")));
+    assert!(error.contains("index.json: tensor lm_head.weight [768, 256] is missing"), "{error}");
+    let error = refused(&|i| *i = serde_json::json!([]));
+    assert!(error.contains("is not an index"), "{error}");
+
+    std::fs::remove_file(&index).unwrap();
+    std::fs::copy(dir.path().join("model-00004-of-00004.safetensors"), dir.path().join("other.safetensors")).unwrap();
+    let error = open(dir.path()).unwrap_err();
+    assert!(matches!(&error, CheckpointError::Twice { .. }), "{error}");
+}
+
+#[test]
+fn a_directory_without_weights_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = ModelConfig::from_dir(&fixture("llama-gqa")).unwrap();
+    assert!(matches!(Checkpoint::open(dir.path(), &config), Err(CheckpointError::NoWeights { .. })));
+    let absent = dir.path().join("absent");
+    assert!(matches!(Checkpoint::open(&absent, &config), Err(CheckpointError::Read { .. })));
+    std::fs::write(dir.path().join("model.safetensors"), b"").unwrap();
+    assert!(Checkpoint::open(dir.path(), &config).is_err());
+}
+
+fn copy_of(name: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture(name)).unwrap() {
+        let path = entry.unwrap().path();
+        let file = path.file_name().unwrap();
+        if file != "expected.safetensors" {
+            std::fs::copy(&path, dir.path().join(file)).unwrap();
+        }
+    }
+    dir
+}
+
+/// Opens a directory whose only weights are `bytes`.
+fn open_bytes(bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+    Checkpoint::open(dir.path(), &ModelConfig::from_dir(&fixture("llama-gqa")).unwrap())
+}
+
+fn file_with_header(header: &str, data_bytes: usize) -> Vec<u8> {
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.resize(file.len() + data_bytes, 0);
+    file
+}
+
+#[test]
+fn lying_headers_are_refused_with_tensor_and_numbers() {
+    for (header, data_bytes, says) in [
+        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#, 7, "describes 8 bytes of tensors, but 7 bytes follow"),
+        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#, 9, "describes 8 bytes of tensors, but 9 bytes follow"),
+        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[8,16]}}"#, 16, "\"a\" has data_offsets [8, 16], but the tensor before it ends at 0"),
+        (r#"{"a":{"dtype":"BF16","shape":[5],"data_offsets":[0,8]}}"#, 8, "\"a\" BF16 [5] needs 10 bytes, but data_offsets give it 8"),
+        (
+            r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]},"b":{"dtype":"BF16","shape":[4],"data_offsets":[4,12]}}"#,
+            12,
+            "\"b\" has data_offsets [4, 12], but the tensor before it ends at 8",
+        ),
+        (
+            r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}}"#,
+            8,
+            "\"a\" has shape [4294967296, 4294967296], more values than can be counted",
+        ),
+        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[8,0]}}"#, 8, "[8, 0]"),
+        (r#"{"a":{"dtype":"Q4","shape":[4],"data_offsets":[0,8]}}"#, 8, "Q4"),
+        ("[]", 0, "JSON"),
+    ] {
+        let error = open_bytes(&file_with_header(header, data_bytes)).unwrap_err();
+        assert!(matches!(error, CheckpointError::Header { .. }), "{error}");
+        let error = error.to_string();
+        assert!(error.contains(says) && error.contains("model.safetensors: "), "{error}");
+        assert!(error.contains(&format!("the file is {} bytes long", 8 + header.len() + data_bytes)), "{error}");
+    }
+    let error = open_bytes(&[255; 100]).unwrap_err().to_string();
+    assert!(error.contains("its header is said to be 18446744073709551615 bytes long"), "{error}");
+    assert!(open_bytes(&[1, 2, 3]).unwrap_err().to_string().contains("too short"));
+}
+
+static WHOLE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let dir = edited(|_, _, _, _| true);
+    std::fs::read(dir.path().join("model.safetensors")).unwrap()
+});
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    // Whatever the bytes, opening answers, and what opens can be read to its last byte.
+    #[test]
+    fn damaged_files_never_panic(
+        flips in prop::collection::vec((0usize..5000, any::<u8>()), 0..4),
+        cut in prop_oneof![Just(None), (0usize..6000).prop_map(Some)],
+    ) {
+        let mut bytes = WHOLE_FILE.clone();
+        for (at, value) in flips {
+            bytes[at] = value;
+        }
+        bytes.truncate(cut.unwrap_or(bytes.len()));
+        if let Ok(checkpoint) = open_bytes(&bytes) {
+            for tensor in Tensor::all(checkpoint.config()) {
+                whole(&checkpoint, tensor);
+            }
+        }
+    }
+}

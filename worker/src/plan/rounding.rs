@@ -1,0 +1,121 @@
+//! Where values round to bf16, and the hash that names the bit domain.
+
+use sha2::{Digest, Sha256};
+
+use super::{K_STEP, MAX_LEAVES, ModelPlan, PAGE_POSITIONS, ROW_TILE};
+
+/// A place where an fp32 value is rounded to bf16 (to nearest, ties to even). Everything else stays fp32: the residual
+/// stream, scores and probabilities of attention, sums of squares, logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoundingPoint {
+    /// The normalised hidden state before q, k, v.
+    AttentionInput,
+    /// q, k and v, after bias, head norm and rotation (v: after bias).
+    QueryKeyValue,
+    /// The output of attention before o_proj, normalised by its sum.
+    AttentionOutput,
+    /// The normalised hidden state before gate and up.
+    MlpInput,
+    /// `silu(gate) * up` before down_proj.
+    MlpProduct,
+    /// The normalised hidden state before the LM head.
+    LmHeadInput,
+}
+
+/// All rounding points, in the order in which a token passes them.
+pub const ROUNDING: [RoundingPoint; 6] = [
+    RoundingPoint::AttentionInput,
+    RoundingPoint::QueryKeyValue,
+    RoundingPoint::AttentionOutput,
+    RoundingPoint::MlpInput,
+    RoundingPoint::MlpProduct,
+    RoundingPoint::LmHeadInput,
+];
+
+/// Raised by hand when arithmetic changes in a way that no dimension shows, such as another polynomial for exp.
+const ARITHMETIC: u32 = 1;
+
+impl ModelPlan {
+    /// Names everything in the plan that can touch a bit of a result: dimensions, leaves, trees, pages, rounding. Group
+    /// size, threads, batch and context limit are not in it: they must not touch one.
+    pub fn hash(&self) -> [u8; 32] {
+        let c = &self.config;
+        let mut hasher = Sha256::new();
+        // Debug text of plain enums and integers is stable; floats go in by their bits.
+        hasher.update(format!("looplane plan {ARITHMETIC} tree:neighbours-first rounding:{ROUNDING:?}\n"));
+        hasher.update(format!("tiles:{ROW_TILE},{K_STEP},{MAX_LEAVES},{PAGE_POSITIONS}\n"));
+        hasher.update(format!(
+            "leaves:{:?},{:?},{:?},{}\n",
+            self.hidden, self.heads, self.intermediate, self.padded_vocab
+        ));
+        hasher.update(format!("model:{:?},{},{}\n", c.architecture, c.hidden_size, c.num_layers));
+        hasher.update(format!("heads:{},{},{}\n", c.num_heads, c.num_kv_heads, c.head_dim));
+        hasher.update(format!("mlp:{},vocab:{}\n", c.intermediate_size, c.vocab_size));
+        hasher.update(format!("eps:{:08x},theta:{:016x}\n", c.rms_norm_eps.to_bits(), c.rope.theta.to_bits()));
+        if let Some(l) = &c.rope.llama3 {
+            let bits = [l.factor, l.low_freq_factor, l.high_freq_factor].map(f64::to_bits);
+            hasher.update(format!("llama3:{bits:x?},{}\n", l.original_positions));
+        }
+        let flags = [c.qkv_bias, c.qk_norm, c.tied_embeddings];
+        hasher.update(format!("window:{:?},flags:{flags:?}\n", c.sliding_window));
+        hasher.finalize().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::ModelConfig;
+    use crate::model::config::Llama3Scaling;
+    use crate::plan::tests::config;
+
+    fn hash(config: &ModelConfig, tp: usize) -> [u8; 32] {
+        ModelPlan::new(config, tp).unwrap().hash()
+    }
+
+    #[test]
+    fn the_hash_is_the_same_for_every_group_size_and_context() {
+        let base = config(16, 4, 384, 768);
+        for tp in [2, 4, 8, 16] {
+            assert_eq!(hash(&base, tp), hash(&base, 1));
+        }
+        assert_eq!(hash(&ModelConfig { max_positions: 64, ..base.clone() }, 1), hash(&base, 1));
+        let domain = ModelPlan::new(&base, 1).unwrap().bit_domain("cpu", "avx512bf16");
+        assert!(domain.starts_with("cpu-avx512bf16-") && domain.len() == "cpu-avx512bf16-".len() + 12, "{domain}");
+    }
+
+    #[test]
+    fn the_hash_covers_every_dimension() {
+        let base = config(16, 4, 384, 768);
+        let mut others: Vec<ModelConfig> = Vec::new();
+        let mut change = |edit: &dyn Fn(&mut ModelConfig)| {
+            let mut other = base.clone();
+            edit(&mut other);
+            others.push(other);
+        };
+        change(&|c| c.architecture = crate::model::config::Architecture::Mistral);
+        change(&|c| c.hidden_size = 512);
+        change(&|c| c.num_layers = 3);
+        change(&|c| c.num_heads = 32);
+        change(&|c| c.num_kv_heads = 8);
+        change(&|c| c.head_dim = 128);
+        change(&|c| c.intermediate_size = 400);
+        change(&|c| c.vocab_size = 767);
+        change(&|c| c.rms_norm_eps = 1e-6);
+        change(&|c| c.rope.theta = 10_000.1);
+        let scaling =
+            Llama3Scaling { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 64 };
+        change(&|c| c.rope.llama3 = Some(scaling.clone()));
+        change(&|c| c.rope.llama3 = Some(Llama3Scaling { original_positions: 65, ..scaling.clone() }));
+        change(&|c| c.sliding_window = Some(32));
+        change(&|c| c.qkv_bias = true);
+        change(&|c| c.qk_norm = true);
+        change(&|c| c.tied_embeddings = true);
+        let mut hashes: Vec<_> = others.iter().map(|c| hash(c, 1)).collect();
+        hashes.push(hash(&base, 1));
+        let count = hashes.len();
+        hashes.sort();
+        hashes.dedup();
+        assert_eq!(hashes.len(), count);
+    }
+}

@@ -137,7 +137,7 @@ impl LoadtestArgs {
             ArrivalsArg::Poisson => ArrivalProcess::Poisson,
             ArrivalsArg::Gamma => ArrivalProcess::Gamma { burstiness: self.burstiness.unwrap_or(1.0) },
         };
-        let arrivals = Arrivals::new(process, rate_per_s, self.seed)?;
+        let arrivals = Box::new(Arrivals::new(process, rate_per_s, self.seed)?);
         Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
     }
 

@@ -62,7 +62,7 @@ pub enum Pacing {
     /// As the schedule says.
     Open {
         /// Due times.
-        arrivals: Arrivals,
+        arrivals: Box<Arrivals>,
         /// Most requests in flight: what bounds the sockets and memory of the load tester.
         max_in_flight: usize,
     },
@@ -191,7 +191,7 @@ async fn closed_slot(shared: Shared, extent: Extent, first_index: u64, next_inde
     }
 }
 
-async fn open_loop(shared: Shared, arrivals: Arrivals, max_in_flight: usize, extent: Extent, first_index: u64) {
+async fn open_loop(shared: Shared, arrivals: Box<Arrivals>, max_in_flight: usize, extent: Extent, first_index: u64) {
     let slots = Arc::new(Semaphore::new(max_in_flight));
     for (offset, due) in (0..).zip(arrivals) {
         if !extent.includes(offset, due) {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     fn open(rate_per_s: f64, max_in_flight: usize, extent: Extent) -> Load {
-        let arrivals = Arrivals::new(ArrivalProcess::Constant, rate_per_s, 0).expect("in range");
+        let arrivals = Box::new(Arrivals::new(ArrivalProcess::Constant, rate_per_s, 0).expect("in range"));
         Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0 }
     }
 

@@ -216,6 +216,10 @@ impl Tally {
             let share = self.output_tokens as f64 / self.chunks as f64;
             notes.push(format!("{share:.2} tokens a chunk: ITL is the time between chunks, TPOT that of a token"));
         }
+        let given_up: u64 = ["timeout", "not_sent"].iter().filter_map(|kind| self.errors.get(*kind)).map(|e| e.0).sum();
+        if given_up > 0 {
+            notes.push(format!("given up for taking too long, and missing from the times: {given_up}"));
+        }
         if let Some(late_ms) = self.client_delay.percentile_ms(99.0).filter(|&ms| ms > LATE_CLIENT_MS) {
             notes.push(format!(
                 "one request in a hundred left {late_ms:.1} ms late or more: the load tester was too slow, or \
@@ -364,6 +368,9 @@ mod tests {
         assert_eq!(report["request_rate"], "inf");
         assert_eq!(report["errors_by_kind"], json!({"timeout": 1}));
         assert_eq!(report["finish_reasons"], json!({"length": 2}));
+        let notes = report["notes"].as_array().expect("a list of notes");
+        let given_up = "given up for taking too long, and missing from the times: 1";
+        assert!(notes.contains(&json!(given_up)), "{notes:?}");
     }
 
     #[test]

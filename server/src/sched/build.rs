@@ -83,12 +83,12 @@ impl Scheduler {
         Some((sequence, sequence.running()?))
     }
 
-    fn preempt(&mut self, id: u64, plan: &mut Plan) {
+    fn preempt(&mut self, id: u64, plan: &Plan) {
         let sequence = self.sequences.get_mut(&id).expect("only a sequence that runs is preempted");
         let phase = std::mem::replace(&mut sequence.phase, Phase::Leaving { version: plan.version });
         let Phase::Running(running) = phase else { unreachable!("only a sequence that runs is preempted") };
-        // What this plan granted to it is not said: the slot is released first and may have a new owner.
-        plan.grants.retain(|grant| grant.slot != running.slot);
+        // The latest has not had its turn for pages in this plan, so nothing is granted to a slot that is given up.
+        debug_assert!(plan.grants.iter().all(|grant| grant.slot != running.slot));
         self.running.remove(&id);
         self.leaving.insert(id);
         self.release(running);

@@ -21,8 +21,8 @@ use looplane_server::{
     text::Text,
 };
 use looplane_worker::{
-    WorkerArgs,
-    decoder::{Load, LoadError},
+    WorkerArgs, cpu,
+    decoder::{Decoder, Load},
 };
 use tokio::{
     net::TcpListener,
@@ -86,9 +86,9 @@ fn parse() -> anyhow::Result<Cli> {
     Ok(Cli::from_arg_matches(&Cli::command().get_matches_from(words)).unwrap_or_else(|error| error.exit()))
 }
 
-/// Loads a worker's shard.
+/// Loads a worker's shard for the CPU, the one backend of this build.
 fn loader() -> Arc<Load> {
-    Arc::new(|_, _| Err(LoadError::Request("this build has no decoder".into())))
+    Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?) as Box<dyn Decoder>))
 }
 
 /// Logs go to standard error: standard output is for what the user asked for.

@@ -34,7 +34,7 @@ use tracing_subscriber::EnvFilter;
 /// Exit code where the options cannot work, as clap has it.
 const EXIT_USAGE: u8 = 2;
 /// Threads for work that would hold up the async ones, such as tokenising long prompts.
-const MAX_BLOCKING_THREADS: usize = 16;
+const MAX_BLOCKING_THREADS: usize = 4;
 
 /// Serves large language models over tensor-parallel workers.
 #[derive(Debug, Parser)]

@@ -66,21 +66,21 @@ impl Leaf<'_> {
         first / GROUP..end.div_ceil(GROUP)
     }
 
-    /// Scaled logits of a group of ids. What is not of this leaf, or `cut` does not keep, is NaN, which loses every
-    /// comparison.
+    /// Writes the scaled logits of a group of ids. What is not of this leaf, or `cut` does not keep, becomes NaN, which
+    /// loses every comparison.
     #[inline(always)]
-    pub fn group(&self, group: usize, cut: &Cut) -> [f32; GROUP] {
+    pub fn group(&self, group: usize, cut: &Cut, values: &mut [f32; GROUP]) {
         let first = self.first as usize;
         let start = group * GROUP;
         let ids = first.max(start)..(first + self.logits.len()).min(start + GROUP);
         let logits = &self.logits[ids.start - first..ids.end - first];
-        let mut values = [f32::NAN; GROUP];
         // The whole group is the common case; its length is known to the compiler, so the loops over it vectorise.
         if let Ok(logits) = <&[f32; GROUP]>::try_from(logits) {
             for (value, &logit) in values.iter_mut().zip(logits) {
                 *value = scaled(logit, self.scale);
             }
         } else {
+            values.fill(f32::NAN);
             for (value, &logit) in values[ids.start - start..].iter_mut().zip(logits) {
                 *value = scaled(logit, self.scale);
             }
@@ -90,7 +90,6 @@ impl Leaf<'_> {
                 *value = if cut.keeps(*value, (start as u32).wrapping_add(i as u32)) { *value } else { f32::NAN };
             }
         }
-        values
     }
 }
 
@@ -113,15 +112,17 @@ pub(super) fn any(values: &[f32; GROUP], passes: impl Fn(usize, f32) -> bool) ->
 
 /// The best token that `cut` keeps; [`Entry::NONE`] if there is none.
 pub(super) fn best(leaf: &Leaf<'_>, cut: &Cut) -> Entry {
+    let mut values = [0.0; GROUP];
     let mut lanes = [f32::NEG_INFINITY; GROUP];
     for group in leaf.groups() {
-        for (lane, value) in lanes.iter_mut().zip(leaf.group(group, cut)) {
+        leaf.group(group, cut, &mut values);
+        for (lane, &value) in lanes.iter_mut().zip(&values) {
             *lane = if value > *lane { value } else { *lane };
         }
     }
     let value = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
     for group in leaf.groups() {
-        let values = leaf.group(group, cut);
+        leaf.group(group, cut, &mut values);
         if any(&values, |_, other| other == value) {
             let first = values.iter().position(|other| *other == value);
             return first.map_or(Entry::NONE, |i| Entry { value, token: (group * GROUP + i) as u32 });
@@ -142,8 +143,9 @@ pub(super) fn draw(leaf: &Leaf<'_>, cut: &Cut, noise: &Noise) -> Entry {
         return top;
     }
     let mut winner = Entry { value: top.value + noise.gumbel(top.token), token: top.token };
+    let mut values = [0.0; GROUP];
     for group in leaf.groups() {
-        let values = leaf.group(group, cut);
+        leaf.group(group, cut, &mut values);
         if !any(&values, |_, value| value + MAX_GUMBEL >= winner.value) {
             continue;
         }

@@ -16,14 +16,17 @@ mod logprobs;
 pub mod math;
 pub mod noise;
 mod process;
+mod row;
 mod sampler;
 mod select;
+mod shape;
 #[cfg(test)]
 mod tests;
 
 use std::convert::Infallible;
 
-pub use sampler::{Sampler, SamplerShape};
+pub use sampler::Sampler;
+pub use shape::SamplerShape;
 
 /// Most entries of [`Sampled::top`].
 pub const MAX_TOP_LOGPROBS: usize = 20;

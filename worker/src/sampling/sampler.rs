@@ -14,16 +14,15 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::draw::{Cut, Entry, Leaf, TopList, best, draw};
+use super::draw::{Cut, Entry, TopList, best, draw};
 use super::logprobs::LogSum;
-use super::noise::Noise;
 use super::process::Processor;
-use super::select::{BINS, Limit, Progress, Selection, cut_at, mass_of, min_p_threshold, weight};
-use super::{Exchange, MAX_TOP_LOGPROBS, MIN_TEMPERATURE, ParallelFor, RowInput, Sampled};
+use super::row::{MAX_LISTED, RowState, Stage, draw_listed};
+use super::select::{BINS, Progress, cut_at, min_p_threshold};
+use super::shape::SamplerShape;
+use super::{Exchange, MAX_TOP_LOGPROBS, ParallelFor, RowInput, Sampled};
 use crate::plan::MAX_LEAVES;
 
-/// Up to this top_k, ranks exchange their best tokens themselves, which takes one round; above, they count them.
-const MAX_LISTED: usize = 64;
 /// Words of an [`Entry`].
 const ENTRY_WORDS: usize = 2;
 /// Words of an [`Entry`] and the raw logit of its token.
@@ -33,135 +32,6 @@ const BINS_WORDS: usize = 2 * BINS;
 /// Most words of one row in one exchange: log-probabilities go with the first stage, which counts no bins.
 const MAX_ROW_WORDS: usize = BINS_WORDS;
 const _: () = assert!(2 + MAX_TOP_LOGPROBS * ENTRY_WORDS + MAX_LISTED * CANDIDATE_WORDS <= MAX_ROW_WORDS);
-
-/// What a [`Sampler`] is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SamplerShape {
-    /// Tokens; logits from here up to `padded_vocab` are never looked at.
-    pub vocab_size: usize,
-    /// Rows of the LM head, a multiple of [`MAX_LEAVES`]. Leaf `i` is the `i`-th sixteenth of them.
-    pub padded_vocab: usize,
-    /// Ranks: 1, 2, 4, 8 or 16.
-    pub tensor_parallel: usize,
-    /// This rank; its logits are those from `rank * padded_vocab / tensor_parallel` on.
-    pub rank: usize,
-    /// Most rows of one step.
-    pub max_rows: usize,
-}
-
-impl SamplerShape {
-    /// Logits of a row that this rank holds.
-    pub fn local_vocab(&self) -> usize {
-        self.padded_vocab / self.tensor_parallel
-    }
-
-    fn leaves(&self) -> usize {
-        MAX_LEAVES / self.tensor_parallel
-    }
-
-    /// Ids of this rank that are tokens.
-    fn tokens(&self) -> Range<u32> {
-        let start = self.rank * self.local_vocab();
-        let end = (start + self.local_vocab()).min(self.vocab_size).max(start);
-        start as u32..end as u32
-    }
-
-    /// All tokens of a row of this rank's logits.
-    fn row<'a>(&self, row: usize, logits: &'a [f32], scale: f32) -> Leaf<'a> {
-        let tokens = self.tokens();
-        let start = row * self.local_vocab();
-        Leaf { logits: &logits[start..start + tokens.len()], first: tokens.start, scale }
-    }
-
-    /// The tokens of one of this rank's leaves.
-    fn leaf<'a>(&self, row: usize, leaf: usize, logits: &'a [f32], scale: f32) -> Leaf<'a> {
-        let row = self.row(row, logits, scale);
-        let len = self.padded_vocab / MAX_LEAVES;
-        let start = (leaf * len).min(row.logits.len());
-        let end = (start + len).min(row.logits.len());
-        Leaf { logits: &row.logits[start..end], first: row.first + start as u32, scale }
-    }
-}
-
-/// What the next pass looks for.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Stage {
-    /// The best token by value.
-    Largest,
-    /// The best token by value and noise.
-    Draw,
-    /// The best tokens by value, this many.
-    List(usize),
-    /// The threshold of a filter.
-    Select(Selection),
-    /// Nothing: the token is known.
-    Done,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct RowState {
-    stage: Stage,
-    greedy: bool,
-    /// 1 / temperature; 1 for greedy rows.
-    scale: f32,
-    /// Filters that are on and not yet in `cut`.
-    min_p: Option<f32>,
-    top_k: Option<u32>,
-    top_p: Option<f32>,
-    cut: Cut,
-    /// Largest scaled logit, once known.
-    max: f32,
-    noise: Noise,
-    /// Where the row's words begin in the message of this round.
-    offset: usize,
-    /// Raw logit of the token drawn.
-    raw: f32,
-    log_sum: LogSum,
-}
-
-impl RowState {
-    fn new(row: &RowInput<'_>, vocab_size: usize) -> Self {
-        let params = row.params;
-        let greedy = params.temperature < MIN_TEMPERATURE;
-        let on = !greedy;
-        let top_k = (on && params.top_k > 0 && (params.top_k as usize) < vocab_size).then_some(params.top_k);
-        let top_p = (on && params.top_p < 1.0).then_some(params.top_p);
-        let min_p = (on && params.min_p > 0.0).then_some(params.min_p);
-        let stage = match (top_k, top_p, min_p) {
-            _ if greedy => Stage::Largest,
-            (None, None, None) => Stage::Draw,
-            (Some(k), ..) if k as usize <= MAX_LISTED => Stage::List(k as usize),
-            _ => Stage::Largest,
-        };
-        Self {
-            stage,
-            greedy,
-            scale: if greedy { 1.0 } else { 1.0 / params.temperature },
-            min_p,
-            top_k,
-            top_p,
-            cut: Cut::NOTHING,
-            max: f32::NEG_INFINITY,
-            noise: Noise::new(params.seed, row.position),
-            offset: 0,
-            raw: f32::NEG_INFINITY,
-            log_sum: LogSum::EMPTY,
-        }
-    }
-
-    /// The stage after the largest logit or a filter.
-    fn next_filter(&mut self) -> Stage {
-        let limit = match (self.top_k.take(), self.top_p) {
-            (Some(k), _) => Limit::TopK(k),
-            (None, Some(p)) => {
-                self.top_p = None;
-                Limit::TopP(p)
-            }
-            (None, None) => return Stage::Draw,
-        };
-        Stage::Select(Selection::new(limit, self.max))
-    }
-}
 
 /// What the passes over one leaf of one row found.
 #[derive(Debug)]
@@ -207,13 +77,8 @@ impl Sampler {
     /// # Panics
     /// If the shape breaks its own rules.
     pub fn new(shape: SamplerShape) -> Self {
-        let SamplerShape { vocab_size, padded_vocab, tensor_parallel, rank, max_rows } = shape;
-        assert!(
-            tensor_parallel.is_power_of_two() && tensor_parallel <= MAX_LEAVES && rank < tensor_parallel,
-            "{shape:?}"
-        );
-        assert!(padded_vocab % MAX_LEAVES == 0 && vocab_size > 0 && vocab_size <= padded_vocab, "{shape:?}");
-        assert!(padded_vocab < 1 << 22, "weights of {padded_vocab} tokens could overflow their sum");
+        shape.check();
+        let SamplerShape { padded_vocab, tensor_parallel, max_rows, .. } = shape;
         let empty = Sampled { token: 0, logprob: None, top: Vec::new() };
         let result = || Sampled { top: Vec::with_capacity(MAX_TOP_LOGPROBS), ..empty.clone() };
         Self {
@@ -256,6 +121,8 @@ impl Sampler {
         let shape = self.shape;
         assert!(rows.len() <= shape.max_rows, "{} rows for a sampler of {}", rows.len(), shape.max_rows);
         assert_eq!(logits.len(), rows.len() * shape.local_vocab(), "logits of {} rows", rows.len());
+        let most = rows.iter().filter_map(|row| row.logprobs).max();
+        assert!(most <= Some(MAX_TOP_LOGPROBS as u32), "{most:?} logprobs asked for, {MAX_TOP_LOGPROBS} is the most");
         self.states.clear();
         self.states.extend(rows.iter().map(|row| RowState::new(row, shape.vocab_size)));
         self.scan_raw(rows, logits, parallel);
@@ -293,7 +160,6 @@ impl Sampler {
         let (shape, leaves) = (&self.shape, self.shape.leaves());
         parallel.for_each(rows.len() * leaves, &|unit| {
             let Some(top) = rows[unit / leaves].logprobs else { return };
-            assert!(top as usize <= MAX_TOP_LOGPROBS, "{top} logprobs asked for, {MAX_TOP_LOGPROBS} is the most");
             let leaf = shape.leaf(unit / leaves, unit % leaves, logits, 1.0);
             let mut found = lock(&self.found[unit]);
             found.log_sum = LogSum::of(leaf.logits);
@@ -468,34 +334,6 @@ impl Sampler {
         self.states[row].raw = raw;
         self.states[row].stage = Stage::Done;
     }
-}
-
-/// The filters after top_k, and the draw, over the tokens that top_k keeps: `candidates`, best first, at least one.
-fn draw_listed(state: &RowState, candidates: &[(Entry, f32)]) -> (Entry, f32) {
-    let top = candidates[0];
-    let max = top.0.value;
-    let mut kept = candidates.len();
-    if let Some(min_p) = state.min_p {
-        let threshold = min_p_threshold(min_p, max);
-        kept = candidates.partition_point(|(entry, _)| entry.value >= threshold);
-    }
-    if let Some(top_p) = state.top_p {
-        let weights = || candidates[..kept].iter().map(|(entry, _)| weight(entry.value, max));
-        let mut missing = mass_of(top_p, weights().sum());
-        let reached = weights().position(|weight| {
-            missing = missing.saturating_sub(weight);
-            missing == 0
-        });
-        kept = reached.map_or(kept, |last| last + 1);
-    }
-    if !max.is_finite() {
-        return top;
-    }
-    let with_noise = |&(entry, raw): &(Entry, f32)| {
-        (Entry { value: entry.value + state.noise.gumbel(entry.token), token: entry.token }, raw)
-    };
-    let better = |a: (Entry, f32), b: (Entry, f32)| if b.0.beats(&a.0) { b } else { a };
-    candidates[..kept].iter().map(with_noise).fold((Entry::NONE, f32::NEG_INFINITY), better)
 }
 
 /// A unit's record. One that a panic left half written is written anew before it is read.

@@ -8,6 +8,7 @@
 
 use super::draw::{Cut, Leaf, any, scaled};
 use super::logprobs::share;
+use super::noise::GROUP;
 
 /// Digits of a key.
 pub(super) const DIGITS: u32 = 4;
@@ -61,16 +62,24 @@ impl Selection {
         let shift = 24 - 8 * self.digit;
         // A shift by all 32 bits would be none: the first digit has no digits before it, and all of none match.
         let prefix_of = |key: u32| if self.digit == 0 { self.prefix } else { key >> (shift + 8) };
+        // What is not kept is NaN.
+        let counts = |value: f32| !value.is_nan() & (prefix_of(key_of(value)) == self.prefix);
+        let (mut values, mut shares) = ([0.0; GROUP], [0.0; GROUP]);
         for group in leaf.groups() {
-            let values = leaf.group(group, cut);
-            // What is not kept is NaN.
-            let counts = |value: f32| !value.is_nan() & (prefix_of(key_of(value)) == self.prefix);
+            leaf.group(group, cut, &mut values);
             if !any(&values, |_, value| counts(value)) {
                 continue;
             }
-            for value in values.into_iter().filter(|value| counts(*value)) {
+            if let Limit::TopP(_) = self.limit {
+                // All of them, though few may count: this loop vectorises.
+                for (share_of, &value) in shares.iter_mut().zip(&values) {
+                    *share_of = share(value, self.max);
+                }
+            }
+            for (&value, &share) in values.iter().zip(&shares).filter(|(value, _)| counts(**value)) {
+                let amount = if let Limit::TopP(_) = self.limit { weight_of(share) } else { 1 };
                 let bin = &mut bins[(key_of(value) >> shift) as usize % BINS];
-                *bin = bin.wrapping_add(self.amount(value));
+                *bin = bin.wrapping_add(amount);
             }
         }
     }
@@ -116,9 +125,14 @@ impl Selection {
 }
 
 /// `e^(value - max)` as a multiple of 2^-40, rounded down.
-#[inline(always)]
 pub(super) fn weight(value: f32, max: f32) -> u64 {
-    (share(value, max) * UNIT_WEIGHT) as u64
+    weight_of(share(value, max))
+}
+
+/// A share of the most likely token's probability as an integer. (By way of a signed one, to which processors convert.)
+#[inline(always)]
+fn weight_of(share: f32) -> u64 {
+    (share * UNIT_WEIGHT) as i64 as u64
 }
 
 /// The smallest weight that is a share of at least `p` of `total`; at least 1, at most `total`.

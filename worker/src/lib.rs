@@ -14,6 +14,7 @@ use tokio::net::UnixListener;
 pub mod batch;
 pub mod control;
 pub mod convert;
+pub mod cpu;
 pub mod decoder;
 pub mod model;
 pub mod plan;

@@ -1,0 +1,256 @@
+//! From a load request to a rank that is ready to run.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rustix::thread::{CpuSet, sched_getaffinity};
+
+use super::attention::MAX_HEAD_DIM;
+use super::fabric::{Fabric, Shape};
+use super::isa::Isa;
+use super::looped_decoder::{AGREEMENT_WORDS, LoopedDecoder};
+use super::memory::OutOfMemory;
+use super::phases::{Activations, Shard};
+use super::rope::Rope;
+use super::team::{Placement, Team, TeamError};
+use super::weights::{RandomSource, Source, Weights};
+use crate::batch::{Batch, Limits};
+use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::model::{Checkpoint, ModelConfig};
+use crate::plan::{KvLayout, ModelPlan, RankPlan};
+use crate::sampling::{Sampler, SamplerShape};
+
+/// How often a load tells its progress, in bytes.
+const PROGRESS_BYTES: u64 = 64 << 20;
+
+/// What a load request leaves open.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Instruction set; `None`: the best one, or what [`super::ISA_VARIABLE`] names.
+    pub isa: Option<Isa>,
+    /// Leave threads where the kernel puts them, even if there is a core for each.
+    pub unpinned: bool,
+    /// Weights of this shape and seed in place of a checkpoint's; `model_dir` is not looked at.
+    pub random: Option<RandomSource>,
+}
+
+/// A loaded rank on a CPU socket.
+pub struct CpuDecoder {
+    pub(super) decoder: LoopedDecoder,
+    loaded: Loaded,
+}
+
+/// Loads a rank from a checkpoint.
+///
+/// # Errors
+/// The model is refused, or does not fit.
+pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<CpuDecoder, LoadError> {
+    load_with(request, &Options::default(), progress)
+}
+
+/// Loads a rank, with options.
+///
+/// # Errors
+/// The model is refused, or does not fit.
+pub fn load_with(
+    request: &LoadRequest,
+    options: &Options,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<CpuDecoder, LoadError> {
+    let mut tell = |phase, bytes_done, bytes_total| progress(Progress { phase, bytes_done, bytes_total });
+    tell(Phase::ReadingConfig, 0, 0);
+    let isa = match options.isa {
+        Some(isa) => isa.checked(),
+        None => Isa::choose(),
+    };
+    let isa = isa.map_err(|error| LoadError::Request(error.to_string()))?;
+    let (config, checkpoint) = match &options.random {
+        Some(random) => (random.config.clone(), None),
+        None => {
+            let config = ModelConfig::from_dir(&request.model_dir)?;
+            let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
+            (config, Some(checkpoint))
+        }
+    };
+    if config.head_dim > MAX_HEAD_DIM {
+        let refusal = format!(
+            "config.json: head_dim {} is over {MAX_HEAD_DIM}, the most the CPU decoder computes",
+            config.head_dim
+        );
+        return Err(LoadError::Request(refusal));
+    }
+    let max_context = config.context(request.max_context)?;
+    let plan = ModelPlan::new(&config, request.tensor_parallel)?;
+    if request.rank >= plan.tensor_parallel || request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
+        return Err(LoadError::Request(format!(
+            "rank {} of {}, {} slots and {} batch tokens do not fit together",
+            request.rank, plan.tensor_parallel, request.max_slots, request.max_batch_tokens
+        )));
+    }
+    let rank = plan.rank(request.rank);
+    let kv = kv_layout(&plan, &rank, request, max_context)?;
+    let (placement, crowded, placed) = placement(request, options.unpinned);
+    let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
+        TeamError::Size(_) => LoadError::Request(error.to_string()),
+        TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
+    })?;
+
+    let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    notes.push(format!("{isa}, {} threads, {placed}", request.threads));
+    let total = crate::plan::stream::packed_bytes(&plan, &rank) as u64;
+    let mut told = 0;
+    let source: &dyn Source = match (&checkpoint, &options.random) {
+        (Some(checkpoint), _) => checkpoint,
+        (None, Some(random)) => random,
+        (None, None) => unreachable!("without random weights there is a checkpoint"),
+    };
+    let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
+        if bytes >= told + PROGRESS_BYTES {
+            told = bytes;
+            tell(Phase::PackingWeights, bytes, total);
+        }
+    })?;
+    tell(Phase::PackingWeights, total, total);
+
+    tell(Phase::Allocating, 0, 0);
+    let shape = SamplerShape {
+        vocab_size: config.vocab_size,
+        padded_vocab: plan.padded_vocab,
+        tensor_parallel: plan.tensor_parallel,
+        rank: rank.rank,
+        max_rows: request.max_slots,
+    };
+    let sampler = Sampler::new(shape);
+    let bit_domain = plan.bit_domain("cpu", isa.name());
+    let fabric_shape = Shape {
+        ranks: plan.tensor_parallel,
+        width: config.hidden_size,
+        max_rows: request.max_batch_tokens,
+        max_words: sampler.max_words() + AGREEMENT_WORDS,
+        domain: domain_word(&bit_domain),
+    };
+    let fabric = Fabric::new(fabric_shape, rank.rank, request.wait_limit, crowded)
+        .map_err(|error| LoadError::System { what: "exchange memory", source: std::io::Error::other(error) })?;
+    let loaded = Loaded {
+        architecture: config.architecture.name().to_owned(),
+        vocab_size: config.vocab_size,
+        max_context,
+        num_layers: config.num_layers,
+        hidden_size: config.hidden_size,
+        kv_pages: kv.pages,
+        weight_bytes: weights.bytes(),
+        kv_bytes: (kv.pages * kv.page_bytes()) as u64,
+        bit_domain,
+        notes,
+    };
+    let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
+    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, &team)?;
+    let batch = Batch::new(Limits {
+        max_slots: request.max_slots,
+        max_batch_tokens: request.max_batch_tokens,
+        kv_pages: kv.pages,
+        max_context,
+        vocab_size: config.vocab_size,
+    });
+    let decoder = LoopedDecoder {
+        message: Vec::with_capacity(fabric_shape.max_words),
+        shard,
+        team,
+        fabric,
+        x,
+        batch,
+        sampler,
+        steps: 0,
+        #[cfg(test)]
+        tap: None,
+    };
+    Ok(CpuDecoder { decoder, loaded })
+}
+
+impl CpuDecoder {
+    /// Bytes of weights that stream through this rank in one decode step.
+    pub fn stream_bytes(&self) -> u64 {
+        self.decoder.shard.weights.stream_bytes()
+    }
+}
+
+impl Decoder for CpuDecoder {
+    fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    fn fabric_handle(&self) -> String {
+        self.decoder.fabric.handle().to_owned()
+    }
+
+    fn join(&mut self, fabric_handles: &[String]) -> Result<(), Fault> {
+        self.decoder.fabric.join(fabric_handles)
+    }
+
+    fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
+        let rank = self.decoder.shard.rank.rank;
+        let decoder = self.decoder;
+        catch_unwind(AssertUnwindSafe(|| decoder.run(plans, &outcomes))).unwrap_or_else(|panic| {
+            let text =
+                panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(Fault::Broken { rank, problem: text.unwrap_or("a panic without a message").to_owned() })
+        })
+    }
+}
+
+impl From<OutOfMemory> for LoadError {
+    fn from(error: OutOfMemory) -> Self {
+        LoadError::TooLarge {
+            what: error.what,
+            needed: error.bytes as u64,
+            available: format!("the system refuses them ({})", error.source),
+        }
+    }
+}
+
+/// KV pages as asked for, or as many as the slots need within the byte limit.
+fn kv_layout(
+    plan: &ModelPlan,
+    rank: &RankPlan,
+    request: &LoadRequest,
+    max_context: usize,
+) -> Result<KvLayout, LoadError> {
+    let page_bytes = KvLayout::new(plan, rank, 1).page_bytes() as u64;
+    let needed = KvLayout::pages_for(max_context).saturating_mul(request.max_slots);
+    let pages = match request.kv_pages {
+        0 => needed.min(usize::try_from(request.kv_bytes_limit / page_bytes).unwrap_or(usize::MAX)),
+        pages => pages,
+    };
+    if pages == 0 {
+        let available = format!("the limit of the KV cache is {} bytes", request.kv_bytes_limit);
+        return Err(LoadError::TooLarge { what: "KV pages", needed: page_bytes, available });
+    }
+    if u32::try_from(pages).is_err() {
+        return Err(LoadError::Request(format!("{pages} KV pages are more than page numbers can name")));
+    }
+    Ok(KvLayout::new(plan, rank, pages))
+}
+
+/// Where the team runs: a core for each thread of the group on this machine, if there are as many.
+fn placement(request: &LoadRequest, unpinned: bool) -> (Placement, bool, String) {
+    let group = request.tensor_parallel * request.threads;
+    let cores: Vec<usize> = match sched_getaffinity(None) {
+        Ok(set) => (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect(),
+        Err(_) => Vec::new(),
+    };
+    let crowded = cores.len() < group;
+    if crowded {
+        let placed = format!("not pinned: {} cores for the group's {group} threads", cores.len());
+        return (Placement::Floating, true, placed);
+    }
+    if unpinned {
+        return (Placement::Floating, false, "not pinned: asked not to".to_owned());
+    }
+    let own = cores[request.rank * request.threads..][..request.threads].to_vec();
+    let placed = format!("pinned to cores {own:?}");
+    (Placement::Pinned(own), false, placed)
+}
+
+/// The bit domain in one word, for the header of the exchange memory (FNV-1a).
+fn domain_word(domain: &str) -> u32 {
+    domain.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}

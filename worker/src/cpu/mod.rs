@@ -1,0 +1,30 @@
+//! The looped decoder on a CPU socket: a team of threads that streams packed weights, and a fabric of shared memory to the
+//! other ranks.
+//!
+//! [`load`] packs the shard and takes all memory; [`CpuDecoder`] then runs plans. The loop is [`looped_decoder`]; the
+//! arithmetic is in [`product`], [`attention`], [`norm`] and [`rope`], the machinery in [`team`] and [`fabric`].
+
+mod ahead;
+mod attention;
+mod fabric;
+mod isa;
+mod lanes;
+mod load;
+mod looped_decoder;
+mod memory;
+mod norm;
+mod phases;
+mod product;
+mod rope;
+mod shm;
+mod team;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tolerance;
+mod wait;
+mod weights;
+
+pub use isa::{ISA_VARIABLE, Isa, IsaError};
+pub use load::{CpuDecoder, Options, load, load_with};
+pub use weights::{RandomSource, Source};

@@ -1,0 +1,342 @@
+//! `y = W x` over packed tiles: the kernel that weights stream through, and that scores a page of keys.
+//!
+//! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32 accumulator;
+//! leaves combine as the binary tree of [`crate::plan::tree`]. How many tiles and columns run interleaved changes only
+//! what happens between two operations of one accumulator, never their order: bits do not depend on it.
+#![allow(unsafe_code)]
+
+use super::isa::Isa;
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{Avx2, Avx512Bf16};
+use super::lanes::{LANES, LINE, Lanes, Portable};
+use crate::plan::MAX_LEAVES;
+
+/// Most columns of one call: a line of weights is loaded once for all of them.
+pub const MAX_COLUMNS: usize = 8;
+/// Accumulators in flight: at most this many (tile, column) pairs run interleaved. Half of the 32 registers, which hides
+/// the latency of a dot product and leaves room for lines and pairs.
+const MAX_BLOCK: usize = 16;
+/// How far ahead of the line in use a tile's lines are asked for, in elements: 2 KiB covers memory's latency at the rate
+/// at which one thread streams.
+const PREFETCH: usize = 1024;
+/// Sums a tree of [`MAX_LEAVES`] leaves has open at one time, the finished root included.
+const TREE_DEPTH: usize = MAX_LEAVES.ilog2() as usize + 1;
+
+/// Row tiles in lines of `[16 rows][2 k]` bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct Panel<'a> {
+    /// The line of (tile, pair of k) starts at `tile * tile_stride + pair * pair_stride`.
+    pub data: &'a [u16],
+    /// Row tiles.
+    pub tiles: usize,
+    /// Elements from a tile to the next.
+    pub tile_stride: usize,
+    /// Elements from a pair of k to the next.
+    pub pair_stride: usize,
+    /// Leaves of K; a power of two up to [`MAX_LEAVES`].
+    pub leaves: usize,
+    /// Pairs of k of a leaf.
+    pub leaf_pairs: usize,
+}
+
+/// Activations: up to [`MAX_COLUMNS`] vectors of `2 * leaves * leaf_pairs` bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct Columns<'a> {
+    /// Column c starts at `c * stride`.
+    pub data: &'a [u16],
+    /// Elements from a column to the next.
+    pub stride: usize,
+    /// Columns, 1 to [`MAX_COLUMNS`].
+    pub count: usize,
+}
+
+impl<'a> Panel<'a> {
+    /// Tiles `[first, first + tiles)` of this panel.
+    pub fn tiles(&self, first: usize, tiles: usize) -> Self {
+        Self { data: &self.data[first * self.tile_stride..], tiles, ..*self }
+    }
+
+    fn pairs(&self) -> usize {
+        self.leaves * self.leaf_pairs
+    }
+
+    fn check(&self, x: &Columns<'_>, out: &[f32]) {
+        assert!(self.leaves.is_power_of_two() && self.leaves <= MAX_LEAVES, "{} leaves", self.leaves);
+        assert!(self.tiles > 0 && self.pairs() > 0, "an empty panel");
+        assert!((1..=MAX_COLUMNS).contains(&x.count), "{} columns", x.count);
+        let line_end = (self.tiles - 1) * self.tile_stride + (self.pairs() - 1) * self.pair_stride + LINE;
+        assert!(line_end <= self.data.len(), "a panel of {} elements ends at {line_end}", self.data.len());
+        let column_end = (x.count - 1) * x.stride + 2 * self.pairs();
+        assert!(column_end <= x.data.len(), "columns of {} elements end at {column_end}", x.data.len());
+        assert!(x.count * self.tiles * LANES <= out.len(), "{} outputs", out.len());
+    }
+}
+
+/// Writes `out[column][row]` for all rows of the panel: `[columns][tiles * 16]` fp32.
+///
+/// # Panics
+/// If a length does not fit, or this processor lacks `isa`.
+pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
+    panel.check(&x, out);
+    debug_assert!(isa.available());
+    match isa {
+        // SAFETY: lengths were checked above, and an `Isa` other than Portable exists only where it is available.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => unsafe { product_avx512(&panel, &x, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { product_avx2(&panel, &x, out) },
+        // SAFETY: as above; plain Rust runs anywhere.
+        _ => unsafe { product_inlined::<Portable>(&panel, &x, out) },
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn product_avx512(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's.
+    unsafe { product_inlined::<Avx512Bf16>(panel, x, out) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's.
+    unsafe { product_inlined::<Avx2>(panel, x, out) }
+}
+
+/// Walks the tiles in order, as many at a time as the columns leave accumulators for.
+///
+/// # Safety
+/// [`Panel::check`] passed, and the processor has the set `L`.
+#[inline(always)]
+pub(super) unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+    let columns = x.count.next_power_of_two();
+    let mut tile = 0;
+    while tile < panel.tiles {
+        let left = panel.tiles - tile;
+        let most = (MAX_BLOCK / columns).min(4);
+        let tiles = if left >= most { most } else { 1 << left.ilog2() };
+        // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
+        unsafe {
+            match (tiles, columns) {
+                (4, 1) => block::<L, 4, 1>(panel, x, tile, out),
+                (4, 2) => block::<L, 4, 2>(panel, x, tile, out),
+                (4, 4) => block::<L, 4, 4>(panel, x, tile, out),
+                (2, 1) => block::<L, 2, 1>(panel, x, tile, out),
+                (2, 2) => block::<L, 2, 2>(panel, x, tile, out),
+                (2, 4) => block::<L, 2, 4>(panel, x, tile, out),
+                (2, 8) => block::<L, 2, 8>(panel, x, tile, out),
+                (1, 1) => block::<L, 1, 1>(panel, x, tile, out),
+                (1, 2) => block::<L, 1, 2>(panel, x, tile, out),
+                (1, 4) => block::<L, 1, 4>(panel, x, tile, out),
+                (1, 8) => block::<L, 1, 8>(panel, x, tile, out),
+                other => unreachable!("no kernel for (tiles, columns) {other:?}"),
+            }
+        }
+        tile += tiles;
+    }
+}
+
+/// `T` tiles from `first_tile` by `C` columns. Columns past `x.count` repeat the last one and are not written.
+///
+/// # Safety
+/// [`Panel::check`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
+#[inline(always)]
+unsafe fn block<L: Lanes, const T: usize, const C: usize>(
+    panel: &Panel<'_>,
+    x: &Columns<'_>,
+    first_tile: usize,
+    out: &mut [f32],
+) {
+    // SAFETY: every line and pair read lies in the ranges `check` asserted: tiles under `panel.tiles`, pairs under
+    // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are unaligned.
+    unsafe {
+        let mut lines: [*const u16; T] =
+            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_stride));
+        let mut pairs: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.stride));
+        // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
+        let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
+        for leaf in 0..panel.leaves {
+            let mut acc = [[L::zero(); C]; T];
+            for _ in 0..panel.leaf_pairs {
+                let mut line = [L::line(lines[0]); T];
+                for t in 0..T {
+                    line[t] = L::line(lines[t]);
+                    L::prefetch(lines[t].wrapping_add(PREFETCH));
+                    lines[t] = lines[t].wrapping_add(panel.pair_stride);
+                }
+                for c in 0..C {
+                    let pair = L::pair(pairs[c]);
+                    pairs[c] = pairs[c].wrapping_add(2);
+                    for t in 0..T {
+                        acc[t][c] = L::dot(acc[t][c], line[t], pair);
+                    }
+                }
+            }
+            let mut level = 0;
+            while (leaf >> level) & 1 == 1 {
+                for t in 0..T {
+                    for c in 0..C {
+                        acc[t][c] = L::add(open[level][t][c], acc[t][c]);
+                    }
+                }
+                level += 1;
+            }
+            open[level] = acc;
+        }
+        let root = &open[panel.leaves.ilog2() as usize];
+        let rows = panel.tiles * LANES;
+        for c in 0..C.min(x.count) {
+            for t in 0..T {
+                L::store(root[t][c], out.as_mut_ptr().add(c * rows + (first_tile + t) * LANES));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::cpu::isa::FlushDenormals;
+
+    /// Uniform in [-1, 1), from a counter.
+    fn noise(seed: u64, i: usize) -> f32 {
+        let mut z = (seed << 32).wrapping_add(i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z >> 40) as f32) / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn random(seed: u64, len: usize) -> Vec<u16> {
+        (0..len).map(|i| bf16::from_f32(noise(seed, i)).to_bits()).collect()
+    }
+
+    fn panel(data: &[u16], tiles: usize, leaves: usize, leaf_pairs: usize) -> Panel<'_> {
+        Panel { data, tiles, tile_stride: leaves * leaf_pairs * LINE, pair_stride: LINE, leaves, leaf_pairs }
+    }
+
+    fn isas() -> Vec<Isa> {
+        [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available()).collect()
+    }
+
+    fn run(isa: Isa, panel: Panel<'_>, x: Columns<'_>) -> Vec<u32> {
+        let mut out = vec![f32::NAN; x.count * panel.tiles * LANES];
+        product(isa, panel, x, &mut out);
+        out.into_iter().map(f32::to_bits).collect()
+    }
+
+    #[test]
+    fn agrees_with_double_precision() {
+        let (tiles, leaves, leaf_pairs) = (7, 4, 24);
+        let k = 2 * leaves * leaf_pairs;
+        let weights = random(1, tiles * k * LANES);
+        let x = random(2, 5 * k);
+        let value = |bits: u16| f64::from(bf16::from_bits(bits).to_f32());
+        for isa in isas() {
+            let columns = Columns { data: &x, stride: k, count: 5 };
+            let out = run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
+            for column in 0..5 {
+                for row in 0..tiles * LANES {
+                    let weight = |i: usize| weights[(row / LANES * k / 2 + i / 2) * LINE + row % LANES * 2 + i % 2];
+                    let terms = (0..k).map(|i| value(weight(i)) * value(x[column * k + i]));
+                    let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                    let got = f64::from(f32::from_bits(out[column * tiles * LANES + row]));
+                    // k roundings of at most 2^-24 of the running sum, which `size` bounds.
+                    assert!((got - sum).abs() <= size * k as f64 * 2f64.powi(-24), "{isa} {row} {column}: {got} {sum}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bits_depend_neither_on_other_columns_nor_on_the_tiles_beside() {
+        let (tiles, leaves, leaf_pairs) = (11, 16, 8);
+        let k = 2 * leaves * leaf_pairs;
+        let weights = random(3, tiles * k * LANES);
+        let mut x = random(4, 8 * k);
+        let whole = panel(&weights, tiles, leaves, leaf_pairs);
+        for isa in isas() {
+            let alone = run(isa, whole.tiles(6, 1), Columns { data: &x[3 * k..], stride: k, count: 1 });
+            for count in 4..=8 {
+                for poison in [false, true] {
+                    if poison {
+                        x[5 * k..].fill(bf16::NAN.to_bits());
+                    }
+                    let all = run(isa, whole, Columns { data: &x, stride: k, count });
+                    assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {count}");
+                }
+                x = random(4, 8 * k);
+            }
+        }
+    }
+
+    #[test]
+    fn portable_and_avx2_agree_in_every_bit() {
+        if !Isa::Avx2.available() {
+            eprintln!("skipped: this processor has no AVX2");
+            return;
+        }
+        let _mode = FlushDenormals::enter();
+        let (tiles, leaves, leaf_pairs) = (5, 8, 40);
+        let k = 2 * leaves * leaf_pairs;
+        let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * k));
+        let bits =
+            |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 3 });
+        assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
+    }
+
+    #[test]
+    fn leaves_sum_as_the_plans_tree() {
+        let (leaves, leaf_pairs) = (16, 3);
+        let k = 2 * leaves * leaf_pairs;
+        let (weights, x) = (random(7, k * LANES), random(8, k));
+        for isa in isas() {
+            let columns = |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], stride: k, count: 1 };
+            let mut sums: Vec<f32> = (0..leaves)
+                .flat_map(|leaf| {
+                    let one = panel(&weights[leaf * leaf_pairs * LINE..], 1, 1, leaf_pairs);
+                    run(isa, one, columns(leaf)).into_iter().map(f32::from_bits)
+                })
+                .collect();
+            let whole = run(isa, panel(&weights, 1, leaves, leaf_pairs), columns(0));
+            crate::plan::tree::tree_sum_rows(&mut sums, LANES);
+            assert_eq!(whole, sums[..LANES].iter().map(|sum| sum.to_bits()).collect::<Vec<_>>(), "{isa}");
+        }
+    }
+
+    #[test]
+    fn strided_lines_give_the_same_bits_as_packed_ones() {
+        // A page of keys: [pairs][4 tiles][16][2].
+        let (tiles, pairs) = (4, 32);
+        let packed = random(9, tiles * pairs * LINE);
+        let mut page = vec![0; packed.len()];
+        for tile in 0..tiles {
+            for pair in 0..pairs {
+                let line = &packed[(tile * pairs + pair) * LINE..][..LINE];
+                page[(pair * tiles + tile) * LINE..][..LINE].copy_from_slice(line);
+            }
+        }
+        let x = random(10, 6 * 2 * pairs);
+        let columns = Columns { data: &x, stride: 2 * pairs, count: 6 };
+        let strided =
+            Panel { data: &page, tiles, tile_stride: LINE, pair_stride: tiles * LINE, leaves: 1, leaf_pairs: pairs };
+        for isa in isas() {
+            assert_eq!(run(isa, strided, columns), run(isa, panel(&packed, tiles, 1, pairs), columns));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "columns of 15 elements end at 16")]
+    fn a_short_column_is_refused() {
+        let weights = random(11, 16 * LANES);
+        product(
+            Isa::Portable,
+            panel(&weights, 1, 1, 8),
+            Columns { data: &[0; 15], stride: 16, count: 1 },
+            &mut [0.0; 16],
+        );
+    }
+}

@@ -1,0 +1,8 @@
+//! The whole decoder: against transformers' logits and greedy tokens, and against itself in every arrangement that must
+//! not change a bit.
+
+mod arrangements;
+mod fixtures;
+mod group;
+
+pub use group::Tap;

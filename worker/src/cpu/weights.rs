@@ -1,0 +1,301 @@
+//! A rank's shard in memory: every product packed in stream order, in one buffer that the decoder walks from end to end.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::lanes::{LANES, LINE};
+use super::memory::{Buffer, Disjoint, OutOfMemory};
+use super::product::Panel;
+use super::team::Team;
+use crate::model::{Checkpoint, LayerTensor, ModelConfig, Tensor};
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{ModelPlan, Product, RankPlan, Tile};
+
+/// Where weights come from.
+pub trait Source: Sync {
+    /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row.
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
+    /// The tensor will not be read again.
+    fn release(&self, tensor: Tensor);
+}
+
+impl Source for Checkpoint {
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
+        if tensor.shape(self.config()).len() == 1 {
+            self.read_vector(tensor, columns, out);
+        } else {
+            Checkpoint::read(self, tensor, rows, columns, out);
+        }
+    }
+
+    fn release(&self, tensor: Tensor) {
+        Checkpoint::release(self, tensor);
+    }
+}
+
+/// Weights that are a function of seed, tensor and place, for benchmarks and tests: uniform, sized so that activations keep
+/// their scale through the layers; norms near 1.
+#[derive(Debug, Clone)]
+pub struct RandomSource {
+    /// Dimensions.
+    pub config: ModelConfig,
+    /// Another seed is another model.
+    pub seed: u64,
+}
+
+impl Source for RandomSource {
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
+        let shape = tensor.shape(&self.config);
+        let (name, size) = match tensor {
+            Tensor::Embedding => (0, 1.0),
+            Tensor::FinalNorm => (1, 0.1),
+            Tensor::LmHead if self.config.tied_embeddings => (0, 1.0),
+            Tensor::LmHead => (2, 1.7 / (self.config.hidden_size as f32).sqrt()),
+            Tensor::Layer(layer, tensor) => {
+                let columns = if shape.len() == 2 { shape[1] as f32 } else { 300.0 };
+                (3 + layer as u64 * 32 + tensor as u64, 1.7 / columns.sqrt())
+            }
+        };
+        let base = if shape.len() == 1 && !is_bias(tensor) { 1.0 } else { 0.0 };
+        let stride = *shape.last().expect("a tensor has dimensions") as u64;
+        let key = (self.seed ^ name.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        let places = rows.flat_map(|row| columns.clone().map(move |column| row as u64 * stride + column as u64));
+        for (out, place) in out.iter_mut().zip(places) {
+            let mut z = (key ^ place).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            *out = bf16::from_f32(base + size * ((z >> 40) as f32 / (1u32 << 23) as f32 - 1.0));
+        }
+    }
+
+    fn release(&self, _tensor: Tensor) {}
+}
+
+fn is_bias(tensor: Tensor) -> bool {
+    use LayerTensor::{KeyBias, QueryBias, ValueBias};
+    matches!(tensor, Tensor::Layer(_, QueryBias | KeyBias | ValueBias))
+}
+
+/// Vectors of a layer that are not streamed; fp32 copies of the bf16 values.
+#[derive(Debug)]
+pub struct LayerVectors {
+    /// `[hidden]`
+    pub input_norm: Vec<f32>,
+    /// `[hidden]`
+    pub mlp_norm: Vec<f32>,
+    /// `[(heads + 2 * kv_heads) * head_dim]` of this rank, where the model has it: q, k, v.
+    pub bias: Option<Vec<f32>>,
+    /// `[head_dim]` each, of q and of k, where the model has it.
+    pub head_norms: Option<[Vec<f32>; 2]>,
+}
+
+/// A rank's weights.
+#[derive(Debug)]
+pub struct Weights {
+    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` bf16 each.
+    stream: Buffer<u16>,
+    spans: Vec<Span>,
+    head: Span,
+    /// By layer.
+    pub layers: Vec<LayerVectors>,
+    /// `[hidden]`
+    pub final_norm: Vec<f32>,
+    /// Rows of the embedding of this rank, `[vocab shard, hidden]`; `None` where the LM head is the embedding.
+    embedding: Option<Buffer<u16>>,
+    vocab: Range<usize>,
+    plan: ModelPlan,
+}
+
+/// Where a product lies in the stream.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    start: usize,
+    tiles: usize,
+    tile_len: usize,
+    leaves: usize,
+    leaf_pairs: usize,
+}
+
+impl Weights {
+    /// Reads and packs the shard of `rank`, on all threads. `progress` is told the bytes packed.
+    ///
+    /// # Errors
+    /// There is not so much memory.
+    pub fn load(
+        source: &dyn Source,
+        plan: &ModelPlan,
+        rank: &RankPlan,
+        team: &Team,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Self, OutOfMemory> {
+        let mut stream_len = 0;
+        let mut span = |product: Product| {
+            let (tiles, tile_len) = (product.tiles(plan, rank), product.tile_len(plan, rank));
+            let leaves = product.leaves(plan, rank).len();
+            let start = stream_len;
+            stream_len += tiles * tile_len;
+            Span { start, tiles, tile_len, leaves, leaf_pairs: product.k(plan).padded / 2 }
+        };
+        let spans: Vec<_> = (0..plan.config.num_layers).flat_map(|_| LAYER_PRODUCTS).map(&mut span).collect();
+        let head = span(Product::LmHead);
+        let mut weights = Self {
+            stream: Buffer::zeroed(stream_len, "the packed weights")?,
+            spans,
+            head,
+            layers: Vec::with_capacity(plan.config.num_layers),
+            final_norm: vector(source, Tensor::FinalNorm, 0..plan.config.hidden_size),
+            embedding: None,
+            vocab: rank.real_vocab(plan),
+            plan: plan.clone(),
+        };
+        for layer in 0..plan.config.num_layers {
+            weights.layers.push(LayerVectors::read(source, plan, rank, layer));
+            for product in LAYER_PRODUCTS {
+                weights.pack(source, rank, layer, product, team);
+            }
+            LayerTensor::of(&plan.config).for_each(|tensor| source.release(Tensor::Layer(layer, tensor)));
+            progress(weights.bytes_up_to(weights.span(layer, Product::Down)));
+        }
+        weights.pack(source, rank, 0, Product::LmHead, team);
+        if !plan.config.tied_embeddings {
+            weights.embedding = Some(weights.read_embedding(source, team)?);
+        }
+        source.release(Tensor::LmHead);
+        source.release(Tensor::Embedding);
+        progress(weights.bytes());
+        Ok(weights)
+    }
+
+    /// The packed weights of a product. `layer` is not looked at for the LM head.
+    pub fn panel(&self, layer: usize, product: Product) -> Panel<'_> {
+        let span = self.span(layer, product);
+        Panel {
+            data: &self.stream[span.start..span.start + span.tiles * span.tile_len],
+            tiles: span.tiles,
+            tile_stride: span.tile_len,
+            pair_stride: LINE,
+            leaves: span.leaves,
+            leaf_pairs: span.leaf_pairs,
+        }
+    }
+
+    /// Whether this rank holds the embedding of a token.
+    pub fn owns_token(&self, token: u32) -> bool {
+        self.vocab.contains(&(token as usize))
+    }
+
+    /// Columns `columns` of the embedding of a token that this rank owns.
+    pub fn embed(&self, token: u32, columns: Range<usize>, out: &mut [f32]) {
+        let row = token as usize - self.vocab.start;
+        let value = |bits: u16| bf16::from_bits(bits).to_f32();
+        match &self.embedding {
+            Some(rows) => {
+                let hidden = self.plan.config.hidden_size;
+                let row = &rows[row * hidden..][columns];
+                out.iter_mut().zip(row).for_each(|(out, bits)| *out = value(*bits));
+            }
+            None => {
+                let tile = &self.panel(0, Product::LmHead).data[row / LANES * self.head.tile_len..];
+                for (out, column) in out.iter_mut().zip(columns) {
+                    let k = self.plan.hidden.padded_column(column);
+                    *out = value(tile[k / 2 * LINE + row % LANES * 2 + k % 2]);
+                }
+            }
+        }
+    }
+
+    /// Bytes of all weights in memory.
+    pub fn bytes(&self) -> u64 {
+        (self.stream.len() + self.embedding.as_ref().map_or(0, |rows| rows.len())) as u64 * 2
+    }
+
+    /// Bytes that stream in one decode step: all layers and the LM head.
+    pub fn stream_bytes(&self) -> u64 {
+        self.stream.len() as u64 * 2
+    }
+
+    fn span(&self, layer: usize, product: Product) -> Span {
+        let place = LAYER_PRODUCTS.iter().position(|p| *p == product);
+        place.map_or(self.head, |place| self.spans[layer * LAYER_PRODUCTS.len() + place])
+    }
+
+    fn bytes_up_to(&self, span: Span) -> u64 {
+        (span.start + span.tiles * span.tile_len) as u64 * 2
+    }
+
+    /// Packs a product, a tile a unit: so its pages are first touched by threads of the team, near their cores.
+    #[allow(unsafe_code)]
+    fn pack(&mut self, source: &dyn Source, rank: &RankPlan, layer: usize, product: Product, team: &Team) {
+        let span = self.span(layer, product);
+        let plan = &self.plan;
+        let stream = Disjoint::new(&mut self.stream);
+        team.for_each(span.tiles, |index| {
+            let tile = product.tile(plan, rank, layer, index);
+            let start = span.start + index * span.tile_len;
+            // SAFETY: each tile is its own range of the stream, and each unit another tile.
+            let out = unsafe { stream.part(start..start + span.tile_len) };
+            pack_tile(source, plan, rank, product, &tile, out);
+        });
+    }
+
+    #[allow(unsafe_code)]
+    fn read_embedding(&self, source: &dyn Source, team: &Team) -> Result<Buffer<u16>, OutOfMemory> {
+        const ROWS: usize = 64;
+        let (hidden, vocab) = (self.plan.config.hidden_size, self.vocab.clone());
+        let mut rows = Buffer::zeroed(vocab.len() * hidden, "the embedding")?;
+        let out = Disjoint::<u16>::new(&mut rows);
+        team.for_each(vocab.len().div_ceil(ROWS), |unit| {
+            let part = unit * ROWS..((unit + 1) * ROWS).min(vocab.len());
+            // SAFETY: each unit has other rows.
+            let out = unsafe { out.part(part.start * hidden..part.end * hidden) };
+            let in_tensor = vocab.start + part.start..vocab.start + part.end;
+            source.read(Tensor::Embedding, in_tensor, 0..hidden, bytemuck::cast_slice_mut(out));
+        });
+        Ok(rows)
+    }
+}
+
+/// Writes a tile as lines of `[16 rows][2 k]`; `out` is zeroed, and stays so where rows or columns are padding.
+fn pack_tile(source: &dyn Source, plan: &ModelPlan, rank: &RankPlan, product: Product, tile: &Tile, out: &mut [u16]) {
+    let (k, leaves) = (product.k(plan), product.leaves(plan, rank));
+    let columns = k.columns(leaves.start).start..k.columns(leaves.end - 1).end;
+    let mut values = vec![bf16::ZERO; tile.rows.len() * columns.len()];
+    source.read(tile.tensor, tile.rows.clone(), columns.clone(), &mut values);
+    for (lane, row) in values.chunks_exact(columns.len()).enumerate() {
+        for (column, value) in row.iter().enumerate() {
+            let k = k.padded_column(column);
+            out[k / 2 * LINE + lane * 2 + k % 2] = value.to_bits();
+        }
+    }
+}
+
+impl LayerVectors {
+    fn read(source: &dyn Source, plan: &ModelPlan, rank: &RankPlan, layer: usize) -> Self {
+        let c = &plan.config;
+        let read = |tensor, range| vector(source, Tensor::Layer(layer, tensor), range);
+        let heads = rank.heads.start * c.head_dim..rank.heads.end * c.head_dim;
+        let kv_heads = rank.kv_heads.start * c.head_dim..rank.kv_heads.end * c.head_dim;
+        let bias = || {
+            let parts = [
+                (LayerTensor::QueryBias, heads),
+                (LayerTensor::KeyBias, kv_heads.clone()),
+                (LayerTensor::ValueBias, kv_heads),
+            ];
+            parts.into_iter().flat_map(|(tensor, range)| read(tensor, range)).collect()
+        };
+        Self {
+            input_norm: read(LayerTensor::InputNorm, 0..c.hidden_size),
+            mlp_norm: read(LayerTensor::MlpNorm, 0..c.hidden_size),
+            bias: c.qkv_bias.then(bias),
+            head_norms: c
+                .qk_norm
+                .then(|| [LayerTensor::QueryNorm, LayerTensor::KeyNorm].map(|norm| read(norm, 0..c.head_dim))),
+        }
+    }
+}
+
+fn vector(source: &dyn Source, tensor: Tensor, range: Range<usize>) -> Vec<f32> {
+    let mut values = vec![bf16::ZERO; range.len()];
+    source.read(tensor, 0..1, range, &mut values);
+    values.into_iter().map(bf16::to_f32).collect()
+}

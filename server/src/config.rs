@@ -205,7 +205,6 @@ impl ServeArgs {
             return value("--served-model-name", &model_id, "1 to 256 printable characters");
         }
         Ok(Config {
-            model_dir,
             host: self.host,
             port: self.port,
             serve: ServeOptions {

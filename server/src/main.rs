@@ -1,3 +1,204 @@
-//! The one binary.
+//! The one binary: `serve`, `worker` and `loadtest`. Only this file names the other crates.
 
-fn main() {}
+use std::{
+    env,
+    ffi::OsString,
+    io::{self, IsTerminal, Write},
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+};
+
+use anyhow::Context;
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use looplane_loadtest::LoadtestArgs;
+use looplane_server::{
+    config::{Config, ServeArgs, file_arguments},
+    engine::{EngineHandle, EngineState},
+    group::{self, ProcessLauncher},
+    http,
+    serve::{StopSignal, base_url, serve},
+    text::Text,
+};
+use looplane_worker::{
+    WorkerArgs, cpu,
+    decoder::{Decoder, Load},
+};
+use tokio::{
+    net::TcpListener,
+    runtime::Runtime,
+    signal::unix::{Signal, SignalKind, signal},
+};
+use tracing_subscriber::EnvFilter;
+
+/// Exit code where the options cannot work, as clap has it.
+const EXIT_USAGE: u8 = 2;
+/// Threads for work that would hold up the async ones, such as tokenising long prompts.
+const MAX_BLOCKING_THREADS: usize = 16;
+
+/// Serves large language models over tensor-parallel workers.
+#[derive(Debug, Parser)]
+#[command(name = "looplane", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve a model over HTTP (OpenAI-style) and gRPC
+    Serve(Box<ServeArgs>),
+    /// One worker of a model; `serve` starts these itself
+    #[command(hide = true)]
+    Worker(WorkerArgs),
+    /// Measure a server under load
+    Loadtest(Box<LoadtestArgs>),
+}
+
+fn main() -> ExitCode {
+    let cli = match parse() {
+        Ok(cli) => cli,
+        Err(error) => return report(&error, EXIT_USAGE),
+    };
+    start_log(matches!(cli.command, Command::Worker(_)));
+    match cli.command {
+        Command::Serve(args) => match args.check() {
+            Ok(config) => finish(runtime().and_then(|runtime| runtime.block_on(run_server(config)))),
+            Err(error) => report(&error.into(), EXIT_USAGE),
+        },
+        Command::Worker(args) => looplane_worker::run(&args, loader()),
+        Command::Loadtest(args) => {
+            finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
+        }
+    }
+}
+
+/// The command line, with the options of `serve --config` before those typed, which win.
+fn parse() -> anyhow::Result<Cli> {
+    let mut words: Vec<OsString> = env::args_os().collect();
+    let matches = Cli::command().get_matches_from(&words);
+    let serve = matches.subcommand_matches("serve");
+    if let Some(path) = serve.and_then(|serve| serve.get_one::<PathBuf>("config")) {
+        let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), path)?;
+        let after_subcommand = 2;
+        words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
+    }
+    Ok(Cli::from_arg_matches(&Cli::command().get_matches_from(words)).unwrap_or_else(|error| error.exit()))
+}
+
+/// Loads a worker's shard for the CPU, the one backend of this build.
+fn loader() -> Arc<Load> {
+    Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?) as Box<dyn Decoder>))
+}
+
+/// Logs go to standard error: standard output is for what the user asked for.
+fn start_log(in_worker: bool) {
+    let filter = EnvFilter::try_from_env("LOOPLANE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    match in_worker {
+        // The server passes these lines on, with the time and the rank.
+        true => log.without_time().with_ansi(false).init(),
+        false => log.with_ansi(io::stderr().is_terminal()).init(),
+    }
+}
+
+fn runtime() -> anyhow::Result<Runtime> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder.enable_all().max_blocking_threads(MAX_BLOCKING_THREADS).build().context("cannot start the async runtime")
+}
+
+fn finish(result: anyhow::Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => report(&error, 1),
+    }
+}
+
+fn report(error: &anyhow::Error, code: u8) -> ExitCode {
+    // Standard error may be closed, and there is nowhere else to say it.
+    let _ = writeln!(io::stderr(), "looplane: {error:#}");
+    ExitCode::from(code)
+}
+
+async fn run_server(config: Config) -> anyhow::Result<()> {
+    let signals = Signals { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? };
+    let text = Arc::new(Text::load(&config.group.model_dir)?);
+    let address = (config.host.as_str(), config.port);
+    let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
+    let url = base_url(listener.local_addr()?);
+    let group = &config.group;
+    say(&format!(
+        "Looplane {}: loading {} into {} worker processes, {} compute threads each",
+        env!("CARGO_PKG_VERSION"),
+        group.model_dir.display(),
+        group.tensor_parallel,
+        group.threads,
+    ));
+
+    let launcher = ProcessLauncher { binary: env::current_exe().context("cannot find this binary")?, env: Vec::new() };
+    let (engine, group) = group::spawn(config.group.clone(), Arc::new(launcher))?;
+    let stop = StopSignal::default();
+    tokio::spawn(follow_signals(signals, stop.clone()));
+    tokio::spawn(announce(engine.clone(), config.clone(), url));
+    let served = serve(listener, engine, text, config.serve, stop.clone()).await;
+    tokio::select! {
+        biased;
+        // A second signal drops the group, which kills the workers.
+        () = stop.now.cancelled() => {}
+        () = group.shutdown() => {}
+    }
+    served.context("serving ended")
+}
+
+fn cannot_listen(config: &Config) -> String {
+    format!("cannot listen on {}:{} (--host, --port)", config.host, config.port)
+}
+
+/// Says what was loaded and how to use it, once it can be used.
+async fn announce(engine: EngineHandle, config: Config, url: String) {
+    let mut state = engine.watch_state();
+    if state.wait_for(|state| *state == EngineState::Ready).await.is_err() {
+        return;
+    }
+    let Some(model) = engine.model() else { return };
+    let id = &config.serve.model_id;
+    say(&format!(
+        "Serving   {id}: {}, vocabulary {}, context {}, tensor parallelism {}, bits {}\n\
+         Listening {url} (HTTP and gRPC)\n\
+         Try       {}",
+        model.architecture,
+        model.vocab_size,
+        model.max_context,
+        model.tensor_parallel,
+        model.bit_domain,
+        http::example(&url, id),
+    ));
+}
+
+/// A line for the user. A standard output that was closed takes nothing away from serving.
+fn say(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
+
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}
+
+/// The first signal drains, the second ends at once.
+async fn follow_signals(mut signals: Signals, stop: StopSignal) {
+    signals.next().await;
+    tracing::info!("stopping: running requests may end; a second signal ends them at once");
+    stop.drain.cancel();
+    signals.next().await;
+    stop.now.cancel();
+}

@@ -8,6 +8,7 @@ use hyper_util::{
     server::conn::auto::Builder,
     service::TowerToHyperService,
 };
+use rustix::net::sockopt;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
@@ -29,6 +30,12 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_STREAMS: u32 = 256;
 /// An idle HTTP/2 connection is asked after so long whether it still lives.
 const HTTP2_PING: Duration = Duration::from_secs(30);
+/// A client that takes no bytes, or does not acknowledge them, for so long is gone, and its requests are cancelled.
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
+/// A silent client's machine is asked after so long whether it still lives, so often at most, and so far apart.
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+const PROBES: u32 = 3;
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// At the end, connections have so long to send what is written.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, such as one for want of file descriptors.
@@ -192,8 +199,8 @@ impl Connections {
 
 /// One connection, to its end. Its errors are the client's: gone, or not speaking HTTP.
 async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
-    // A token is one small write, and must not wait for the next.
-    if stream.set_nodelay(true).is_err() {
+    if let Err(error) = tune(&stream) {
+        tracing::debug!(%error, "a connection ended before its first byte");
         return;
     }
     tokio::select! {
@@ -218,4 +225,14 @@ async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
     if let Err(error) = result {
         tracing::debug!(%error, "a connection ended early");
     }
+}
+
+fn tune(stream: &TcpStream) -> std::io::Result<()> {
+    // A token is one small write, and must not wait for the next.
+    stream.set_nodelay(true)?;
+    sockopt::set_tcp_user_timeout(stream, SEND_TIMEOUT.as_millis() as u32)?;
+    sockopt::set_tcp_keepidle(stream, PROBE_AFTER)?;
+    sockopt::set_tcp_keepcnt(stream, PROBES)?;
+    sockopt::set_tcp_keepintvl(stream, PROBE_INTERVAL)?;
+    Ok(sockopt::set_socket_keepalive(stream, true)?)
 }

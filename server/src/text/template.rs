@@ -61,7 +61,7 @@ impl ChatTemplate {
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
-        environment.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| format!("{error:#}"))?;
+        environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
         Ok(Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() })
     }
 
@@ -87,30 +87,47 @@ impl ChatTemplate {
     }
 }
 
-/// `{% generation %}` only marks the assistant's text for training: here it is a block that is always taken, which keeps
-/// the whitespace control of its tags.
-fn without_generation_tags(source: &str) -> String {
+/// What Python's jinja2 understands and minijinja does not, in its words. `{% generation %}` only marks the assistant's text
+/// for training: here it is a block that is always taken, which keeps the whitespace control of its tags. A backslash at
+/// the end of a line inside a string joins it with the next.
+fn translate(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at + 2);
+    while let Some(at) = rest.find("{%").into_iter().chain(rest.find("{{")).min() {
+        let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let is_sign = |c: char| matches!(c, '-' | '+');
-        match tag[..end].trim_matches(|c: char| is_sign(c) || c.is_whitespace()) {
+        let (tag, after) = tag.split_at(tag_len(tag));
+        let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
+        match inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace()) {
             name @ ("generation" | "endgeneration") => {
                 let block = if name == "generation" { "if true" } else { "endif" };
-                out.push_str(&tag[..end].replacen(name, block, 1));
+                out.push_str(&tag.replacen(name, block, 1));
             }
-            _ => out.push_str(&tag[..end]),
+            _ => out.push_str(&tag.replace("\\\n", "")),
         }
-        rest = &tag[end..];
+        rest = after;
     }
     out.push_str(rest);
     out
+}
+
+/// Bytes of the tag that `text` starts with; all of it if the tag does not end.
+fn tag_len(text: &str) -> usize {
+    let end = if text.starts_with("{%") { "%}" } else { "}}" };
+    let mut quote = None;
+    let mut escaped = false;
+    for (at, c) in text.char_indices().skip(2) {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if c == '\\' => escaped = true,
+            Some(open) if c == open => quote = None,
+            Some(_) => {}
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if text[at..].starts_with(end) => return at + end.len(),
+            None => {}
+        }
+    }
+    text.len()
 }
 
 fn raise_exception(message: String) -> Result<Value, Error> {
@@ -196,6 +213,7 @@ mod tests {
             ("a {%- generation -%} b {%- endgeneration %} c", "ab c"),
             ("{% generation %}\nb\n{% endgeneration %}\nc", "b\nc"),
             ("{{ messages[0].name is defined }}", "False"),
+            ("a\\\n{{ 'b\\\nc%}' }}{% set x = '}}\\\n' %}d", "a\\\nbc%}d"),
             ("{{ messages[::-1][0].role }}{{ eos_token }}", "user</s>"),
         ] {
             assert_eq!(render(source).unwrap(), prompt, "{source}");

@@ -65,7 +65,10 @@ fn the_ranks_slices_of_every_fixture_make_up_the_whole_at_every_group_size() {
             }
             for (tensor, values) in joined {
                 let expected = whole(&checkpoint, tensor);
-                assert!(values.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {tensor:?} {tp}");
+                assert!(
+                    values.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{name} {tensor:?} {tp}"
+                );
                 checkpoint.release(tensor);
                 assert_eq!(whole(&checkpoint, tensor), expected, "{name} {tensor:?}: after release");
             }
@@ -141,7 +144,10 @@ fn wider_dtypes_are_rounded_to_nearest_even_and_noted_once() {
 fn missing_and_wrong_tensors_are_refused_with_file_tensor_and_numbers() {
     let dir = edited(|name, _, _, _| name != "model.layers.1.mlp.up_proj.weight");
     let error = open(dir.path()).unwrap_err().to_string();
-    assert!(error.ends_with("model.safetensors: tensor model.layers.1.mlp.up_proj.weight [384, 256] is missing"), "{error}");
+    assert!(
+        error.ends_with("model.safetensors: tensor model.layers.1.mlp.up_proj.weight [384, 256] is missing"),
+        "{error}"
+    );
 
     let dir = edited(|name, _, shape, bytes| {
         if name == "lm_head.weight" {
@@ -192,7 +198,10 @@ fn shards_are_found_with_and_without_an_index() {
         open(dir.path()).unwrap_err().to_string()
     };
     let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "model-00009-of-00004.safetensors".into());
-    assert!(error.contains("\"lm_head.weight\" is said to be in \"model-00009-of-00004.safetensors\", but there is no"), "{error}");
+    assert!(
+        error.contains("\"lm_head.weight\" is said to be in \"model-00009-of-00004.safetensors\", but there is no"),
+        "{error}"
+    );
     let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
     assert!(error.contains("is said to be in \"model-00001-of-00004.safetensors\", but is not"), "{error}");
     let error = refused(&|i| i["weight_map"]["lm_head.weight"] = "../../etc/passwd".into());
@@ -248,10 +257,26 @@ fn file_with_header(header: &str, data_bytes: usize) -> Vec<u8> {
 #[test]
 fn lying_headers_are_refused_with_tensor_and_numbers() {
     for (header, data_bytes, says) in [
-        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#, 7, "describes 8 bytes of tensors, but 7 bytes follow"),
-        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#, 9, "describes 8 bytes of tensors, but 9 bytes follow"),
-        (r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[8,16]}}"#, 16, "\"a\" has data_offsets [8, 16], but the tensor before it ends at 0"),
-        (r#"{"a":{"dtype":"BF16","shape":[5],"data_offsets":[0,8]}}"#, 8, "\"a\" BF16 [5] needs 10 bytes, but data_offsets give it 8"),
+        (
+            r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#,
+            7,
+            "describes 8 bytes of tensors, but 7 bytes follow",
+        ),
+        (
+            r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}"#,
+            9,
+            "describes 8 bytes of tensors, but 9 bytes follow",
+        ),
+        (
+            r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[8,16]}}"#,
+            16,
+            "\"a\" has data_offsets [8, 16], but the tensor before it ends at 0",
+        ),
+        (
+            r#"{"a":{"dtype":"BF16","shape":[5],"data_offsets":[0,8]}}"#,
+            8,
+            "\"a\" BF16 [5] needs 10 bytes, but data_offsets give it 8",
+        ),
         (
             r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]},"b":{"dtype":"BF16","shape":[4],"data_offsets":[4,12]}}"#,
             12,

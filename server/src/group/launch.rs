@@ -6,11 +6,14 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
-use tokio::process::Command;
+use tokio::process::{Child, Command};
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -41,7 +44,7 @@ pub trait Launcher: Send + Sync + 'static {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>>;
 }
 
-/// Starts `BINARY worker --socket PATH --rank N` as a process of its own.
+/// Starts `BINARY worker --socket PATH --rank N --parent PID` as a process of its own; PID is the server's.
 #[derive(Debug, Clone)]
 pub struct ProcessLauncher {
     /// The binary; the server's own, in production.
@@ -64,15 +67,14 @@ impl Launcher for ProcessLauncher {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>> {
         let mut command = Command::new(&self.binary);
         command.arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
+        command.arg("--parent").arg(std::process::id().to_string());
         command.envs(self.env.iter().map(|(name, value)| (name, value)));
-        // A pipe that closes when the server is gone, however it ends: what a worker may watch to leave no orphan behind.
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // A group of its own: Ctrl-C in a terminal reaches the server alone, which drains its workers.
         command.process_group(0).kill_on_drop(true);
-        let mut child = command.spawn()?;
-        let alive = child.stdin.take();
-        let stderr = child.stderr.take().expect("stderr was piped");
+        let (mut child, parent) = spawn_from_lasting_thread(command)?;
         let stdout = child.stdout.take().expect("stdout was piped");
+        let stderr = child.stderr.take().expect("stderr was piped");
         tokio::spawn(forward_log(rank, stdout));
         let log = tokio::spawn(forward_log(rank, stderr));
         Ok(Box::pin(async move {
@@ -83,7 +85,7 @@ impl Launcher for ProcessLauncher {
                     Err(error) => Err(error),
                 },
             };
-            drop(alive);
+            drop(parent);
             let last_line = tokio::time::timeout(LAST_WORDS_LIMIT, log).await.ok().and_then(Result::ok).flatten();
             match status {
                 Ok(status) => WorkerExit { success: status.success(), words: exit_words(status, last_line) },
@@ -91,6 +93,24 @@ impl Launcher for ProcessLauncher {
             }
         }))
     }
+}
+
+/// Spawns from a thread that lives until the sender is dropped. A worker asks the kernel to be killed when its parent dies,
+/// and the kernel takes the thread that spawned it for the parent: a thread of the runtime's may end much earlier.
+fn spawn_from_lasting_thread(mut command: Command) -> io::Result<(Child, mpsc::Sender<()>)> {
+    let (parent, end) = mpsc::channel::<()>();
+    let (answer, spawned) = mpsc::channel();
+    let runtime = Handle::current();
+    let body = move || {
+        let _runtime = runtime.enter();
+        // Nobody takes the child if its launch was given up: dropped, it is killed.
+        let _ = answer.send(command.spawn());
+        // Returns once the sender is dropped; nothing is ever sent.
+        let _ = end.recv();
+    };
+    thread::Builder::new().name("worker-parent".into()).spawn(body)?;
+    let gone = |_| io::Error::other("the thread that spawns a worker ended without an answer");
+    Ok((spawned.recv().map_err(gone)??, parent))
 }
 
 fn exit_words(status: ExitStatus, last_line: Option<String>) -> String {

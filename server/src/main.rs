@@ -20,10 +20,7 @@ use looplane_server::{
     serve::{StopSignal, base_url, serve},
     text::Text,
 };
-use looplane_worker::{
-    WorkerArgs, cpu,
-    decoder::{Decoder, Load},
-};
+use looplane_worker::WorkerArgs;
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
@@ -34,7 +31,7 @@ use tracing_subscriber::EnvFilter;
 /// Exit code where the options cannot work, as clap has it.
 const EXIT_USAGE: u8 = 2;
 /// Threads for work that would hold up the async ones, such as tokenising long prompts.
-const MAX_BLOCKING_THREADS: usize = 16;
+const MAX_BLOCKING_THREADS: usize = 4;
 
 /// Serves large language models over tensor-parallel workers.
 #[derive(Debug, Parser)]
@@ -66,7 +63,7 @@ fn main() -> ExitCode {
             Ok(config) => finish(runtime().and_then(|runtime| runtime.block_on(run_server(config)))),
             Err(error) => report(&error.into(), EXIT_USAGE),
         },
-        Command::Worker(args) => looplane_worker::run(&args, loader()),
+        Command::Worker(args) => looplane_worker::run(&args),
         Command::Loadtest(args) => {
             finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
         }
@@ -84,11 +81,6 @@ fn parse() -> anyhow::Result<Cli> {
         words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
     }
     Ok(Cli::from_arg_matches(&Cli::command().get_matches_from(words)).unwrap_or_else(|error| error.exit()))
-}
-
-/// Loads a worker's shard for the CPU, the one backend of this build.
-fn loader() -> Arc<Load> {
-    Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?) as Box<dyn Decoder>))
 }
 
 /// Logs go to standard error: standard output is for what the user asked for.

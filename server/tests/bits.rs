@@ -89,7 +89,8 @@ async fn streams_survive_the_death_of_any_worker() {
     let model = fixture("qwen3-qknorm");
     let model = model.to_str().expect("the path is UTF-8");
     let server = Server::start(&["--model", model, "--tp", "2"]).await;
-    let request = json!({"prompt": "A long story:", "max_tokens": 600, "temperature": 1.0, "seed": 5, "ignore_eos": true});
+    let request =
+        json!({"prompt": "A long story:", "max_tokens": 600, "temperature": 1.0, "seed": 5, "ignore_eos": true});
     let (calm, _) = server.stream("/v1/completions", &request).await.text().await;
     for victim in 0..2 {
         let mut stream = server.stream("/v1/completions", &request).await;

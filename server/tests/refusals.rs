@@ -43,7 +43,8 @@ fn refused(dir: &Path, args: &[&str]) -> String {
         std::thread::sleep(Duration::from_millis(20));
     };
     let mut said = String::new();
-    std::io::Read::read_to_string(&mut child.stderr.take().expect("stderr is piped"), &mut said).expect("stderr is UTF-8");
+    std::io::Read::read_to_string(&mut child.stderr.take().expect("stderr is piped"), &mut said)
+        .expect("stderr is UTF-8");
     assert!(!status.success(), "{said}");
     assert!(!said.contains("panicked"), "{said}");
     said
@@ -51,7 +52,8 @@ fn refused(dir: &Path, args: &[&str]) -> String {
 
 fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
     let path = dir.join("config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).expect("config.json is there")).expect("it is JSON");
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(&path).expect("config.json is there")).expect("it is JSON");
     edit(&mut config);
     fs::write(path, config.to_string()).expect("the copy can be written");
 }

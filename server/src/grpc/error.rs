@@ -7,11 +7,8 @@ use crate::{engine::SubmitError, generate::GenerateError, request::RequestError}
 pub(super) fn status(error: GenerateError) -> Status {
     let code = match &error {
         GenerateError::Request(RequestError::ModelNotFound { .. }) => Code::NotFound,
-        GenerateError::Request(RequestError::Field { .. } | RequestError::ContextLength { .. }) => {
-            Code::InvalidArgument
-        }
+        GenerateError::Request(_) | GenerateError::Submit(SubmitError::TooLarge { .. }) => Code::InvalidArgument,
         GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => Code::ResourceExhausted,
-        GenerateError::Submit(SubmitError::TooLarge { .. }) => Code::InvalidArgument,
         GenerateError::Submit(SubmitError::Unavailable(_))
         | GenerateError::NotReady(_)
         | GenerateError::ShuttingDown => Code::Unavailable,

@@ -73,7 +73,9 @@ impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
         let status = match &error {
             RequestError::ModelNotFound { .. } => StatusCode::NOT_FOUND,
-            RequestError::Field { .. } | RequestError::ContextLength { .. } => StatusCode::BAD_REQUEST,
+            RequestError::Field { .. } | RequestError::ContextLength { .. } | RequestError::PromptBytes { .. } => {
+                StatusCode::BAD_REQUEST
+            }
         };
         Self { param: Some(error.param().to_owned()), ..ApiError::new(status, error.code(), error.to_string()) }
     }

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
-    body::{Body, to_bytes},
+    body::{Body, HttpBody, to_bytes},
     extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{
@@ -84,12 +84,17 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 async fn read_body(body: Body, limit: usize) -> Result<bytes::Bytes, ApiError> {
+    let too_large = || {
+        let message = format!("the body has more than the {limit} bytes allowed (--max-body-bytes)");
+        Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message))
+    };
+    // What content-length announces need not be waited for.
+    if body.size_hint().lower() > limit as u64 {
+        return too_large();
+    }
     match tokio::time::timeout(BODY_TIMEOUT, to_bytes(body, limit)).await {
         Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) if is_over_limit(&error) => {
-            let message = format!("the body has more than the {limit} bytes allowed (--max-body-bytes)");
-            Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message))
-        }
+        Ok(Err(error)) if is_over_limit(&error) => too_large(),
         Ok(Err(error)) => {
             let message = format!("the body could not be read: {error}");
             Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", message))

@@ -254,8 +254,11 @@ impl Writer {
     fn completion_logprobs(&self, tokens: &[OutputToken]) -> Option<CompletionLogprobs> {
         let count = self.logprobs?;
         let top = |token: &OutputToken| {
+            let sampled = (token.token.id, token.token.logprob.unwrap_or(LOGPROB_FLOOR));
+            // OpenAI's map also has the sampled token where it is none of the most likely ones.
+            let missing = token.token.top.iter().all(|(id, _)| *id != sampled.0);
             let named = |(id, logprob): &(u32, f32)| (self.token_text(*id), finite(Some(*logprob)));
-            TopMap(token.token.top.iter().map(named).collect())
+            TopMap(token.token.top.iter().chain(missing.then_some(&sampled)).map(named).collect())
         };
         Some(CompletionLogprobs {
             tokens: tokens.iter().map(|token| self.token_text(token.token.id)).collect(),

@@ -56,6 +56,18 @@ pub enum RequestError {
         /// The model's limit on both together.
         max_context: u32,
     },
+    /// A prompt so long that its tokens need not be counted.
+    #[error(
+        "{field}: the model's context is {max_context} tokens, and a text of {prompt_bytes} bytes has more; shorten it"
+    )]
+    PromptBytes {
+        /// The field of the prompt.
+        field: String,
+        /// Bytes of the prompt.
+        prompt_bytes: usize,
+        /// The model's limit on prompt and output together.
+        max_context: u32,
+    },
     /// Another model is asked for than the one that is served.
     #[error("the model {asked:?} does not exist; this server has {served:?}")]
     ModelNotFound {
@@ -76,7 +88,7 @@ impl RequestError {
     pub fn code(&self) -> &'static str {
         match self {
             RequestError::Field { kind, .. } => kind.code(),
-            RequestError::ContextLength { .. } => "context_length_exceeded",
+            RequestError::ContextLength { .. } | RequestError::PromptBytes { .. } => "context_length_exceeded",
             RequestError::ModelNotFound { .. } => "model_not_found",
         }
     }
@@ -84,7 +96,9 @@ impl RequestError {
     /// The field to mend.
     pub fn param(&self) -> &str {
         match self {
-            RequestError::Field { field, .. } | RequestError::ContextLength { field, .. } => field,
+            RequestError::Field { field, .. }
+            | RequestError::ContextLength { field, .. }
+            | RequestError::PromptBytes { field, .. } => field,
             RequestError::ModelNotFound { .. } => "model",
         }
     }

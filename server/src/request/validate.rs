@@ -139,22 +139,18 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
                 let message = "the model has no chat template; use /v1/completions";
                 return Err(RequestError::field(field, FieldError::Unsupported, message));
             };
-            let refused = |error: TextError| wrong(error.to_string());
-            let prompt = template.render(&messages).map_err(refused)?;
+            let prompt = template.render(&messages).map_err(|error| wrong(error.to_string()))?;
             // The template has written the special tokens, the begin token included.
-            let tokens = text.tokenizer.encode(&prompt, false).map_err(refused)?;
+            let tokens = encode(&prompt, false, field, model, text)?;
             Ok(vec![(tokens, Start::Beginning)])
         }
         Input::Texts(texts) => {
             check_count(texts.len())?;
-            let encode = |prompt: String| {
-                if prompt.is_empty() {
-                    return Err(wrong("a prompt must not be empty".into()));
-                }
-                let tokens = text.tokenizer.encode(&prompt, true).map_err(|error| wrong(error.to_string()))?;
-                Ok((tokens, Start::Middle))
+            let tokens = |prompt: String| match prompt.is_empty() {
+                true => Err(wrong("a prompt must not be empty".into())),
+                false => Ok((encode(&prompt, true, field, model, text)?, Start::Middle)),
             };
-            texts.into_iter().map(encode).collect()
+            texts.into_iter().map(tokens).collect()
         }
         Input::Tokens(lists) => {
             check_count(lists.len())?;
@@ -169,6 +165,15 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
             lists.into_iter().map(check).collect()
         }
     }
+}
+
+fn encode(prompt: &str, special: bool, field: &str, model: &ModelInfo, text: &Text) -> Result<Vec<u32>, RequestError> {
+    if text.tokenizer.surely_exceeds(prompt, model.max_context) {
+        let (field, prompt_bytes, max_context) = (field.to_owned(), prompt.len(), model.max_context);
+        return Err(RequestError::PromptBytes { field, prompt_bytes, max_context });
+    }
+    let wrong = |error: TextError| RequestError::field(field, FieldError::Value, error.to_string());
+    text.tokenizer.encode(prompt, special).map_err(wrong)
 }
 
 /// How many tokens may follow this prompt.

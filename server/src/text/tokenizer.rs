@@ -20,7 +20,13 @@ pub struct Tokenizer {
     /// Tokens that are control, not text, by id.
     special: Vec<bool>,
     leading_space: LeadingSpace,
+    /// Bytes of text that one token may stand for; `None`: any number.
+    max_token_bytes: Option<usize>,
 }
+
+/// A normaliser may shorten a text before it is cut into tokens: Unicode composition makes one character of at most two
+/// bytes of three of four bytes and more; this leaves room.
+const NORMALIZER_SHRINK: usize = 8;
 
 /// What the decoder does to spaces at the very start of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +70,14 @@ impl Tokenizer {
         let (alphabet, leading_space) = read_decoder(&decoder)?;
         let byte_of = byte_level_table();
 
-        let mut tokenizer = Self { inner, bytes: Vec::new(), ends: Vec::new(), special: Vec::new(), leading_space };
+        let mut tokenizer = Self {
+            inner,
+            bytes: Vec::new(),
+            ends: Vec::new(),
+            special: Vec::new(),
+            leading_space,
+            max_token_bytes: None,
+        };
         let added = tokenizer.inner.get_added_tokens_decoder();
         for id in 0..vocab.values().max().map_or(0, |last| last + 1) {
             if let Some(token) = tokenizer.inner.id_to_token(id) {
@@ -73,7 +86,18 @@ impl Tokenizer {
             tokenizer.ends.push(tokenizer.bytes.len());
             tokenizer.special.push(added.get(&id).is_some_and(|token| token.special));
         }
+        // Only where every byte is a token of its own, if need be, can no "unknown" token swallow a long text.
+        if alphabet == Alphabet::ByteLevel {
+            let shrink = if tokenizer.inner.get_normalizer().is_some() { NORMALIZER_SHRINK } else { 1 };
+            let lens = (0..tokenizer.ends.len()).map(|id| tokenizer.token_bytes(id as u32).len());
+            tokenizer.max_token_bytes = lens.max().map(|longest| longest.max(1) * shrink);
+        }
         Ok(tokenizer)
+    }
+
+    /// Whether a text has more than `limit` tokens, whatever they are: known from its length, where it is known at all.
+    pub fn surely_exceeds(&self, text: &str, limit: u32) -> bool {
+        self.max_token_bytes.is_some_and(|longest| text.len() / longest > limit as usize)
     }
 
     /// Token ids of a text. `special`: with what the model expects around a plain text, such as a begin token. Control

@@ -220,6 +220,14 @@ async fn an_engine_that_fails_ends_the_service_with_its_reason() {
 }
 
 #[tokio::test]
+async fn a_body_announced_too_large_is_refused_before_it_comes() {
+    let (server, _script) = Server::start(options()).await;
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    stream.write_all(head("POST", COMPLETION, "application/json", 99_999_999_999).as_bytes()).await.unwrap();
+    read_until(&mut stream, "413 Payload Too Large").await;
+}
+
+#[tokio::test]
 async fn half_a_body_holds_nobody_else_up() {
     let (server, mut script) = Server::start(options()).await;
     let mut half = TcpStream::connect(server.address).await.unwrap();

@@ -157,7 +157,8 @@ async fn fields_of_a_completion() {
         (json!({"prompt": vec![1; 512]}), "context_length_exceeded", "prompt"),
         (json!({"prompt": [[1], vec![1; 9000]]}), "context_length_exceeded", "prompt[1]"),
         (json!({"prompt": [1, 2], "max_tokens": 511}), "context_length_exceeded", "prompt"),
-        (json!({"prompt": "word ".repeat(20000)}), "context_length_exceeded", "prompt"),
+        (json!({"prompt": "wordy ".repeat(600)}), "context_length_exceeded", "prompt"),
+        (json!({"prompt": "word ".repeat(200000)}), "context_length_exceeded", "prompt"),
     ];
     for (fields, code, param) in table {
         let mut body = json!({"model": "tiny", "prompt": "Hi"});
@@ -168,6 +169,9 @@ async fn fields_of_a_completion() {
     let response = post(server.address, COMPLETION, &json!({"prompt": [1, 2], "max_tokens": 511})).await;
     let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
     assert!(["512", "2", "511"].iter().all(|number| message.contains(number)), "{message}");
+    // What can only be too long is not even tokenised.
+    let response = post(server.address, COMPLETION, &json!({"prompt": "word ".repeat(200000)})).await;
+    assert!(response.body.contains("1000000 bytes"), "{}", response.body);
     script.nothing_more();
 }
 

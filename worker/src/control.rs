@@ -215,7 +215,7 @@ impl Worker for Control {
         let work = move || {
             let result = guarded(for_decoder.rank, || decoder.run(plans, sink));
             // The status first: `end` lets the process exit as soon as the streams have.
-            let _ = done.send(result.as_ref().map(|()| ()).map_err(fault_status));
+            let _ = done.send(result.as_ref().copied().map_err(fault_status));
             for_decoder.end(result);
         };
         spawn("decoder", work)?;
@@ -236,7 +236,12 @@ impl Worker for Control {
 async fn feed_plans(mut stream: Streaming<v1::Plan>, feed: PlanFeed, shared: Arc<Shared>) {
     let mut version = 0;
     let fault = loop {
-        let plan = match stream.message().await {
+        let message = tokio::select! {
+            message = stream.message() => message,
+            // Returning drops the request stream: an open one would keep the process from ending after a fault.
+            () = feed.closed() => return,
+        };
+        let plan = match message {
             Ok(Some(plan)) => plan,
             Ok(None) => {
                 let mut stage = shared.stage();

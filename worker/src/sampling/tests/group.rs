@@ -1,9 +1,11 @@
 //! The same bits for every group size, batch and place in it.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use proptest::prelude::*;
 
-use super::{Case, SplitMix, greedy, plain, random_logits, run, same};
-use crate::sampling::{Sampled, SamplingParams};
+use super::{Case, SplitMix, greedy, padded, plain, random_logits, run, same};
+use crate::sampling::{Alone, ParallelFor, Sampled, Sampler, SamplerShape, SamplingParams};
 
 const VOCAB: usize = 700;
 
@@ -63,6 +65,52 @@ proptest! {
         prop_assert!((one[0].token as usize) < vocab);
         prop_assert_eq!(one[0].top.len(), vocab.min(20));
         prop_assert!(same(&one, &run(16, &[case]).0));
+    }
+}
+
+/// Runs units on three threads, whichever comes first.
+struct Threads;
+
+impl ParallelFor for Threads {
+    fn for_each(&self, units: usize, work: &(dyn Fn(usize) + Sync)) {
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while let Some(unit) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|unit| *unit < units) {
+                        work(unit);
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_threads() {
+    let params = [
+        greedy(),
+        plain(1.0, 1),
+        SamplingParams { top_k: 30, ..plain(0.8, 2) },
+        SamplingParams { top_k: 90, top_p: 0.9, min_p: 0.01, ..plain(1.2, 3) },
+    ];
+    let mut random = SplitMix(9);
+    let mut cases: Vec<Case> =
+        params.into_iter().map(|params| Case::new(params, random_logits(0, VOCAB, &mut random))).collect();
+    cases.iter_mut().for_each(|case| case.logprobs = Some(7));
+    let (expected, _) = run(1, &cases);
+    let padded_vocab = padded(VOCAB);
+    let shape = SamplerShape { vocab_size: VOCAB, padded_vocab, tensor_parallel: 1, rank: 0, max_rows: 4 };
+    let mut sampler = Sampler::new(shape);
+    let rows: Vec<_> = cases.iter().map(Case::input).collect();
+    let mut logits = Vec::new();
+    for case in &cases {
+        logits.extend_from_slice(&case.logits);
+        logits.resize(logits.len().next_multiple_of(padded_vocab), f32::NAN);
+    }
+    for _ in 0..20 {
+        let Ok(results) = sampler.sample(&rows, &mut logits, &mut Alone::default(), &Threads);
+        assert!(same(results, &expected));
     }
 }
 

@@ -236,7 +236,12 @@ impl Worker for Control {
 async fn feed_plans(mut stream: Streaming<v1::Plan>, feed: PlanFeed, shared: Arc<Shared>) {
     let mut version = 0;
     let fault = loop {
-        let plan = match stream.message().await {
+        let message = tokio::select! {
+            message = stream.message() => message,
+            // Returning drops the request stream: an open one would keep the process from ending after a fault.
+            () = feed.closed() => return,
+        };
+        let plan = match message {
             Ok(Some(plan)) => plan,
             Ok(None) => {
                 let mut stage = shared.stage();

@@ -286,6 +286,11 @@ impl PlanFeed {
         delivered
     }
 
+    /// Completes once the decoder has ended and takes no more plans.
+    pub async fn closed(&self) {
+        self.plans.closed().await;
+    }
+
     /// Ends the stream with a fault, which the decoder meets after the plans before it.
     pub async fn fail(self, fault: Fault) {
         // A decoder that has ended has its own fault to report.

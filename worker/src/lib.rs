@@ -39,9 +39,15 @@ pub struct WorkerArgs {
     pub parent: Option<u32>,
 }
 
+/// Serves one worker with the CPU backend, as [`run_with`] does.
+pub fn run(args: &WorkerArgs) -> ExitCode {
+    run_with(args, Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?))))
+}
+
 /// Serves one worker until its run ends and says how the process should exit: 0 after a drain, [`EXIT_FAULT`] after a fault,
-/// which is logged. The worker is killed when the thread that started it ends, so that a dead server leaves no orphan.
-pub fn run(args: &WorkerArgs, load: Arc<Load>) -> ExitCode {
+/// which is logged. The worker is killed when the thread that started it ends, so that a dead server leaves no orphan; a
+/// server therefore starts workers from a thread that lives as long as it does.
+pub fn run_with(args: &WorkerArgs, load: Arc<Load>) -> ExitCode {
     let result = follow_parent(args.parent).and_then(|()| serve(&args.socket, args.rank, load));
     match result {
         Ok(()) => ExitCode::SUCCESS,

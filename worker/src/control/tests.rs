@@ -158,8 +158,9 @@ impl Worked {
         (worked, client)
     }
 
+    /// Well before `LAST_WORDS_LIMIT`: whatever the client still holds open, the process must end.
     async fn end(self) -> Result<(), Fault> {
-        tokio::time::timeout(Duration::from_secs(20), self.served).await.expect("the worker ends").unwrap()
+        tokio::time::timeout(LAST_WORDS_LIMIT / 2, self.served).await.expect("the worker ends").unwrap()
     }
 }
 
@@ -264,11 +265,16 @@ async fn plans_run_ahead_of_outcomes_that_nobody_reads() {
     let (worked, mut client) = Worked::joined(Script::WaitForPlans(PLANS_AHEAD as u64)).await;
     let mut plans = vec![admit_plan(1, 10_000)];
     plans.extend((2..=count).map(|version| decode_plan(version, 1)));
-    // The stream is consumed to its end although no outcome is read: the decoder goes on, and takes plans.
-    let mut outcomes = client.run(tokio_stream::iter(plans)).await.unwrap().into_inner();
+    // Plans are taken and run although no outcome is read.
+    let (end, ended) = oneshot::channel::<()>();
+    let open = futures::stream::once(async { drop(ended.await) });
+    let open = futures::StreamExt::filter_map(open, |()| async { None });
+    let plans = futures::StreamExt::chain(tokio_stream::iter(plans), open);
+    let mut outcomes = client.run(plans).await.unwrap().into_inner();
     while client.health(v1::HealthRequest {}).await.unwrap().into_inner().steps < count {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
+    drop(end);
     assert!(worked.newest_seen.load(Ordering::Relaxed) as u64 >= PLANS_AHEAD as u64);
     for version in 1..=count {
         assert_eq!(outcomes.message().await.unwrap().unwrap().version, version);
@@ -328,7 +334,6 @@ async fn a_wrong_plan_ends_the_worker_with_its_reason() {
         };
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains(says), "{status}");
-        drop((outcomes, client));
         assert!(worked.end().await.unwrap_err().to_string().contains(says));
     }
 }
@@ -339,7 +344,6 @@ async fn load_errors_have_their_codes_and_end_the_worker() {
         let worked = Worked::start(Script::Run);
         let mut client = worked.client().await;
         assert_eq!(load(&mut client, model).await.unwrap_err().code(), code);
-        drop(client);
         assert!(matches!(worked.end().await, Err(Fault::Load(_))));
     }
     let worked = Worked::start(Script::Run);
@@ -357,7 +361,6 @@ async fn a_failed_join_ends_the_worker() {
     load(&mut client, "model").await.unwrap();
     let status = client.join(v1::JoinRequest { fabric_handles: vec!["x".into()] }).await.unwrap_err();
     assert!(status.message().contains("rank 0: joining the group: cannot map [\"x\"]"), "{status}");
-    drop(client);
     assert!(matches!(worked.end().await, Err(Fault::Join { .. })));
 }
 
@@ -370,7 +373,6 @@ async fn a_panic_in_the_decoder_is_reported_and_ends_the_worker() {
     let status = outcomes.message().await.unwrap_err();
     assert_eq!(status.code(), Code::Internal);
     assert!(status.message().contains("rank 0: the decoder broke: scripted panic"), "{status}");
-    drop((outcomes, client));
     assert!(matches!(worked.end().await, Err(Fault::Broken { .. })));
 }
 

@@ -31,6 +31,9 @@ pub struct Options {
     pub unpinned: bool,
     /// Weights of this shape and seed in place of a checkpoint's; `model_dir` is not looked at.
     pub random: Option<RandomSource>,
+    /// Rotate as the recorded logits of the fixtures were made.
+    #[cfg(test)]
+    pub(super) fixture_rope: bool,
 }
 
 /// A loaded rank on a CPU socket.
@@ -142,7 +145,10 @@ pub fn load_with(
         bit_domain,
         notes,
     };
-    let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
+    let rope = Rope::new(&config);
+    #[cfg(test)]
+    let rope = if options.fixture_rope { rope.rounded_as_in_fixtures() } else { rope };
+    let shard = Shard { isa, rope, plan, rank, weights, kv };
     let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, &team)?;
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,

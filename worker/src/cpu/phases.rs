@@ -325,8 +325,8 @@ impl Pass<'_> {
         let add = |slice: usize, of_ranks: &[&[f32]]| {
             let stride = unit_of(panel, slice).tiles * LANES;
             let width = SLICE.min(hidden - slice * SLICE);
+            let mut sums = [0.0; MAX_LEAVES * SLICE];
             for row in 0..rows {
-                let mut sums = [0.0; MAX_LEAVES * SLICE];
                 for (sum, of_rank) in sums.chunks_exact_mut(width).zip(of_ranks) {
                     sum.copy_from_slice(&of_rank[row * stride..][..width]);
                 }

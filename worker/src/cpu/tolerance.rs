@@ -2,10 +2,12 @@
 
 /// Relative L2 error of a position's logits against transformers computing in fp32 on the same bf16 weights.
 ///
-/// Activations round to bf16 at the plan's six rounding points: 2^-9 = 0.002 relative each, random in sign. The inputs of
-/// the products, K, V and the attention output of 2 to 3 layers add about ten such roundings in quadrature to what reaches
-/// the logits: 0.002 * sqrt(10) = 0.006. The bound leaves half as much again.
-pub const LOGITS_RELATIVE_L2: f64 = 1e-2;
+/// Activations round to bf16 at the plan's six rounding points, 2^-9 = 0.002 relative each. The fixtures' random weights
+/// make attention sharp (scores up to 12, so that a relative error of 0.002 in a score moves a weight by 2 %), which
+/// amplifies the roundings of the input of q, k, v and of q and k themselves. An fp32 computation in PyTorch that rounds at
+/// these points and nowhere else errs by 0.009 (llama-gqa) to 0.027 (llama-tied) on them, by less than 1e-5 if it does not
+/// round. The bound is that with an eighth to spare; what a wrong kernel does is larger: 0.05 and up.
+pub const LOGITS_RELATIVE_L2: f64 = 3e-2;
 
 /// A greedy step counts as decided if its margin exceeds this many times the largest logit error seen in its prompt: both
 /// of the two largest logits may be off, in opposite directions.

@@ -10,7 +10,8 @@ use std::f32::consts::LOG2_E;
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
-/// `e^x`. Largest error 1.1 units in the last place, denormal results included.
+/// `e^x`. Over all inputs the largest error is 1.05 units in the last place, denormal results included, and the result
+/// never falls as `x` grows.
 ///
 /// NaN gives NaN, minus infinity 0, and what exceeds the range plus infinity.
 #[inline(always)]
@@ -138,7 +139,7 @@ mod tests {
         dense_f32().for_each(&mut check);
         (-1_100_000..=900_000).for_each(|i| check(i as f32 * 1e-4));
         println!("exp: {worst} ulp");
-        assert!(worst < 1.1, "{worst}");
+        assert!(worst < 1.05, "{worst}");
     }
 
     #[test]

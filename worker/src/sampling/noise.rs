@@ -1,8 +1,9 @@
 //! Gumbel noise that is a function of seed, position and token id alone.
 //!
 //! Bits come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy
-//! as 1, 2, 3", SC 2011). A block of four words serves four tokens: of each group of [`GROUP`] consecutive ids, block
-//! `b` of 16 holds those at `b`, `b + 16`, `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
+//! as 1, 2, 3", SC 2011), with the seed as key, low word first, and (block, position, 0, 0) as counter. A block of four
+//! words serves four tokens: of the `g`-th [`GROUP`] of consecutive ids, block `16 g + b` holds those at `b`, `b + 16`,
+//! `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
 
 use super::math::ln_f64;
 

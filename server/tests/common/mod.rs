@@ -1,0 +1,226 @@
+//! Starts the real binary and speaks HTTP to it, as a client would.
+#![allow(dead_code, reason = "every test binary uses its own part of this module")]
+
+use std::{
+    io::{BufRead, BufReader},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::{Method, Request, body::Incoming};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use serde_json::Value;
+
+/// Time a small model may take to load on a machine that is busy with other tests.
+const READY_LIMIT: Duration = Duration::from_secs(120);
+
+/// A checkpoint of the worker's fixtures.
+pub fn fixture(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures").join(name);
+    assert!(path.is_dir(), "{} is not there", path.display());
+    path
+}
+
+/// A running `looplane serve`; killed when dropped.
+pub struct Server {
+    child: Child,
+    base: String,
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl Server {
+    /// Starts `looplane serve` on a free port with these further arguments and waits until it is ready.
+    pub async fn start(args: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_looplane"))
+            .args(["serve", "--port", "0"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the binary under test starts");
+        let stdout = BufReader::new(child.stdout.take().expect("stdout is piped"));
+        let (found, base) = mpsc::channel();
+        std::thread::spawn(move || {
+            // Reads to the end, so that the server never blocks on a full pipe.
+            for line in stdout.lines().map_while(Result::ok) {
+                let url = line.split_whitespace().find(|word| word.starts_with("http://"));
+                if let Some(url) = url {
+                    let _ = found.send(url.trim_end_matches(['/', ',', '.']).to_owned());
+                }
+            }
+        });
+        let base = base.recv_timeout(READY_LIMIT).expect("the server says where it listens");
+        let authority = base.trim_start_matches("http://").split('/').next().expect("split yields at least one part");
+        let client = Client::builder(TokioExecutor::new()).build_http();
+        let server = Self { base: format!("http://{authority}"), child, client };
+        server.wait_ready().await;
+        server
+    }
+
+    /// Waits until `/health/ready` answers 200.
+    pub async fn wait_ready(&self) {
+        let start = Instant::now();
+        loop {
+            let (status, body) = self.get("/health/ready").await;
+            if status == 200 {
+                return;
+            }
+            assert!(start.elapsed() < READY_LIMIT, "not ready in time: {body}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// The server's process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Process ids of the workers, in rank order (they are started in that order).
+    pub fn workers(&self) -> Vec<u32> {
+        let children = format!("/proc/{0}/task", self.pid());
+        let mut pids: Vec<u32> = std::fs::read_dir(children)
+            .expect("the server runs")
+            .flatten()
+            .filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok())
+            .flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>())
+            .collect();
+        pids.sort_unstable();
+        pids
+    }
+
+    /// Sends SIGKILL to the server itself and waits for its end.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("the server runs");
+        self.child.wait().expect("a killed process ends");
+    }
+
+    /// Sends SIGTERM.
+    pub fn terminate(&self) {
+        signal(self.pid(), rustix::process::Signal::TERM);
+    }
+
+    /// Waits for the server's end; its exit code.
+    pub fn wait(&mut self, limit: Duration) -> Option<i32> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("the child is ours") {
+                return status.code();
+            }
+            assert!(start.elapsed() < limit, "the server did not end in {limit:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// GET; status and body, JSON where it is JSON.
+    pub async fn get(&self, path: &str) -> (u16, Value) {
+        self.request(Method::GET, path, Bytes::new()).await
+    }
+
+    /// POST of a JSON body; status and body.
+    pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.request(Method::POST, path, body.to_string().into()).await
+    }
+
+    /// POST that must succeed.
+    pub async fn ok(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = self.post(path, body).await;
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
+    /// POST of bytes as they are; status and body.
+    pub async fn request(&self, method: Method, path: &str, body: Bytes) -> (u16, Value) {
+        let response = self.send(method, path, body).await;
+        let status = response.status().as_u16();
+        let bytes = response.into_body().collect().await.expect("the body arrives whole").to_bytes();
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        (status, serde_json::from_slice(&bytes).unwrap_or(Value::String(text)))
+    }
+
+    /// POST with `"stream": true`; the events, to be read one by one.
+    pub async fn stream(&self, path: &str, body: &Value) -> EventStream {
+        let mut body = body.clone();
+        body["stream"] = Value::Bool(true);
+        let response = self.send(Method::POST, path, body.to_string().into()).await;
+        assert_eq!(response.status(), 200);
+        EventStream { body: response.into_body(), buffer: Vec::new() }
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> hyper::Response<Incoming> {
+        let request = Request::builder()
+            .method(method)
+            .uri(format!("{}{path}", self.base))
+            .header("content-type", "application/json")
+            .body(Full::new(body))
+            .expect("method, path and header are valid");
+        self.client.request(request).await.expect("the server answers")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // An error here means that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Server-sent events of one response. Dropping it closes the connection.
+pub struct EventStream {
+    body: Incoming,
+    buffer: Vec<u8>,
+}
+
+impl EventStream {
+    /// The next `data:` payload; `None` after `[DONE]` or the end.
+    pub async fn next(&mut self) -> Option<Value> {
+        loop {
+            if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
+                let event: Vec<u8> = self.buffer.drain(..end + 2).collect();
+                let event = String::from_utf8(event).expect("events are UTF-8");
+                match event.trim().strip_prefix("data: ") {
+                    Some("[DONE]") => return None,
+                    Some(data) => return Some(serde_json::from_str(data).expect("events are JSON")),
+                    None => continue, // a comment: keep-alive
+                }
+            }
+            let frame = self.body.frame().await?.expect("the stream does not break off");
+            if let Ok(data) = frame.into_data() {
+                self.buffer.extend_from_slice(&data);
+            }
+        }
+    }
+
+    /// Text of all remaining events of choice 0, chat or completion, and the finish reason.
+    pub async fn text(&mut self) -> (String, String) {
+        let (mut text, mut reason) = (String::new(), String::new());
+        while let Some(event) = self.next().await {
+            let Some(choice) = event["choices"].get(0) else { continue };
+            text.push_str(choice["delta"]["content"].as_str().or(choice["text"].as_str()).unwrap_or_default());
+            if let Some(finish) = choice["finish_reason"].as_str() {
+                reason = finish.to_owned();
+            }
+        }
+        (text, reason)
+    }
+}
+
+/// Sends a signal to a process of the test.
+pub fn signal(pid: u32, signal: rustix::process::Signal) {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a pid is a positive i32");
+    rustix::process::kill_process(pid, signal).expect("the process is ours and runs");
+}
+
+/// Whether a process runs (a zombie does not).
+pub fn runs(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        let state = stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next());
+        state.is_some_and(|state| state != 'Z')
+    })
+}

@@ -1,0 +1,50 @@
+//! The demo model answers what it was taught: at least 95 % in every category, on questions that training never saw.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::Server;
+use futures::StreamExt;
+use serde_json::{Value, json};
+
+/// Share of right answers that every category must reach.
+const WANTED: f64 = 0.95;
+/// Questions asked at one time: enough to fill the batch.
+const AT_ONCE: usize = 32;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_model_answers_held_out_questions() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/demo/questions.json");
+    let file: Value = serde_json::from_slice(&std::fs::read(path).expect("the questions are there")).expect("JSON");
+    let questions = file["questions"].as_array().expect("a list of questions");
+    let server = Server::start(&[]).await;
+    let answers = futures::stream::iter(questions).map(|question| {
+        let server = &server;
+        async move {
+            let request = json!({"messages": question["messages"], "temperature": 0, "max_tokens": 128});
+            let answer = server.ok("/v1/chat/completions", &request).await;
+            let text = answer["choices"][0]["message"]["content"].as_str().expect("a text").trim().to_owned();
+            (question, text)
+        }
+    });
+    // By category: asked, right, and an example of what went wrong.
+    let mut table: BTreeMap<&str, (u32, u32, String)> = BTreeMap::new();
+    let mut answers = answers.buffer_unordered(AT_ONCE);
+    while let Some((question, text)) = answers.next().await {
+        let (asked, right, example) = table.entry(question["category"].as_str().expect("a name")).or_default();
+        *asked += 1;
+        if question["expected"] == text {
+            *right += 1;
+        } else {
+            *example = format!("{}: expected {}, got {text:?}", question["messages"], question["expected"]);
+        }
+    }
+    for (category, (asked, right, example)) in &table {
+        println!("{category:20} {right:4} / {asked:4}   {example}");
+        assert!(*asked >= 50, "{category}: {asked} questions show little");
+    }
+    let low = table.iter().filter(|(_, (asked, right, _))| f64::from(*right) < WANTED * f64::from(*asked));
+    assert_eq!(low.collect::<Vec<_>>(), Vec::new());
+    assert!(table.len() >= 8, "{:?}", table.keys());
+}

@@ -1,0 +1,132 @@
+//! Models that cannot be served: one sentence that names what is wrong and where, and an exit code that is not 0.
+
+mod common;
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use common::fixture;
+use serde_json::{Value, json};
+
+/// A copy of a fixture that a test may damage.
+fn copy_of(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    for entry in fs::read_dir(fixture(name)).expect("the fixture is there").flatten() {
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
+    }
+    dir
+}
+
+/// Runs `serve` on a model that it must refuse; what it said on stderr.
+fn refused(dir: &Path, args: &[&str]) -> String {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_looplane"))
+        .args(["serve", "--port", "0", "--model"])
+        .arg(dir)
+        .args(args)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary under test starts");
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("the child is ours") {
+            break status;
+        }
+        if start.elapsed() > Duration::from_secs(60) {
+            let _ = child.kill();
+            panic!("it serves, or hangs");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().expect("stderr is piped"), &mut said).expect("stderr is UTF-8");
+    assert!(!status.success(), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+    said
+}
+
+fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
+    let path = dir.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).expect("config.json is there")).expect("it is JSON");
+    edit(&mut config);
+    fs::write(path, config.to_string()).expect("the copy can be written");
+}
+
+fn check(said: &str, wanted: &[&str]) {
+    for word in wanted {
+        assert!(said.contains(word), "{word:?} is missing in:\n{said}");
+    }
+}
+
+#[test]
+fn configurations_that_cannot_be() {
+    type Edit = fn(&mut Value);
+    let cases: [(Edit, &[&str]); 7] = [
+        (|c| c["architectures"] = json!(["MambaForCausalLM"]), &["config.json", "MambaForCausalLM"]),
+        (|c| c["hidden_size"] = json!(-1), &["config.json", "hidden_size", "-1"]),
+        (|c| c["hidden_size"] = json!(1e30), &["config.json", "hidden_size"]),
+        (|c| c["num_hidden_layers"] = json!(4_000_000_000_u64), &["num_hidden_layers", "4000000000"]),
+        (|c| c["num_key_value_heads"] = json!(3), &["num_key_value_heads", "3"]),
+        (|c| c["rope_parameters"] = json!({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}), &["yarn"]),
+        (|c| c["hidden_size"] = json!(512), &["512", "256"]),
+    ];
+    for (edit, wanted) in cases {
+        let dir = copy_of("llama-gqa");
+        edit_config(dir.path(), edit);
+        check(&refused(dir.path(), &["--tp", "1"]), wanted);
+    }
+}
+
+#[test]
+fn a_group_size_that_does_not_divide_the_model() {
+    let said = refused(&fixture("llama-tied"), &["--tp", "8"]);
+    check(&said, &["8", "4"]);
+    check(&refused(&fixture("llama-tied"), &["--tp", "3"]), &["3"]);
+}
+
+#[test]
+fn files_that_are_missing_or_damaged() {
+    let dir = copy_of("llama-gqa");
+    fs::remove_file(dir.path().join("model-00002-of-00004.safetensors")).expect("the shard is there");
+    check(&refused(dir.path(), &[]), &["model-00002-of-00004.safetensors"]);
+
+    let dir = copy_of("llama-tied");
+    let path = dir.path().join("model.safetensors");
+    let bytes = fs::read(&path).expect("the file is there");
+    fs::write(&path, &bytes[..bytes.len() - 1000]).expect("the copy can be written");
+    check(&refused(dir.path(), &[]), &["model.safetensors"]);
+
+    // A header that claims to be 2^60 bytes long.
+    let mut lying = bytes.clone();
+    lying[..8].copy_from_slice(&(1u64 << 60).to_le_bytes());
+    fs::write(&path, &lying).expect("the copy can be written");
+    check(&refused(dir.path(), &[]), &["model.safetensors"]);
+
+    let dir = copy_of("qwen2-bias");
+    fs::remove_file(dir.path().join("tokenizer.json")).expect("the tokenizer is there");
+    check(&refused(dir.path(), &[]), &["tokenizer.json"]);
+
+    let dir = copy_of("qwen2-bias");
+    edit_config(dir.path(), |c| c["num_hidden_layers"] = json!(3));
+    check(&refused(dir.path(), &[]), &["model.layers.2."]);
+
+    check(&refused(Path::new("/nowhere/at/all"), &[]), &["/nowhere/at/all"]);
+}
+
+#[test]
+fn a_tokenizer_that_does_not_match_the_vocabulary() {
+    // The embedding says 768 rows; the tokenizer gets an id beyond them.
+    let dir = copy_of("llama-tied");
+    let path = dir.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).expect("it is there")).expect("it is JSON");
+    tokenizer["added_tokens"].as_array_mut().expect("a list").push(json!({
+        "id": 768, "content": "<|beyond|>", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": true,
+    }));
+    fs::write(&path, tokenizer.to_string()).expect("the copy can be written");
+    check(&refused(dir.path(), &[]), &["768", "tokenizer"]);
+}

@@ -20,6 +20,7 @@ mod slot;
 
 use std::ops::Range;
 
+use crate::plan::PAGE_POSITIONS;
 use crate::sampling::Sampled;
 
 pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
@@ -126,6 +127,8 @@ impl Batch {
         let all = [max_slots, max_batch_tokens, kv_pages, max_context, vocab_size];
         assert!(all.iter().all(|n| (1..u32::MAX as usize).contains(n)), "{limits:?}");
         assert!(max_batch_tokens >= max_slots, "{limits:?}");
+        // A sequence cannot outgrow the pool; its last token needs no page.
+        let longest = max_context.min(kv_pages.saturating_mul(PAGE_POSITIONS) + 1);
         let step = Step {
             rows: Vec::with_capacity(max_batch_tokens),
             segments: Vec::with_capacity(max_slots),
@@ -134,7 +137,7 @@ impl Batch {
         };
         Self {
             limits,
-            slots: (0..max_slots).map(|_| Slot::new(max_context)).collect(),
+            slots: (0..max_slots).map(|_| Slot::new(max_context, longest)).collect(),
             page_holders: vec![FREE_PAGE; kv_pages],
             version: 0,
             steps: 0,

@@ -215,7 +215,7 @@ impl Worker for Control {
         let work = move || {
             let result = guarded(for_decoder.rank, || decoder.run(plans, sink));
             // The status first: `end` lets the process exit as soon as the streams have.
-            let _ = done.send(result.as_ref().map(|()| ()).map_err(fault_status));
+            let _ = done.send(result.as_ref().copied().map_err(fault_status));
             for_decoder.end(result);
         };
         spawn("decoder", work)?;

@@ -241,7 +241,9 @@ impl Driver {
                 () = until(silent_at.map(|(at, _)| at)) => {
                     let rank = silent_at.map_or(0, |(_, rank)| rank);
                     let limit = self.config.waits.silence;
-                    return Err(Fault::new(format!("rank {rank} has been silent for {limit:?}")));
+                    let (version, step) = ranks[rank].step;
+                    let words = format!("rank {rank} has been silent for {limit:?} after step {step} of plan {version}");
+                    return Err(Fault::new(words));
                 }
             }
         }

@@ -47,7 +47,9 @@ impl Running {
 }
 
 impl Sequence {
+    /// The request is valid, as the seam promises: a prompt, and at least one token to generate.
     pub(super) fn new(request: SequenceRequest) -> Self {
+        assert!(!request.prompt.is_empty() && request.max_tokens > 0, "the front end lets only valid requests pass");
         Self { request, generated: Vec::new(), phase: Phase::Waiting, losses: 0 }
     }
 

@@ -41,12 +41,13 @@ pub struct Slot {
 }
 
 impl Slot {
-    pub(super) fn new(max_context: usize) -> Self {
+    /// `longest`: tokens that room is made for.
+    pub(super) fn new(max_context: usize, longest: usize) -> Self {
         let max_pages = KvLayout::pages_for(max_context);
         Self {
             busy: false,
             sequence: 0,
-            tokens: Vec::with_capacity(max_context),
+            tokens: Vec::with_capacity(longest),
             prompt_tokens: 0,
             admitted_tokens: 0,
             computed: 0,
@@ -56,7 +57,7 @@ impl Slot {
             min_tokens: 0,
             stop_tokens: Vec::new(),
             sampling: None,
-            counts: Vec::with_capacity(max_context),
+            counts: Vec::with_capacity(longest),
             logprobs: None,
             finished: false,
             chunk: 0,

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::plan::{KvLayout, PAGE_POSITIONS};
+use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 
 const LIMITS: Limits = Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100 };

@@ -11,4 +11,4 @@ pub const LOGITS_RELATIVE_L2: f64 = 3e-2;
 
 /// A greedy step counts as decided if its margin exceeds this many times the largest logit error seen in its prompt: both
 /// of the two largest logits may be off, in opposite directions.
-pub const MARGIN_ERRORS: f64 = 2.0;
+pub const MARGIN_ERRORS: f64 = 1.0;

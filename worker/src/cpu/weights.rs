@@ -60,11 +60,13 @@ impl Source for RandomSource {
         let base = if shape.len() == 1 && !is_bias(tensor) { 1.0 } else { 0.0 };
         let stride = *shape.last().expect("a tensor has dimensions") as u64;
         let key = (self.seed ^ name.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xd6e8_feb8_6659_fd93);
-        let places = rows.flat_map(|row| columns.clone().map(move |column| row as u64 * stride + column as u64));
-        for (out, place) in out.iter_mut().zip(places) {
-            let mut z = (key ^ place).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            *out = bf16::from_f32(base + size * ((z >> 40) as f32 / (1u32 << 23) as f32 - 1.0));
+        for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
+            for (out, column) in out.iter_mut().zip(columns.clone()) {
+                let place = row as u64 * stride + column as u64;
+                let mut z = (key ^ place).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                z = (z ^ (z >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                *out = bf16::from_f32(base + size * ((z >> 40) as f32 / (1u32 << 23) as f32 - 1.0));
+            }
         }
     }
 
@@ -261,10 +263,15 @@ fn pack_tile(source: &dyn Source, plan: &ModelPlan, rank: &RankPlan, product: Pr
     let columns = k.columns(leaves.start).start..k.columns(leaves.end - 1).end;
     let mut values = vec![bf16::ZERO; tile.rows.len() * columns.len()];
     source.read(tile.tensor, tile.rows.clone(), columns.clone(), &mut values);
-    for (lane, row) in values.chunks_exact(columns.len()).enumerate() {
-        for (column, value) in row.iter().enumerate() {
-            let k = k.padded_column(column);
-            out[k / 2 * LINE + lane * 2 + k % 2] = value.to_bits();
+    for leaf in 0..leaves.len() {
+        let out = &mut out[leaf * k.padded * LANES..][..k.padded * LANES];
+        // Line by line: what is read is sixteen rows side by side, what is written one run.
+        for (pair, line) in out.chunks_exact_mut(LINE).enumerate().take(k.len.div_ceil(2)) {
+            let first = leaf * k.len + 2 * pair;
+            let width = (k.len - 2 * pair).min(2);
+            for (row, out) in values.chunks_exact(columns.len()).zip(line.chunks_exact_mut(2)) {
+                out.iter_mut().zip(&row[first..first + width]).for_each(|(out, value)| *out = value.to_bits());
+            }
         }
     }
 }

@@ -220,7 +220,8 @@ impl Checkpoint {
 fn open_files(dir: &Path) -> Result<(Vec<MappedFile>, Lookup), CheckpointError> {
     let single = dir.join("model.safetensors");
     let index = dir.join("model.safetensors.index.json");
-    if index.is_file() {
+    // As transformers does: a single file goes before an index that may be left over.
+    if index.is_file() && !single.is_file() {
         return open_indexed(dir, index);
     }
     let mut paths = Vec::new();

@@ -263,7 +263,7 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), ConfigError> {
         }
     }
     for experts in ["num_experts", "num_local_experts", "n_routed_experts"] {
-        if fields.get(experts).is_some() {
+        if fields.get(experts).is_some_and(|count| *count != 0) {
             return Err(fields.unsupported(experts, "the MLP is dense, there are no experts"));
         }
     }
@@ -440,8 +440,10 @@ fn shown(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use proptest::prelude::*;
     use serde_json::json;
+
+    use super::*;
 
     fn base() -> Value {
         json!({
@@ -563,6 +565,42 @@ mod tests {
         let long = format!("[\"{}\"]", "x".repeat(100_000));
         let error = ModelConfig::from_json(long.as_bytes(), Path::new("c")).unwrap_err().to_string();
         assert!(error.len() < 300);
+    }
+
+    proptest! {
+        // Whatever stands where a number or a name should, the answer is a config or a sentence; and a config can be cut.
+        #[test]
+        fn strange_values_never_panic(
+            picks in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1..4),
+        ) {
+            let mut strange = base();
+            strange["rope_scaling"] = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+            let fields: Vec<String> = strange.as_object().unwrap().keys().cloned().collect();
+            let values = [json!(0), json!(1), json!(16), json!(48), json!(-1), json!(0.5), json!(1e308), json!(u64::MAX),
+                json!(1 << 17), json!(null), json!("x"), json!([]), json!([0]), json!({}), json!({"type": []}), json!(true)];
+            for (field, value) in picks {
+                strange[field.get(&fields).as_str()] = value.get(&values).clone();
+            }
+            if let Ok(config) = parse(&strange) {
+                for tp in [1, 2, 4, 8, 16] {
+                    if let Ok(plan) = crate::plan::ModelPlan::new(&config, tp) {
+                        prop_assert!(crate::plan::stream::packed_bytes(&plan, &plan.rank(tp - 1)) > 0);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn damaged_text_never_panics(flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+            let mut text = base().to_string().into_bytes();
+            for (at, byte) in flips {
+                let at = at.index(text.len());
+                text[at] = byte;
+            }
+            // Only that it answers.
+            let _ = ModelConfig::from_json(&text, Path::new("c"));
+        }
     }
 
     #[test]

@@ -65,7 +65,7 @@ fn check(name: &str, isa: Isa) {
     }
     println!("{name} {isa}: relative L2 error {worst:.5}, {decided} of {steps} greedy steps decided");
     assert!(worst <= LOGITS_RELATIVE_L2, "{name} {isa}: relative L2 error {worst}");
-    assert!(decided * 10 >= steps * 9, "{name} {isa}: {decided} of {steps} greedy steps are decided by their margin");
+    assert!(decided * 4 >= steps * 3, "{name} {isa}: {decided} of {steps} greedy steps are decided by their margin");
 }
 
 macro_rules! fixtures {

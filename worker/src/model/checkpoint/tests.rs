@@ -111,7 +111,7 @@ fn edited(edit: impl Fn(&str, &mut Dtype, &mut Vec<usize>, &mut Vec<u8>) -> bool
 
 #[test]
 fn wider_dtypes_are_rounded_to_nearest_even_and_noted_once() {
-    let halves = [1.0, 1.00390625, 1.01171875, -65504.0, 6e-8];
+    let halves = [1.0, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -65504.0, 6e-8];
     let dir = edited(|name, dtype, _, bytes| {
         if name == "model.norm.weight" {
             *dtype = Dtype::F32;
@@ -215,6 +215,29 @@ fn shards_are_found_with_and_without_an_index() {
     std::fs::copy(dir.path().join("model-00004-of-00004.safetensors"), dir.path().join("other.safetensors")).unwrap();
     let error = open(dir.path()).unwrap_err();
     assert!(matches!(&error, CheckpointError::Twice { .. }), "{error}");
+}
+
+#[test]
+fn released_bytes_leave_memory() {
+    const BYTES: usize = 64 << 20;
+    let resident = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssFile:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, vec![1; BYTES]).unwrap();
+    let (map, bytes) = map_file(&path).unwrap();
+    assert_eq!(bytes, BYTES as u64);
+    let before = resident();
+    assert_eq!(map.iter().map(|b| usize::from(*b)).sum::<usize>(), BYTES);
+    let read = resident();
+    assert!(read > before + BYTES / 2, "{before} {read}");
+    release(&map, 0..BYTES);
+    // Other tests map a few megabytes at the same time.
+    assert!(resident() < read - BYTES / 2, "{read} {}", resident());
+    assert_eq!(map[BYTES - 1], 1);
 }
 
 #[test]

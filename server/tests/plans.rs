@@ -1,0 +1,210 @@
+//! The scheduler's plans against the batch that the workers run: what one room sends, the other takes, and every sequence gets
+//! its tokens. Random runs with preemption, cancels and lost groups; a failure prints its seed.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use looplane_proto::worker::v1;
+use looplane_server::engine::{SamplingParams, SequenceRequest};
+use looplane_server::sched::{Action, Event, Limits, Scheduler};
+use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits};
+use looplane_worker::convert;
+use looplane_worker::plan::PAGE_POSITIONS;
+use looplane_worker::sampling::Sampled;
+
+const VOCAB: u64 = 500;
+const STOP: u32 = 7;
+
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = mix(self.0);
+        self.0 % bound
+    }
+}
+
+/// A step of splitmix64.
+fn mix(seed: u64) -> u64 {
+    let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn next_token(tokens: &[u32]) -> u32 {
+    (tokens.iter().fold(1, |hash, &token| mix(hash ^ u64::from(token))) % VOCAB) as u32
+}
+
+fn expected(request: &SequenceRequest) -> Vec<u32> {
+    let mut tokens = request.prompt.clone();
+    for _ in 0..request.max_tokens {
+        tokens.push(next_token(&tokens));
+        if tokens.last() == Some(&STOP) {
+            break;
+        }
+    }
+    tokens.split_off(request.prompt.len())
+}
+
+fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
+    let prompt = 1 + rng.below(max_context - 1);
+    let max_tokens = 1 + rng.below(max_context - prompt);
+    let sampling = SamplingParams {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        seed: 0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        repetition_penalty: 1.0,
+        logit_bias: Vec::new(),
+    };
+    SequenceRequest {
+        prompt: (0..prompt).map(|_| rng.below(VOCAB) as u32).collect(),
+        max_tokens: max_tokens as u32,
+        min_tokens: 0,
+        stop_tokens: vec![STOP],
+        sampling,
+        logprobs: None,
+    }
+}
+
+/// A group: the worker's batch with a hash in place of the model.
+struct Group {
+    batch: Batch,
+    held: VecDeque<v1::Plan>,
+    newest: u64,
+}
+
+impl Group {
+    fn run(&mut self) -> Option<v1::Outcome> {
+        loop {
+            match self.batch.boundary(self.newest) {
+                Boundary::Idle => return None,
+                Boundary::Step => return Some(self.step()),
+                Boundary::Apply(version) => {
+                    let plan = self.held.pop_front().expect("an agreed plan is held");
+                    let plan = convert::plan(plan).unwrap();
+                    self.batch.apply(&plan).unwrap();
+                    if self.batch.step().rows.is_empty() {
+                        return Some(v1::Outcome { version, ..v1::Outcome::default() });
+                    }
+                }
+            }
+        }
+    }
+
+    fn step(&mut self) -> v1::Outcome {
+        let step = self.batch.step();
+        let (number, rows) = (step.number, step.rows.len());
+        let slots: Vec<u32> = step.samples.iter().map(|&row| step.rows[row].slot).collect();
+        let sequences: Vec<u64> = slots.iter().map(|&slot| self.batch.slot(slot).sequence()).collect();
+        let tokens: Vec<u32> = slots.iter().map(|&slot| next_token(self.batch.slot(slot).tokens())).collect();
+        let sampled: Vec<Sampled> =
+            tokens.iter().map(|&token| Sampled { token, logprob: None, top: Vec::new() }).collect();
+        let finishes = self.batch.complete(&sampled).to_vec();
+        let tokens = sequences.into_iter().zip(tokens).zip(finishes).map(|((sequence, token), finish)| {
+            let finish = match finish {
+                None => v1::Finish::None,
+                Some(Finish::Stop) => v1::Finish::Stop,
+                Some(Finish::Length) => v1::Finish::Length,
+            };
+            v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() }
+        });
+        let tokens = tokens.collect();
+        let version = self.batch.version();
+        v1::Outcome { version, step: number, ran_step: true, tokens, rows: rows as u32, ..v1::Outcome::default() }
+    }
+}
+
+#[derive(Default)]
+struct Seen {
+    request: Option<SequenceRequest>,
+    tokens: Vec<u32>,
+    ended: bool,
+    cancelled: bool,
+}
+
+fn run(seed: u64) -> usize {
+    println!("seed {seed}");
+    let mut rng = Rng(seed);
+    let max_slots = 1 + rng.below(5) as u32;
+    let max_batch_tokens = max_slots + rng.below(40) as u32;
+    let max_context = 2 + rng.below(4 * PAGE_POSITIONS as u64);
+    let kv_pages = max_context.div_ceil(PAGE_POSITIONS as u64) + rng.below(4);
+    let steps_per_plan = 1 + rng.below(9) as u32;
+    let limits = Limits { max_slots, max_batch_tokens, steps_per_plan, max_losses: 1000, ..Limits::default() };
+    let batch_limits = BatchLimits {
+        max_slots: max_slots as usize,
+        max_batch_tokens: max_batch_tokens as usize,
+        kv_pages: kv_pages as usize,
+        max_context: max_context as usize,
+        vocab_size: VOCAB as usize,
+    };
+    let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
+    let ready = || Event::GroupReady { kv_pages: kv_pages as u32, page_positions: PAGE_POSITIONS as u32 };
+    let mut scheduler = Scheduler::new(limits).unwrap();
+    let mut worker = group();
+    let mut events = VecDeque::from([ready()]);
+    let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();
+    let mut admissions = 0;
+    let sequences = 1 + rng.below(12);
+    for round in 0.. {
+        assert!(round < 100_000, "no end");
+        let arrived = seen.len() as u64;
+        if arrived < sequences && rng.below(4) == 0 {
+            let request = request(&mut rng, max_context);
+            seen.insert(arrived, Seen { request: Some(request.clone()), ..Seen::default() });
+            events.push_back(Event::Submit { sequence: arrived, request });
+        }
+        if arrived > 0 && rng.below(400) == 0 {
+            let sequence = rng.below(arrived);
+            let seen = seen.get_mut(&sequence).unwrap();
+            seen.cancelled |= !seen.ended;
+            events.push_back(Event::Cancel { sequence });
+        }
+        if rng.below(300) == 0 {
+            events.retain(|event| !matches!(event, Event::Outcome(_)));
+            events.extend([Event::GroupLost, ready()]);
+            worker = group();
+        }
+        let mut actions = Vec::new();
+        while let Some(event) = events.pop_front() {
+            scheduler.apply(event, &mut actions);
+        }
+        for action in actions {
+            match action {
+                Action::Token { sequence, token } => seen.get_mut(&sequence).unwrap().tokens.push(token.id),
+                Action::Finished { sequence, .. } => seen.get_mut(&sequence).unwrap().ended = true,
+                Action::Queued { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        while let Some(plan) = scheduler.next_plan() {
+            admissions += plan.admit.len();
+            worker.newest = plan.version;
+            worker.held.push_back(plan);
+        }
+        events.extend((0..rng.below(4)).filter_map(|_| worker.run()).map(Event::Outcome));
+        if seen.len() as u64 == sequences && events.is_empty() && scheduler.is_idle() {
+            break;
+        }
+    }
+    for (sequence, seen) in &seen {
+        let expected = expected(seen.request.as_ref().unwrap());
+        let whole = seen.ended && seen.tokens == expected;
+        assert!(
+            whole || seen.cancelled && expected.starts_with(&seen.tokens),
+            "sequence {sequence}: {:?}",
+            seen.tokens
+        );
+    }
+    admissions.saturating_sub(seen.len())
+}
+
+#[test]
+fn the_batch_takes_every_plan() {
+    let again: usize = (0..200).map(run).sum();
+    assert!(again > 100, "only {again} sequences were computed again");
+}

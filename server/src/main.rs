@@ -156,7 +156,7 @@ async fn announce(engine: EngineHandle, config: Config, url: String) {
     let id = &config.serve.model_id;
     say(&format!(
         "Serving   {id}: {}, vocabulary {}, context {}, tensor parallelism {}, bits {}\n\
-         Listening {url} (HTTP and gRPC)\n\
+         Listening {url} (HTTP and gRPC; open it in a browser to chat)\n\
          Try       {}",
         model.architecture,
         model.vocab_size,

@@ -5,9 +5,9 @@ use std::{any::Any, sync::Arc, time::Instant};
 use axum::{
     Json, Router,
     extract::{Path, Request, State},
-    http::{HeaderName, HeaderValue, StatusCode},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     middleware::{Next, from_fn},
-    response::{IntoResponse, Response},
+    response::{Html, IntoResponse, Response},
     routing::{get, post},
 };
 use serde_json::{Value, json};
@@ -32,6 +32,11 @@ use crate::{
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest name that is taken from a client.
 const MAX_REQUEST_ID_BYTES: usize = 128;
+
+/// The page at `/`: one file, no other resources.
+const CHAT_PAGE: &str = include_str!("chat.html");
+/// Nothing but the page itself, talking to this server.
+const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'";
 
 /// What the handlers share.
 #[derive(Debug, Clone)]
@@ -68,15 +73,21 @@ pub fn example(base_url: &str, model_id: &str) -> String {
     format!("curl {base_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
 }
 
-async fn welcome(State(app): State<App>) -> String {
+/// Browsers get a page to chat with the model, all others a text that says what is here.
+async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
+    let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or("");
+    if accepts.contains("text/html") {
+        return ([(header::CONTENT_SECURITY_POLICY, CHAT_PAGE_POLICY)], Html(CHAT_PAGE)).into_response();
+    }
     let state = in_words(&app.frontend.engine.state());
     let model_id = &app.frontend.model_id;
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\nOpenAI-style: POST /v1/chat/completions, POST \
          /v1/completions, GET /v1/models\nHealth: GET /health/live, GET /health/ready\ngRPC on the same port: \
-         looplane.inference.v1, with health and reflection\n\n{}\n",
+         looplane.inference.v1, with health and reflection\nA browser gets a page to chat with the model.\n\n{}\n",
         example(&app.base_url, model_id)
     )
+    .into_response()
 }
 
 async fn models(State(app): State<App>) -> Json<Value> {

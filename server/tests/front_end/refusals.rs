@@ -1,10 +1,11 @@
 //! Every way to be refused: status, code and field.
 
 use serde_json::{Value, json};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 
 use crate::{
     Server,
-    client::{Response, get, post, request},
+    client::{Response, get, post, read, request},
     options,
 };
 
@@ -223,4 +224,11 @@ async fn models_are_listed_and_found() {
     assert_eq!(get(server.address, "/v1/models/tiny").await.json(), list["data"][0]);
     let page = get(server.address, "/").await;
     assert!(page.body.contains("curl http://127.0.0.1:") && page.body.contains("\"tiny\""), "{}", page.body);
+    // A browser says what it would like to see.
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let request = "GET / HTTP/1.1\r\nhost: test\r\naccept: text/html,*/*;q=0.8\r\nconnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let page = read(stream).await;
+    assert!(page.body.starts_with("<!doctype html>"), "{}", page.body);
+    assert!(page.header("content-security-policy").is_some_and(|policy| policy.contains("default-src 'none'")));
 }

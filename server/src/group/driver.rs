@@ -14,11 +14,11 @@ use tokio_util::sync::CancellationToken;
 use super::launch::{Launcher, Workers};
 use super::start::{GRACE, Link, RankEvent, start};
 use super::{Figures, GroupConfig};
-use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent, SequenceStream, Submission, SubmitError};
+use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
 use crate::sched::{Action, Event, Scheduler};
 
 /// Messages taken at once before plans are built: enough for a burst to enter one plan, few enough to stay prompt.
-const BURST: usize = 256;
+pub(super) const BURST: usize = 256;
 
 /// The driver's ends of everything.
 pub(super) struct Channels {
@@ -75,18 +75,18 @@ impl From<String> for Fault {
 pub(super) struct Driver {
     config: Arc<GroupConfig>,
     launcher: Arc<dyn Launcher>,
-    scheduler: Scheduler,
-    channels: Channels,
+    pub(super) scheduler: Scheduler,
+    pub(super) channels: Channels,
     /// By sequence: room for every token and the end, so that sending never waits.
-    streams: HashMap<u64, mpsc::Sender<SequenceEvent>>,
-    last_sequence: u64,
+    pub(super) streams: HashMap<u64, mpsc::Sender<SequenceEvent>>,
+    pub(super) last_sequence: u64,
     /// Why nothing is taken any more.
-    closed: Option<String>,
+    pub(super) closed: Option<String>,
     /// Why the last group was lost, in front of what is being done about it.
     lost: Option<String>,
     /// Set by the request to shut down: when sequences that still run are given up.
     drain_until: Option<Instant>,
-    actions: Vec<Action>,
+    pub(super) actions: Vec<Action>,
 }
 
 impl Driver {
@@ -301,81 +301,6 @@ impl Driver {
         }
     }
 
-    /// Takes `first` and what else is there.
-    fn commands(&mut self, first: Option<Command>) -> Result<(), String> {
-        let mut next = first;
-        for _ in 0..BURST {
-            match next {
-                Some(Command::Submit(submission)) => self.submit(submission),
-                Some(Command::Cancel(sequence)) => {
-                    self.streams.remove(&sequence);
-                    self.apply(Event::Cancel { sequence })?;
-                }
-                None => break,
-            }
-            next = self.channels.commands.try_recv().ok();
-        }
-        Ok(())
-    }
-
-    fn submit(&mut self, submission: Submission) {
-        let Submission { request, reply } = submission;
-        let answer = self.queue(request);
-        // Nobody waits for the answer any more: the stream in it cancels the sequence as it is dropped.
-        let _ = reply.send(answer);
-    }
-
-    fn queue(&mut self, request: crate::engine::SequenceRequest) -> Result<SequenceStream, SubmitError> {
-        if let Some(reason) = &self.closed {
-            return Err(SubmitError::Unavailable(reason.clone()));
-        }
-        let room = request.max_tokens as usize + 2;
-        let sequence = self.last_sequence + 1;
-        self.last_sequence = sequence;
-        let mut actions = Vec::new();
-        self.scheduler.apply(Event::Submit { sequence, request }, &mut actions);
-        for action in actions {
-            if let Action::Refused { error, .. } = action {
-                return Err(error);
-            }
-        }
-        let (sender, events) = mpsc::channel(room);
-        self.streams.insert(sequence, sender);
-        Ok(SequenceStream::new(sequence, events, self.channels.commands_back.clone()))
-    }
-
-    /// Applies an event and does what follows; the error is a fault of the group.
-    fn apply(&mut self, event: Event) -> Result<(), String> {
-        let mut actions = std::mem::take(&mut self.actions);
-        self.scheduler.apply(event, &mut actions);
-        let mut result = Ok(());
-        for action in actions.drain(..) {
-            match action {
-                Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token)),
-                Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason)),
-                Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason)),
-                Action::Fault(reason) => result = Err(format!("rank 0 broke the protocol: {reason}")),
-                Action::Queued { .. } | Action::Refused { .. } => {
-                    unreachable!("submissions are answered where they arrive")
-                }
-            }
-        }
-        self.actions = actions;
-        result
-    }
-
-    fn send(&mut self, sequence: u64, event: SequenceEvent) {
-        let last = !matches!(event, SequenceEvent::Token(_));
-        if let Some(stream) = self.streams.get(&sequence) {
-            // A reader that went away cancels by itself; the channel has room for every token and the end.
-            let sent = stream.try_send(event);
-            debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
-        }
-        if last {
-            self.streams.remove(&sequence);
-        }
-    }
-
     fn begin_drain(&mut self) {
         self.closed = Some("shutting down".into());
         self.drain_until = Some(Instant::now() + self.config.waits.drain);
@@ -402,15 +327,6 @@ impl Driver {
         self.closed = Some(format!("unable to serve the model: {reason}"));
         self.channels.state.send_if_modified(|state| show_progress(state, EngineState::Failed(reason)));
         self.attend(std::future::pending::<()>()).await;
-    }
-
-    fn fail_all(&mut self, reason: &str) {
-        let mut sequences: Vec<u64> = self.streams.keys().copied().collect();
-        sequences.sort_unstable();
-        for sequence in sequences {
-            self.send(sequence, SequenceEvent::Failed(reason.into()));
-            self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
-        }
     }
 
     /// Shows what is being done to get a group up.

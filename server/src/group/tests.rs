@@ -23,9 +23,9 @@ fn config(tensor_parallel: u32) -> GroupConfig {
     GroupConfig {
         limits: Limits { max_slots: 4, max_batch_tokens: 8, steps_per_plan: 4, ..Limits::default() },
         waits: Waits {
-            silence: Duration::from_millis(400),
+            silence: Duration::from_secs(10),
             start: Duration::from_secs(5),
-            load: Duration::from_millis(400),
+            load: Duration::from_secs(10),
             drain: Duration::from_secs(10),
             exit: Duration::from_millis(500),
             backoff: Duration::from_millis(5),
@@ -35,6 +35,14 @@ fn config(tensor_parallel: u32) -> GroupConfig {
         max_failed_starts: 3,
         ..GroupConfig::new(PathBuf::from("/models/fake"), tensor_parallel)
     }
+}
+
+/// For tests in which a rank falls silent: soon noticed, yet long enough for a busy machine.
+fn impatient(ranks: u32) -> GroupConfig {
+    let mut config = config(ranks);
+    config.waits.silence = Duration::from_millis(700);
+    config.waits.load = Duration::from_millis(700);
+    config
 }
 
 fn start(config: GroupConfig, launcher: Arc<dyn Launcher>) -> (EngineHandle, GroupTask) {
@@ -118,7 +126,7 @@ async fn loads_serves_and_drains() {
 #[tokio::test]
 async fn progress_is_told_in_words() {
     let launcher = FakeLauncher::new(2, |_, rank| Script { load_hangs: rank == 1, ..Script::default() });
-    let (handle, _task) = start(config(2), launcher);
+    let (handle, _task) = start(impatient(2), launcher);
     let words =
         |state: &EngineState| matches!(state, EngineState::Loading(words) if words == "rank 1: packing weights 40 %");
     until(&handle, words).await;
@@ -165,16 +173,16 @@ async fn workers_that_never_start_are_given_up() {
 #[tokio::test]
 async fn a_dropped_stream_frees_its_slot() {
     let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
-    let (handle, _task) = start(config(1), launcher);
+    let (handle, task) = start(config(1), launcher);
     ready(&handle).await;
     // Each alone needs most of the 64 pages of 4: the second runs only once the first is gone.
     let mut stream = handle.submit(request(1, 50, 200, vec![])).await.unwrap();
     stream.next().await.unwrap();
     let second = handle.submit(request(2, 180, 3, vec![])).await.unwrap();
-    let started = Instant::now();
     drop(stream);
     assert_eq!(read(second).await.0, expected(&request(2, 180, 3, vec![])).0);
-    assert!(started.elapsed() < Duration::from_millis(350), "200 tokens of 2 ms were not waited for");
+    let tokens = task.figures().tokens;
+    assert!(tokens < 150, "{tokens} tokens: the 200 of the first were not waited for");
 }
 
 #[tokio::test]
@@ -182,7 +190,7 @@ async fn a_lost_rank_loses_no_token() {
     for (trouble, words) in [
         (Trouble::Exit, "rank 1 was killed by signal 9"),
         (Trouble::BreakStream, "rank 1 broke its outcomes off: out of luck"),
-        (Trouble::Hang, "rank 1 has been silent for 400ms"),
+        (Trouble::Hang, "rank 1 has been silent for 700ms"),
     ] {
         // Two short lives, the third one whole.
         let script = move |start: u32, rank: u32| Script {
@@ -190,7 +198,7 @@ async fn a_lost_rank_loses_no_token() {
             ..Script::default()
         };
         let launcher = FakeLauncher::new(2, script);
-        let (handle, task) = start(config(2), launcher.clone());
+        let (handle, task) = start(impatient(2), launcher.clone());
         ready(&handle).await;
         let watch = async {
             let seen = until(&handle, |state| matches!(state, EngineState::Recovering(_))).await;
@@ -211,7 +219,7 @@ async fn rank_zero_may_be_the_one() {
         let after = move |start, rank| (rank == 0 && start < 2).then_some((7, trouble));
         let launcher =
             FakeLauncher::new(2, move |start, rank| Script { after: after(start, rank), ..Script::default() });
-        let (handle, task) = start(config(2), launcher);
+        let (handle, task) = start(impatient(2), launcher);
         ready(&handle).await;
         serve(&handle, 8).await;
         assert_eq!(task.figures().losses, 2, "{trouble:?}");
@@ -221,13 +229,13 @@ async fn rank_zero_may_be_the_one() {
 #[tokio::test]
 async fn an_idle_group_is_left_alone() {
     let launcher = FakeLauncher::new(1, |_, _| Script::default());
-    let (handle, task) = start(config(1), launcher);
+    let (handle, task) = start(impatient(1), launcher);
     ready(&handle).await;
     serve(&handle, 3).await;
     // The release of the last slot is on its way.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let plans = task.figures().plans;
-    tokio::time::sleep(Duration::from_millis(800)).await;
+    tokio::time::sleep(Duration::from_millis(1000)).await;
     assert_eq!(handle.state(), EngineState::Ready, "silence is no fault where nothing is owed");
     assert_eq!(task.figures().plans, plans, "an idle group gets no plans");
 }
@@ -250,7 +258,7 @@ async fn a_rank_that_never_reports_the_last_step_is_noticed() {
     // 10 tokens and the release of the slot: the eleventh report, after which nothing is owed by rank 0.
     let after = |start, rank| (start == 0 && rank == 1).then_some((10, Trouble::Hang));
     let launcher = FakeLauncher::new(2, move |start, rank| Script { after: after(start, rank), ..Script::default() });
-    let (handle, task) = start(config(2), launcher.clone());
+    let (handle, task) = start(impatient(2), launcher.clone());
     ready(&handle).await;
     let stream = handle.submit(request(1, 5, 10, vec![])).await.unwrap();
     assert_eq!(read(stream).await.0.len(), 10);

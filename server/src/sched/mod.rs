@@ -7,8 +7,10 @@
 
 mod build;
 mod check;
+mod events;
 #[cfg(test)]
 pub(crate) mod fake_worker;
+mod limits;
 mod pages;
 mod pipeline;
 mod sequence;
@@ -20,155 +22,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
 
 use crate::engine::{FinishReason, GeneratedToken, SequenceRequest, SubmitError};
+pub use events::{Action, Event};
+pub use limits::{Limits, LimitsError};
 use pages::PagePool;
 use pipeline::Pipeline;
 use sequence::{Phase, Sequence};
-
-/// Bounds of the scheduler.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits {
-    /// Sequences in the batch at one time.
-    pub max_slots: u32,
-    /// Rows (decode tokens and prompt tokens) of one step; at least `max_slots`.
-    pub max_batch_tokens: u32,
-    /// Steps of one plan: the K that bounds a launch of the loop.
-    pub steps_per_plan: u32,
-    /// Plans sent of which no step was reported; 2 keep the loop fed while an outcome is on its way.
-    pub plans_ahead: u32,
-    /// Sequences that wait for their first admission.
-    pub max_waiting_requests: u64,
-    /// Prompt tokens of the sequences that wait for their first admission. (A single one may exceed it: the context
-    /// bounds it already.)
-    pub max_waiting_tokens: u64,
-    /// Losses of the group in a row, without a token in between, after which a sequence that was running each time is
-    /// given up: it may be what kills the workers.
-    pub max_losses: u32,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_slots: 64,
-            max_batch_tokens: 512,
-            steps_per_plan: 16,
-            plans_ahead: 2,
-            max_waiting_requests: 1024,
-            max_waiting_tokens: 1 << 20,
-            max_losses: 3,
-        }
-    }
-}
-
-/// A bound that cannot work.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum LimitsError {
-    /// A bound of zero would stop everything.
-    #[error("{0} must be at least 1")]
-    Zero(&'static str),
-    /// Every slot may decode in one step.
-    #[error(
-        "max_batch_tokens is {tokens}, but every one of the {slots} slots needs a row: raise it to at least {slots}"
-    )]
-    BatchTooSmall {
-        /// Rows of a step.
-        tokens: u32,
-        /// Slots.
-        slots: u32,
-    },
-}
-
-impl Limits {
-    /// Whether the bounds can work.
-    ///
-    /// # Errors
-    /// Names the bound that is zero or too small.
-    pub fn validate(&self) -> Result<(), LimitsError> {
-        let bounds = [
-            ("max_slots", u64::from(self.max_slots)),
-            ("max_batch_tokens", u64::from(self.max_batch_tokens)),
-            ("steps_per_plan", u64::from(self.steps_per_plan)),
-            ("plans_ahead", u64::from(self.plans_ahead)),
-            ("max_waiting_requests", self.max_waiting_requests),
-            ("max_waiting_tokens", self.max_waiting_tokens),
-            ("max_losses", u64::from(self.max_losses)),
-        ];
-        if let Some((name, _)) = bounds.iter().find(|(_, bound)| *bound == 0) {
-            return Err(LimitsError::Zero(name));
-        }
-        if self.max_batch_tokens < self.max_slots {
-            return Err(LimitsError::BatchTooSmall { tokens: self.max_batch_tokens, slots: self.max_slots });
-        }
-        Ok(())
-    }
-}
-
-/// What happened.
-#[derive(Debug)]
-pub enum Event {
-    /// A sequence arrived. Answered by [`Action::Queued`] or [`Action::Refused`].
-    Submit {
-        /// Its number, higher than all before.
-        sequence: u64,
-        /// What to generate.
-        request: SequenceRequest,
-    },
-    /// Nobody wants the rest of a sequence. Unknown numbers are ignored: it may have ended on the way.
-    Cancel {
-        /// Its number.
-        sequence: u64,
-    },
-    /// A group is ready for its first plan.
-    GroupReady {
-        /// Pages of its KV cache.
-        kv_pages: u32,
-        /// Positions a page holds, at least 1.
-        page_positions: u32,
-    },
-    /// The group reported a step.
-    Outcome(Outcome),
-    /// The group is gone. Everything that ran waits again.
-    GroupLost,
-}
-
-/// What the owner of the scheduler has to do.
-#[derive(Debug, PartialEq)]
-pub enum Action {
-    /// The submission was taken.
-    Queued {
-        /// Its number.
-        sequence: u64,
-    },
-    /// The submission was not taken; its number is forgotten.
-    Refused {
-        /// Its number.
-        sequence: u64,
-        /// Why.
-        error: SubmitError,
-    },
-    /// The next token of a sequence.
-    Token {
-        /// Its number.
-        sequence: u64,
-        /// The token.
-        token: GeneratedToken,
-    },
-    /// The sequence ended by itself.
-    Finished {
-        /// Its number.
-        sequence: u64,
-        /// Why.
-        reason: FinishReason,
-    },
-    /// The sequence was given up.
-    Failed {
-        /// Its number.
-        sequence: u64,
-        /// Why, in a sentence.
-        reason: String,
-    },
-    /// The group broke the protocol, as the text says. Stop it and report [`Event::GroupLost`].
-    Fault(String),
-}
 
 /// The owner of all sequences of a model replica.
 #[derive(Debug)]

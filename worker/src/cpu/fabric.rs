@@ -95,6 +95,9 @@ pub struct Fabric {
     /// Swaps two ranks' sums, to prove that the tests notice.
     #[cfg(test)]
     pub swap_leaves: bool,
+    /// Uses one buffer in place of two, to prove that the second is needed.
+    #[cfg(test)]
+    pub one_buffer: bool,
     #[cfg(test)]
     pub hook: Option<Hook>,
 }
@@ -174,6 +177,8 @@ impl Fabric {
             waited_ns: AtomicU64::new(0),
             #[cfg(test)]
             swap_leaves: false,
+            #[cfg(test)]
+            one_buffer: false,
             #[cfg(test)]
             hook: None,
         })
@@ -304,18 +309,18 @@ impl Fabric {
         if rank == self.rank { &self.own } else { self.peers[rank].as_ref().expect(JOINED) }
     }
 
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code, clippy::mut_from_ref)]
     fn own_slice(&self, slice: usize) -> &mut [f32] {
         // SAFETY: each slice is produced by one unit of one exchange, and by the argument at the top of the file no rank
         // still reads what it held two epochs ago; nobody reads it before its flag, which is stored after this unit.
-        unsafe { self.own.write(self.shape.slice(self.epoch, slice), self.shape.slice_len()) }
+        unsafe { self.own.write(self.slice_offset(slice), self.shape.slice_len()) }
     }
 
     #[allow(unsafe_code)]
     fn read_slice(&self, rank: usize, slice: usize) -> &[f32] {
         // SAFETY: `await_slice` saw the flags of all ranks (acquire), and by the argument at the top of the file the owner
         // does not write the slice again before this exchange has been consumed here.
-        unsafe { self.segment(rank).read(self.shape.slice(self.epoch, slice), self.shape.slice_len()) }
+        unsafe { self.segment(rank).read(self.slice_offset(slice), self.shape.slice_len()) }
     }
 
     fn await_slice(
@@ -376,6 +381,14 @@ impl Fabric {
                 });
             }
         }
+    }
+
+    fn slice_offset(&self, slice: usize) -> usize {
+        #[cfg(test)]
+        if self.one_buffer {
+            return self.shape.slice(0, slice);
+        }
+        self.shape.slice(self.epoch, slice)
     }
 
     #[cfg(test)]

@@ -36,7 +36,7 @@ pub trait Lanes {
     unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const u16) -> Self::Acc;
     /// Writes 16 fp32.
     unsafe fn store(acc: Self::Acc, to: *mut f32);
-    /// Asks for the cache line at `address`, which need not exist.
+    /// Asks for the cache line at `address`, which need not exist, into L2.
     unsafe fn prefetch(address: *const u16);
 }
 
@@ -189,7 +189,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn prefetch(address: *const u16) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
         }
     }
 
@@ -249,7 +249,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn prefetch(address: *const u16) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
         }
     }
 }

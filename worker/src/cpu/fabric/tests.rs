@@ -123,3 +123,42 @@ fn other_groups_are_refused() {
     assert!(joined(&mut first, "/nowhere").unwrap_err().contains("/nowhere"));
     assert!(first.join(&[]).unwrap_err().to_string().contains("0 handles for 2 ranks"));
 }
+
+/// Rank 0 dawdles before it reads the first epoch; rank 1 goes on as far as the protocol lets it. Returns what rank 0 then
+/// reads of rank 1.
+fn read_late(one_buffer: bool) -> f32 {
+    let mut ranks = group(shape(2, 64), LIMIT);
+    let mut second = ranks.pop().unwrap();
+    let mut first = ranks.pop().unwrap();
+    (first.one_buffer, second.one_buffer) = (one_buffer, one_buffer);
+    first.hook = Some(Arc::new(|moment| {
+        if matches!(moment, Moment::Consume(_)) {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }));
+    let seen = Mutex::new(Vec::new());
+    let rounds = |fabric: &mut Fabric, seen: Option<&Mutex<Vec<f32>>>| {
+        let team = Team::new(1, Placement::Floating, true).unwrap();
+        for round in 1..=2 {
+            let produce = |_: usize, out: &mut [f32]| out.fill(round as f32);
+            let consume = |_: usize, of_ranks: &[&[f32]]| {
+                if let Some(seen) = seen {
+                    seen.lock().unwrap().push(of_ranks[1][0]);
+                }
+            };
+            fabric.exchange(&team, place(round), &Ahead::nothing(), produce, consume).unwrap();
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| rounds(&mut second, None));
+        rounds(&mut first, Some(&seen));
+    });
+    seen.into_inner().unwrap()[0]
+}
+
+#[test]
+fn a_late_reader_needs_the_second_buffer() {
+    assert_eq!(read_late(false), 1.0);
+    // The control: with one buffer the peer has overwritten it.
+    assert_eq!(read_late(true), 2.0);
+}

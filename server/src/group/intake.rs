@@ -1,0 +1,93 @@
+//! The driver towards the front end: submissions and cancels in, tokens and ends out.
+
+use tokio::sync::mpsc;
+
+use super::driver::{BURST, Driver};
+use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError};
+use crate::sched::{Action, Event};
+
+impl Driver {
+    /// Takes `first` and what else is there.
+    pub(super) fn commands(&mut self, first: Option<Command>) -> Result<(), String> {
+        let mut next = first;
+        for _ in 0..BURST {
+            match next {
+                Some(Command::Submit(submission)) => self.submit(submission),
+                Some(Command::Cancel(sequence)) => {
+                    self.streams.remove(&sequence);
+                    self.apply(Event::Cancel { sequence })?;
+                }
+                None => break,
+            }
+            next = self.channels.commands.try_recv().ok();
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        let Submission { request, reply } = submission;
+        let answer = self.queue(request);
+        // Nobody waits for the answer any more: the stream in it cancels the sequence as it is dropped.
+        let _ = reply.send(answer);
+    }
+
+    fn queue(&mut self, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
+        if let Some(reason) = &self.closed {
+            return Err(SubmitError::Unavailable(reason.clone()));
+        }
+        let room = request.max_tokens as usize + 2;
+        let sequence = self.last_sequence + 1;
+        self.last_sequence = sequence;
+        let mut actions = Vec::new();
+        self.scheduler.apply(Event::Submit { sequence, request }, &mut actions);
+        for action in actions {
+            if let Action::Refused { error, .. } = action {
+                return Err(error);
+            }
+        }
+        let (sender, events) = mpsc::channel(room);
+        self.streams.insert(sequence, sender);
+        Ok(SequenceStream::new(sequence, events, self.channels.commands_back.clone()))
+    }
+
+    /// Applies an event and does what follows; the error is a fault of the group.
+    pub(super) fn apply(&mut self, event: Event) -> Result<(), String> {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.apply(event, &mut actions);
+        let mut result = Ok(());
+        for action in actions.drain(..) {
+            match action {
+                Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token)),
+                Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason)),
+                Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason)),
+                Action::Fault(reason) => result = Err(format!("rank 0 broke the protocol: {reason}")),
+                Action::Queued { .. } | Action::Refused { .. } => {
+                    unreachable!("submissions are answered where they arrive")
+                }
+            }
+        }
+        self.actions = actions;
+        result
+    }
+
+    fn send(&mut self, sequence: u64, event: SequenceEvent) {
+        let last = !matches!(event, SequenceEvent::Token(_));
+        if let Some(stream) = self.streams.get(&sequence) {
+            // A reader that went away cancels by itself; the channel has room for every token and the end.
+            let sent = stream.try_send(event);
+            debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
+        }
+        if last {
+            self.streams.remove(&sequence);
+        }
+    }
+
+    pub(super) fn fail_all(&mut self, reason: &str) {
+        let mut sequences: Vec<u64> = self.streams.keys().copied().collect();
+        sequences.sort_unstable();
+        for sequence in sequences {
+            self.send(sequence, SequenceEvent::Failed(reason.into()));
+            self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
+        }
+    }
+}

@@ -143,7 +143,7 @@ async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String
     }
 }
 
-/// A directory for the sockets of one group, for this user alone; removed when dropped.
+/// A directory for the sockets of one group, for this user alone; removed when dropped, or as soon as all are connected.
 #[derive(Debug)]
 struct SocketDir(PathBuf);
 
@@ -166,9 +166,19 @@ impl SocketDir {
     }
 }
 
+/// Removes the sockets' directory once every worker is connected: a server that is killed later leaves nothing behind.
+pub(super) fn remove_socket_dir(sockets: &[PathBuf]) {
+    let Some(dir) = sockets.first().and_then(|socket| socket.parent()) else { return };
+    if let Err(error) = fs::remove_dir_all(dir) {
+        tracing::warn!("cannot remove {}: {error}", dir.display());
+    }
+}
+
 impl Drop for SocketDir {
     fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
+        if let Err(error) = fs::remove_dir_all(&self.0)
+            && error.kind() != io::ErrorKind::NotFound
+        {
             tracing::warn!("cannot remove {}: {error}", self.0.display());
         }
     }

@@ -15,7 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use super::GroupConfig;
-use super::launch::Workers;
+use super::launch::{Workers, remove_socket_dir};
 use crate::engine::ModelInfo;
 
 /// Pause between two looks for a worker's socket.
@@ -117,6 +117,7 @@ async fn bring_up(
     progress("starting the workers".into());
     let clients = sockets.iter().enumerate().map(|(rank, socket)| connect(rank, socket, config.waits.start));
     let mut clients = try_join_all(clients).await?;
+    remove_socket_dir(sockets);
     let loads = clients.iter_mut().enumerate().map(|(rank, client)| load(rank, client, config, progress));
     let loaded = try_join_all(loads).await?;
     let facts = agree(&loaded)?;

@@ -39,9 +39,11 @@ fn a_part_in_another_test() {
     let socket = PathBuf::from(var(SOCKET));
     if role == "server" {
         // Starts a worker, says its process id, and waits to be killed.
-        let worker = command("worker", &socket, 0, std::process::id()).spawn().unwrap();
+        let mut worker = command("worker", &socket, 0, std::process::id()).spawn().unwrap();
         println!("worker {}", worker.id());
         std::thread::sleep(PATIENCE);
+        worker.kill().unwrap();
+        worker.wait().unwrap();
         return;
     }
     let args = WorkerArgs { socket, rank: var(RANK).parse().unwrap(), parent: Some(var(PARENT).parse().unwrap()) };

@@ -5,6 +5,9 @@ use serde_json::{Map, Value};
 use super::error::{ApiError, wrong_type};
 use crate::request::{FieldError, RequestError};
 
+/// Says which values of an unsupported field ask for nothing.
+pub(super) type Off = fn(&Value) -> bool;
+
 /// A JSON object whose fields are taken out by name. A field that is null counts as left out.
 #[derive(Debug)]
 pub(super) struct Fields {
@@ -67,7 +70,7 @@ impl Fields {
     }
 
     /// Takes fields of the API that are not supported; only values that ask for nothing pass.
-    pub(super) fn unsupported(&mut self, table: &[(&'static str, fn(&Value) -> bool)]) -> Result<(), ApiError> {
+    pub(super) fn unsupported(&mut self, table: &[(&'static str, Off)]) -> Result<(), ApiError> {
         for (name, asks_for_nothing) in table {
             match self.value(name) {
                 Some(value) if !asks_for_nothing(&value) => {

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{
     error::{ApiError, wrong_type},
-    fields::Fields,
+    fields::{Fields, Off},
 };
 use crate::{
     request::{FieldError, Input, RawRequest, RequestError},
@@ -20,8 +20,6 @@ pub(super) struct HttpRequest {
     pub(super) stream: bool,
     pub(super) include_usage: bool,
 }
-
-type Off = fn(&Value) -> bool;
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing.
 const UNSUPPORTED: [(&str, Off); 3] = [

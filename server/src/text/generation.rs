@@ -37,11 +37,16 @@ impl GenerationDefaults {
         if json["do_sample"] == false {
             defaults.temperature = 0.0;
         }
-        let fields: [(&str, &mut f64, fn(f64) -> bool, &str); 4] = [
-            ("temperature", &mut defaults.temperature, |v| (0.0..=2.0).contains(&v), "in [0, 2]"),
-            ("top_p", &mut defaults.top_p, |v| v > 0.0 && v <= 1.0, "in (0, 1]"),
-            ("min_p", &mut defaults.min_p, |v| (0.0..=1.0).contains(&v), "in [0, 1]"),
-            ("repetition_penalty", &mut defaults.repetition_penalty, |v| v > 0.0 && v <= 10.0, "in (0, 10]"),
+        type InRange = fn(f64) -> bool;
+        let temperature: InRange = |v| (0.0..=2.0).contains(&v);
+        let top_p: InRange = |v| v > 0.0 && v <= 1.0;
+        let min_p: InRange = |v| (0.0..=1.0).contains(&v);
+        let repetition_penalty: InRange = |v| v > 0.0 && v <= 10.0;
+        let fields = [
+            ("temperature", &mut defaults.temperature, temperature, "in [0, 2]"),
+            ("top_p", &mut defaults.top_p, top_p, "in (0, 1]"),
+            ("min_p", &mut defaults.min_p, min_p, "in [0, 1]"),
+            ("repetition_penalty", &mut defaults.repetition_penalty, repetition_penalty, "in (0, 10]"),
         ];
         for (name, field, in_range, range) in fields {
             match &json[name] {

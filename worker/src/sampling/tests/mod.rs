@@ -166,7 +166,7 @@ fn run(tensor_parallel: usize, cases: &[Case]) -> (Vec<Sampled>, usize) {
         let mut logits: Vec<f32> = Vec::new();
         for case in cases {
             // Padding is poisoned with what would win, or spread.
-            let poison = |id: usize| if id % 2 == 0 { f32::INFINITY } else { f32::NAN };
+            let poison = |id: usize| if id.is_multiple_of(2) { f32::INFINITY } else { f32::NAN };
             let ids = rank * local..(rank + 1) * local;
             logits.extend(ids.map(|id| case.logits.get(id).copied().unwrap_or_else(|| poison(id))));
         }

@@ -42,12 +42,17 @@ pub struct CpuDecoder {
     loaded: Loaded,
 }
 
-/// Loads a rank from a checkpoint.
+/// Set to `0`: threads stay unpinned even where there is a core for each, for several servers on one machine.
+pub const PIN_VARIABLE: &str = "LOOPLANE_CPU_PIN";
+
+/// Loads a rank from a checkpoint, on the instruction set and cores that the machine and the environment
+/// ([`super::ISA_VARIABLE`], [`PIN_VARIABLE`]) say.
 ///
 /// # Errors
 /// The model is refused, or does not fit.
 pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<CpuDecoder, LoadError> {
-    load_with(request, &Options::default(), progress)
+    let unpinned = std::env::var(PIN_VARIABLE).is_ok_and(|value| value == "0");
+    load_with(request, &Options { unpinned, ..Options::default() }, progress)
 }
 
 /// Loads a rank, with options.

@@ -1,6 +1,7 @@
-//! How fast one rank decodes a model of about 1B parameters with random weights: milliseconds a step, bytes streamed.
+//! How fast a group decodes a model of about 1B parameters with random weights: milliseconds a step, bytes streamed by all
+//! ranks. The ranks are threads of one process; what they exchange goes through shared memory all the same.
 //!
-//! `cargo run --example decode_speed -- [threads] [layers]`
+//! `cargo run --release --example decode_speed -- [threads a rank] [layers] [ranks]`
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +20,14 @@ fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1).map(|argument| argument.parse::<usize>());
     let threads = arguments.next().transpose()?.unwrap_or(2);
     let layers = arguments.next().transpose()?.unwrap_or(16);
+    let ranks = arguments.next().transpose()?.unwrap_or(1);
     for batch in [1, 8] {
-        measure(threads, layers, batch)?;
+        measure(threads, layers, ranks, batch)?;
     }
     Ok(())
 }
 
-fn measure(threads: usize, layers: usize, batch: u32) -> anyhow::Result<()> {
+fn measure(threads: usize, layers: usize, ranks: usize, batch: u32) -> anyhow::Result<()> {
     let config = ModelConfig {
         architecture: Architecture::Llama,
         hidden_size: 2048,
@@ -46,7 +48,7 @@ fn measure(threads: usize, layers: usize, batch: u32) -> anyhow::Result<()> {
     let request = LoadRequest {
         model_dir: "random".into(),
         rank: 0,
-        tensor_parallel: 1,
+        tensor_parallel: ranks,
         threads,
         max_slots: batch as usize,
         max_batch_tokens: 512,
@@ -57,37 +59,47 @@ fn measure(threads: usize, layers: usize, batch: u32) -> anyhow::Result<()> {
     };
     let options = Options { random: Some(RandomSource { config, seed: 1 }), ..Options::default() };
     let begun = std::time::Instant::now();
-    let mut decoder = load_with(&request, &options, &mut |_| ())?;
-    println!("batch {batch}: {} in {:.1} s", decoder.loaded().notes.join("; "), begun.elapsed().as_secs_f64());
-    decoder.join(&[decoder.fabric_handle()])?;
-    let bytes = decoder.stream_bytes() as f64;
-    let (feed, source) = plan_stream();
-    let (sink, mut outcomes) = outcome_stream(Arc::new(Vitals::default()));
-    let worker = std::thread::spawn(move || Box::new(decoder).run(source, sink));
-    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
-    runtime.block_on(async {
-        for slot in 0..batch {
-            feed.push(prefill(slot)).await;
+    let load = |rank| load_with(&LoadRequest { rank, ..request.clone() }, &options, &mut |_| ());
+    let mut group = (0..ranks).map(load).collect::<Result<Vec<_>, _>>()?;
+    println!("batch {batch}: {} in {:.1} s", group[0].loaded().notes.join("; "), begun.elapsed().as_secs_f64());
+    let handles: Vec<_> = group.iter().map(|rank| rank.fabric_handle()).collect();
+    let bytes = group.iter().map(|rank| rank.stream_bytes()).sum::<u64>() as f64;
+    let (mut feeds, mut workers, mut outcomes) = (Vec::new(), Vec::new(), Vec::new());
+    for mut rank in group.drain(..) {
+        rank.join(&handles)?;
+        let (feed, source) = plan_stream();
+        let (sink, out) = outcome_stream(Arc::new(Vitals::default()));
+        feeds.push(feed);
+        outcomes.push(out);
+        workers.push(std::thread::spawn(move || Box::new(rank).run(source, sink)));
+    }
+    let decode = Plan { version: u64::from(batch) + 1, steps: STEPS, decode: (0..batch).collect(), ..Plan::default() };
+    tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+        for plan in (0..batch).map(prefill).chain([decode]) {
+            for feed in &feeds {
+                feed.push(plan.clone()).await;
+            }
         }
-        let decode = (0..batch).collect();
-        feed.push(Plan { version: u64::from(batch) + 1, steps: STEPS, decode, ..Plan::default() }).await;
     });
-    drop(feed);
-    worker.join().map_err(|_| anyhow::anyhow!("the decoder panicked"))??;
-    let mut decode: Vec<f64> = Vec::new();
-    while let Ok(outcome) = outcomes.try_recv() {
+    drop(feeds);
+    for worker in workers {
+        worker.join().map_err(|_| anyhow::anyhow!("the decoder panicked"))??;
+    }
+    let (mut decode, mut waited) = (Vec::new(), 0.0);
+    while let Ok(outcome) = outcomes[0].try_recv() {
         let ms = outcome.step_time.as_secs_f64() * 1e3;
         if outcome.rows == PROMPT as usize {
             println!("batch {batch}: prompt of {PROMPT} in {ms:.1} ms");
         } else {
             decode.push(ms);
+            waited += outcome.wait_time.as_secs_f64() * 1e3 / f64::from(STEPS);
         }
     }
     decode.sort_by(f64::total_cmp);
     let (best, median) = (decode[0], decode[decode.len() / 2]);
     let rate = |ms: f64| bytes / ms / 1e6;
     println!(
-        "batch {batch}: {median:.1} ms a step ({:.1} GB/s), best {best:.1} ms ({:.1} GB/s)",
+        "batch {batch}: {median:.1} ms a step ({:.1} GB/s), best {best:.1} ms ({:.1} GB/s), of which waiting {waited:.1} ms",
         rate(median),
         rate(best)
     );

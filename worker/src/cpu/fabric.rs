@@ -441,4 +441,4 @@ impl Failure {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

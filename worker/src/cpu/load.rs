@@ -42,12 +42,17 @@ pub struct CpuDecoder {
     loaded: Loaded,
 }
 
-/// Loads a rank from a checkpoint.
+/// Set to `0`: threads stay unpinned even where there is a core for each, for several servers on one machine.
+pub const PIN_VARIABLE: &str = "LOOPLANE_CPU_PIN";
+
+/// Loads a rank from a checkpoint, on the instruction set and cores that the machine and the environment
+/// ([`super::ISA_VARIABLE`], [`PIN_VARIABLE`]) say.
 ///
 /// # Errors
 /// The model is refused, or does not fit.
 pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<CpuDecoder, LoadError> {
-    load_with(request, &Options::default(), progress)
+    let unpinned = std::env::var(PIN_VARIABLE).is_ok_and(|value| value == "0");
+    load_with(request, &Options { unpinned, ..Options::default() }, progress)
 }
 
 /// Loads a rank, with options.
@@ -259,4 +264,92 @@ fn placement(request: &LoadRequest, unpinned: bool) -> (Placement, bool, String)
 /// The bit domain in one word, for the header of the exchange memory (FNV-1a).
 fn domain_word(domain: &str) -> u32 {
     domain.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn request() -> LoadRequest {
+        LoadRequest {
+            model_dir: "random".into(),
+            rank: 0,
+            tensor_parallel: 2,
+            threads: 1,
+            max_slots: 4,
+            max_batch_tokens: 16,
+            kv_pages: 0,
+            kv_bytes_limit: 1 << 20,
+            wait_limit: Duration::from_secs(1),
+            max_context: 0,
+        }
+    }
+
+    fn options() -> Options {
+        let config = crate::plan::tests::config(4, 2, 384, 768);
+        Options { random: Some(RandomSource { config, seed: 3 }), unpinned: true, ..Options::default() }
+    }
+
+    fn refusal(request: &LoadRequest, options: &Options) -> String {
+        load_with(request, options, &mut |_| ()).err().expect("a refusal").to_string()
+    }
+
+    #[test]
+    fn what_was_loaded_is_told() {
+        let mut phases = Vec::new();
+        let decoder = load_with(&request(), &options(), &mut |progress| phases.push(progress.phase)).unwrap();
+        let loaded = decoder.loaded();
+        // 2 layers, 1 KV head of 64, K and V, 64 positions, 2 bytes: 32 KiB a page; 32 of them in the limit.
+        assert_eq!((loaded.kv_pages, loaded.kv_bytes), (32, 1 << 20));
+        assert_eq!((loaded.vocab_size, loaded.max_context, loaded.num_layers, loaded.hidden_size), (768, 2048, 2, 256));
+        let plan = ModelPlan::new(&decoder.decoder.shard.plan.config, 2).unwrap();
+        assert_eq!(decoder.stream_bytes(), crate::plan::stream::packed_bytes(&plan, &plan.rank(0)) as u64);
+        assert_eq!(loaded.weight_bytes, decoder.stream_bytes() + 384 * 256 * 2);
+        assert!(loaded.bit_domain.starts_with("cpu-") && loaded.notes.iter().any(|note| note.contains("not pinned")));
+        assert_eq!(phases.first(), Some(&Phase::ReadingConfig));
+        assert_eq!(phases.last(), Some(&Phase::Allocating));
+    }
+
+    #[test]
+    fn requests_that_cannot_be_met_are_refused_with_their_numbers() {
+        let (good, options) = (request(), options());
+        let refused = |request: LoadRequest| refusal(&request, &options);
+        let told = refused(LoadRequest { rank: 2, ..good.clone() });
+        assert!(told.contains("rank 2 of 2"), "{told}");
+        let told = refused(LoadRequest { max_batch_tokens: 3, ..good.clone() });
+        assert!(told.contains("4 slots and 3 batch tokens"), "{told}");
+        let told = refused(LoadRequest { threads: 0, ..good.clone() });
+        assert!(told.contains("a worker of 0 threads"), "{told}");
+        let told = refused(LoadRequest { kv_bytes_limit: 1000, ..good.clone() });
+        assert!(told.contains("KV pages need 32768 bytes, but the limit of the KV cache is 1000 bytes"), "{told}");
+        let told = refused(LoadRequest { kv_pages: u32::MAX as usize - 1, ..good.clone() });
+        assert!(told.contains("the KV cache need"), "{told}");
+        let told = refused(LoadRequest { kv_pages: 1 << 40, ..good.clone() });
+        assert!(told.contains("more than page numbers can name"), "{told}");
+        let told = refused(LoadRequest { tensor_parallel: 3, ..good.clone() });
+        assert!(told.contains("tensor parallelism 3"), "{told}");
+        let mut wide = options.clone();
+        wide.random.as_mut().unwrap().config.head_dim = 512;
+        assert!(refusal(&good, &wide).contains("head_dim 512 is over 256"));
+    }
+
+    #[test]
+    fn ranks_of_random_weights_hold_slices_of_the_same_model() {
+        let whole = load_with(&LoadRequest { tensor_parallel: 1, ..request() }, &options(), &mut |_| ()).unwrap();
+        for rank in 0..2 {
+            let part = load_with(&LoadRequest { rank, ..request() }, &options(), &mut |_| ()).unwrap();
+            let vocab = part.decoder.shard.rank.vocab.clone();
+            let head = |decoder: &CpuDecoder| {
+                decoder.decoder.shard.weights.panel(0, crate::plan::Product::LmHead).data.to_vec()
+            };
+            let row_len = 256;
+            assert_eq!(head(&part), head(&whole)[vocab.start * row_len..vocab.end * row_len]);
+            let mut embedded = [[0.0; 256]; 2];
+            part.decoder.shard.weights.embed(vocab.start as u32 + 5, 0..256, &mut embedded[0]);
+            whole.decoder.shard.weights.embed(vocab.start as u32 + 5, 0..256, &mut embedded[1]);
+            assert_eq!(embedded[0], embedded[1]);
+        }
+    }
 }

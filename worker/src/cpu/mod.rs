@@ -26,5 +26,5 @@ mod wait;
 mod weights;
 
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
-pub use load::{CpuDecoder, Options, load, load_with};
+pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
 pub use weights::{RandomSource, Source};

@@ -31,7 +31,7 @@ fn value(rank: usize, round: usize, place: usize) -> f32 {
 }
 
 /// Sleeps or yields at moments that a counter picks.
-fn delays(seed: u64) -> Hook {
+pub(in crate::cpu) fn delays(seed: u64) -> Hook {
     let counter = AtomicU64::new(seed);
     Arc::new(move |_| {
         let mixed =

@@ -99,3 +99,30 @@ fn portable_and_avx2_give_the_same_bits() {
         assert!(of(Isa::Portable) == of(Isa::Avx2), "{model:?}");
     }
 }
+
+#[test]
+fn delayed_ranks_give_the_same_bits() {
+    let model = fixture("llama-mha16");
+    let alone = replies(&model, Arrangement::default());
+    for (tensor_parallel, threads) in [(2, 3), (8, 2)] {
+        let late = Arrangement { tensor_parallel, threads, delays: true, ..Arrangement::default() };
+        assert!(replies(&model, late) == alone, "{threads} threads on {tensor_parallel} ranks");
+    }
+}
+
+#[test]
+fn a_sequence_recomputed_after_preemption_goes_on_with_the_same_bits() {
+    for model in MODELS.map(fixture) {
+        let request = Request::greedy(&requests(3)[2].tokens, 12);
+        let whole = &run(&model, &Arrangement::default(), std::slice::from_ref(&request))[0];
+        for done in [1, 5] {
+            let tokens: Vec<_> = request.tokens.iter().chain(&whole.tokens[..done]).copied().collect();
+            let resumed = Request::greedy(&tokens, 12 - done as u32);
+            let rest = &run(&model, &Arrangement { chunk: 50, ..Arrangement::default() }, &[resumed])[0];
+            assert!(
+                rest.tokens == whole.tokens[done..] && rest.logits == whole.logits[done..],
+                "{model:?} after {done}"
+            );
+        }
+    }
+}

@@ -33,11 +33,21 @@ pub struct Arrangement {
     pub slots: usize,
     /// Breaks the tree on purpose.
     pub swap_leaves: bool,
+    /// Delays ranks at random moments of their exchanges.
+    pub delays: bool,
 }
 
 impl Default for Arrangement {
     fn default() -> Self {
-        Self { tensor_parallel: 1, threads: 1, isa: Isa::best(), chunk: 512, slots: 16, swap_leaves: false }
+        Self {
+            tensor_parallel: 1,
+            threads: 1,
+            isa: Isa::best(),
+            chunk: 512,
+            slots: 16,
+            swap_leaves: false,
+            delays: false,
+        }
     }
 }
 
@@ -101,6 +111,9 @@ fn run_wave(model: &Path, arrangement: &Arrangement, wave: &[Request]) -> Vec<Re
         let vocab = rank.decoder.shard.rank.vocab.len();
         let seen = Arc::clone(seen);
         rank.decoder.fabric.swap_leaves = arrangement.swap_leaves;
+        if arrangement.delays {
+            rank.decoder.fabric.hook = Some(crate::cpu::fabric::tests::delays(feeds.len() as u64));
+        }
         rank.decoder.tap = Some(Box::new(move |step, logits| {
             for (row, logits) in step.samples.iter().map(|row| &step.rows[*row]).zip(logits.chunks_exact(vocab)) {
                 seen.lock().unwrap().insert((row.slot, row.position), logits.to_vec());

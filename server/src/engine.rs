@@ -121,6 +121,8 @@ pub enum EngineState {
 /// Facts of the loaded model, known once the group has loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelInfo {
+    /// Names the checkpoint's files; a group that comes back with another one is refused.
+    pub model_digest: String,
     /// Architecture name as in config.json.
     pub architecture: String,
     /// Rows of the embedding.

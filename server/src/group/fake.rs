@@ -31,6 +31,7 @@ pub(crate) struct Script {
     pub(crate) load_error: Option<Status>,
     pub(crate) load_hangs: bool,
     pub(crate) bit_domain: &'static str,
+    pub(crate) model_digest: &'static str,
     pub(crate) kv_pages: u32,
     /// Time of a step.
     pub(crate) step: Duration,
@@ -58,6 +59,7 @@ impl Default for Script {
             load_error: None,
             load_hangs: false,
             bit_domain: "fake",
+            model_digest: "digest",
             kv_pages: 64,
             step: Duration::from_micros(200),
             after: None,
@@ -177,6 +179,7 @@ impl Worker for FakeService {
             // Rank 0 has room to spare: the group uses the least.
             kv_pages: self.script.kv_pages + u32::from(self.rank == 0),
             bit_domain: self.script.bit_domain.into(),
+            model_digest: self.script.model_digest.into(),
             fabric_handle: format!("fabric-{}", self.rank),
             notes: vec!["a note".into()],
             ..Loaded::default()

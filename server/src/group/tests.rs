@@ -23,7 +23,7 @@ fn config(tensor_parallel: u32) -> GroupConfig {
     GroupConfig {
         limits: Limits { max_slots: 4, max_batch_tokens: 8, steps_per_plan: 4, ..Limits::default() },
         waits: Waits {
-            silence: Duration::from_secs(10),
+            step: Duration::from_secs(10),
             start: Duration::from_secs(5),
             load: Duration::from_secs(10),
             drain: Duration::from_secs(10),
@@ -40,7 +40,7 @@ fn config(tensor_parallel: u32) -> GroupConfig {
 /// For tests in which a rank falls silent: soon noticed, yet long enough for a busy machine.
 fn impatient(ranks: u32) -> GroupConfig {
     let mut config = config(ranks);
-    config.waits.silence = Duration::from_millis(700);
+    config.waits.step = Duration::from_millis(700);
     config.waits.load = Duration::from_millis(700);
     config
 }
@@ -190,7 +190,7 @@ async fn a_lost_rank_loses_no_token() {
     for (trouble, words) in [
         (Trouble::Exit, "rank 1 was killed by signal 9"),
         (Trouble::BreakStream, "rank 1 broke its outcomes off: out of luck"),
-        (Trouble::Hang, "rank 1 has been silent for 700ms"),
+        (Trouble::Hang, "rank 1 has been silent for longer than a step may take, 700ms"),
     ] {
         // Two short lives, the third one whole.
         let script = move |start: u32, rank: u32| Script {

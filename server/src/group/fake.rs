@@ -41,6 +41,8 @@ pub(crate) struct Script {
     pub(crate) lifetime: Option<Duration>,
     /// Exits instead of opening its socket.
     pub(crate) exits_at_once: bool,
+    /// From a kill to the end.
+    pub(crate) kill_takes: Duration,
     /// Does not exit when its plans end.
     pub(crate) ignores_drain: bool,
 }
@@ -65,6 +67,7 @@ impl Default for Script {
             after: None,
             lifetime: None,
             exits_at_once: false,
+            kill_takes: Duration::ZERO,
             ignores_drain: false,
         }
     }
@@ -132,6 +135,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
             return Ok(Box::pin(async move { exit(false, "exited with code 1, after: no such luck") }));
         }
         let (exits, mut exited) = mpsc::unbounded_channel();
+        let kill_takes = script.kill_takes;
         let lifetime = script.lifetime.unwrap_or(Duration::MAX);
         let listener = UnixListenerStream::new(UnixListener::bind(socket)?);
         let service = FakeService { script, rank, exchange, kill: kill.clone(), exits };
@@ -144,7 +148,10 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
                     Some(true) => exit(true, "exited with code 0"),
                     _ => exit(false, "was killed by signal 9"),
                 },
-                () = kill.cancelled() => exit(false, "was killed by signal 9"),
+                () = kill.cancelled() => {
+                    tokio::time::sleep(kill_takes).await;
+                    exit(false, "was killed by signal 9")
+                }
                 () = tokio::time::sleep(lifetime) => exit(false, "exited with code 101"),
             }
         }))

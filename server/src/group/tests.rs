@@ -308,6 +308,64 @@ async fn another_bit_domain_is_never_mixed_in() {
 }
 
 #[tokio::test]
+async fn another_checkpoint_is_never_mixed_in() {
+    let script = |start: u32, _| Script {
+        model_digest: if start == 0 { "digest" } else { "another" },
+        after: Some((5, Trouble::Exit)),
+        ..Script::default()
+    };
+    let (handle, _task) = start(config(2), FakeLauncher::new(2, script));
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    let (tokens, end) = read(stream).await;
+    assert!(expected(&long_request()).0.starts_with(&tokens) && !tokens.is_empty());
+    assert!(matches!(&end, SequenceEvent::Failed(words) if words.contains("have changed")), "{end:?}");
+    until(&handle, |state| matches!(state, EngineState::Failed(words) if words.contains("have changed"))).await;
+}
+
+#[tokio::test]
+async fn ranks_that_read_different_files_load_again() {
+    let digest = |start, rank| if start == 0 && rank == 1 { "another" } else { "digest" };
+    let launcher =
+        FakeLauncher::new(2, move |start, rank| Script { model_digest: digest(start, rank), ..Script::default() });
+    let (handle, _task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn the_front_end_is_answered_while_workers_are_killed() {
+    let script = |start: u32, rank: u32| Script {
+        after: (start == 0 && rank == 0).then_some((5, Trouble::Exit)),
+        kill_takes: Duration::from_secs(2),
+        ..Script::default()
+    };
+    let (handle, task) = start(config(2), FakeLauncher::new(2, script));
+    ready(&handle).await;
+    let running = handle.submit(long_request()).await.unwrap();
+    until(&handle, |state| matches!(state, EngineState::Recovering(_))).await;
+    let started = Instant::now();
+    let late = handle.submit(request(2, 5, 10, vec![])).await.unwrap();
+    drop(handle.submit(request(3, 5, 10, vec![])).await.unwrap());
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    assert_eq!(read(running).await.0, expected(&long_request()).0);
+    assert_eq!(read(late).await.0, expected(&request(2, 5, 10, vec![])).0);
+    assert!(started.elapsed() > Duration::from_secs(1), "or no kill took its time");
+    // A shutdown in the midst of it waits for the last.
+    task.shutdown().await;
+}
+
+#[test]
+fn figures_are_told_in_words() {
+    let figures =
+        super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
+    let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other ranks; \
+                 the workers were lost 1 times";
+    assert_eq!(figures.to_string(), words);
+    assert_eq!(super::Figures::default().to_string(), "0 tokens in 0 steps (0 rows, 0 plans)");
+}
+
+#[tokio::test]
 async fn what_kills_the_workers_is_given_up_and_the_rest_served() {
     // Every start dies in its first step, until the request that does it has been given up.
     let script = |start: u32, _| Script { after: (start < 3).then_some((0, Trouble::Exit)), ..Script::default() };

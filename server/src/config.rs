@@ -100,6 +100,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "LOOPLANE_MAX_BODY_BYTES")]
     pub max_body_bytes: u32,
 
+    /// Longest that one step may take; a worker that takes longer counts as hung, and all are started again. A big model on
+    /// few cores may need more, or a lower --max-batch-tokens
+    #[arg(long, value_name = "S", default_value_t = 120, env = "LOOPLANE_STEP_LIMIT_SECONDS")]
+    pub step_limit_seconds: u32,
+
     /// Time for running requests to end after SIGTERM or Ctrl-C; a second signal ends them at once
     #[arg(long, value_name = "S", default_value_t = 30, env = "LOOPLANE_DRAIN_SECONDS")]
     pub drain_seconds: u32,
@@ -190,6 +195,7 @@ impl ServeArgs {
             ("--max-concurrent-requests", self.max_concurrent_requests.into()),
             ("--max-connections", self.max_connections.into()),
             ("--max-body-bytes", self.max_body_bytes.into()),
+            ("--step-limit-seconds", self.step_limit_seconds.into()),
         ] {
             if count == 0 {
                 return value(option, &0, "at least 1");
@@ -227,7 +233,11 @@ impl ServeArgs {
                 kv_pages: self.kv_pages,
                 kv_bytes_limit: u64::from(self.kv_memory_mib) << 20,
                 max_context: self.max_context,
-                waits: Waits { drain: Duration::from_secs(self.drain_seconds.into()), ..Waits::default() },
+                waits: Waits {
+                    step: Duration::from_secs(self.step_limit_seconds.into()),
+                    drain: Duration::from_secs(self.drain_seconds.into()),
+                    ..Waits::default()
+                },
                 ..GroupConfig::new(model_dir, self.tp)
             },
         })
@@ -323,6 +333,7 @@ mod tests {
             (["--max-slots", "513"], "--max-batch-tokens is 512, but must be at least --max-slots, which is 513"),
             (["--device", "cuda"], "this build has no GPU backend"),
             (["--max-connections", "0"], "--max-connections is 0"),
+            (["--step-limit-seconds", "0"], "--step-limit-seconds is 0"),
             (["--served-model-name", ""], "--served-model-name"),
             (["--model", "/nowhere"], "--model /nowhere: there is no such directory"),
             (["--model", "/"], "--model /: there is no config.json in this directory"),

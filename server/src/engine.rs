@@ -57,6 +57,13 @@ pub struct GeneratedToken {
     pub top: Vec<(u32, f32)>,
 }
 
+/// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose logit
+/// is no number, OpenAI says -9999.
+pub fn client_logprob(logprob: f32) -> f32 {
+    const FLOOR: f32 = -9999.0;
+    if logprob.is_finite() { logprob } else { FLOOR }
+}
+
 /// Why a sequence ended by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
@@ -121,6 +128,8 @@ pub enum EngineState {
 /// Facts of the loaded model, known once the group has loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelInfo {
+    /// Names the checkpoint's files; a group that comes back with another one is refused.
+    pub model_digest: String,
     /// Architecture name as in config.json.
     pub architecture: String,
     /// Rows of the embedding.

@@ -63,7 +63,13 @@ fn main() -> ExitCode {
             Ok(config) => finish(runtime().and_then(|runtime| runtime.block_on(run_server(config)))),
             Err(error) => report(&error.into(), EXIT_USAGE),
         },
-        Command::Worker(args) => looplane_worker::run(&args),
+        Command::Worker(args) => {
+            // `ps` would show "exe", after the link that the server started it by.
+            if let Err(error) = rustix::thread::set_name(c"looplane") {
+                tracing::debug!("the process keeps its name: {error}");
+            }
+            looplane_worker::run(&args)
+        }
         Command::Loadtest(args) => {
             finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
         }
@@ -127,8 +133,8 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
         group.threads,
     ));
 
-    let launcher = ProcessLauncher { binary: env::current_exe().context("cannot find this binary")?, env: Vec::new() };
-    let (engine, group) = group::spawn(config.group.clone(), Arc::new(launcher))?;
+    let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
+    let (engine, group) = group::spawn(config.group.clone(), launcher)?;
     let stop = StopSignal::default();
     tokio::spawn(follow_signals(signals, stop.clone()));
     tokio::spawn(announce(engine.clone(), config.clone(), url));
@@ -139,7 +145,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
         () = stop.now.cancelled() => {}
         () = group.shutdown() => {}
     }
-    served.context("serving ended")
+    Ok(served?)
 }
 
 fn cannot_listen(config: &Config) -> String {

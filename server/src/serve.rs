@@ -72,7 +72,7 @@ pub enum ServeError {
     #[error("the listening socket failed: {0}")]
     Socket(#[from] std::io::Error),
     /// The model cannot be served any more.
-    #[error("the engine failed: {0}")]
+    #[error("the model cannot be served: {0}")]
     Engine(String),
 }
 

@@ -4,7 +4,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Server, fixture, runs};
+use common::{Server, fixture, runs, signal};
+use rustix::process::Signal;
 use serde_json::json;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -42,6 +43,57 @@ async fn a_killed_server_leaves_no_worker() {
     while workers.iter().any(|pid| runs(*pid)) {
         assert!(start.elapsed() < Duration::from_secs(5), "orphans: {workers:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_worker_is_recovered_within_the_step_limit() {
+    let model = fixture("llama-tied");
+    let request = json!({"prompt": "on", "max_tokens": 1500, "ignore_eos": true, "temperature": 1.0, "seed": 4});
+    let mut calm = None;
+    for (tp, victim) in [("1", 0), ("2", 0), ("2", 1)] {
+        let args = ["--model", model.to_str().expect("UTF-8"), "--tp", tp, "--step-limit-seconds", "2"];
+        let server = Server::start(&args).await;
+        if calm.is_none() {
+            calm = Some(server.stream("/v1/completions", &request).await.text().await);
+        }
+        let mut stream = server.stream("/v1/completions", &request).await;
+        let first = stream.next().await.expect("a first event");
+        let before = server.workers();
+        signal(before[victim], Signal::STOP);
+        let start = Instant::now();
+        while server.workers().iter().any(|pid| before.contains(pid)) {
+            assert!(start.elapsed() < Duration::from_secs(12), "--tp {tp}: rank {victim} is waited for");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert!(start.elapsed() > Duration::from_secs(1), "a step may take 2 s");
+        let (rest, reason) = stream.text().await;
+        let text = first["choices"][0]["text"].as_str().unwrap_or_default().to_owned() + &rest;
+        assert_eq!(calm, Some((text, reason)), "--tp {tp}: rank {victim} was stopped");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_under_a_running_server_changes_nothing() {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    let binary = dir.path().join("looplane");
+    std::fs::copy(env!("CARGO_BIN_EXE_looplane"), &binary).expect("the binary can be copied");
+    let model = fixture("llama-tied");
+    let server = Server::start_binary(&binary, &["--model", model.to_str().expect("UTF-8"), "--tp", "2"]).await;
+    // As an installer does it: another file takes the name.
+    let newer = dir.path().join("newer");
+    std::fs::copy("/bin/false", &newer).expect("every system has a false");
+    std::fs::rename(&newer, &binary).expect("one directory");
+    let before = server.workers();
+    signal(before[1], Signal::KILL);
+    server.ok("/v1/completions", &json!({"prompt": "a", "max_tokens": 8})).await;
+    let after = server.workers();
+    assert!(after.len() == 2 && before.iter().all(|pid| !after.contains(pid)));
+    for pid in after {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("the worker runs");
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).expect("the worker runs");
+        assert_eq!(name.trim(), "looplane");
+        assert!(line.starts_with("looplane\0worker\0"), "{line}");
     }
 }
 

@@ -3,11 +3,13 @@
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use looplane_proto::worker::v1::Outcome;
 use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -133,7 +135,13 @@ impl Driver {
                 0 => Duration::ZERO,
                 n => waits.backoff.saturating_mul(1 << (n - 1).min(16)).min(waits.backoff_limit),
             };
-            tracing::warn!(failures, ?pause, "{reason}; starting the workers again");
+            let streams = match self.scheduler.sequences() {
+                0 => "no request was running".into(),
+                1 => "1 request goes on where it stopped".into(),
+                count => format!("{count} requests go on where they stopped"),
+            };
+            let when = if pause.is_zero() { "now".into() } else { format!("in {} ms", pause.as_millis()) };
+            tracing::warn!("{reason}; the workers are started again {when}, {streams}");
             self.lost = Some(reason);
             self.waiting_state()("waiting to start the workers again".into());
             if self.attend(sleep(pause)).await.is_none() {
@@ -142,12 +150,16 @@ impl Driver {
         }
         self.fail_all("the server is shutting down");
         let figures = *self.channels.figures.borrow();
-        tracing::info!(?figures, "the group has ended");
+        tracing::info!("the workers have ended; they computed {figures}");
     }
 
     /// The life of one group.
     async fn group(&mut self) -> End {
-        let mut workers = match Workers::launch(&*self.launcher, self.config.tensor_parallel) {
+        let (launcher, ranks) = (Arc::clone(&self.launcher), self.config.tensor_parallel);
+        // Forking and the file system take their time: not on a thread that serves streams.
+        let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks));
+        let launched = self.see_to(launch).await.unwrap_or_else(|error| Err(io::Error::other(error)));
+        let mut workers = match launched {
             Ok(workers) => workers,
             Err(error) => {
                 let reason = format!("the workers could not be started: {error}");
@@ -159,11 +171,11 @@ impl Driver {
         let started = self.attend(start(&config, &mut workers, progress)).await;
         let mut link = match started {
             None => {
-                workers.kill().await;
+                self.see_to(workers.kill()).await;
                 return End::Stopped;
             }
             Some(Err(error)) => {
-                workers.kill().await;
+                self.see_to(workers.kill()).await;
                 if error.is_final && self.channels.model.borrow().is_none() {
                     return End::Refused(error.reason);
                 }
@@ -172,7 +184,7 @@ impl Driver {
             Some(Ok(link)) => link,
         };
         if let Err(reason) = self.announce(&link) {
-            workers.kill().await;
+            self.see_to(workers.kill()).await;
             return End::Refused(reason);
         }
         let born = Instant::now();
@@ -181,15 +193,18 @@ impl Driver {
             self.drain(link, workers).await;
             return End::Stopped;
         };
+        // First of all, so that what the front end says meanwhile meets a scheduler without a group.
+        self.apply(Event::GroupLost).expect("the loss of a group is no fault of it");
+        self.channels.figures.send_modify(|figures| figures.losses += 1);
+        self.lost = Some(fault.words.clone());
+        self.waiting_state()("ending the other workers".into());
         let mut reason = fault.words;
         if fault.exit_follows
-            && let Ok(exit) = timeout(GRACE, workers.next_exit()).await
+            && let Ok(exit) = self.see_to(timeout(GRACE, workers.next_exit())).await
         {
             reason = exit;
         }
-        workers.kill().await;
-        self.apply(Event::GroupLost).expect("the loss of a group is no fault of it");
-        self.channels.figures.send_modify(|figures| figures.losses += 1);
+        self.see_to(workers.kill()).await;
         let ran = self.channels.figures.borrow().steps > steps;
         End::Lost { reason, lived_well: ran || born.elapsed() >= self.config.waits.backoff_limit }
     }
@@ -197,10 +212,8 @@ impl Driver {
     /// Tells the scheduler and the world of a group that is up. A group that would give other bits is refused.
     fn announce(&mut self, link: &Link) -> Result<(), String> {
         let facts = &link.facts;
-        if let Some(known) = &*self.channels.model.borrow()
-            && **known != facts.model
-        {
-            return Err(format!("the workers came back as another model: {:?} instead of {known:?}", facts.model));
+        if let Some(known) = &*self.channels.model.borrow() {
+            another_model(known, &facts.model)?;
         }
         let (kv_pages, page_positions) = (facts.kv_pages, facts.page_positions);
         self.apply(Event::GroupReady { kv_pages, page_positions })?;
@@ -224,7 +237,8 @@ impl Driver {
             }
             let owed = self.scheduler.is_outstanding();
             owed_since = owed.then(|| owed_since.unwrap_or_else(Instant::now));
-            let silent_at = silent_rank(&ranks, owed_since, self.config.waits.silence);
+            // The rank that waits for a hung one says which it is: it is given the time to.
+            let silent_at = silent_rank(&ranks, owed_since, self.config.waits.step + GRACE);
             tokio::select! {
                 event = link.events.recv() => {
                     let mut next = event;
@@ -239,11 +253,18 @@ impl Driver {
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(silent_at.map(|(at, _)| at)) => {
+                    // The server itself may have stood still, and the reports be here.
+                    if let Ok(event) = link.events.try_recv() {
+                        self.rank_event(event, &mut ranks)?;
+                        continue;
+                    }
                     let rank = silent_at.map_or(0, |(_, rank)| rank);
-                    let limit = self.config.waits.silence;
+                    let limit = self.config.waits.step;
                     let (version, step) = ranks[rank].step;
-                    let words = format!("rank {rank} has been silent for {limit:?} after step {step} of plan {version}");
-                    return Err(Fault::new(words));
+                    return Err(Fault::new(format!(
+                        "rank {rank} has been silent for longer than a step may take, {limit:?}, after step {step} of \
+                         plan {version} (if its machine is only slow: raise --step-limit-seconds)"
+                    )));
                 }
             }
         }
@@ -292,19 +313,40 @@ impl Driver {
             }
             tokio::select! {
                 output = &mut future => return Some(output),
-                command = self.channels.commands.recv() => {
-                    self.commands(command).expect("without a group, no command makes a fault");
-                }
-                () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return None,
+                () = self.hear() => {}
             }
+        }
+    }
+
+    /// Waits for `future` to its end, such as that of killed workers, while there is no group to feed.
+    async fn see_to<T>(&mut self, future: impl Future<Output = T>) -> T {
+        let mut future = std::pin::pin!(future);
+        loop {
+            tokio::select! {
+                output = &mut future => return output,
+                () = self.hear() => {}
+            }
+        }
+    }
+
+    /// Takes what the front end or the operator says next. Cancel-safe.
+    async fn hear(&mut self) {
+        tokio::select! {
+            command = self.channels.commands.recv() => {
+                self.commands(command).expect("without a group, no command makes a fault");
+            }
+            () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
         }
     }
 
     fn begin_drain(&mut self) {
         self.closed = Some("shutting down".into());
         self.drain_until = Some(Instant::now() + self.config.waits.drain);
-        tracing::info!(sequences = self.scheduler.sequences(), "draining");
+        let count = self.scheduler.sequences();
+        if count > 0 {
+            tracing::info!("{count} sequences have {} s to end", self.config.waits.drain.as_secs());
+        }
         self.channels.state.send_replace(EngineState::Draining);
     }
 
@@ -314,15 +356,16 @@ impl Driver {
         link.plans.clear();
         // The streams are read to their end, so that no worker waits for the driver.
         let rest = async { while link.events.recv().await.is_some() {} };
-        let ((), faults) = tokio::join!(async { timeout(self.config.waits.exit, rest).await.unwrap_or(()) }, async {
-            workers.end(self.config.waits.exit).await
-        });
+        let limit = self.config.waits.exit;
+        let both = async { tokio::join!(timeout(limit, rest), workers.end(limit)) };
+        let (_, faults) = self.see_to(both).await;
         faults.iter().for_each(|fault| tracing::warn!("{fault}"));
     }
 
     /// The replica cannot be served: says so to everyone until shutdown.
     async fn give_up(&mut self, reason: String) {
-        tracing::error!("{reason}");
+        // Whoever watches the state says so to the user.
+        tracing::debug!("given up: {reason}");
         self.fail_all(&reason);
         self.closed = Some(format!("unable to serve the model: {reason}"));
         self.channels.state.send_if_modified(|state| show_progress(state, EngineState::Failed(reason)));
@@ -343,6 +386,19 @@ impl Driver {
             state.send_if_modified(|state| show_progress(state, next));
         }
     }
+}
+
+/// Refuses a group that would continue streams with other bits than they began with.
+fn another_model(known: &ModelInfo, now: &ModelInfo) -> Result<(), String> {
+    if known == now {
+        return Ok(());
+    }
+    if known.model_digest != now.model_digest {
+        return Err("the files of the model have changed since it was loaded, and running requests cannot go on with \
+                    another one: start the server again to serve it"
+            .into());
+    }
+    Err(format!("the workers came back as another model: {now:?} instead of {known:?}"))
 }
 
 /// Shows `next`, unless the replica is shutting down: that is the last thing it says.

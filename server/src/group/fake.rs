@@ -31,6 +31,7 @@ pub(crate) struct Script {
     pub(crate) load_error: Option<Status>,
     pub(crate) load_hangs: bool,
     pub(crate) bit_domain: &'static str,
+    pub(crate) model_digest: &'static str,
     pub(crate) kv_pages: u32,
     /// Time of a step.
     pub(crate) step: Duration,
@@ -40,6 +41,8 @@ pub(crate) struct Script {
     pub(crate) lifetime: Option<Duration>,
     /// Exits instead of opening its socket.
     pub(crate) exits_at_once: bool,
+    /// From a kill to the end.
+    pub(crate) kill_takes: Duration,
     /// Does not exit when its plans end.
     pub(crate) ignores_drain: bool,
 }
@@ -58,11 +61,13 @@ impl Default for Script {
             load_error: None,
             load_hangs: false,
             bit_domain: "fake",
+            model_digest: "digest",
             kv_pages: 64,
             step: Duration::from_micros(200),
             after: None,
             lifetime: None,
             exits_at_once: false,
+            kill_takes: Duration::ZERO,
             ignores_drain: false,
         }
     }
@@ -130,6 +135,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
             return Ok(Box::pin(async move { exit(false, "exited with code 1, after: no such luck") }));
         }
         let (exits, mut exited) = mpsc::unbounded_channel();
+        let kill_takes = script.kill_takes;
         let lifetime = script.lifetime.unwrap_or(Duration::MAX);
         let listener = UnixListenerStream::new(UnixListener::bind(socket)?);
         let service = FakeService { script, rank, exchange, kill: kill.clone(), exits };
@@ -142,7 +148,10 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
                     Some(true) => exit(true, "exited with code 0"),
                     _ => exit(false, "was killed by signal 9"),
                 },
-                () = kill.cancelled() => exit(false, "was killed by signal 9"),
+                () = kill.cancelled() => {
+                    tokio::time::sleep(kill_takes).await;
+                    exit(false, "was killed by signal 9")
+                }
                 () = tokio::time::sleep(lifetime) => exit(false, "exited with code 101"),
             }
         }))
@@ -177,6 +186,7 @@ impl Worker for FakeService {
             // Rank 0 has room to spare: the group uses the least.
             kv_pages: self.script.kv_pages + u32::from(self.rank == 0),
             bit_domain: self.script.bit_domain.into(),
+            model_digest: self.script.model_digest.into(),
             fabric_handle: format!("fabric-{}", self.rank),
             notes: vec!["a note".into()],
             ..Loaded::default()

@@ -2,7 +2,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -11,12 +11,16 @@ use std::thread;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
+use rustix::process::geteuid;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tracing::Level;
 
+/// Of the names of the sockets' directories; the server's process id follows.
+const SOCKET_DIR_PREFIX: &str = "looplane-";
 /// Longest path of a Unix socket, in bytes (Linux: 108 with the final zero).
 const SOCKET_PATH_LIMIT: usize = 107;
 /// Bytes of a worker's log line that are kept; a longer one is cut in several.
@@ -56,23 +60,25 @@ pub struct ProcessLauncher {
 impl ProcessLauncher {
     /// Workers of the binary that runs now, with `env` set in their environment.
     ///
-    /// # Errors
-    /// The system does not tell the path of the binary.
-    pub fn this_binary(env: Vec<(String, String)>) -> io::Result<Self> {
-        Ok(Self { binary: std::env::current_exe()?, env })
+    /// Between fork and exec this link leads to the server's own program, also where an upgrade has put another in its
+    /// place: the workers of one server are always of one build.
+    pub fn this_binary(env: Vec<(String, String)>) -> Self {
+        Self { binary: "/proc/self/exe".into(), env }
     }
 }
 
 impl Launcher for ProcessLauncher {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>> {
         let mut command = Command::new(&self.binary);
-        command.arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
+        command.arg0("looplane").arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
         command.arg("--parent").arg(std::process::id().to_string());
         command.envs(self.env.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // A group of its own: Ctrl-C in a terminal reaches the server alone, which drains its workers.
         command.process_group(0).kill_on_drop(true);
         let (mut child, parent) = spawn_from_lasting_thread(command)?;
+        let pid = child.id().unwrap_or(0);
+        tracing::debug!("rank {rank} is process {pid}");
         let stdout = child.stdout.take().expect("stdout was piped");
         let stderr = child.stderr.take().expect("stderr was piped");
         tokio::spawn(forward_log(rank, stdout));
@@ -88,8 +94,10 @@ impl Launcher for ProcessLauncher {
             drop(parent);
             let last_line = tokio::time::timeout(LAST_WORDS_LIMIT, log).await.ok().and_then(Result::ok).flatten();
             match status {
-                Ok(status) => WorkerExit { success: status.success(), words: exit_words(status, last_line) },
-                Err(error) => WorkerExit { success: false, words: format!("could not be waited for: {error}") },
+                Ok(status) => WorkerExit { success: status.success(), words: exit_words(pid, status, last_line) },
+                Err(error) => {
+                    WorkerExit { success: false, words: format!("(process {pid}) could not be waited for: {error}") }
+                }
             }
         }))
     }
@@ -113,11 +121,14 @@ fn spawn_from_lasting_thread(mut command: Command) -> io::Result<(Child, mpsc::S
     Ok((spawned.recv().map_err(gone)??, parent))
 }
 
-fn exit_words(status: ExitStatus, last_line: Option<String>) -> String {
+fn exit_words(pid: u32, status: ExitStatus, last_line: Option<String>) -> String {
     let how = match (status.code(), status.signal()) {
-        (Some(code), _) => format!("exited with code {code}"),
-        (None, Some(signal)) => format!("was killed by signal {signal}"),
-        (None, None) => format!("ended: {status}"),
+        (Some(code), _) => format!("(process {pid}) exited with code {code}"),
+        // Such as "signal: 9 (SIGKILL)".
+        (None, Some(_)) => {
+            format!("(process {pid}) was killed by {}", status.to_string().replacen("signal:", "signal", 1))
+        }
+        (None, None) => format!("(process {pid}) ended: {status}"),
     };
     match last_line {
         Some(line) if !status.success() => format!("{how}, after: {line}"),
@@ -125,7 +136,7 @@ fn exit_words(status: ExitStatus, last_line: Option<String>) -> String {
     }
 }
 
-/// Passes a worker's log on, line by line, and returns the last one.
+/// Passes a worker's log on, line by line and with its levels, and returns the last one.
 async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String> {
     let mut reader = BufReader::new(stderr);
     let mut last = None;
@@ -137,10 +148,32 @@ async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String
         }
         let line = String::from_utf8_lossy(&line).trim_end().to_string();
         if !line.is_empty() {
-            tracing::info!(target: "looplane::worker", rank, "{line}");
-            last = Some(line);
+            let (level, text) = split_level(&line);
+            match level {
+                Level::ERROR => tracing::error!(target: "looplane::worker", "rank {rank}: {text}"),
+                Level::WARN => tracing::warn!(target: "looplane::worker", "rank {rank}: {text}"),
+                Level::INFO => tracing::info!(target: "looplane::worker", "rank {rank}: {text}"),
+                Level::DEBUG => tracing::debug!(target: "looplane::worker", "rank {rank}: {text}"),
+                Level::TRACE => tracing::trace!(target: "looplane::worker", "rank {rank}: {text}"),
+            }
+            last = Some(text.to_string());
         }
     }
+}
+
+/// The level that a line of a worker's log begins with, and the rest. What begins otherwise, such as a panic's message, is
+/// passed on as it is.
+fn split_level(line: &str) -> (Level, &str) {
+    let line = line.trim_start();
+    let split = line.split_once(' ').and_then(|(word, rest)| match word {
+        "ERROR" => Some((Level::ERROR, rest)),
+        "WARN" => Some((Level::WARN, rest)),
+        "INFO" => Some((Level::INFO, rest)),
+        "DEBUG" => Some((Level::DEBUG, rest)),
+        "TRACE" => Some((Level::TRACE, rest)),
+        _ => None,
+    });
+    split.unwrap_or((Level::INFO, line))
 }
 
 /// A directory for the sockets of one group, for this user alone; removed when dropped, or as soon as all are connected.
@@ -149,8 +182,10 @@ struct SocketDir(PathBuf);
 
 impl SocketDir {
     fn create() -> io::Result<Self> {
-        let name = format!("looplane-{}", uuid::Uuid::new_v4().simple());
-        let path = std::env::temp_dir().join(name);
+        let temp = std::env::temp_dir();
+        remove_socket_dirs_of_the_dead(&temp);
+        let name = format!("{SOCKET_DIR_PREFIX}{}-{}", std::process::id(), uuid::Uuid::new_v4().simple());
+        let path = temp.join(name);
         DirBuilder::new().mode(0o700).create(&path)?;
         Ok(Self(path))
     }
@@ -163,6 +198,26 @@ impl SocketDir {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, words));
         }
         Ok(path)
+    }
+}
+
+/// Removes what servers left behind that were killed while their workers started: directories of this user, named after
+/// a process that is no more. A link is left alone, whatever it is called.
+fn remove_socket_dirs_of_the_dead(temp: &Path) {
+    let Ok(entries) = fs::read_dir(temp) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let after_prefix = name.to_str().and_then(|name| name.strip_prefix(SOCKET_DIR_PREFIX));
+        let Some((pid, _)) = after_prefix.and_then(|rest| rest.split_once('-')) else { continue };
+        let is_dead = pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists();
+        // Of the entry itself: a link is none.
+        let is_ours = entry.metadata().is_ok_and(|entry| entry.is_dir() && entry.uid() == geteuid().as_raw());
+        if is_dead
+            && is_ours
+            && let Err(error) = fs::remove_dir_all(entry.path())
+        {
+            tracing::debug!("cannot remove {}: {error}", entry.path().display());
+        }
     }
 }
 
@@ -275,7 +330,39 @@ mod tests {
         let launcher = script(dir.path(), "echo \"$1 $2 $4 $5 $LOOPLANE_TEST\" >&2; exit 3");
         let mut workers = Workers::launch(&launcher, 1).unwrap();
         let words = workers.next_exit().await;
-        assert_eq!(words, "rank 0 exited with code 3, after: worker --socket --rank 0 seen");
+        assert!(words.starts_with("rank 0 (process "), "{words}");
+        assert!(words.ends_with(") exited with code 3, after: worker --socket --rank 0 seen"), "{words}");
+    }
+
+    #[tokio::test]
+    async fn a_kill_is_told_with_its_signal() {
+        let dir = tempfile::tempdir().unwrap();
+        let launcher = script(dir.path(), "kill -9 $$");
+        let words = Workers::launch(&launcher, 1).unwrap().next_exit().await;
+        assert!(words.ends_with("was killed by signal 9 (SIGKILL)"), "{words}");
+    }
+
+    #[test]
+    fn levels_are_taken_from_the_workers_lines() {
+        assert_eq!(split_level(" WARN looplane_worker: slow"), (Level::WARN, "looplane_worker: slow"));
+        assert_eq!(split_level("thread 'main' panicked"), (Level::INFO, "thread 'main' panicked"));
+    }
+
+    #[test]
+    fn what_killed_servers_left_is_removed_and_nothing_else() {
+        let temp = tempfile::tempdir().unwrap();
+        let at = |name: &str| temp.path().join(name);
+        // No process has an id over 2^22.
+        let (dead, alive) = (at("looplane-99999999-a"), at(&format!("looplane-{}-a", std::process::id())));
+        let (other, link) = (at("looplane-notes"), at("looplane-99999999-link"));
+        for dir in [&dead, &alive, &other] {
+            fs::create_dir(dir).unwrap();
+            fs::write(dir.join("rank-0.sock"), "").unwrap();
+        }
+        std::os::unix::fs::symlink(&other, &link).unwrap();
+        remove_socket_dirs_of_the_dead(temp.path());
+        assert!(!dead.exists());
+        assert!(alive.exists() && link.is_symlink() && other.join("rank-0.sock").exists());
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ mod start;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,10 +52,9 @@ pub struct GroupConfig {
 /// How long what may take.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waits {
-    /// A worker's wait for another rank inside a step; past it the worker reports and exits.
-    pub peer: Duration,
-    /// A rank's silence while an outcome is owed; past it the group is lost. Longer than the longest step.
-    pub silence: Duration,
+    /// The longest step. A worker that waits longer for another rank reports it and exits; a rank that owes a report for
+    /// longer counts as hung, and the group as lost. A process that ends is noticed at once, whatever this is.
+    pub step: Duration,
     /// From the start of a worker to its open socket; also the time for all ranks to join.
     pub start: Duration,
     /// Between two reports of a worker that loads.
@@ -72,8 +72,7 @@ pub struct Waits {
 impl Default for Waits {
     fn default() -> Self {
         Self {
-            peer: Duration::from_secs(30),
-            silence: Duration::from_secs(120),
+            step: Duration::from_secs(120),
             start: Duration::from_secs(30),
             load: Duration::from_secs(600),
             drain: Duration::from_secs(30),
@@ -132,6 +131,22 @@ pub struct Figures {
     pub wait_ns: u64,
     /// Groups lost.
     pub losses: u64,
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { plans, steps, rows, tokens, step_ns, wait_ns, losses } = *self;
+        write!(f, "{tokens} tokens in {steps} steps ({rows} rows, {plans} plans)")?;
+        if steps > 0 && step_ns > 0 {
+            let mean_ms = step_ns as f64 / steps as f64 / 1e6;
+            let waiting = wait_ns as f64 * 100.0 / step_ns as f64;
+            write!(f, ", {mean_ms:.3} ms a step on rank 0, {waiting:.1} % of it waiting for other ranks")?;
+        }
+        if losses > 0 {
+            write!(f, "; the workers were lost {losses} times")?;
+        }
+        Ok(())
+    }
 }
 
 /// The task that runs a group. Dropping it kills the workers; [`GroupTask::shutdown`] lets them finish.

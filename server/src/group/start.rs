@@ -42,12 +42,16 @@ impl StartError {
         Self { is_final: true, reason }
     }
 
+    /// A status that says nothing about the model: the next start may go better.
     fn status(rank: usize, doing: &str, status: &Status) -> Self {
-        match status.code() {
-            Code::InvalidArgument | Code::ResourceExhausted => {
-                Self::refusal(format!("rank {rank}: {}", status.message()))
-            }
-            code => Self::fault(format!("rank {rank} failed while {doing}: {code:?}: {}", status.message())),
+        Self::fault(format!("rank {rank} failed while {doing}: {:?}: {}", status.code(), status.message()))
+    }
+
+    /// A status of Load, where some say that the model cannot be served.
+    fn load(rank: usize, status: &Status, is_final: impl Fn(Code) -> bool) -> Self {
+        match is_final(status.code()) {
+            true => Self::refusal(format!("rank {rank}: {}", status.message())),
+            false => Self::status(rank, "loading", status),
         }
     }
 }
@@ -171,13 +175,17 @@ async fn load(
         max_batch_tokens: limits.max_batch_tokens,
         kv_pages: config.kv_pages,
         kv_bytes_limit: config.kv_bytes_limit,
-        wait_limit_ms: u32::try_from(config.waits.peer.as_millis()).unwrap_or(u32::MAX),
+        wait_limit_ms: u32::try_from(config.waits.step.as_millis()).unwrap_or(u32::MAX),
         max_context: config.max_context,
     };
     let limit = config.waits.load;
     let silent = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
-    let failed = |status: Status| StartError::status(rank, "loading", &status);
-    let mut events = timeout(limit, client.load(request)).await.map_err(silent)?.map_err(failed)?.into_inner();
+    // Before the load has begun, what is exhausted is the machine (no thread to load with); later, the model does not fit.
+    let refused = |status: Status| StartError::load(rank, &status, |code| code == Code::InvalidArgument);
+    let failed = |status: Status| {
+        StartError::load(rank, &status, |code| matches!(code, Code::InvalidArgument | Code::ResourceExhausted))
+    };
+    let mut events = timeout(limit, client.load(request)).await.map_err(silent)?.map_err(refused)?.into_inner();
     while let Some(event) = timeout(limit, events.message()).await.map_err(silent)?.map_err(failed)? {
         match event.event {
             Some(Event::Progress(done)) => progress(format!("rank {rank}: {}", progress_words(&done))),
@@ -199,6 +207,11 @@ fn progress_words(progress: &LoadProgress) -> String {
 fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
     let first = &loaded[0];
     for (rank, other) in loaded.iter().enumerate() {
+        if other.model_digest != first.model_digest {
+            let words = format!("rank {rank} has read another model than rank 0: its files were changed meanwhile");
+            // Read again, they may be whole.
+            return Err(StartError::fault(words));
+        }
         let pairs = [
             ("architecture", first.architecture.clone(), other.architecture.clone()),
             ("vocab_size", first.vocab_size.to_string(), other.vocab_size.to_string()),
@@ -223,6 +236,7 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
             max_context: first.max_context,
             tensor_parallel: loaded.len() as u32,
             bit_domain: first.bit_domain.clone(),
+            model_digest: first.model_digest.clone(),
         },
         kv_pages: loaded.iter().map(|rank| rank.kv_pages).min().unwrap_or(0),
         page_positions: first.page_positions,
@@ -230,27 +244,43 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
 }
 
 fn log_loaded(config: &GroupConfig, loaded: &[Loaded], facts: &GroupFacts, took: Duration) {
-    let most = |bytes: fn(&Loaded) -> u64| loaded.iter().map(bytes).max().unwrap_or(0) as f64 / 1e6;
+    let most_mb = |bytes: fn(&Loaded) -> u64| loaded.iter().map(bytes).max().unwrap_or(0) as f64 / 1e6;
+    let GroupFacts { model, kv_pages, page_positions } = facts;
     tracing::info!(
-        model = %config.model_dir.display(),
-        architecture = facts.model.architecture,
-        layers = loaded[0].num_layers,
-        context = facts.model.max_context,
-        tensor_parallel = facts.model.tensor_parallel,
-        threads = config.threads,
-        weights_mb_a_rank = most(|rank| rank.weight_bytes),
-        kv_mb_a_rank = most(|rank| rank.kv_bytes),
-        kv_pages = facts.kv_pages,
-        page_positions = facts.page_positions,
-        bit_domain = facts.model.bit_domain,
-        seconds = took.as_secs_f64(),
-        "loaded"
+        "loaded {} in {:.1} s: {}, {} layers, context {}; tensor parallelism {}, threads a rank: {}; at most {:.1} MB of \
+         weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); bits {}",
+        config.model_dir.display(),
+        took.as_secs_f64(),
+        model.architecture,
+        loaded[0].num_layers,
+        model.max_context,
+        model.tensor_parallel,
+        config.threads,
+        most_mb(|rank| rank.weight_bytes),
+        most_mb(|rank| rank.kv_bytes),
+        model.bit_domain,
     );
-    // Ranks read the same files: what one notices, most do.
-    let mut notes: Vec<&String> = loaded.iter().flat_map(|rank| &rank.notes).collect();
-    notes.sort();
-    notes.dedup();
-    notes.iter().for_each(|note| tracing::info!("{note}"));
+    let notes: Vec<&[String]> = loaded.iter().map(|rank| rank.notes.as_slice()).collect();
+    note_lines(&notes).iter().for_each(|line| tracing::info!("{line}"));
+}
+
+/// Each note once, with the ranks that it comes from. Ranks read the same files: what one notices, most do.
+fn note_lines(notes: &[&[String]]) -> Vec<String> {
+    let mut by_note: Vec<(&String, Vec<String>)> = Vec::new();
+    for (rank, notes) in notes.iter().enumerate() {
+        for note in *notes {
+            match by_note.iter_mut().find(|(known, _)| *known == note) {
+                Some((_, ranks)) => ranks.push(rank.to_string()),
+                None => by_note.push((note, vec![rank.to_string()])),
+            }
+        }
+    }
+    let line = |(note, ranks): (&String, Vec<String>)| match ranks.len() {
+        1 => format!("rank {}: {note}", ranks[0]),
+        count if count == notes.len() => format!("all ranks: {note}"),
+        _ => format!("ranks {}: {note}", ranks.join(", ")),
+    };
+    by_note.into_iter().map(line).collect()
 }
 
 /// Opens the streams of all ranks. A rank that does not answer shows in the driver's limit on silence.
@@ -290,5 +320,29 @@ async fn forward_outcomes(
             Ok(None) => return "ended its outcomes".into(),
             Err(status) => return format!("broke its outcomes off: {}", status.message()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_say_whose_they_are() {
+        let notes = [["rounded", "core 0"].map(String::from), ["rounded", "core 1"].map(String::from)];
+        let lines = note_lines(&[&notes[0], &notes[1]]);
+        assert_eq!(lines, ["all ranks: rounded", "rank 0: core 0", "rank 1: core 1"]);
+        let lines = note_lines(&[&notes[0], &notes[0], &notes[1][1..]]);
+        assert_eq!(lines, ["ranks 0, 1: rounded", "ranks 0, 1: core 0", "rank 2: core 1"]);
+    }
+
+    #[test]
+    fn only_what_says_something_of_the_model_is_final() {
+        let full = Status::resource_exhausted("no thread for join");
+        assert!(!StartError::status(0, "joining", &full).is_final);
+        assert!(!StartError::load(0, &full, |code| code == Code::InvalidArgument).is_final);
+        let wrong = Status::invalid_argument("config.json: hidden_size is -1");
+        let error = StartError::load(3, &wrong, |code| code == Code::InvalidArgument);
+        assert_eq!((error.is_final, error.reason.as_str()), (true, "rank 3: config.json: hidden_size is -1"));
     }
 }

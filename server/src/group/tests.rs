@@ -23,7 +23,7 @@ fn config(tensor_parallel: u32) -> GroupConfig {
     GroupConfig {
         limits: Limits { max_slots: 4, max_batch_tokens: 8, steps_per_plan: 4, ..Limits::default() },
         waits: Waits {
-            silence: Duration::from_secs(10),
+            step: Duration::from_secs(10),
             start: Duration::from_secs(5),
             load: Duration::from_secs(10),
             drain: Duration::from_secs(10),
@@ -40,7 +40,7 @@ fn config(tensor_parallel: u32) -> GroupConfig {
 /// For tests in which a rank falls silent: soon noticed, yet long enough for a busy machine.
 fn impatient(ranks: u32) -> GroupConfig {
     let mut config = config(ranks);
-    config.waits.silence = Duration::from_millis(700);
+    config.waits.step = Duration::from_millis(700);
     config.waits.load = Duration::from_millis(700);
     config
 }
@@ -190,7 +190,7 @@ async fn a_lost_rank_loses_no_token() {
     for (trouble, words) in [
         (Trouble::Exit, "rank 1 was killed by signal 9"),
         (Trouble::BreakStream, "rank 1 broke its outcomes off: out of luck"),
-        (Trouble::Hang, "rank 1 has been silent for 700ms"),
+        (Trouble::Hang, "rank 1 has been silent for longer than a step may take, 700ms"),
     ] {
         // Two short lives, the third one whole.
         let script = move |start: u32, rank: u32| Script {
@@ -305,6 +305,64 @@ async fn another_bit_domain_is_never_mixed_in() {
     assert!(expected(&long_request()).0.starts_with(&tokens) && !tokens.is_empty());
     assert!(matches!(end, SequenceEvent::Failed(_)), "{end:?}");
     until(&handle, |state| matches!(state, EngineState::Failed(words) if words.contains("another model"))).await;
+}
+
+#[tokio::test]
+async fn another_checkpoint_is_never_mixed_in() {
+    let script = |start: u32, _| Script {
+        model_digest: if start == 0 { "digest" } else { "another" },
+        after: Some((5, Trouble::Exit)),
+        ..Script::default()
+    };
+    let (handle, _task) = start(config(2), FakeLauncher::new(2, script));
+    ready(&handle).await;
+    let stream = handle.submit(long_request()).await.unwrap();
+    let (tokens, end) = read(stream).await;
+    assert!(expected(&long_request()).0.starts_with(&tokens) && !tokens.is_empty());
+    assert!(matches!(&end, SequenceEvent::Failed(words) if words.contains("have changed")), "{end:?}");
+    until(&handle, |state| matches!(state, EngineState::Failed(words) if words.contains("have changed"))).await;
+}
+
+#[tokio::test]
+async fn ranks_that_read_different_files_load_again() {
+    let digest = |start, rank| if start == 0 && rank == 1 { "another" } else { "digest" };
+    let launcher =
+        FakeLauncher::new(2, move |start, rank| Script { model_digest: digest(start, rank), ..Script::default() });
+    let (handle, _task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn the_front_end_is_answered_while_workers_are_killed() {
+    let script = |start: u32, rank: u32| Script {
+        after: (start == 0 && rank == 0).then_some((5, Trouble::Exit)),
+        kill_takes: Duration::from_secs(2),
+        ..Script::default()
+    };
+    let (handle, task) = start(config(2), FakeLauncher::new(2, script));
+    ready(&handle).await;
+    let running = handle.submit(long_request()).await.unwrap();
+    until(&handle, |state| matches!(state, EngineState::Recovering(_))).await;
+    let started = Instant::now();
+    let late = handle.submit(request(2, 5, 10, vec![])).await.unwrap();
+    drop(handle.submit(request(3, 5, 10, vec![])).await.unwrap());
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    assert_eq!(read(running).await.0, expected(&long_request()).0);
+    assert_eq!(read(late).await.0, expected(&request(2, 5, 10, vec![])).0);
+    assert!(started.elapsed() > Duration::from_secs(1), "or no kill took its time");
+    // A shutdown in the midst of it waits for the last.
+    task.shutdown().await;
+}
+
+#[test]
+fn figures_are_told_in_words() {
+    let figures =
+        super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
+    let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other ranks; \
+                 the workers were lost 1 times";
+    assert_eq!(figures.to_string(), words);
+    assert_eq!(super::Figures::default().to_string(), "0 tokens in 0 steps (0 rows, 0 plans)");
 }
 
 #[tokio::test]

@@ -18,7 +18,7 @@ mod error;
 mod request;
 
 use crate::{
-    engine::{EngineState, FinishReason},
+    engine::{EngineState, FinishReason, client_logprob},
     generate::{ChoiceEvent, Frontend, GenerateError, Generation},
     text::Piece,
 };
@@ -143,10 +143,11 @@ fn respond(
 }
 
 fn delta(piece: Piece, with_logprobs: bool) -> Delta {
+    let top = |(id, logprob)| TopLogprob { id, logprob: client_logprob(logprob) };
     let token = |output: crate::text::OutputToken| Token {
         id: output.token.id,
-        logprob: output.token.logprob.filter(|_| with_logprobs),
-        top: output.token.top.into_iter().map(|(id, logprob)| TopLogprob { id, logprob }).collect(),
+        logprob: output.token.logprob.filter(|_| with_logprobs).map(client_logprob),
+        top: output.token.top.into_iter().map(top).collect(),
     };
     Delta { text: piece.text, tokens: piece.tokens.into_iter().map(token).collect() }
 }

@@ -398,6 +398,7 @@ mod tests {
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
         let text = Text::load(&fixture).unwrap();
         let model = ModelInfo {
+            model_digest: String::new(),
             architecture: String::new(),
             vocab_size: 768,
             max_context: 256,

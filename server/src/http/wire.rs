@@ -5,12 +5,9 @@ use std::sync::Arc;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use crate::{
-    engine::FinishReason,
+    engine::{FinishReason, client_logprob},
     text::{OutputToken, Piece, Tokenizer},
 };
-
-/// Stands for a log-probability of minus infinity, which JSON cannot say; OpenAI's own stand-in.
-const LOGPROB_FLOOR: f32 = -9999.0;
 
 /// Which API's shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -239,7 +236,7 @@ impl Writer {
         self.logprobs?;
         let token = |token: &OutputToken| ChatToken {
             token: self.token_text(token.token.id),
-            logprob: finite(token.token.logprob),
+            logprob: sampled_logprob(token),
             bytes: self.tokenizer.token_bytes(token.token.id).to_vec(),
             top_logprobs: token.token.top.iter().map(|(id, logprob)| self.top_token(*id, *logprob)).collect(),
         };
@@ -248,21 +245,21 @@ impl Writer {
 
     fn top_token(&self, id: u32, logprob: f32) -> TopToken {
         let bytes = self.tokenizer.token_bytes(id).to_vec();
-        TopToken { token: self.token_text(id), logprob: finite(Some(logprob)), bytes }
+        TopToken { token: self.token_text(id), logprob: client_logprob(logprob), bytes }
     }
 
     fn completion_logprobs(&self, tokens: &[OutputToken]) -> Option<CompletionLogprobs> {
         let count = self.logprobs?;
         let top = |token: &OutputToken| {
-            let sampled = (token.token.id, token.token.logprob.unwrap_or(LOGPROB_FLOOR));
+            let sampled = (token.token.id, sampled_logprob(token));
             // OpenAI's map also has the sampled token where it is none of the most likely ones.
             let missing = token.token.top.iter().all(|(id, _)| *id != sampled.0);
-            let named = |(id, logprob): &(u32, f32)| (self.token_text(*id), finite(Some(*logprob)));
+            let named = |(id, logprob): &(u32, f32)| (self.token_text(*id), client_logprob(*logprob));
             TopMap(token.token.top.iter().chain(missing.then_some(&sampled)).map(named).collect())
         };
         Some(CompletionLogprobs {
             tokens: tokens.iter().map(|token| self.token_text(token.token.id)).collect(),
-            token_logprobs: tokens.iter().map(|token| finite(token.token.logprob)).collect(),
+            token_logprobs: tokens.iter().map(sampled_logprob).collect(),
             top_logprobs: (count > 0).then(|| tokens.iter().map(top).collect()),
             text_offset: tokens.iter().map(|token| token.text_offset).collect(),
         })
@@ -278,8 +275,9 @@ impl Writer {
     }
 }
 
-fn finite(logprob: Option<f32>) -> f32 {
-    logprob.filter(|value| value.is_finite()).unwrap_or(LOGPROB_FLOOR)
+/// Of a token without one: none was computed.
+fn sampled_logprob(token: &OutputToken) -> f32 {
+    client_logprob(token.token.logprob.unwrap_or(f32::NAN))
 }
 
 fn finish_word(reason: FinishReason) -> &'static str {

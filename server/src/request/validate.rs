@@ -204,6 +204,7 @@ mod tests {
 
     fn model() -> ModelInfo {
         ModelInfo {
+            model_digest: String::new(),
             architecture: "LlamaForCausalLM".into(),
             vocab_size: 768,
             max_context: 32,

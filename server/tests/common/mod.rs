@@ -3,7 +3,7 @@
 
 use std::{
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::mpsc,
     time::{Duration, Instant},
@@ -38,7 +38,12 @@ pub struct Server {
 impl Server {
     /// Starts `looplane serve` on a free port with these further arguments and waits until it is ready.
     pub async fn start(args: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_looplane"))
+        Self::start_binary(Path::new(env!("CARGO_BIN_EXE_looplane")), args).await
+    }
+
+    /// As [`Server::start`], with a binary of the test's own.
+    pub async fn start_binary(binary: &Path, args: &[&str]) -> Self {
+        let mut child = Command::new(binary)
             .args(["serve", "--port", "0"])
             .args(args)
             .stdout(Stdio::piped())

@@ -31,6 +31,7 @@ pub struct Sequence {
 
 pub fn model() -> ModelInfo {
     ModelInfo {
+        model_digest: String::new(),
         architecture: "LlamaForCausalLM".into(),
         vocab_size: 768,
         max_context: 512,

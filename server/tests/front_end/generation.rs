@@ -301,6 +301,27 @@ async fn completion_logprobs_have_openais_shape() {
 }
 
 #[tokio::test]
+async fn a_logprob_is_a_number_whatever_the_logits_were() {
+    let (server, mut script) = Server::start(options()).await;
+    for logprob in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN] {
+        let id = spell("x")[0];
+        let played = || {
+            let token = GeneratedToken { id, logprob: Some(logprob), top: vec![(id, logprob)] };
+            vec![SequenceEvent::Token(token), SequenceEvent::Finished(FinishReason::Length)]
+        };
+        let request = completion(json!({"logprobs": 1}));
+        let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), script.play(played()));
+        let logprobs = &response.json()["choices"][0]["logprobs"];
+        assert_eq!(logprobs["token_logprobs"], json!([-9999.0]));
+        assert_eq!(logprobs["top_logprobs"], json!([{"x": -9999.0}]));
+        let request = chat(json!({"logprobs": true, "top_logprobs": 1}));
+        let (response, _) = tokio::join!(post(server.address, CHAT, request), script.play(played()));
+        let token = &response.json()["choices"][0]["logprobs"]["content"][0];
+        assert_eq!((&token["logprob"], &token["top_logprobs"][0]["logprob"]), (&json!(-9999.0), &json!(-9999.0)));
+    }
+}
+
+#[tokio::test]
 async fn an_error_in_the_middle_is_an_event_and_no_done_follows() {
     let (server, mut script) = Server::start(options()).await;
     let failing = || vec![token(spell("x")[0]), SequenceEvent::Failed("rank 1 was lost three times".into())];

@@ -47,7 +47,7 @@ async fn generate_streams_started_deltas_and_the_end() {
     };
     let id = spell("a")[0];
     let events = vec![
-        SequenceEvent::Token(GeneratedToken { id, logprob: Some(-0.5), top: vec![(id, -0.5)] }),
+        SequenceEvent::Token(GeneratedToken { id, logprob: Some(-0.5), top: vec![(id, -0.5), (5, f32::NEG_INFINITY)] }),
         SequenceEvent::Finished(FinishReason::Length),
     ];
     let (received, sequence) = tokio::join!(collect(channel(&server).await, request), script.play(events));
@@ -57,6 +57,7 @@ async fn generate_streams_started_deltas_and_the_end() {
     assert_eq!((started.model.as_str(), started.prompt_tokens, started.seed), ("tiny", 2, u64::MAX));
     assert_eq!((delta.text.as_str(), delta.tokens.len()), ("a", 1));
     assert_eq!((delta.tokens[0].logprob, delta.tokens[0].top[0].id), (Some(-0.5), id));
+    assert_eq!(delta.tokens[0].top[1].logprob, -9999.0);
     assert_eq!((finished.reason, finished.prompt_tokens, finished.completion_tokens), (2, 2, 1));
     assert_eq!((sequence.sampling.temperature, sequence.max_tokens, sequence.logprobs), (0.25, 9, Some(1)));
     assert_eq!((sequence.sampling.repetition_penalty, sequence.sampling.logit_bias), (1.0, vec![(7, 1.5)]));

@@ -128,7 +128,7 @@ pub fn load_with(
         max_rows: request.max_slots,
     };
     let sampler = Sampler::new(shape);
-    let bit_domain = plan.bit_domain("cpu", isa.name());
+    let bit_domain = plan.bit_domain("cpu", isa.name(), &super::domain::arithmetic(isa));
     let fabric_shape = Shape {
         ranks: plan.tensor_parallel,
         width: config.hidden_size,
@@ -310,6 +310,21 @@ mod tests {
         assert!(loaded.bit_domain.starts_with("cpu-") && loaded.notes.iter().any(|note| note.contains("not pinned")));
         assert_eq!(phases.first(), Some(&Phase::ReadingConfig));
         assert_eq!(phases.last(), Some(&Phase::Allocating));
+    }
+
+    #[test]
+    fn the_bit_domain_names_the_arithmetic_and_not_the_arrangement() {
+        let domain = |request: &LoadRequest, isa| {
+            let options = Options { isa: Some(isa), ..options() };
+            load_with(request, &options, &mut |_| ()).unwrap().loaded().bit_domain.clone()
+        };
+        let best = Isa::best();
+        let of_rank_0 = domain(&request(), best);
+        assert_eq!(domain(&LoadRequest { rank: 1, threads: 2, ..request() }, best), of_rank_0);
+        assert_eq!(domain(&LoadRequest { tensor_parallel: 1, max_slots: 2, ..request() }, best), of_rank_0);
+        if best != Isa::Portable {
+            assert_ne!(domain(&request(), Isa::Portable), of_rank_0);
+        }
     }
 
     #[test]

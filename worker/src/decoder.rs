@@ -70,6 +70,8 @@ pub struct Loaded {
     pub bit_domain: String,
     /// What the user should know, such as a dtype that was rounded.
     pub notes: Vec<String>,
+    /// Names the checkpoint: its config.json, headers and file sizes.
+    pub model_digest: String,
 }
 
 /// What a load is doing.

@@ -71,12 +71,13 @@ pub fn load_with(
         None => Isa::choose(),
     };
     let isa = isa.map_err(|error| LoadError::Request(error.to_string()))?;
-    let (config, checkpoint) = match &options.random {
-        Some(random) => (random.config.clone(), None),
+    let (config, checkpoint, model_digest) = match &options.random {
+        Some(random) => (random.config.clone(), None, format!("random-{}", random.seed)),
         None => {
-            let config = ModelConfig::from_dir(&request.model_dir)?;
+            let (config, text) = ModelConfig::with_text(&request.model_dir)?;
             let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
-            (config, Some(checkpoint))
+            let digest = checkpoint.digest(&text);
+            (config, Some(checkpoint), digest)
         }
     };
     if config.head_dim > MAX_HEAD_DIM {
@@ -149,6 +150,7 @@ pub fn load_with(
         kv_bytes: (kv.pages * kv.page_bytes()) as u64,
         bit_domain,
         notes,
+        model_digest,
     };
     let rope = Rope::new(&config);
     #[cfg(test)]

@@ -173,9 +173,17 @@ impl ModelConfig {
     /// # Errors
     /// Names the file, the field and its value.
     pub fn from_dir(dir: &Path) -> Result<Self, ConfigError> {
+        Self::with_text(dir).map(|(config, _)| config)
+    }
+
+    /// As [`Self::from_dir`], with the bytes of the file.
+    ///
+    /// # Errors
+    /// As [`Self::from_dir`].
+    pub fn with_text(dir: &Path) -> Result<(Self, Vec<u8>), ConfigError> {
         let path = dir.join("config.json");
         let text = std::fs::read(&path).map_err(|source| ConfigError::Read { path: path.clone(), source })?;
-        Self::from_json(&text, &path)
+        Ok((Self::from_json(&text, &path)?, text))
     }
 
     /// Checks the text of a `config.json`; `path` is for messages.

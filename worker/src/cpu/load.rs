@@ -16,11 +16,12 @@ use super::weights::{RandomSource, Source, Weights};
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::{Checkpoint, ModelConfig};
+use crate::plan::stream::{embedding_bytes, packed_bytes};
 use crate::plan::{KvLayout, ModelPlan, RankPlan};
 use crate::sampling::{Sampler, SamplerShape};
 
 /// How often a load tells its progress, in bytes.
-const PROGRESS_BYTES: u64 = 64 << 20;
+const PROGRESS_BYTES: u64 = if cfg!(test) { 1 } else { 64 << 20 };
 
 /// What a load request leaves open.
 #[derive(Debug, Clone, Default)]
@@ -105,7 +106,7 @@ pub fn load_with(
 
     let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(format!("{isa}, {} threads, {placed}", request.threads));
-    let total = crate::plan::stream::packed_bytes(&plan, &rank) as u64;
+    let total = (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64;
     let mut told = 0;
     let source: &dyn Source = match (&checkpoint, &options.random) {
         (Some(checkpoint), _) => checkpoint,
@@ -300,8 +301,8 @@ mod tests {
 
     #[test]
     fn what_was_loaded_is_told() {
-        let mut phases = Vec::new();
-        let decoder = load_with(&request(), &options(), &mut |progress| phases.push(progress.phase)).unwrap();
+        let mut told = Vec::new();
+        let decoder = load_with(&request(), &options(), &mut |progress| told.push(progress)).unwrap();
         let loaded = decoder.loaded();
         // 2 layers, 1 KV head of 64, K and V, 64 positions, 2 bytes: 32 KiB a page; 32 of them in the limit.
         assert_eq!((loaded.kv_pages, loaded.kv_bytes), (32, 1 << 20));
@@ -310,8 +311,13 @@ mod tests {
         assert_eq!(decoder.stream_bytes(), crate::plan::stream::packed_bytes(&plan, &plan.rank(0)) as u64);
         assert_eq!(loaded.weight_bytes, decoder.stream_bytes() + 384 * 256 * 2);
         assert!(loaded.bit_domain.starts_with("cpu-") && loaded.notes.iter().any(|note| note.contains("not pinned")));
-        assert_eq!(phases.first(), Some(&Phase::ReadingConfig));
-        assert_eq!(phases.last(), Some(&Phase::Allocating));
+        let mut phases: Vec<_> = told.iter().map(|progress| progress.phase).collect();
+        phases.dedup();
+        assert_eq!(phases, [Phase::ReadingConfig, Phase::PackingWeights, Phase::Allocating]);
+        let packed: Vec<_> = told.iter().filter(|progress| progress.phase == Phase::PackingWeights).collect();
+        assert!(packed.iter().all(|progress| progress.bytes_total == loaded.weight_bytes));
+        assert!(packed.is_sorted_by_key(|progress| progress.bytes_done));
+        assert_eq!(packed.last().unwrap().bytes_done, loaded.weight_bytes);
     }
 
     #[test]

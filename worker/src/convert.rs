@@ -67,7 +67,7 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         bit_domain: loaded.bit_domain.clone(),
         fabric_handle,
         notes: loaded.notes.clone(),
-        model_digest: String::new(),
+        model_digest: loaded.model_digest.clone(),
     };
     v1::LoadEvent { event: Some(v1::load_event::Event::Loaded(loaded)) }
 }

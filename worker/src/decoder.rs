@@ -70,6 +70,8 @@ pub struct Loaded {
     pub bit_domain: String,
     /// What the user should know, such as a dtype that was rounded.
     pub notes: Vec<String>,
+    /// Names the checkpoint: its config.json, headers and file sizes.
+    pub model_digest: String,
 }
 
 /// What a load is doing.
@@ -88,9 +90,7 @@ pub struct Progress {
 pub enum Phase {
     /// config.json and the headers of the weights.
     ReadingConfig,
-    /// Weights come from disk.
-    ReadingWeights,
-    /// Weights are laid out in stream order.
+    /// Weights come from disk and are laid out in stream order.
     PackingWeights,
     /// KV cache, buffers, exchange memory.
     Allocating,
@@ -101,7 +101,6 @@ impl Phase {
     pub fn name(self) -> &'static str {
         match self {
             Self::ReadingConfig => "reading config",
-            Self::ReadingWeights => "reading weights",
             Self::PackingWeights => "packing weights",
             Self::Allocating => "allocating",
         }
@@ -335,7 +334,7 @@ impl PlanSource {
 /// Counters that Health answers from.
 #[derive(Debug, Default)]
 pub struct Vitals {
-    /// Newest plan applied.
+    /// Plan of the newest step (or plan without rows) that was reported.
     pub version: AtomicU64,
     /// Steps run in the life of the worker.
     pub steps: AtomicU64,

@@ -134,11 +134,11 @@ async fn health_says_how_the_engine_is() {
         }
         assert_eq!(get(server.address, "/health/live").await.status, 200);
     }
-    script.state.send_replace(EngineState::Loading("rank 0: reading weights".into()));
+    script.state.send_replace(EngineState::Loading("rank 0: reading config".into()));
     script.model.send_replace(None);
     let response = post(server.address, COMPLETION, &json!({"prompt": [5]})).await;
     assert_eq!((response.status, response.header("retry-after")), (503, Some("5")));
-    assert!(response.body.contains("reading weights"));
+    assert!(response.body.contains("reading config"));
 }
 
 #[tokio::test]

@@ -134,6 +134,7 @@ impl Worked {
                 kv_bytes: 2,
                 bit_domain: "scripted".into(),
                 notes: vec!["a note".into()],
+                model_digest: "digest".into(),
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

@@ -16,11 +16,12 @@ use super::weights::{RandomSource, Source, Weights};
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::{Checkpoint, ModelConfig};
+use crate::plan::stream::{embedding_bytes, packed_bytes};
 use crate::plan::{KvLayout, ModelPlan, RankPlan};
 use crate::sampling::{Sampler, SamplerShape};
 
 /// How often a load tells its progress, in bytes.
-const PROGRESS_BYTES: u64 = 64 << 20;
+const PROGRESS_BYTES: u64 = if cfg!(test) { 1 } else { 64 << 20 };
 
 /// What a load request leaves open.
 #[derive(Debug, Clone, Default)]
@@ -71,12 +72,13 @@ pub fn load_with(
         None => Isa::choose(),
     };
     let isa = isa.map_err(|error| LoadError::Request(error.to_string()))?;
-    let (config, checkpoint) = match &options.random {
-        Some(random) => (random.config.clone(), None),
+    let (config, checkpoint, model_digest) = match &options.random {
+        Some(random) => (random.config.clone(), None, format!("random-{}", random.seed)),
         None => {
-            let config = ModelConfig::from_dir(&request.model_dir)?;
+            let (config, text) = ModelConfig::with_text(&request.model_dir)?;
             let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
-            (config, Some(checkpoint))
+            let digest = checkpoint.digest(&text);
+            (config, Some(checkpoint), digest)
         }
     };
     if config.head_dim > MAX_HEAD_DIM {
@@ -104,7 +106,7 @@ pub fn load_with(
 
     let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(format!("{isa}, {} threads, {placed}", request.threads));
-    let total = crate::plan::stream::packed_bytes(&plan, &rank) as u64;
+    let total = (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64;
     let mut told = 0;
     let source: &dyn Source = match (&checkpoint, &options.random) {
         (Some(checkpoint), _) => checkpoint,
@@ -128,7 +130,7 @@ pub fn load_with(
         max_rows: request.max_slots,
     };
     let sampler = Sampler::new(shape);
-    let bit_domain = plan.bit_domain("cpu", isa.name());
+    let bit_domain = plan.bit_domain("cpu", isa.name(), &super::domain::arithmetic(isa));
     let fabric_shape = Shape {
         ranks: plan.tensor_parallel,
         width: config.hidden_size,
@@ -149,6 +151,7 @@ pub fn load_with(
         kv_bytes: (kv.pages * kv.page_bytes()) as u64,
         bit_domain,
         notes,
+        model_digest,
     };
     let rope = Rope::new(&config);
     #[cfg(test)]
@@ -298,8 +301,8 @@ mod tests {
 
     #[test]
     fn what_was_loaded_is_told() {
-        let mut phases = Vec::new();
-        let decoder = load_with(&request(), &options(), &mut |progress| phases.push(progress.phase)).unwrap();
+        let mut told = Vec::new();
+        let decoder = load_with(&request(), &options(), &mut |progress| told.push(progress)).unwrap();
         let loaded = decoder.loaded();
         // 2 layers, 1 KV head of 64, K and V, 64 positions, 2 bytes: 32 KiB a page; 32 of them in the limit.
         assert_eq!((loaded.kv_pages, loaded.kv_bytes), (32, 1 << 20));
@@ -308,8 +311,28 @@ mod tests {
         assert_eq!(decoder.stream_bytes(), crate::plan::stream::packed_bytes(&plan, &plan.rank(0)) as u64);
         assert_eq!(loaded.weight_bytes, decoder.stream_bytes() + 384 * 256 * 2);
         assert!(loaded.bit_domain.starts_with("cpu-") && loaded.notes.iter().any(|note| note.contains("not pinned")));
-        assert_eq!(phases.first(), Some(&Phase::ReadingConfig));
-        assert_eq!(phases.last(), Some(&Phase::Allocating));
+        let mut phases: Vec<_> = told.iter().map(|progress| progress.phase).collect();
+        phases.dedup();
+        assert_eq!(phases, [Phase::ReadingConfig, Phase::PackingWeights, Phase::Allocating]);
+        let packed: Vec<_> = told.iter().filter(|progress| progress.phase == Phase::PackingWeights).collect();
+        assert!(packed.iter().all(|progress| progress.bytes_total == loaded.weight_bytes));
+        assert!(packed.is_sorted_by_key(|progress| progress.bytes_done));
+        assert_eq!(packed.last().unwrap().bytes_done, loaded.weight_bytes);
+    }
+
+    #[test]
+    fn the_bit_domain_names_the_arithmetic_and_not_the_arrangement() {
+        let domain = |request: &LoadRequest, isa| {
+            let options = Options { isa: Some(isa), ..options() };
+            load_with(request, &options, &mut |_| ()).unwrap().loaded().bit_domain.clone()
+        };
+        let best = Isa::best();
+        let of_rank_0 = domain(&request(), best);
+        assert_eq!(domain(&LoadRequest { rank: 1, threads: 2, ..request() }, best), of_rank_0);
+        assert_eq!(domain(&LoadRequest { tensor_parallel: 1, max_slots: 2, ..request() }, best), of_rank_0);
+        if best != Isa::Portable {
+            assert_ne!(domain(&request(), Isa::Portable), of_rank_0);
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod ahead;
 mod attention;
+mod domain;
 mod fabric;
 mod isa;
 mod lanes;

@@ -14,18 +14,23 @@ pub struct Rope {
 impl Rope {
     /// The frequencies of a model: `theta^(-2i / head_dim)`, scaled as `rope_type: llama3` where the model asks for it.
     pub fn new(config: &ModelConfig) -> Self {
-        let half = config.head_dim / 2;
-        let frequency = |i: usize| {
-            let plain = libm::pow(config.rope.theta, -(i as f64) / half as f64);
-            let Some(scaling) = &config.rope.llama3 else { return plain };
-            let original = scaling.original_positions as f64;
-            let turns = original * plain / std::f64::consts::TAU;
-            // 0: stretched, 1: kept, between: interpolated by turns within the original context.
-            let kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
-            let kept = kept.clamp(0.0, 1.0);
-            plain * (kept + (1.0 - kept) / scaling.factor)
-        };
-        Self { frequencies: (0..half).map(frequency).collect() }
+        let mut rope = Self::with_theta(config.rope.theta, config.head_dim);
+        if let Some(scaling) = &config.rope.llama3 {
+            for frequency in &mut rope.frequencies {
+                let turns = scaling.original_positions as f64 * *frequency / std::f64::consts::TAU;
+                // 0: stretched, 1: kept, between: interpolated by turns within the original context.
+                let kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+                let kept = kept.clamp(0.0, 1.0);
+                *frequency *= kept + (1.0 - kept) / scaling.factor;
+            }
+        }
+        rope
+    }
+
+    /// The frequencies `theta^(-2i / head_dim)`.
+    pub fn with_theta(theta: f64, head_dim: usize) -> Self {
+        let half = head_dim / 2;
+        Self { frequencies: (0..half).map(|i| libm::pow(theta, -(i as f64) / half as f64)).collect() }
     }
 
     /// The frequencies rounded to bf16, as in the recorded logits of worker/tests/fixtures: they were made after

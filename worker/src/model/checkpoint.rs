@@ -12,6 +12,7 @@ use half::{bf16, f16};
 use memmap2::{Mmap, UncheckedAdvice};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use safetensors::{SafeTensorError, SafeTensors};
+use sha2::{Digest, Sha256};
 
 use super::{ModelConfig, Tensor};
 
@@ -165,9 +166,21 @@ impl Checkpoint {
         notes
     }
 
-    /// Bytes of all tensors of the model as they lie in the files.
-    pub fn total_bytes(&self) -> u64 {
-        self.tensors.values().map(|place| place.bytes.len() as u64).sum()
+    /// Names the checkpoint in sixteen hexadecimal digits: `config` (the bytes of its config.json), and the header and
+    /// length of every file that is read. The values of the weights are not in it: reading them all would take as long as
+    /// the load itself.
+    pub fn digest(&self, config: &[u8]) -> String {
+        let mut hasher = Sha256::new();
+        let mut part = |bytes: &[u8]| {
+            hasher.update((bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        part(config);
+        for file in &self.files {
+            part(&file.map[..file.data_start]);
+            part(&(file.map.len() as u64).to_le_bytes());
+        }
+        hasher.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Reads `rows` x `columns` of a tensor into `out`, `[rows.len(), columns.len()]` bf16 row-major, rounding to nearest
@@ -203,8 +216,8 @@ impl Checkpoint {
         self.read(tensor, 0..1, range, out);
     }
 
-    /// Gives the memory of a tensor's mapped bytes back to the system; they can be read again. Called once a tensor is
-    /// packed, so that a rank never holds more mapped bytes than one tensor's.
+    /// Gives the memory of a tensor's mapped bytes back to the system; they can be read again. Called once a layer
+    /// is packed, so that a rank never holds more mapped bytes than one layer's, or the embedding's and LM head's.
     pub fn release(&self, tensor: Tensor) {
         let place = self.place(tensor);
         release(&self.files[place.file].map, place.bytes.clone());

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use crate::plan::{MAX_LEAVES, ROW_TILE};
+
 /// Model families the decoder computes. All are pre-norm decoders with RMSNorm, rotary embeddings and a SiLU-gated MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
@@ -144,7 +146,8 @@ const MAX_LAYERS: usize = 1 << 10;
 const MAX_HEADS: usize = 1 << 10;
 const MAX_HEAD_DIM: usize = 512;
 const MAX_INTERMEDIATE: usize = 1 << 20;
-const MAX_VOCAB: usize = 1 << 22;
+/// The sampler's sums hold weights of fewer than 2^22 tokens, padding included.
+const MAX_VOCAB: usize = (1 << 22) - MAX_LEAVES * ROW_TILE;
 const MAX_POSITIONS: usize = 1 << 24;
 /// transformers' default where the file has no `rope_theta`.
 const DEFAULT_THETA: f64 = 10_000.0;
@@ -173,9 +176,17 @@ impl ModelConfig {
     /// # Errors
     /// Names the file, the field and its value.
     pub fn from_dir(dir: &Path) -> Result<Self, ConfigError> {
+        Self::with_text(dir).map(|(config, _)| config)
+    }
+
+    /// As [`Self::from_dir`], with the bytes of the file.
+    ///
+    /// # Errors
+    /// As [`Self::from_dir`].
+    pub fn with_text(dir: &Path) -> Result<(Self, Vec<u8>), ConfigError> {
         let path = dir.join("config.json");
         let text = std::fs::read(&path).map_err(|source| ConfigError::Read { path: path.clone(), source })?;
-        Self::from_json(&text, &path)
+        Ok((Self::from_json(&text, &path)?, text))
     }
 
     /// Checks the text of a `config.json`; `path` is for messages.
@@ -554,6 +565,25 @@ mod tests {
         let mut no_vocab = base();
         no_vocab.as_object_mut().unwrap().remove("vocab_size");
         assert!(parse(&no_vocab).unwrap_err().to_string().contains("field `vocab_size` is missing"));
+    }
+
+    #[test]
+    fn the_largest_vocabulary_is_one_that_the_sampler_takes() {
+        let config = parse(&with("vocab_size", json!(MAX_VOCAB))).unwrap();
+        for tensor_parallel in [1, 16] {
+            let plan = crate::plan::ModelPlan::new(&config, 1).unwrap();
+            let shape = crate::sampling::SamplerShape {
+                vocab_size: config.vocab_size,
+                padded_vocab: plan.padded_vocab,
+                tensor_parallel,
+                rank: 0,
+                max_rows: 1,
+            };
+            // Panics for a shape that it does not take.
+            assert!(crate::sampling::Sampler::new(shape).max_words() > 0);
+        }
+        let error = parse(&with("vocab_size", json!(MAX_VOCAB + 1))).unwrap_err().to_string();
+        assert!(error.contains("`vocab_size` is 4194049, but has to be a whole number from 1 to 4194048"), "{error}");
     }
 
     #[test]

@@ -192,11 +192,12 @@ impl ModelPlan {
         }
     }
 
-    /// Names the bit domain of results on one kind of machine, such as `cpu-avx512bf16-1a2b3c4d5e6f`.
-    pub fn bit_domain(&self, backend: &str, isa: &str) -> String {
+    /// Names the bit domain of results, such as `cpu-avx512bf16-1a2b3c4d-5e6f708192a3`: backend, instruction set, what its
+    /// kernels were found to compute (`arithmetic`), and the hash of this plan.
+    pub fn bit_domain(&self, backend: &str, isa: &str, arithmetic: &str) -> String {
         let hash = self.hash();
         let hex: String = hash[..6].iter().map(|byte| format!("{byte:02x}")).collect();
-        format!("{backend}-{isa}-{hex}")
+        format!("{backend}-{isa}-{arithmetic}-{hex}")
     }
 }
 

@@ -129,6 +129,12 @@ pub fn packed_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
     plan.config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>() + of(Product::LmHead)
 }
 
+/// Bytes (bf16) of the rows of the embedding that a rank holds beside its packed weights: none where the LM head, which is
+/// packed, is the embedding.
+pub fn embedding_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
+    if plan.config.tied_embeddings { 0 } else { rank.real_vocab(plan).len() * plan.config.hidden_size * 2 }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;

@@ -37,6 +37,26 @@ fn whole(checkpoint: &Checkpoint, tensor: Tensor) -> Vec<bf16> {
 }
 
 #[test]
+fn the_digest_names_config_headers_and_sizes() {
+    let digest = |name: &str, config: &[u8]| open(&fixture(name)).unwrap().digest(config);
+    let base = digest("llama-tied", b"{}");
+    assert!(base.len() == 16 && base == digest("llama-tied", b"{}"), "{base}");
+    assert_ne!(base, digest("llama-tied", b"{ }"));
+    assert_ne!(base, digest("llama-mha16", b"{}"));
+    let dir = TempDir::new().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture("llama-tied").join(file), dir.path().join(file)).unwrap();
+    }
+    assert_eq!(base, open(dir.path()).unwrap().digest(b"{}"));
+    // The same tensors under a header that says one thing more.
+    let bytes = std::fs::read(dir.path().join("model.safetensors")).unwrap();
+    let old = SafeTensors::deserialize(&bytes).unwrap();
+    let more = HashMap::from([("step".to_owned(), "2".to_owned())]);
+    safetensors::serialize_to_file(old.tensors(), Some(more), &dir.path().join("model.safetensors")).unwrap();
+    assert_ne!(base, open(dir.path()).unwrap().digest(b"{}"));
+}
+
+#[test]
 fn the_ranks_slices_of_every_fixture_make_up_the_whole_at_every_group_size() {
     for (name, sizes) in FIXTURES {
         let checkpoint = open(&fixture(name)).unwrap();

@@ -1,4 +1,4 @@
-//! The one binary: `serve`, `worker` and `loadtest`. Only this file names the other crates.
+//! The one binary: `serve`, `worker`, `bench` and `loadtest`. Only this file names the other crates.
 
 use std::{
     env,
@@ -20,7 +20,7 @@ use looplane_server::{
     serve::{StopSignal, base_url, serve},
     text::Text,
 };
-use looplane_worker::WorkerArgs;
+use looplane_worker::{WorkerArgs, bench::BenchArgs};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
@@ -48,6 +48,8 @@ enum Command {
     /// One worker of a model; `serve` starts these itself
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// Measure how fast a model decodes on this machine
+    Bench(Box<BenchArgs>),
     /// Measure a server under load
     Loadtest(Box<LoadtestArgs>),
 }
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
             }
             looplane_worker::run(&args)
         }
+        Command::Bench(args) => finish(run_bench(&args)),
         Command::Loadtest(args) => {
             finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
         }
@@ -103,6 +106,12 @@ fn start_log(in_worker: bool) {
 fn runtime() -> anyhow::Result<Runtime> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.enable_all().max_blocking_threads(MAX_BLOCKING_THREADS).build().context("cannot start the async runtime")
+}
+
+fn run_bench(args: &BenchArgs) -> anyhow::Result<()> {
+    let report = looplane_worker::bench::run(args)?;
+    say(report.to_string().trim_end());
+    Ok(())
 }
 
 fn finish(result: anyhow::Result<()>) -> ExitCode {

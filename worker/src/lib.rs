@@ -1,7 +1,7 @@
 //! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
 //!
 //! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
-//! plans into the rows of each step, `cpu` runs the loop, `control` speaks worker/v1.
+//! plans into the rows of each step, `cpu` runs the loop, `control` speaks worker/v1, `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tokio::net::UnixListener;
 
 pub mod batch;
+pub mod bench;
 pub mod control;
 pub mod convert;
 pub mod cpu;

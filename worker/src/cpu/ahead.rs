@@ -66,15 +66,18 @@ impl Walk<'_> {
     }
 }
 
+/// Asks for the cache line at `line`, which need not exist, into L2.
 #[cfg(target_arch = "x86_64")]
-fn prefetch(line: *const u16) {
+#[inline(always)]
+pub fn prefetch(line: *const u16) {
     use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     // SAFETY: a prefetch never faults.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) }
 }
 
+/// Nothing: other processors ask ahead by themselves.
 #[cfg(not(target_arch = "x86_64"))]
-fn prefetch(_line: *const u16) {}
+pub fn prefetch(_line: *const u16) {}
 
 #[cfg(test)]
 mod tests {

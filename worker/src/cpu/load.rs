@@ -34,7 +34,7 @@ pub struct Options {
     pub random: Option<RandomSource>,
     /// Rotate as the recorded logits of the fixtures were made.
     #[cfg(test)]
-    pub(super) fixture_rope: bool,
+    pub(crate) fixture_rope: bool,
 }
 
 /// A loaded rank on a CPU socket.
@@ -98,7 +98,8 @@ pub fn load_with(
     }
     let rank = plan.rank(request.rank);
     let kv = kv_layout(&plan, &rank, request, max_context)?;
-    let (placement, crowded, placed) = placement(request, options.unpinned);
+    let (placement, crowded, placed) =
+        placement(request.rank, request.tensor_parallel, request.threads, options.unpinned);
     let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
         TeamError::Size(_) => LoadError::Request(error.to_string()),
         TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
@@ -244,9 +245,9 @@ fn kv_layout(
     Ok(KvLayout::new(plan, rank, pages))
 }
 
-/// Where the team runs: a core for each thread of the group on this machine, if there are as many.
-fn placement(request: &LoadRequest, unpinned: bool) -> (Placement, bool, String) {
-    let group = request.tensor_parallel * request.threads;
+/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of the group on this machine, if there are as many.
+pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: bool) -> (Placement, bool, String) {
+    let group = ranks * threads;
     let cores: Vec<usize> = match sched_getaffinity(None) {
         Ok(set) => (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect(),
         Err(_) => Vec::new(),
@@ -259,7 +260,7 @@ fn placement(request: &LoadRequest, unpinned: bool) -> (Placement, bool, String)
     if unpinned {
         return (Placement::Floating, false, "not pinned: asked not to".to_owned());
     }
-    let own = cores[request.rank * request.threads..][..request.threads].to_vec();
+    let own = cores[rank * threads..][..threads].to_vec();
     let placed = format!("pinned to cores {own:?}");
     (Placement::Pinned(own), false, placed)
 }

@@ -16,6 +16,7 @@ mod memory;
 mod norm;
 mod phases;
 mod product;
+mod read_bandwidth;
 mod rope;
 mod shm;
 mod team;
@@ -28,4 +29,5 @@ mod weights;
 
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
 pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
+pub use read_bandwidth::{ReadBandwidth, ReadError};
 pub use weights::{RandomSource, Source};

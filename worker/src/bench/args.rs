@@ -1,0 +1,166 @@
+//! Options of `looplane bench`, and the shapes it can make up.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+
+use super::BenchError;
+use crate::model::ModelConfig;
+use crate::model::config::{Architecture, Rope};
+
+/// Measures how fast a model decodes, and which share of the machine's read bandwidth that is.
+#[derive(Debug, Clone, clap::Args)]
+pub struct BenchArgs {
+    /// Model directory as Hugging Face lays it out [default: --shape 1b]
+    #[arg(long, value_name = "DIR", env = "LOOPLANE_BENCH_MODEL", conflicts_with_all = ["shape", "weights"])]
+    pub model: Option<PathBuf>,
+
+    /// Dimensions to measure without a checkpoint [default: 1b]
+    #[arg(long, value_enum, env = "LOOPLANE_BENCH_SHAPE")]
+    pub shape: Option<Shape>,
+
+    /// Where the weights of --shape come from
+    #[arg(long, value_enum, default_value_t = WeightSource::Random, env = "LOOPLANE_BENCH_WEIGHTS")]
+    pub weights: WeightSource,
+
+    /// Where to compute
+    #[arg(long, value_enum, default_value_t = Device::Auto, env = "LOOPLANE_BENCH_DEVICE")]
+    pub device: Device,
+
+    /// Tensor parallelism: ranks, as threads of this process (1, 2, 4, 8 or 16)
+    #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_BENCH_TP")]
+    pub tp: usize,
+
+    /// Compute threads of each rank [default: the machine's cores divided by --tp]
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_THREADS", value_parser = at_least_1)]
+    pub threads: Option<usize>,
+
+    /// Sequences that decode together; several are measured in turns
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,8", env = "LOOPLANE_BENCH_BATCH",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub batch: Vec<u32>,
+
+    /// Tokens of each sequence before the first step
+    #[arg(long, value_name = "N", default_value_t = 256, env = "LOOPLANE_BENCH_CONTEXT",
+          value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub context: u32,
+
+    /// Steps measured of each batch
+    #[arg(long, value_name = "N", default_value_t = 64, env = "LOOPLANE_BENCH_STEPS",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub steps: u32,
+
+    /// Memory that read bandwidth is measured over, in MiB; must be far above the caches
+    #[arg(long, value_name = "MIB", default_value_t = 1024, env = "LOOPLANE_BENCH_READ_MIB",
+          value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub read_mib: u32,
+
+    /// Write the figures to this file too
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_JSON")]
+    pub json: Option<PathBuf>,
+}
+
+/// Dimensions of well-known models.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Shape {
+    /// Two small layers, to try the command out: nothing that memory limits.
+    Tiny,
+    /// TinyLlama-like: hidden 2048, 16 layers, vocabulary 32000.
+    #[value(name = "1b")]
+    B1,
+    /// Llama 3.2 3B.
+    #[value(name = "3b")]
+    B3,
+    /// Llama 3.1 8B.
+    #[value(name = "8b")]
+    B8,
+    /// Llama 3.1 70B.
+    #[value(name = "70b")]
+    B70,
+    /// Llama 3.1 405B.
+    #[value(name = "405b")]
+    B405,
+}
+
+/// Where the weights of a shape come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WeightSource {
+    /// Made up, from a fixed seed.
+    Random,
+}
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// The best that this machine has.
+    Auto,
+    /// CPU sockets.
+    Cpu,
+    /// GPUs.
+    Cuda,
+}
+
+impl Shape {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tiny => "tiny",
+            Self::B1 => "1b",
+            Self::B3 => "3b",
+            Self::B8 => "8b",
+            Self::B70 => "70b",
+            Self::B405 => "405b",
+        }
+    }
+
+    /// The dimensions. Rotation is not scaled: speed does not depend on it.
+    pub fn config(self) -> ModelConfig {
+        let (hidden_size, num_layers, heads, head_dim, intermediate_size, vocab_size) = match self {
+            Self::Tiny => (256, 2, (16, 4), 16, 512, 1024),
+            Self::B1 => (2048, 16, (32, 8), 64, 8192, 32_000),
+            Self::B3 => (3072, 28, (24, 8), 128, 8192, 128_256),
+            Self::B8 => (4096, 32, (32, 8), 128, 14_336, 128_256),
+            Self::B70 => (8192, 80, (64, 8), 128, 28_672, 128_256),
+            Self::B405 => (16_384, 126, (128, 8), 128, 53_248, 128_256),
+        };
+        ModelConfig {
+            architecture: Architecture::Llama,
+            hidden_size,
+            num_layers,
+            num_heads: heads.0,
+            num_kv_heads: heads.1,
+            head_dim,
+            intermediate_size,
+            vocab_size,
+            max_positions: 131_072,
+            rms_norm_eps: 1e-5,
+            rope: Rope { theta: 500_000.0, llama3: None },
+            sliding_window: None,
+            qkv_bias: false,
+            qk_norm: false,
+            tied_embeddings: self == Self::B3,
+        }
+    }
+}
+
+impl BenchArgs {
+    /// Refuses what cannot be measured, and says how many threads a rank has.
+    ///
+    /// # Errors
+    /// Names the option to change.
+    pub fn check(&self) -> Result<usize, BenchError> {
+        let refuse = |option, value: String, rule| Err(BenchError::Value { option, value, rule });
+        if self.device == Device::Cuda {
+            return refuse("--device", "cuda".into(), "cpu or auto: this build has no GPU backend");
+        }
+        if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
+            return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(self.threads.unwrap_or((cores / self.tp).max(1)))
+    }
+}
+
+fn at_least_1(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|count| *count >= 1).ok_or_else(|| "must be a number of at least 1".to_owned())
+}

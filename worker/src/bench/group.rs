@@ -1,0 +1,213 @@
+//! A group of ranks as threads of this process, driven by plans as a server would drive it.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::Receiver;
+
+use super::BenchError;
+use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
+use crate::cpu::{Options, RandomSource, load_with};
+use crate::decoder::{Decoder, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
+use crate::plan::{KvLayout, PAGE_POSITIONS};
+use crate::sampling::SamplingParams;
+
+/// Most prompt tokens of one step.
+const PREFILL_ROWS: u32 = 512;
+/// Longest wait of a rank for another.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a group is loaded with.
+pub struct Setup<'a> {
+    /// `rank` is filled in.
+    pub model_dir: &'a std::path::Path,
+    /// Weights to make up.
+    pub random: Option<RandomSource>,
+    /// Ranks.
+    pub ranks: usize,
+    /// Threads of each.
+    pub threads: usize,
+    /// Sequences.
+    pub slots: u32,
+    /// Tokens that each sequence starts with.
+    pub context: u32,
+    /// Steps that each sequence can be decoded for.
+    pub max_steps: u32,
+}
+
+/// What decoding reads, of all ranks together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Bytes of weights that stream in one step.
+    pub weight_bytes: u64,
+    /// Bytes of K and V of one position.
+    pub position_bytes: u64,
+}
+
+/// The time of one decode step.
+#[derive(Debug, Clone, Copy)]
+pub struct StepTime {
+    /// From its first row to its sampled tokens.
+    pub step: Duration,
+    /// How much of it rank 0 waited for other ranks.
+    pub wait: Duration,
+}
+
+/// Loaded ranks that wait for plans.
+pub struct Group {
+    /// What rank 0 said about its load.
+    pub notes: Vec<String>,
+    /// What decoding reads.
+    pub traffic: Traffic,
+    runtime: Runtime,
+    feeds: Vec<PlanFeed>,
+    outcomes: Vec<Receiver<Outcome>>,
+    ranks: Vec<JoinHandle<Result<(), Fault>>>,
+    version: u64,
+    vocab: u32,
+    pages_a_slot: u32,
+}
+
+impl Group {
+    /// Loads all ranks and starts them.
+    ///
+    /// # Errors
+    /// The model is refused, or does not fit.
+    pub fn load(setup: &Setup<'_>) -> Result<Self, BenchError> {
+        let positions = setup.context as usize + setup.max_steps as usize + 1;
+        let pages_a_slot = KvLayout::pages_for(positions);
+        let request = LoadRequest {
+            model_dir: setup.model_dir.to_owned(),
+            rank: 0,
+            tensor_parallel: setup.ranks,
+            threads: setup.threads,
+            max_slots: setup.slots as usize,
+            max_batch_tokens: PREFILL_ROWS.max(setup.slots) as usize,
+            kv_pages: pages_a_slot * setup.slots as usize,
+            kv_bytes_limit: 0,
+            wait_limit: WAIT_LIMIT,
+            max_context: positions,
+        };
+        let options = Options { random: setup.random.clone(), ..Options::default() };
+        let load = |rank| load_with(&LoadRequest { rank, ..request.clone() }, &options, &mut |_| ());
+        let mut decoders = (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?;
+        let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
+        decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
+        let position_bytes =
+            |rank: &dyn Decoder| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
+        let mut group = Self {
+            notes: decoders[0].loaded().notes.clone(),
+            traffic: Traffic {
+                weight_bytes: decoders.iter().map(|rank| rank.stream_bytes()).sum(),
+                position_bytes: decoders.iter().map(|rank| position_bytes(rank)).sum(),
+            },
+            runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
+            feeds: Vec::new(),
+            outcomes: Vec::new(),
+            ranks: Vec::new(),
+            version: 0,
+            vocab: decoders[0].loaded().vocab_size as u32,
+            pages_a_slot: pages_a_slot as u32,
+        };
+        for decoder in decoders {
+            let (feed, source) = plan_stream();
+            let (sink, out) = outcome_stream(Arc::new(Vitals::default()));
+            group.feeds.push(feed);
+            group.outcomes.push(out);
+            group.ranks.push(std::thread::spawn(move || Box::new(decoder).run(source, sink)));
+        }
+        Ok(group)
+    }
+
+    /// Admits a sequence of `context` tokens and computes all of them.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn prefill(&mut self, slot: u32, context: u32, max_tokens: u32) -> Result<(), BenchError> {
+        for start in (0..context).step_by(PREFILL_ROWS as usize) {
+            let len = PREFILL_ROWS.min(context - start);
+            let mut plan = Plan { prefill: vec![PrefillChunk { slot, start, len }], ..Plan::default() };
+            if start == 0 {
+                plan.admit.push(self.admission(slot, context, max_tokens));
+                let pages = slot * self.pages_a_slot..(slot + 1) * self.pages_a_slot;
+                plan.grants.push(PageGrant { slot, pages: pages.collect() });
+            }
+            self.run(plan, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Decodes slots `0..batch` for `steps` steps.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn decode(&mut self, batch: u32, steps: u32) -> Result<Vec<StepTime>, BenchError> {
+        self.run(Plan { decode: (0..batch).collect(), ..Plan::default() }, steps)
+    }
+
+    /// Ends the stream of plans and waits for the ranks.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn finish(mut self) -> Result<(), BenchError> {
+        self.feeds.clear();
+        self.join()
+    }
+
+    fn run(&mut self, plan: Plan, steps: u32) -> Result<Vec<StepTime>, BenchError> {
+        self.version += 1;
+        let plan = Plan { version: self.version, steps, ..plan };
+        let mut delivered = true;
+        for feed in &self.feeds {
+            delivered &= self.runtime.block_on(feed.push(plan.clone()));
+        }
+        let mut times = Vec::with_capacity(steps as usize);
+        for _ in 0..steps {
+            // Every rank's, so that none ever waits for its outcomes to be read.
+            for (rank, outcomes) in self.outcomes.iter_mut().enumerate() {
+                let Some(outcome) = outcomes.blocking_recv().filter(|_| delivered) else {
+                    self.feeds.clear();
+                    self.join()?;
+                    return Err(BenchError::Ended);
+                };
+                if rank == 0 {
+                    times.push(StepTime { step: outcome.step_time, wait: outcome.wait_time });
+                }
+            }
+        }
+        Ok(times)
+    }
+
+    fn join(&mut self) -> Result<(), BenchError> {
+        let ended: Vec<_> = self.ranks.drain(..).map(JoinHandle::join).collect();
+        ended.into_iter().try_for_each(|rank| rank.unwrap_or(Ok(())).map_err(BenchError::from))
+    }
+
+    fn admission(&self, slot: u32, context: u32, max_tokens: u32) -> Admit {
+        let vocab = u64::from(self.vocab);
+        let token = |i: u32| ((u64::from(i) * 37 + u64::from(slot) * 11) % vocab) as u32;
+        Admit {
+            slot,
+            sequence: u64::from(slot),
+            tokens: (0..context).map(token).collect(),
+            prompt_tokens: context,
+            max_tokens,
+            min_tokens: 0,
+            stop_tokens: Vec::new(),
+            sampling: SamplingParams {
+                temperature: 0.0,
+                top_k: 0,
+                top_p: 1.0,
+                min_p: 0.0,
+                seed: 0,
+                presence_penalty: 0.0,
+                frequency_penalty: 0.0,
+                repetition_penalty: 1.0,
+                logit_bias: Vec::new(),
+            },
+            logprobs: None,
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! `looplane bench`: how fast a group of ranks decodes, as a share of the read bandwidth measured in the same run.
+//!
+//! Steps run through the loop as plans make them run: LM head, sampling and appending K and V included. Machines are noisy,
+//! so steps of every batch and read passes take turns, in rounds.
+
+mod args;
+mod group;
+mod report;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use args::{BenchArgs, Device, Shape, WeightSource};
+pub use report::{BatchReport, Read, Report};
+
+use crate::cpu::{RandomSource, ReadBandwidth, ReadError};
+use crate::decoder::{Fault, LoadError};
+use crate::model::ModelConfig;
+use crate::model::config::ConfigError;
+use group::{Group, Setup, StepTime};
+
+/// Steps of one batch between two read passes.
+const ROUND_STEPS: u32 = 8;
+/// Steps of each batch before the first that counts.
+const WARM_UP_STEPS: u32 = 2;
+/// Idle threads are asleep after this long, and disturb nobody.
+const SETTLE: Duration = Duration::from_millis(10);
+
+/// Nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// An option has a value that cannot work.
+    #[error("{option} is {value}, but must be {rule}")]
+    Value {
+        /// With its dashes.
+        option: &'static str,
+        /// As given.
+        value: String,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// config.json is refused.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The model was not loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A rank ended.
+    #[error(transparent)]
+    Fault(#[from] Fault),
+    /// A rank ended and did not say why.
+    #[error("a rank ended without a word")]
+    Ended,
+    /// The read limit cannot be measured.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The thread that feeds the ranks could not be set up.
+    #[error("cannot start the feed of the ranks: {0}")]
+    Runtime(std::io::Error),
+    /// The report could not be written.
+    #[error("--json {}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// Measures, and writes the report to `--json` if asked to.
+///
+/// # Errors
+/// An option cannot work, or the model is refused.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let threads = args.check()?;
+    let shape = args.shape.unwrap_or(Shape::B1);
+    let (config, random, model) = match &args.model {
+        Some(dir) => (ModelConfig::from_dir(dir)?, None, dir.display().to_string()),
+        None => {
+            let config = shape.config();
+            (config.clone(), Some(RandomSource { config, seed: 1 }), shape.name().to_owned())
+        }
+    };
+    // Each batch decodes slot 0; the token that the prompt yields counts too.
+    let max_steps = (args.steps + WARM_UP_STEPS).saturating_mul(args.batch.len() as u32);
+    let setup = Setup {
+        model_dir: args.model.as_deref().unwrap_or(Path::new("")),
+        random,
+        ranks: args.tp,
+        threads,
+        slots: args.batch.iter().copied().max().unwrap_or(1),
+        context: args.context,
+        max_steps,
+    };
+    let random_weights = setup.random.is_some();
+    let (group, reader) = (Group::load(&setup)?, reader(args, threads)?);
+    let (notes, weight_bytes) = (group.notes.clone(), group.traffic.weight_bytes);
+    let measured = Bench { args, group, reader, config, positions: vec![args.context; setup.slots as usize] };
+    let (series, read) = measured.run(max_steps)?;
+    let batches = series.iter().map(|of| {
+        let kv_bytes = of.kv_bytes / u64::from(args.steps);
+        BatchReport::new(of.batch, &of.times, weight_bytes, kv_bytes, &read)
+    });
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        model,
+        random_weights,
+        device: "cpu",
+        processor: processor(),
+        tensor_parallel: args.tp,
+        threads,
+        notes,
+        context: args.context,
+        steps: args.steps,
+        batches: batches.collect(),
+        read,
+    };
+    report.relate();
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&report).map_err(std::io::Error::from);
+        let written = text.and_then(|text| std::fs::write(path, text + "\n"));
+        written.map_err(|source| BenchError::Json { path: path.clone(), source })?;
+    }
+    Ok(report)
+}
+
+fn reader(args: &BenchArgs, threads: usize) -> Result<ReadBandwidth, BenchError> {
+    Ok(ReadBandwidth::new(args.tp * threads, (args.read_mib as usize) << 20, false)?)
+}
+
+/// A run under way.
+struct Bench<'a> {
+    args: &'a BenchArgs,
+    group: Group,
+    reader: ReadBandwidth,
+    config: ModelConfig,
+    /// By slot: the position of the row that is next.
+    positions: Vec<u32>,
+}
+
+/// The steps of one batch.
+struct Series {
+    batch: u32,
+    times: Vec<StepTime>,
+    /// Bytes of K and V that all of them read.
+    kv_bytes: u64,
+}
+
+impl Bench<'_> {
+    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Read), BenchError> {
+        for slot in 0..self.positions.len() as u32 {
+            self.group.prefill(slot, self.args.context, max_steps + 1)?;
+        }
+        for batch in &self.args.batch {
+            self.decode(*batch, WARM_UP_STEPS)?;
+        }
+        self.pass();
+        let of_batch = |batch: &u32| Series { batch: *batch, times: Vec::new(), kv_bytes: 0 };
+        let mut series: Vec<_> = self.args.batch.iter().map(of_batch).collect();
+        let mut passes = Vec::new();
+        for first in (0..self.args.steps).step_by(ROUND_STEPS as usize) {
+            for of in &mut series {
+                passes.push(self.pass());
+                let (times, kv_bytes) = self.decode(of.batch, ROUND_STEPS.min(self.args.steps - first))?;
+                of.times.extend(times);
+                of.kv_bytes += kv_bytes;
+            }
+        }
+        passes.push(self.pass());
+        self.group.finish()?;
+        Ok((series, Read::new(self.reader.bytes() as u64, passes)))
+    }
+
+    fn decode(&mut self, batch: u32, steps: u32) -> Result<(Vec<StepTime>, u64), BenchError> {
+        let times = self.group.decode(batch, steps)?;
+        let window = self.config.sliding_window.map_or(u64::MAX, |window| window as u64);
+        let mut seen = 0;
+        for position in &mut self.positions[..batch as usize] {
+            // A row at position p sees p + 1 positions, its own included.
+            seen += (*position..*position + steps).map(|p| (u64::from(p) + 1).min(window)).sum::<u64>();
+            *position += steps;
+        }
+        Ok((times, seen * self.group.traffic.position_bytes))
+    }
+
+    fn pass(&mut self) -> Duration {
+        std::thread::sleep(SETTLE);
+        let pass = self.reader.pass();
+        std::thread::sleep(SETTLE);
+        pass
+    }
+}
+
+/// The processor's name, as Linux tells it.
+fn processor() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let name = info.lines().find(|line| line.starts_with("model name"))?;
+    Some(name.split_once(':')?.1.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests;

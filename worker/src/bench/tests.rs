@@ -1,0 +1,92 @@
+//! A benchmark of a shape too small to measure: what it says is there and adds up.
+
+use clap::Parser;
+use serde_json::Value;
+
+use super::*;
+use crate::plan::ModelPlan;
+use crate::plan::stream::packed_bytes;
+
+#[derive(Parser)]
+struct Command {
+    #[command(flatten)]
+    args: BenchArgs,
+}
+
+fn args(line: &str) -> BenchArgs {
+    Command::try_parse_from(std::iter::once("bench").chain(line.split_whitespace())).unwrap().args
+}
+
+#[test]
+fn figures_are_what_the_plan_says_and_agree_with_each_other() {
+    for tp in [1, 2] {
+        let json = tempfile::NamedTempFile::new().unwrap();
+        let options = "--shape tiny --weights random --threads 1 --read-mib 2 --batch 1,3 --context 70 --steps 10";
+        let args = args(&format!("{options} --tp {tp} --json {}", json.path().display()));
+        let report = run(&args).unwrap();
+
+        let config = Shape::Tiny.config();
+        let plan = ModelPlan::new(&config, tp).unwrap();
+        let weights: usize = (0..tp).map(|rank| packed_bytes(&plan, &plan.rank(rank))).sum();
+        assert!(report.batches.iter().all(|of| of.weight_bytes == weights as u64));
+        // The first batch is warmed up by 2 steps, as is the second, which moves the first sequence on again: batch 1
+        // decodes at 74, 75..; batch 3 finds its first sequence 8 steps further in both of its rounds.
+        let layout_bytes = |rank| crate::plan::KvLayout::new(&plan, &plan.rank(rank), 1).page_bytes() as u64;
+        let position: u64 = (0..tp).map(layout_bytes).sum::<u64>() / crate::plan::PAGE_POSITIONS as u64;
+        let seen = |from: u64, steps: u64| (from + 1..=from + steps).sum::<u64>();
+        let alone = seen(74, 8) + seen(74 + 16, 2);
+        let three = seen(74 + 8, 8) + seen(74 + 18, 2) + 2 * seen(72, 10);
+        assert_eq!(report.batches[0].kv_bytes, alone * position / 10);
+        assert_eq!(report.batches[1].kv_bytes, three * position / 10);
+
+        for of in &report.batches {
+            let bytes = (of.weight_bytes + of.kv_bytes) as f64;
+            assert!((of.gb_s / (bytes / of.step_ms / 1e6) - 1.0).abs() < 1e-9);
+            assert!((of.share_of_best_read * report.read.best_gb_s / of.gb_s - 1.0).abs() < 1e-9);
+            assert!(of.best_step_ms > 0.0 && of.best_step_ms <= of.step_ms);
+            assert!(of.share_of_best_read <= of.share_of_median_read && of.share_of_best_read <= of.best_share);
+        }
+        assert_eq!(report.batches[0].times_batch_1, Some(1.0));
+        assert_eq!((report.read.bytes, report.read.passes), (2 << 20, 5));
+
+        let written: Value = serde_json::from_slice(&std::fs::read(json.path()).unwrap()).unwrap();
+        assert_eq!(written["batches"][1]["batch"], 3);
+        assert_eq!(written["tensor_parallel"], tp);
+        for field in ["step_ms", "gb_s", "share_of_median_read", "share_of_best_read", "times_batch_1"] {
+            assert!(written["batches"][1][field].as_f64().unwrap() > 0.0, "{field}");
+        }
+        assert!(written["read"]["best_gb_s"].as_f64().unwrap() >= written["read"]["median_gb_s"].as_f64().unwrap());
+        assert_eq!(report.to_string().lines().count(), 9);
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
+    assert_eq!(
+        refused("--shape tiny --device cuda"),
+        "--device is cuda, but must be cpu or auto: this build has no GPU backend"
+    );
+    assert_eq!(refused("--shape tiny --tp 3"), "--tp is 3, but must be 1, 2, 4, 8 or 16");
+    assert!(refused("--model /nowhere").contains("/nowhere/config.json"));
+    let long = refused("--shape tiny --threads 1 --context 131072");
+    assert!(long.contains("131072"), "{long}");
+    let both = Command::try_parse_from(["bench", "--model", "/x", "--shape", "1b"]);
+    assert!(both.is_err_and(|error| error.kind() == clap::error::ErrorKind::ArgumentConflict));
+}
+
+#[test]
+fn a_checkpoint_is_measured_with_its_own_weights() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let model = std::fs::read_dir(dir).unwrap().flatten().find(|entry| entry.path().join("config.json").is_file());
+    let model = model.expect("the fixtures hold checkpoints").path();
+    let line = format!("--model {} --threads 1 --read-mib 1 --batch 2 --context 9 --steps 3", model.display());
+    let report = run(&args(&line)).unwrap();
+    assert!(!report.random_weights && report.batches[0].times_batch_1.is_none());
+}
+
+#[test]
+fn the_1b_shape_streams_2_08_gb() {
+    let plan = ModelPlan::new(&Shape::B1.config(), 1).unwrap();
+    assert_eq!(packed_bytes(&plan, &plan.rank(0)) / 10_000_000, 207);
+}

@@ -1,0 +1,172 @@
+//! How fast all threads together can read memory: the limit that decoding is measured against.
+//!
+//! A pass reads a buffer far above the caches from end to end, as the decoder's products do: a contiguous run a thread, whole
+//! cache lines, lines asked for ahead into L2. Processors differ in which pattern they like best, so a pass tries several and
+//! counts the fastest.
+#![allow(unsafe_code)]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use super::ahead::prefetch;
+use super::isa::Isa;
+use super::load::placement;
+use super::memory::{Buffer, OutOfMemory};
+use super::team::{Team, TeamError};
+
+/// A cache line.
+type Line = [u64; 8];
+/// Lines that are dealt to a thread at one time: 1 MiB.
+const UNIT_LINES: usize = (1 << 20) / size_of::<Line>();
+/// (Runs read side by side within a unit, bytes asked for ahead of each). Side by side as tiles of a product are.
+const PATTERNS: [(usize, usize); 6] = [(1, 0), (1, 2 << 10), (1, 8 << 10), (4, 0), (4, 2 << 10), (4, 4 << 10)];
+
+/// The read limit cannot be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The buffer does not fit.
+    #[error(transparent)]
+    Memory(#[from] OutOfMemory),
+    /// The threads cannot be started.
+    #[error(transparent)]
+    Team(#[from] TeamError),
+}
+
+/// A buffer and the threads that read it.
+pub struct ReadBandwidth {
+    team: Team,
+    isa: Isa,
+    buffer: Buffer<Line>,
+}
+
+impl ReadBandwidth {
+    /// Takes `bytes` of memory (at least 1 MiB) and starts as many threads, on the cores that a group of ranks with as many
+    /// threads in all would use.
+    ///
+    /// # Errors
+    /// The memory or the threads are refused.
+    pub fn new(threads: usize, bytes: usize, unpinned: bool) -> Result<Self, ReadError> {
+        let (placement, crowded, _) = placement(0, 1, threads, unpinned);
+        let team = Team::new(threads, placement, crowded)?;
+        let units = (bytes / (UNIT_LINES * size_of::<Line>())).max(1);
+        let mut buffer = Buffer::<Line>::zeroed(units * UNIT_LINES, "measuring read bandwidth")?;
+        // Pages that were never written are all one page of zeros, which would be read from the cache.
+        for (index, line) in buffer.iter_mut().enumerate() {
+            *line = [index as u64; 8];
+        }
+        Ok(Self { team, isa: Isa::best(), buffer })
+    }
+
+    /// Bytes of a pass.
+    pub fn bytes(&self) -> usize {
+        self.buffer.len() * size_of::<Line>()
+    }
+
+    /// Reads the buffer once with each pattern and returns the shortest time.
+    pub fn pass(&mut self) -> Duration {
+        // On a thread of its own: to lead is to move to the team's first core and to stay there.
+        let this = &mut *self;
+        let fastest = move || {
+            let _leading = this.team.lead();
+            PATTERNS.into_iter().map(|pattern| this.read(pattern)).min()
+        };
+        let fastest = std::thread::scope(|scope| scope.spawn(fastest).join());
+        fastest.ok().flatten().expect("a time, because reading does not panic and there are patterns")
+    }
+
+    fn read(&self, pattern: (usize, usize)) -> Duration {
+        let begun = Instant::now();
+        let (isa, buffer) = (self.isa, &*self.buffer);
+        self.team.for_each(buffer.len() / UNIT_LINES, |unit| {
+            let lines = &buffer[unit * UNIT_LINES..][..UNIT_LINES];
+            black_box(match isa {
+                // SAFETY: `Isa::best` found the set on this processor.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 => unsafe { read_avx512(lines, pattern) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { read_avx2(lines, pattern) },
+                _ => read_inlined(lines, pattern),
+            });
+        });
+        begun.elapsed()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn read_avx512(lines: &[Line], pattern: (usize, usize)) -> Line {
+    read_inlined(lines, pattern)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn read_avx2(lines: &[Line], pattern: (usize, usize)) -> Line {
+    read_inlined(lines, pattern)
+}
+
+#[inline(always)]
+fn read_inlined(lines: &[Line], (runs, ahead): (usize, usize)) -> Line {
+    match (runs, ahead) {
+        (1, 0) => read_runs::<1, false>(lines, 0),
+        (1, _) => read_runs::<1, true>(lines, ahead),
+        (_, 0) => read_runs::<4, false>(lines, 0),
+        (_, _) => read_runs::<4, true>(lines, ahead),
+    }
+}
+
+/// Xors all lines, so that none need not be read: `RUNS` runs side by side, four lines of each at a time.
+#[inline(always)]
+fn read_runs<const RUNS: usize, const AHEAD: bool>(lines: &[Line], ahead: usize) -> Line {
+    const STEP: usize = 4;
+    let run_len = lines.len() / RUNS;
+    let mut sums = [[[0u64; 8]; STEP]; RUNS];
+    for at in (0..run_len).step_by(STEP) {
+        for run in 0..RUNS {
+            let step: &[Line; STEP] = lines[run * run_len + at..].first_chunk().expect("a run is whole steps");
+            for (sum, line) in sums[run].iter_mut().zip(step) {
+                if AHEAD {
+                    prefetch(line.as_ptr().cast::<u16>().wrapping_byte_add(ahead));
+                }
+                for (sum, word) in sum.iter_mut().zip(line) {
+                    *sum ^= word;
+                }
+            }
+        }
+    }
+    let mut all = [0; 8];
+    for sum in sums.as_flattened() {
+        all.iter_mut().zip(sum).for_each(|(all, sum)| *all ^= sum);
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pattern_reads_every_line() {
+        let lines: Vec<Line> =
+            (0..UNIT_LINES as u64).map(|i| std::array::from_fn(|w| (i * 8 + w as u64) << 9)).collect();
+        let expected: Line = std::array::from_fn(|w| lines.iter().fold(0, |sum, line| sum ^ line[w]));
+        for pattern in PATTERNS {
+            assert_eq!(read_inlined(&lines, pattern), expected, "{pattern:?}");
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx2") {
+                // SAFETY: just detected.
+                assert_eq!(unsafe { read_avx2(&lines, pattern) }, expected, "{pattern:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_pass_takes_time_and_leaves_the_caller_where_it_was() {
+        let cores = || rustix::thread::sched_getaffinity(None).unwrap();
+        let before = cores();
+        let mut reader = ReadBandwidth::new(2, 4 << 20, false).unwrap();
+        assert_eq!(reader.bytes(), 4 << 20);
+        assert!(reader.pass() > Duration::ZERO);
+        assert_eq!(cores(), before);
+    }
+}

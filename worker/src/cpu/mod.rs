@@ -7,6 +7,7 @@
 mod ahead;
 mod attention;
 mod fabric;
+mod inputs;
 mod isa;
 mod lanes;
 mod load;

@@ -61,6 +61,22 @@ async fn a_terminated_server_ends_its_streams_and_exits_with_0() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_second_signal_ends_at_once() {
+    let model = fixture("llama-tied");
+    let args = ["--model", model.to_str().expect("UTF-8"), "--tp", "2", "--drain-seconds", "600"];
+    let mut server = Server::start(&args).await;
+    let endless = json!({"prompt": "on", "max_tokens": 2000, "ignore_eos": true, "n": 16});
+    let mut stream = server.stream("/v1/completions", &endless).await;
+    stream.next().await.expect("a first event");
+    let workers = server.workers();
+    server.terminate();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    server.terminate();
+    server.wait(Duration::from_secs(5));
+    assert!(workers.iter().all(|pid| !runs(*pid)), "{workers:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_idle_server_uses_next_to_no_cpu() {
     let model = fixture("llama-tied");
     let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "4"]).await;

@@ -87,7 +87,17 @@ fn configurations_that_cannot_be() {
 fn a_group_size_that_does_not_divide_the_model() {
     let said = refused(&fixture("llama-tied"), &["--tp", "8"]);
     check(&said, &["8", "4"]);
-    check(&refused(&fixture("llama-tied"), &["--tp", "3"]), &["3"]);
+    let said = refused(&fixture("llama-tied"), &["--tp", "3"]);
+    assert_eq!(said.trim(), "looplane: --tp is 3, but must be 1, 2, 4, 8 or 16");
+}
+
+#[test]
+fn a_port_that_is_taken() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("some port is free");
+    let port = taken.local_addr().expect("it is bound").port().to_string();
+    let said = refused(&fixture("llama-tied"), &["--port", &port]);
+    check(&said, &[&port, "--port"]);
+    assert_eq!(said.trim().lines().count(), 1, "{said}");
 }
 
 #[test]

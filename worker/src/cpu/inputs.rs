@@ -85,7 +85,7 @@ mod tests {
             let (before, rest) = columns.data.split_at(32 * columns.parts);
             let (row, after) = rest.split_at(32 * columns.parts);
             assert!(before.iter().chain(after).chain(&row[..8]).all(|bits| *bits == 0));
-            let error = 2f64.powi(-9 * columns.parts as i32);
+            let error = 2f64.powi(-8 * columns.parts as i32);
             for (i, expected) in values.into_iter().map(f64::from).enumerate() {
                 let got: f64 = row.chunks_exact(32).map(|part| value(part[8 + i])).sum();
                 assert!((got - expected).abs() <= expected.abs() * error, "{point:?} {i}: {got} {expected}");

@@ -32,8 +32,8 @@ pub trait Lanes {
     unsafe fn pair(pair: *const u16) -> Self::Pair;
     /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`, in that order of k.
     unsafe fn dot(acc: Self::Acc, line: Self::Line, pair: Self::Pair) -> Self::Acc;
-    /// `acc + weight * row`, where `row` points to 16 bf16.
-    unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const u16) -> Self::Acc;
+    /// `acc + weight * row`, where `row` points to 16 fp32. Rounds twice, the product and the sum, in every set.
+    unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc;
     /// Writes 16 fp32.
     unsafe fn store(acc: Self::Acc, to: *mut f32);
     /// Asks for the cache line at `address`, which need not exist, into L2.
@@ -41,8 +41,8 @@ pub trait Lanes {
 }
 
 /// Plain Rust. A product of two bf16 is exact in fp32 (8 + 8 significand bits of 24), so a multiplication and an addition
-/// round as one fused operation does, and AVX2 with FMA gives the same bits; in [`Lanes::axpy`] it is not exact, and both
-/// round twice. (Products under 2^-126 are flushed here and not inside an FMA: sums that small do not occur beside a weight.)
+/// round as one fused operation does, and AVX2 with FMA gives the same bits. (Products under 2^-126 are flushed here and not
+/// inside an FMA: sums that small do not occur beside a weight.)
 pub struct Portable;
 
 #[inline(always)]
@@ -84,10 +84,10 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const u16) -> Self::Acc {
+    unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc {
         // SAFETY: the caller passes 16 readable elements.
-        let row = unsafe { &*row.cast::<[u16; LANES]>() };
-        std::array::from_fn(|i| acc[i] + weight * widen(row[i]))
+        let row = unsafe { row.cast::<[f32; LANES]>().read_unaligned() };
+        std::array::from_fn(|i| acc[i] + weight * row[i])
     }
 
     #[inline(always)]
@@ -162,17 +162,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const u16) -> Self::Acc {
-            // SAFETY: the trait's contract: the processor has AVX2, and 16 elements are readable. Rounded twice on
-            // purpose: see `Portable`.
+        unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX2, and 16 elements are readable.
             unsafe {
                 let weight = _mm256_set1_ps(weight);
-                let widen = |half: *const u16| {
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(half.cast()))))
-                };
                 [
-                    _mm256_add_ps(acc[0], _mm256_mul_ps(weight, widen(row))),
-                    _mm256_add_ps(acc[1], _mm256_mul_ps(weight, widen(row.add(8)))),
+                    _mm256_add_ps(acc[0], _mm256_mul_ps(weight, _mm256_loadu_ps(row))),
+                    _mm256_add_ps(acc[1], _mm256_mul_ps(weight, _mm256_loadu_ps(row.add(8)))),
                 ]
             }
         }
@@ -232,12 +228,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const u16) -> Self::Acc {
+        unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX-512, and 16 elements are readable.
-            unsafe {
-                let row = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(row.cast())));
-                _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_castsi512_ps(row), acc)
-            }
+            unsafe { _mm512_add_ps(acc, _mm512_mul_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(row))) }
         }
 
         #[inline(always)]

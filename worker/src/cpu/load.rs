@@ -32,9 +32,6 @@ pub struct Options {
     pub unpinned: bool,
     /// Weights of this shape and seed in place of a checkpoint's; `model_dir` is not looked at.
     pub random: Option<RandomSource>,
-    /// Rotate as the recorded logits of the fixtures were made.
-    #[cfg(test)]
-    pub(crate) fixture_rope: bool,
 }
 
 /// A loaded rank on a CPU socket.
@@ -154,10 +151,7 @@ pub fn load_with(
         notes,
         model_digest,
     };
-    let rope = Rope::new(&config);
-    #[cfg(test)]
-    let rope = if options.fixture_rope { rope.rounded_as_in_fixtures() } else { rope };
-    let shard = Shard { isa, rope, plan, rank, weights, kv };
+    let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
     let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, &team)?;
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
@@ -305,8 +299,8 @@ mod tests {
         let mut told = Vec::new();
         let decoder = load_with(&request(), &options(), &mut |progress| told.push(progress)).unwrap();
         let loaded = decoder.loaded();
-        // 2 layers, 1 KV head of 64, K and V, 64 positions, 2 bytes: 32 KiB a page; 32 of them in the limit.
-        assert_eq!((loaded.kv_pages, loaded.kv_bytes), (32, 1 << 20));
+        // 2 layers, 1 KV head of 64, K and V, 64 positions, 4 bytes: 64 KiB a page; 16 of them in the limit.
+        assert_eq!((loaded.kv_pages, loaded.kv_bytes), (16, 1 << 20));
         assert_eq!((loaded.vocab_size, loaded.max_context, loaded.num_layers, loaded.hidden_size), (768, 2048, 2, 256));
         let plan = ModelPlan::new(&decoder.decoder.shard.plan.config, 2).unwrap();
         assert_eq!(decoder.stream_bytes(), crate::plan::stream::packed_bytes(&plan, &plan.rank(0)) as u64);
@@ -347,7 +341,7 @@ mod tests {
         let told = refused(LoadRequest { threads: 0, ..good.clone() });
         assert!(told.contains("a worker of 0 threads"), "{told}");
         let told = refused(LoadRequest { kv_bytes_limit: 1000, ..good.clone() });
-        assert!(told.contains("KV pages need 32768 bytes, but the limit of the KV cache is 1000 bytes"), "{told}");
+        assert!(told.contains("KV pages need 65536 bytes, but the limit of the KV cache is 1000 bytes"), "{told}");
         let told = refused(LoadRequest { kv_pages: u32::MAX as usize - 1, ..good.clone() });
         assert!(told.contains("the KV cache need"), "{told}");
         let told = refused(LoadRequest { kv_pages: 1 << 40, ..good.clone() });

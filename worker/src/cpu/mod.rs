@@ -8,6 +8,7 @@ mod ahead;
 mod attention;
 mod domain;
 mod fabric;
+mod inputs;
 mod isa;
 mod lanes;
 mod load;

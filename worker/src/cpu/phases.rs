@@ -4,21 +4,21 @@
 //! [`MAX_COLUMNS`]. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes them.
 #![allow(unsafe_code)]
 
-use half::bf16;
-
 use super::ahead::Ahead;
 use super::attention::{Page, View, attend};
 use super::fabric::{Fabric, Place, SLICE};
+use super::inputs::Inputs;
 use super::isa::Isa;
 use super::lanes::LANES;
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::norm::{head_norm, rms_norm};
-use super::product::{Columns, MAX_COLUMNS, Panel, product};
+use super::product::{MAX_COLUMNS, Panel, product};
 use super::rope::{Rope, rotate};
 use super::team::Team;
 use super::weights::Weights;
 use crate::batch::{Batch, Row};
 use crate::decoder::Fault;
+use crate::plan::rounding::RoundingPoint;
 use crate::plan::tree::tree_sum_rows;
 use crate::plan::{KvLayout, MAX_LEAVES, ModelPlan, PAGE_POSITIONS, Product, RankPlan};
 use crate::sampling::math::silu;
@@ -46,20 +46,24 @@ pub struct Shard {
 pub struct Activations {
     /// `[rows, hidden]` fp32: the residual stream.
     residual: Buffer<f32>,
-    /// `[rows, hidden leaves]` bf16: normalised residual. Padding of leaves is zero, here and below.
-    normed: Buffer<u16>,
-    /// `[rows, heads of this rank * head_dim]` bf16
-    queries: Buffer<u16>,
-    /// `[rows, head leaves of this rank]` bf16: attention's output.
-    attended: Buffer<u16>,
-    /// `[rows, intermediate leaves of this rank]` bf16: `silu(gate) * up`.
-    gated: Buffer<u16>,
+    /// `[rows, hidden leaves]`: normalised residual.
+    attention_input: Inputs,
+    /// `[rows, heads of this rank * head_dim]` fp32
+    queries: Buffer<f32>,
+    /// `[rows, head leaves of this rank]`: attention's output.
+    attended: Inputs,
+    /// `[rows, hidden leaves]`: normalised residual.
+    mlp_input: Inputs,
+    /// `[rows, intermediate leaves of this rank]`: `silu(gate) * up`.
+    gated: Inputs,
+    /// `[sampled rows, hidden leaves]`: normalised residual.
+    head_input: Inputs,
     /// `[rows, head_dim / 2]` (cosine, sine)
     turns: Buffer<[f32; 2]>,
     /// `[sampled rows, vocabulary of this rank]` fp32
     logits: Buffer<f32>,
-    /// K and V of all sequences, laid out by [`KvLayout`], bf16.
-    pool: Buffer<u16>,
+    /// K and V of all sequences, laid out by [`KvLayout`].
+    pool: Buffer<f32>,
 }
 
 impl Activations {
@@ -72,6 +76,9 @@ impl Activations {
         let (plan, rank) = (&shard.plan, &shard.rank);
         let c = &plan.config;
         let what = "the activations";
+        let hidden = plan.hidden.padded_len(plan.hidden.count);
+        let heads = plan.heads.padded_len(rank.head_leaves.len());
+        let intermediate = plan.intermediate.padded_len(rank.intermediate_leaves.len());
         let pool_len = shard.kv.pool_len().unwrap_or(usize::MAX);
         let mut pool = Buffer::zeroed(pool_len, "the KV cache")?;
         let pages = Disjoint::new(&mut pool);
@@ -79,14 +86,16 @@ impl Activations {
         team.for_each(pool_len.div_ceil(PART), |part| {
             // SAFETY: each unit has another part.
             let part = unsafe { pages.part(part * PART..((part + 1) * PART).min(pool_len)) };
-            part.fill(bf16::NAN.to_bits());
+            part.fill(f32::NAN);
         });
         Ok(Self {
             residual: Buffer::zeroed(max_rows * c.hidden_size, what)?,
-            normed: Buffer::zeroed(max_rows * plan.hidden.padded_len(plan.hidden.count), what)?,
+            attention_input: Inputs::zeroed(RoundingPoint::AttentionInput, max_rows, hidden)?,
             queries: Buffer::zeroed(max_rows * rank.heads.len() * c.head_dim, what)?,
-            attended: Buffer::zeroed(max_rows * plan.heads.padded_len(rank.head_leaves.len()), what)?,
-            gated: Buffer::zeroed(max_rows * plan.intermediate.padded_len(rank.intermediate_leaves.len()), what)?,
+            attended: Inputs::zeroed(RoundingPoint::AttentionOutput, max_rows, heads)?,
+            mlp_input: Inputs::zeroed(RoundingPoint::MlpInput, max_rows, hidden)?,
+            gated: Inputs::zeroed(RoundingPoint::MlpProduct, max_rows, intermediate)?,
+            head_input: Inputs::zeroed(RoundingPoint::LmHeadInput, max_samples, hidden)?,
             turns: Buffer::zeroed(max_rows * c.head_dim / 2, what)?,
             logits: Buffer::zeroed(max_samples * rank.vocab.len(), "the logits")?,
             pool,
@@ -151,28 +160,21 @@ impl Pass<'_> {
         self.fabric.exchange(self.team, place, &ahead(shard, 0, Product::QueryKeyValue), own, take)
     }
 
-    /// normed = RMSNorm(residual) in bf16, with the norm before attention.
+    /// attention_input = RMSNorm(residual)
     pub fn normalise_for_attention(&mut self, layer: usize) {
-        self.normalise(&self.shard.weights.layers[layer].input_norm);
+        let rows = self.batch.step().rows.len();
+        let weight = &self.shard.weights.layers[layer].input_norm;
+        normalise(self.shard, self.team, weight, &self.x.residual, rows, |row| row, &mut self.x.attention_input);
     }
 
-    /// normed = RMSNorm(residual) in bf16, with the norm before the MLP.
+    /// mlp_input = RMSNorm(residual)
     pub fn normalise_for_mlp(&mut self, layer: usize) {
-        self.normalise(&self.shard.weights.layers[layer].mlp_norm);
+        let rows = self.batch.step().rows.len();
+        let weight = &self.shard.weights.layers[layer].mlp_norm;
+        normalise(self.shard, self.team, weight, &self.x.residual, rows, |row| row, &mut self.x.mlp_input);
     }
 
-    fn normalise(&mut self, weight: &[f32]) {
-        let plan = &self.shard.plan;
-        let (hidden, stride) = (plan.config.hidden_size, plan.hidden.padded_len(plan.hidden.count));
-        let (residual, normed) = (&self.x.residual, Disjoint::new(&mut self.x.normed));
-        self.team.for_each(self.batch.step().rows.len(), |row| {
-            // SAFETY: each unit has another row.
-            let out = unsafe { normed.part(row * stride..(row + 1) * stride) };
-            rms_norm(&residual[row * hidden..(row + 1) * hidden], weight, plan.config.rms_norm_eps, plan.hidden, out);
-        });
-    }
-
-    /// q, k, v = W normed + bias, heads normalised and rotated; q to the queries, k and v to the sequence's pages. A unit is
+    /// q, k, v = W attention_input + bias, heads normalised and rotated; q to the queries, k and v to the sequence's pages. A unit is
     /// a head.
     pub fn query_key_value(&mut self, layer: usize) {
         let (shard, batch) = (self.shard, self.batch);
@@ -180,13 +182,13 @@ impl Pass<'_> {
         let (heads, kv_heads) = (shard.rank.heads.len(), shard.rank.kv_heads.len());
         let panel = shard.weights.panel(layer, Product::QueryKeyValue);
         let vectors = &shard.weights.layers[layer];
-        let (normed, turns) = (&self.x.normed, &self.x.turns);
+        let (input, turns) = (&self.x.attention_input, &self.x.turns);
         let queries = Disjoint::new(&mut self.x.queries);
         let pool = Disjoint::new(&mut self.x.pool);
         let head_unit = |head: usize| {
             let panel = panel.tiles(head * d / LANES, d / LANES);
             let mut out = [0.0; MAX_COLUMNS * super::attention::MAX_HEAD_DIM];
-            each_block(shard, panel, normed, rows.len(), &mut out, |row, values| {
+            each_block(shard, panel, input, rows.len(), &mut out, |row, values| {
                 if let Some(bias) = &vectors.bias {
                     values.iter_mut().zip(&bias[head * d..]).for_each(|(value, bias)| *value += bias);
                 }
@@ -202,14 +204,14 @@ impl Pass<'_> {
                 unsafe {
                     if head < heads {
                         let at = (row * heads + head) * d;
-                        round(values, queries.part(at..at + d));
+                        queries.part(at..at + d).copy_from_slice(values);
                     } else if rotated {
                         append_key(shard, layer, head - heads, batch, &rows[row], values, &pool);
                     } else {
                         let (page, in_page) = place(batch, &rows[row]);
                         let at =
                             shard.kv.v_block(layer, page, head - heads - kv_heads) + shard.kv.v_element(in_page, 0);
-                        round(values, pool.part(at..at + d));
+                        pool.part(at..at + d).copy_from_slice(values);
                     }
                 }
             });
@@ -227,7 +229,7 @@ impl Pass<'_> {
         let (heads, kv_heads) = (shard.rank.heads.len(), shard.rank.kv_heads.len());
         let group = heads / kv_heads * d;
         let (queries, pool) = (&self.x.queries, &self.x.pool);
-        let attended = Disjoint::new(&mut self.x.attended);
+        let attended = self.x.attended.writer();
         let unit = |unit: usize| {
             let (kv_head, row) = (unit / rows.len(), unit % rows.len());
             let at = row * heads * d + kv_head * group;
@@ -239,10 +241,11 @@ impl Pass<'_> {
                 );
                 Page { keys: &pool[k..k + shard.kv.block_len()], values: &pool[v..v + shard.kv.block_len()] }
             };
-            // SAFETY: each unit has another (row, group of heads).
-            let out = unsafe { attended.part(at..at + group) };
             let view = View::new(rows[row].position as usize, c.sliding_window);
-            attend(shard.isa, d, view, page, &queries[at..at + group], out);
+            attend(shard.isa, d, view, page, &queries[at..at + group], |offset, values| {
+                // SAFETY: each unit has another (row, group of heads).
+                unsafe { attended.write(row, kv_head * group + offset, values) };
+            });
         };
         let next = ahead(shard, layer, Product::AttentionOut);
         let threads = self.team.threads();
@@ -259,18 +262,17 @@ impl Pass<'_> {
         self.add_product(layer, Product::AttentionOut, place, next)
     }
 
-    /// gated = silu(W_gate normed) * (W_up normed). A unit is two pairs of tiles.
+    /// gated = silu(W_gate mlp_input) * (W_up mlp_input). A unit is two pairs of tiles.
     pub fn gate_up(&mut self, layer: usize) {
         let (shard, rows) = (self.shard, self.batch.step().rows.len());
         let leaves = shard.plan.intermediate;
-        let stride = leaves.padded_len(shard.rank.intermediate_leaves.len());
         let width = shard.rank.intermediate.len();
         let panel = shard.weights.panel(layer, Product::GateUp);
-        let (normed, gated) = (&self.x.normed, Disjoint::new(&mut self.x.gated));
+        let (input, gated) = (&self.x.mlp_input, self.x.gated.writer());
         let unit = |unit: usize| {
             let panel = unit_of(panel, unit);
             let mut out = [0.0; MAX_COLUMNS * SLICE];
-            each_block(shard, panel, normed, rows, &mut out, |row, values| {
+            each_block(shard, panel, input, rows, &mut out, |row, values| {
                 for (pair, values) in values.chunks_exact(2 * LANES).enumerate() {
                     let (gate, up) = values.split_at(LANES);
                     let products: [f32; LANES] = std::array::from_fn(|i| silu(gate[i]) * up[i]);
@@ -279,9 +281,8 @@ impl Pass<'_> {
                     while !left.is_empty() {
                         // A tile may straddle leaves, which are padded.
                         let run = left.len().min(leaves.len - column % leaves.len);
-                        let at = row * stride + leaves.padded_column(column);
                         // SAFETY: each (row, tile pair) has other columns, and each unit other pairs.
-                        round(&left[..run], unsafe { gated.part(at..at + run) });
+                        unsafe { gated.write(row, leaves.padded_column(column), &left[..run]) };
                         left = &left[run..];
                         column += run;
                     }
@@ -319,7 +320,7 @@ impl Pass<'_> {
             let panel = unit_of(panel, slice);
             let block = MAX_COLUMNS * panel.tiles * LANES;
             for (index, out) in out.chunks_mut(block).take(rows.div_ceil(MAX_COLUMNS)).enumerate() {
-                product(shard.isa, panel, columns(&panel, x, index * MAX_COLUMNS, rows), out);
+                product(shard.isa, panel, x.columns(index * MAX_COLUMNS, rows), out);
             }
         };
         let add = |slice: usize, of_ranks: &[&[f32]]| {
@@ -346,22 +347,16 @@ impl Pass<'_> {
         if samples.is_empty() {
             return;
         }
-        let plan = &shard.plan;
-        let (hidden, stride) = (plan.config.hidden_size, plan.hidden.padded_len(plan.hidden.count));
         let vocab = shard.rank.vocab.len();
-        let (residual, normed) = (&self.x.residual, Disjoint::new(&mut self.x.normed));
-        self.team.for_each(samples.len(), |index| {
-            // SAFETY: each unit has another row.
-            let out = unsafe { normed.part(index * stride..(index + 1) * stride) };
-            let row = &residual[samples[index] * hidden..][..hidden];
-            rms_norm(row, &shard.weights.final_norm, plan.config.rms_norm_eps, plan.hidden, out);
-        });
+        let weight = &shard.weights.final_norm;
+        let row_of = |sample: usize| samples[sample];
+        normalise(shard, self.team, weight, &self.x.residual, samples.len(), row_of, &mut self.x.head_input);
         let panel = shard.weights.panel(0, Product::LmHead);
-        let (normed, logits) = (&self.x.normed, Disjoint::new(&mut self.x.logits));
+        let (input, logits) = (&self.x.head_input, Disjoint::new(&mut self.x.logits));
         let unit = |unit: usize| {
             let panel = unit_of(panel, unit);
             let mut out = [0.0; MAX_COLUMNS * SLICE];
-            each_block(shard, panel, normed, samples.len(), &mut out, |row, values| {
+            each_block(shard, panel, input, samples.len(), &mut out, |row, values| {
                 let at = row * vocab + unit * SLICE;
                 // SAFETY: each (row, unit) has other logits.
                 unsafe { logits.part(at..at + values.len()) }.copy_from_slice(values);
@@ -371,6 +366,25 @@ impl Pass<'_> {
         let threads = self.team.threads();
         self.team.for_each_then(units(&panel), unit, |thread| next.of_thread(thread, threads).finish());
     }
+}
+
+/// Row i of `out` = RMSNorm of row `row_of(i)` of the residual stream, for `rows` rows.
+fn normalise(
+    shard: &Shard,
+    team: &Team,
+    weight: &[f32],
+    residual: &[f32],
+    rows: usize,
+    row_of: impl Fn(usize) -> usize + Sync,
+    out: &mut Inputs,
+) {
+    let (hidden, eps) = (shard.plan.config.hidden_size, shard.plan.config.rms_norm_eps);
+    let out = out.writer();
+    team.for_each(rows, |index| {
+        let row = &residual[row_of(index) * hidden..][..hidden];
+        // SAFETY: each unit has another row.
+        rms_norm(row, weight, eps, shard.plan.hidden, |at, values| unsafe { out.write(index, at, values) });
+    });
 }
 
 /// Units of a product that is cut by [`UNIT_TILES`].
@@ -393,33 +407,22 @@ fn ahead(shard: &Shard, layer: usize, which: Product) -> Ahead<'_> {
     Ahead::new(panel.data, units)
 }
 
-/// Columns `first` up to [`MAX_COLUMNS`] further of `rows` vectors that the panel multiplies.
-fn columns<'a>(panel: &Panel<'_>, x: &'a [u16], first: usize, rows: usize) -> Columns<'a> {
-    let stride = 2 * panel.leaves * panel.leaf_pairs;
-    Columns { data: &x[first * stride..], stride, count: MAX_COLUMNS.min(rows - first) }
-}
-
 /// Multiplies all rows by a panel, a block at a time in `out`, and hands each row's `tiles * 16` values to `done`.
 fn each_block(
     shard: &Shard,
     panel: Panel<'_>,
-    x: &[u16],
+    x: &Inputs,
     rows: usize,
     out: &mut [f32],
     mut done: impl FnMut(usize, &mut [f32]),
 ) {
     for first in (0..rows).step_by(MAX_COLUMNS) {
-        let columns = columns(&panel, x, first, rows);
+        let columns = x.columns(first, rows);
         product(shard.isa, panel, columns, out);
         for (column, values) in out.chunks_exact_mut(panel.tiles * LANES).take(columns.count).enumerate() {
             done(first + column, values);
         }
     }
-}
-
-/// Rounds to bf16, to nearest, ties to even.
-fn round(values: &[f32], out: &mut [u16]) {
-    out.iter_mut().zip(values).for_each(|(out, value)| *out = bf16::from_f32(*value).to_bits());
 }
 
 /// Page and place in it of a row's position.
@@ -428,7 +431,7 @@ fn place(batch: &Batch, row: &Row) -> (usize, usize) {
     (batch.slot(row.slot).pages()[position / PAGE_POSITIONS] as usize, position % PAGE_POSITIONS)
 }
 
-/// Rounds a key into its page.
+/// Puts a key into its page.
 ///
 /// # Safety
 /// Nobody else uses the place of this (row, head) meanwhile.
@@ -439,13 +442,14 @@ unsafe fn append_key(
     batch: &Batch,
     row: &Row,
     key: &[f32],
-    pool: &Disjoint<'_, u16>,
+    pool: &Disjoint<'_, f32>,
 ) {
     let (page, in_page) = place(batch, row);
     let block = shard.kv.k_block(layer, page, kv_head);
-    for (index, pair) in key.chunks_exact(2).enumerate() {
-        let at = block + shard.kv.k_element(in_page, 2 * index);
+    for (dim, value) in key.iter().enumerate() {
+        let at = block + shard.kv.k_element(in_page, dim);
         // SAFETY: the caller's.
-        round(pair, unsafe { pool.part(at..at + 2) });
+        let place = unsafe { pool.part(at..at + 1) };
+        place[0] = *value;
     }
 }

@@ -1,7 +1,8 @@
-//! `y = W x` over packed tiles: the kernel that weights stream through, and that scores a page of keys.
+//! `y = W x` over packed tiles: the kernel that weights stream through.
 //!
 //! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32 accumulator;
-//! leaves combine as the binary tree of [`crate::plan::tree`]. How many tiles and columns run interleaved changes only
+//! leaves combine as the binary tree of [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of
+//! K adds both, high first. How many tiles and columns run interleaved changes only
 //! what happens between two operations of one accumulator, never their order: bits do not depend on it.
 #![allow(unsafe_code)]
 
@@ -24,51 +25,53 @@ const fn prefetch_distance(columns: usize) -> usize {
 /// Sums a tree of [`MAX_LEAVES`] leaves has open at one time, the finished root included.
 const TREE_DEPTH: usize = MAX_LEAVES.ilog2() as usize + 1;
 
-/// Row tiles in lines of `[16 rows][2 k]` bf16.
+/// Row tiles one after the other, each `[leaves][pairs of k]` lines of `[16 rows][2 k]` bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct Panel<'a> {
-    /// The line of (tile, pair of k) starts at `tile * tile_stride + pair * pair_stride`.
+    /// `[tiles][leaves][leaf_pairs][16][2]` bf16, or more.
     pub data: &'a [u16],
     /// Row tiles.
     pub tiles: usize,
-    /// Elements from a tile to the next.
-    pub tile_stride: usize,
-    /// Elements from a pair of k to the next.
-    pub pair_stride: usize,
     /// Leaves of K; a power of two up to [`MAX_LEAVES`].
     pub leaves: usize,
     /// Pairs of k of a leaf.
     pub leaf_pairs: usize,
 }
 
-/// Activations: up to [`MAX_COLUMNS`] vectors of `2 * leaves * leaf_pairs` bf16.
+/// Activations: up to [`MAX_COLUMNS`] columns, one after the other, each of one or two vectors of
+/// `2 * leaves * leaf_pairs` bf16. The second vector, if there is one, is what rounding to the first left off.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns<'a> {
-    /// Column c starts at `c * stride`.
+    /// `[columns][parts][k]` bf16, or more.
     pub data: &'a [u16],
-    /// Elements from a column to the next.
-    pub stride: usize,
     /// Columns, 1 to [`MAX_COLUMNS`].
     pub count: usize,
+    /// Vectors of a column: 1, or 2 for a high and a low part.
+    pub parts: usize,
 }
 
 impl<'a> Panel<'a> {
     /// Tiles `[first, first + tiles)` of this panel.
     pub fn tiles(&self, first: usize, tiles: usize) -> Self {
-        Self { data: &self.data[first * self.tile_stride..], tiles, ..*self }
+        Self { data: &self.data[first * self.tile_len()..], tiles, ..*self }
     }
 
     fn pairs(&self) -> usize {
         self.leaves * self.leaf_pairs
     }
 
+    fn tile_len(&self) -> usize {
+        self.pairs() * LINE
+    }
+
     fn check(&self, x: &Columns<'_>, out: &[f32]) {
         assert!(self.leaves.is_power_of_two() && self.leaves <= MAX_LEAVES, "{} leaves", self.leaves);
         assert!(self.tiles > 0 && self.pairs() > 0, "an empty panel");
         assert!((1..=MAX_COLUMNS).contains(&x.count), "{} columns", x.count);
-        let line_end = (self.tiles - 1) * self.tile_stride + (self.pairs() - 1) * self.pair_stride + LINE;
+        assert!((1..=2).contains(&x.parts), "{} parts", x.parts);
+        let line_end = self.tiles * self.tile_len();
         assert!(line_end <= self.data.len(), "a panel of {} elements ends at {line_end}", self.data.len());
-        let column_end = (x.count - 1) * x.stride + 2 * self.pairs();
+        let column_end = x.count * x.parts * 2 * self.pairs();
         assert!(column_end <= x.data.len(), "columns of {} elements end at {column_end}", x.data.len());
         assert!(x.count * self.tiles * LANES <= out.len(), "{} outputs", out.len());
     }
@@ -112,7 +115,7 @@ unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
 /// # Safety
 /// [`Panel::check`] passed, and the processor has the set `L`.
 #[inline(always)]
-pub(super) unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     let columns = x.count.next_power_of_two();
     let mut tile = 0;
     while tile < panel.tiles {
@@ -155,8 +158,9 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize>(
     // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are unaligned.
     unsafe {
         let mut lines: [*const u16; T] =
-            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_stride));
-        let mut pairs: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.stride));
+            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_len()));
+        let (k, split) = (2 * panel.pairs(), x.parts == 2);
+        let mut pairs: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.parts * k));
         // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
@@ -166,15 +170,23 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize>(
                 for t in 0..T {
                     line[t] = L::line(lines[t]);
                     L::prefetch(lines[t].wrapping_add(const { prefetch_distance(C) }));
-                    lines[t] = lines[t].wrapping_add(panel.pair_stride);
+                    lines[t] = lines[t].wrapping_add(LINE);
                 }
                 for c in 0..C {
-                    let pair = L::pair(pairs[c]);
-                    pairs[c] = pairs[c].wrapping_add(2);
+                    let high = L::pair(pairs[c]);
                     for t in 0..T {
-                        acc[t][c] = L::dot(acc[t][c], line[t], pair);
+                        acc[t][c] = L::dot(acc[t][c], line[t], high);
                     }
                 }
+                if split {
+                    for c in 0..C {
+                        let low = L::pair(pairs[c].wrapping_add(k));
+                        for t in 0..T {
+                            acc[t][c] = L::dot(acc[t][c], line[t], low);
+                        }
+                    }
+                }
+                pairs = pairs.map(|pair| pair.wrapping_add(2));
             }
             let mut level = 0;
             while (leaf >> level) & 1 == 1 {
@@ -217,7 +229,7 @@ mod tests {
     }
 
     fn panel(data: &[u16], tiles: usize, leaves: usize, leaf_pairs: usize) -> Panel<'_> {
-        Panel { data, tiles, tile_stride: leaves * leaf_pairs * LINE, pair_stride: LINE, leaves, leaf_pairs }
+        Panel { data, tiles, leaves, leaf_pairs }
     }
 
     fn isas() -> Vec<Isa> {
@@ -235,19 +247,19 @@ mod tests {
         let (tiles, leaves, leaf_pairs) = (7, 4, 24);
         let k = 2 * leaves * leaf_pairs;
         let weights = random(1, tiles * k * LANES);
-        let x = random(2, 5 * k);
+        let x = random(2, 5 * 2 * k);
         let value = |bits: u16| f64::from(bf16::from_bits(bits).to_f32());
-        for isa in isas() {
-            let columns = Columns { data: &x, stride: k, count: 5 };
-            let out = run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
+        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
+            let out = run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, count: 5, parts });
             for column in 0..5 {
                 for row in 0..tiles * LANES {
                     let weight = |i: usize| weights[(row / LANES * k / 2 + i / 2) * LINE + row % LANES * 2 + i % 2];
-                    let terms = (0..k).map(|i| value(weight(i)) * value(x[column * k + i]));
+                    let terms = (0..parts * k).map(|i| value(weight(i % k)) * value(x[column * parts * k + i]));
                     let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
                     let got = f64::from(f32::from_bits(out[column * tiles * LANES + row]));
-                    // k roundings of at most 2^-24 of the running sum, which `size` bounds.
-                    assert!((got - sum).abs() <= size * k as f64 * 2f64.powi(-24), "{isa} {row} {column}: {got} {sum}");
+                    // A rounding for each term, of at most 2^-24 of the running sum, which `size` bounds.
+                    let bound = size * (parts * k) as f64 * 2f64.powi(-24);
+                    assert!((got - sum).abs() <= bound, "{isa} {parts} {row} {column}: {got} {sum}");
                 }
             }
         }
@@ -258,19 +270,20 @@ mod tests {
         let (tiles, leaves, leaf_pairs) = (11, 16, 8);
         let k = 2 * leaves * leaf_pairs;
         let weights = random(3, tiles * k * LANES);
-        let mut x = random(4, 8 * k);
         let whole = panel(&weights, tiles, leaves, leaf_pairs);
-        for isa in isas() {
-            let alone = run(isa, whole.tiles(6, 1), Columns { data: &x[3 * k..], stride: k, count: 1 });
-            for count in 4..=8 {
-                for poison in [false, true] {
-                    if poison {
-                        x[5 * k..].fill(bf16::NAN.to_bits());
-                    }
-                    let all = run(isa, whole, Columns { data: &x, stride: k, count });
-                    assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {count}");
+        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
+            let mut x = random(4, 8 * parts * k);
+            let own = x[3 * parts * k..4 * parts * k].to_vec();
+            let alone = run(isa, whole.tiles(6, 1), Columns { data: &own, count: 1, parts });
+            for poison in [false, true] {
+                if poison {
+                    x.fill(bf16::NAN.to_bits());
+                    x[3 * parts * k..4 * parts * k].copy_from_slice(&own);
                 }
-                x = random(4, 8 * k);
+                for count in 4..=8 {
+                    let all = run(isa, whole, Columns { data: &x, count, parts });
+                    assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {parts} {count}");
+                }
             }
         }
     }
@@ -284,10 +297,12 @@ mod tests {
         let _mode = FlushDenormals::enter();
         let (tiles, leaves, leaf_pairs) = (5, 8, 40);
         let k = 2 * leaves * leaf_pairs;
-        let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * k));
-        let bits =
-            |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 3 });
-        assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
+        let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * 2 * k));
+        for parts in [1, 2] {
+            let columns = Columns { data: &x, count: 3, parts };
+            let bits = |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
+            assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
+        }
     }
 
     #[test]
@@ -296,7 +311,7 @@ mod tests {
         let k = 2 * leaves * leaf_pairs;
         let (weights, x) = (random(7, k * LANES), random(8, k));
         for isa in isas() {
-            let columns = |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], stride: k, count: 1 };
+            let columns = |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], count: 1, parts: 1 };
             let mut sums: Vec<f32> = (0..leaves)
                 .flat_map(|leaf| {
                     let one = panel(&weights[leaf * leaf_pairs * LINE..], 1, 1, leaf_pairs);
@@ -310,34 +325,13 @@ mod tests {
     }
 
     #[test]
-    fn strided_lines_give_the_same_bits_as_packed_ones() {
-        // A page of keys: [pairs][4 tiles][16][2].
-        let (tiles, pairs) = (4, 32);
-        let packed = random(9, tiles * pairs * LINE);
-        let mut page = vec![0; packed.len()];
-        for tile in 0..tiles {
-            for pair in 0..pairs {
-                let line = &packed[(tile * pairs + pair) * LINE..][..LINE];
-                page[(pair * tiles + tile) * LINE..][..LINE].copy_from_slice(line);
-            }
-        }
-        let x = random(10, 6 * 2 * pairs);
-        let columns = Columns { data: &x, stride: 2 * pairs, count: 6 };
-        let strided =
-            Panel { data: &page, tiles, tile_stride: LINE, pair_stride: tiles * LINE, leaves: 1, leaf_pairs: pairs };
-        for isa in isas() {
-            assert_eq!(run(isa, strided, columns), run(isa, panel(&packed, tiles, 1, pairs), columns));
-        }
-    }
-
-    #[test]
     #[should_panic(expected = "columns of 15 elements end at 16")]
     fn a_short_column_is_refused() {
         let weights = random(11, 16 * LANES);
         product(
             Isa::Portable,
             panel(&weights, 1, 1, 8),
-            Columns { data: &[0; 15], stride: 16, count: 1 },
+            Columns { data: &[0; 15], count: 1, parts: 1 },
             &mut [0.0; 16],
         );
     }

@@ -33,15 +33,6 @@ impl Rope {
         Self { frequencies: (0..half).map(|i| libm::pow(theta, -(i as f64) / half as f64)).collect() }
     }
 
-    /// The frequencies rounded to bf16, as in the recorded logits of worker/tests/fixtures: they were made after
-    /// `model.to(bfloat16)`, which rounds the frequencies along with the weights. A model that transformers loads from
-    /// disk has them in fp32, so the product never does this.
-    #[cfg(test)]
-    pub fn rounded_as_in_fixtures(self) -> Self {
-        let round = |frequency: f64| half::bf16::from_f32(frequency as f32).to_f64();
-        Self { frequencies: self.frequencies.into_iter().map(round).collect() }
-    }
-
     /// Writes (cosine, sine) of each angle at a position: `[head_dim / 2]`.
     pub fn turns(&self, position: u32, out: &mut [[f32; 2]]) {
         for (out, frequency) in out.iter_mut().zip(&self.frequencies) {

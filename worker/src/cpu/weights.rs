@@ -174,8 +174,6 @@ impl Weights {
         Panel {
             data: &self.stream[span.start..span.start + span.tiles * span.tile_len],
             tiles: span.tiles,
-            tile_stride: span.tile_len,
-            pair_stride: LINE,
             leaves: span.leaves,
             leaf_pairs: span.leaf_pairs,
         }

@@ -169,7 +169,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
         wait_limit: Duration::from_secs(60),
         max_context: 0,
     };
-    let options = Options { isa: Some(arrangement.isa), unpinned: true, random: None, fixture_rope: true };
+    let options = Options { isa: Some(arrangement.isa), unpinned: true, random: None };
     load_with(&request, &options, &mut |_| ()).unwrap()
 }
 

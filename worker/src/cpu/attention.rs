@@ -59,6 +59,11 @@ pub fn attend<'a>(
     out: &mut [u16],
 ) {
     assert!(head_dim.is_multiple_of(LANES) && head_dim <= MAX_HEAD_DIM, "heads of {head_dim}");
+    assert!(
+        isa.available() && !queries.is_empty() && queries.len().is_multiple_of(head_dim),
+        "{isa}, {}",
+        queries.len()
+    );
     assert_eq!(queries.len(), out.len());
     let page = |index: usize| {
         let page = page(index);
@@ -68,7 +73,7 @@ pub fn attend<'a>(
     let block = MAX_COLUMNS * head_dim;
     for (queries, out) in queries.chunks(block).zip(out.chunks_mut(block)) {
         match isa {
-            // SAFETY: an `Isa` other than Portable exists only where it is available; lengths were checked above.
+            // SAFETY: the processor has `isa`, and lengths were checked above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => unsafe { attend_avx512(head_dim, view, &page, queries, out) },
             // SAFETY: as above.

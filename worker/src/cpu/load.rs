@@ -1,7 +1,5 @@
 //! From a load request to a rank that is ready to run.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::attention::MAX_HEAD_DIM;
@@ -211,13 +209,7 @@ impl Decoder for CpuDecoder {
     }
 
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
-        let rank = self.decoder.shard.rank.rank;
-        let decoder = self.decoder;
-        catch_unwind(AssertUnwindSafe(|| decoder.run(plans, &outcomes))).unwrap_or_else(|panic| {
-            let text =
-                panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-            Err(Fault::Broken { rank, problem: text.unwrap_or("a panic without a message").to_owned() })
-        })
+        self.decoder.run(plans, &outcomes)
     }
 }
 

@@ -24,7 +24,7 @@ use crate::plan::PAGE_POSITIONS;
 use crate::sampling::Sampled;
 
 pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
-pub use slot::{Slot, TokenCount};
+pub use slot::Slot;
 
 /// One row of a step: one token of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,11 +145,6 @@ impl Batch {
             step,
             finished: Vec::with_capacity(max_slots),
         }
-    }
-
-    /// The bounds given at the start.
-    pub fn limits(&self) -> Limits {
-        self.limits
     }
 
     /// Version of the plan applied last; 0: none yet.

@@ -4,17 +4,6 @@ use super::{Admit, Finish, PrefillChunk, Row};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
-/// How often a token occurs in a sequence; kept only where a penalty looks at it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TokenCount {
-    /// The token.
-    pub token: u32,
-    /// Times it was generated.
-    pub generated: u32,
-    /// It occurs in the prompt.
-    pub in_prompt: bool,
-}
-
 /// A slot. Its buffers are as long as the longest sequence from the start.
 #[derive(Debug, PartialEq)]
 pub struct Slot {
@@ -32,7 +21,6 @@ pub struct Slot {
     min_tokens: usize,
     stop_tokens: Vec<u32>,
     sampling: Option<SamplingParams>,
-    counts: Vec<TokenCount>,
     logprobs: Option<u32>,
     finished: bool,
     /// Rows of the chunk in the first step of the plan.
@@ -57,7 +45,6 @@ impl Slot {
             min_tokens: 0,
             stop_tokens: Vec::new(),
             sampling: None,
-            counts: Vec::with_capacity(longest),
             logprobs: None,
             finished: false,
             chunk: 0,
@@ -90,11 +77,6 @@ impl Slot {
         &self.tokens[self.prompt_tokens..]
     }
 
-    /// Positions whose K and V are in the cache.
-    pub fn computed(&self) -> usize {
-        self.computed
-    }
-
     /// Page table: page i holds positions `i * PAGE_POSITIONS` and up.
     pub fn pages(&self) -> &[u32] {
         &self.pages
@@ -123,16 +105,10 @@ impl Slot {
         self.logprobs
     }
 
-    /// Every token of the sequence with its counts, ascending by token; empty where no penalty is in force.
-    pub fn token_counts(&self) -> &[TokenCount] {
-        &self.counts
-    }
-
     pub(super) fn clear(&mut self) {
         self.busy = false;
         self.tokens.clear();
         self.pages.clear();
-        self.counts.clear();
         self.stop_tokens.clear();
         self.sampling = None;
         (self.prompt_tokens, self.admitted_tokens, self.computed) = (0, 0, 0);
@@ -156,9 +132,6 @@ impl Slot {
         self.min_tokens = admit.min_tokens as usize;
         self.stop_tokens.extend_from_slice(&admit.stop_tokens);
         self.logprobs = admit.logprobs;
-        if penalised(&admit.sampling) {
-            self.count_all();
-        }
         self.sampling = Some(admit.sampling.clone());
     }
 
@@ -233,9 +206,6 @@ impl Slot {
     pub(super) fn append(&mut self, token: u32, max_context: usize) -> Option<Finish> {
         let stop_obeyed = !self.stop_forbidden();
         self.tokens.push(token);
-        if self.sampling.as_ref().is_some_and(penalised) {
-            self.count(token);
-        }
         let finish = if stop_obeyed && self.stop_tokens.contains(&token) {
             Some(Finish::Stop)
         } else if self.generated().len() >= self.max_tokens || self.tokens.len() >= max_context {
@@ -246,34 +216,4 @@ impl Slot {
         self.finished = finish.is_some();
         finish
     }
-
-    fn count_all(&mut self) {
-        let prompt_tokens = self.prompt_tokens;
-        let counts = self.tokens.iter().enumerate().map(|(i, &token)| {
-            let in_prompt = i < prompt_tokens;
-            TokenCount { token, generated: u32::from(!in_prompt), in_prompt }
-        });
-        self.counts.extend(counts);
-        self.counts.sort_unstable_by_key(|c| c.token);
-        self.counts.dedup_by(|next, kept| {
-            let same = next.token == kept.token;
-            if same {
-                kept.generated += next.generated;
-                kept.in_prompt |= next.in_prompt;
-            }
-            same
-        });
-    }
-
-    fn count(&mut self, token: u32) {
-        match self.counts.binary_search_by_key(&token, |c| c.token) {
-            Ok(at) => self.counts[at].generated += 1,
-            Err(at) => self.counts.insert(at, TokenCount { token, generated: 1, in_prompt: false }),
-        }
-    }
-}
-
-/// Some penalty looks at the tokens of the sequence.
-fn penalised(sampling: &SamplingParams) -> bool {
-    sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0 || sampling.repetition_penalty != 1.0
 }

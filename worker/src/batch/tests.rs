@@ -6,20 +6,6 @@ use crate::sampling::SamplingParams;
 
 const LIMITS: Limits = Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100 };
 
-fn greedy() -> SamplingParams {
-    SamplingParams {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 1,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-    }
-}
-
 fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
     Admit {
         slot,
@@ -29,7 +15,7 @@ fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
         max_tokens,
         min_tokens: 0,
         stop_tokens: vec![7],
-        sampling: greedy(),
+        sampling: SamplingParams::greedy(),
         logprobs: None,
     }
 }
@@ -181,24 +167,6 @@ fn a_preempted_sequence_comes_back_with_what_it_generated() {
     batch.complete(&sampled(&[23]));
     assert_eq!(batch.complete(&sampled(&[24])), [Some(Finish::Length)]);
     assert!(!batch.slot(1).is_busy());
-}
-
-#[test]
-fn token_counts_are_kept_where_a_penalty_needs_them() {
-    let mut batch = Batch::new(LIMITS);
-    let mut plan = first_plan();
-    plan.admit[0] = admit(1, &[10, 12, 10, 20], 5);
-    plan.admit[0].prompt_tokens = 3;
-    plan.admit[0].sampling.repetition_penalty = 1.1;
-    plan.prefill[0].len = 4;
-    batch.apply(&plan).unwrap();
-    batch.complete(&sampled(&[10]));
-    batch.complete(&sampled(&[11]));
-    let counts: Vec<_> = batch.slot(1).token_counts().iter().map(|c| (c.token, c.generated, c.in_prompt)).collect();
-    assert_eq!(counts, [(10, 1, true), (11, 1, false), (12, 0, true), (20, 1, false)]);
-    let mut plain = Batch::new(LIMITS);
-    plain.apply(&first_plan()).unwrap();
-    assert!(plain.slot(1).token_counts().is_empty());
 }
 
 #[test]

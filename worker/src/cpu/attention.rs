@@ -64,7 +64,11 @@ pub fn attend<'a>(
     mut write: impl FnMut(usize, &[f32]),
 ) {
     assert!(head_dim.is_multiple_of(LANES) && head_dim <= MAX_HEAD_DIM, "heads of {head_dim}");
-    assert!(queries.len().is_multiple_of(head_dim), "{} elements of queries", queries.len());
+    assert!(
+        isa.available() && !queries.is_empty() && queries.len().is_multiple_of(head_dim),
+        "{isa}, {}",
+        queries.len()
+    );
     let page = |index: usize| {
         let page = page(index);
         assert!(page.keys.len() == head_dim * PAGE_POSITIONS && page.values.len() == page.keys.len());
@@ -73,7 +77,7 @@ pub fn attend<'a>(
     let mut outputs = [[0.0; MAX_HEAD_DIM]; MAX_QUERIES];
     for (block, queries) in queries.chunks(MAX_QUERIES * head_dim).enumerate() {
         match isa {
-            // SAFETY: an `Isa` other than Portable exists only where it is available; lengths were checked above.
+            // SAFETY: the processor has `isa`, and lengths were checked above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => unsafe { attend_avx512(head_dim, view, &page, queries, &mut outputs) },
             // SAFETY: as above.

@@ -68,7 +68,7 @@ impl Isa {
         }
     }
 
-    /// Whether this processor has it.
+    /// Whether this processor has it. The answer is cached: asking costs a few loads.
     pub fn available(self) -> bool {
         match self {
             Isa::Portable => true,

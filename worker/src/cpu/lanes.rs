@@ -30,7 +30,8 @@ pub trait Lanes {
     unsafe fn line(line: *const u16) -> Self::Line;
     /// Reads two bf16 at `pair`.
     unsafe fn pair(pair: *const u16) -> Self::Pair;
-    /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`, in that order of k.
+    /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`. [`Portable`] and AVX2 add k first, then k + 1; `VDPBF16PS` adds
+    /// k + 1 first, then k, on processors of AMD, and is not relied on for either: the bit domain names what it does.
     unsafe fn dot(acc: Self::Acc, line: Self::Line, pair: Self::Pair) -> Self::Acc;
     /// `acc + weight * row`, where `row` points to 16 fp32. Rounds twice, the product and the sum, in every set.
     unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc;

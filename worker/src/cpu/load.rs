@@ -1,10 +1,9 @@
 //! From a load request to a rank that is ready to run.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::attention::MAX_HEAD_DIM;
+use super::budget::{self, Needs};
 use super::fabric::{Fabric, Shape};
 use super::isa::Isa;
 use super::looped_decoder::{AGREEMENT_WORDS, LoopedDecoder};
@@ -17,7 +16,7 @@ use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
-use crate::plan::{KvLayout, ModelPlan, RankPlan};
+use crate::plan::{KvLayout, ModelPlan, PAGE_POSITIONS, RankPlan};
 use crate::sampling::{Sampler, SamplerShape};
 
 /// How often a load tells its progress, in bytes.
@@ -95,31 +94,6 @@ pub fn load_with(
     }
     let rank = plan.rank(request.rank);
     let kv = kv_layout(&plan, &rank, request, max_context)?;
-    let (placement, crowded, placed) =
-        placement(request.rank, request.tensor_parallel, request.threads, options.unpinned);
-    let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
-        TeamError::Size(_) => LoadError::Request(error.to_string()),
-        TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
-    })?;
-
-    let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
-    notes.push(format!("{isa}, {} threads, {placed}", request.threads));
-    let total = (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64;
-    let mut told = 0;
-    let source: &dyn Source = match (&checkpoint, &options.random) {
-        (Some(checkpoint), _) => checkpoint,
-        (None, Some(random)) => random,
-        (None, None) => unreachable!("without random weights there is a checkpoint"),
-    };
-    let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
-        if bytes >= told + PROGRESS_BYTES {
-            told = bytes;
-            tell(Phase::PackingWeights, bytes, total);
-        }
-    })?;
-    tell(Phase::PackingWeights, total, total);
-
-    tell(Phase::Allocating, 0, 0);
     let shape = SamplerShape {
         vocab_size: config.vocab_size,
         padded_vocab: plan.padded_vocab,
@@ -136,6 +110,40 @@ pub fn load_with(
         max_words: sampler.max_words() + AGREEMENT_WORDS,
         domain: domain_word(&bit_domain),
     };
+    let pages = KvLayout::pages_for(max_context).min(kv.pages);
+    let needs = Needs {
+        weights: (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64,
+        kv: (kv.pages as u64).saturating_mul(kv.page_bytes() as u64),
+        activations: Activations::bytes(&plan, &rank, request.max_batch_tokens, request.max_slots)
+            + (request.max_slots * pages * (PAGE_POSITIONS + 1) * 4) as u64,
+        exchange: fabric_shape.bytes() as u64,
+    };
+    needs.check(plan.tensor_parallel, budget::available())?;
+    let (placement, crowded, placed) =
+        placement(request.rank, request.tensor_parallel, request.threads, options.unpinned);
+    let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
+        TeamError::Size(_) => LoadError::Request(error.to_string()),
+        TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
+    })?;
+
+    let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    notes.push(format!("{isa}, {} threads, {placed}", request.threads));
+    let total = needs.weights;
+    let mut told = 0;
+    let source: &dyn Source = match (&checkpoint, &options.random) {
+        (Some(checkpoint), _) => checkpoint,
+        (None, Some(random)) => random,
+        (None, None) => unreachable!("without random weights there is a checkpoint"),
+    };
+    let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
+        if bytes >= told + PROGRESS_BYTES {
+            told = bytes;
+            tell(Phase::PackingWeights, bytes, total);
+        }
+    })?;
+    tell(Phase::PackingWeights, total, total);
+
+    tell(Phase::Allocating, 0, 0);
     let fabric = Fabric::new(fabric_shape, rank.rank, request.wait_limit, crowded)
         .map_err(|error| LoadError::System { what: "exchange memory", source: std::io::Error::other(error) })?;
     let loaded = Loaded {
@@ -196,13 +204,7 @@ impl Decoder for CpuDecoder {
     }
 
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
-        let rank = self.decoder.shard.rank.rank;
-        let decoder = self.decoder;
-        catch_unwind(AssertUnwindSafe(|| decoder.run(plans, &outcomes))).unwrap_or_else(|panic| {
-            let text =
-                panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-            Err(Fault::Broken { rank, problem: text.unwrap_or("a panic without a message").to_owned() })
-        })
+        self.decoder.run(plans, &outcomes)
     }
 }
 
@@ -246,16 +248,20 @@ pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: boo
         Ok(set) => (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect(),
         Err(_) => Vec::new(),
     };
-    let crowded = cores.len() < group;
+    // A quota of a control group grants less time than the cores that it may run on would have.
+    let quota = std::thread::available_parallelism().map_or(cores.len(), usize::from);
+    let granted = cores.len().min(quota);
+    let crowded = granted < group;
     if crowded {
-        let placed = format!("not pinned: {} cores for the group's {group} threads", cores.len());
+        let placed = format!("not pinned: {granted} cores for the group's {group} threads");
         return (Placement::Floating, true, placed);
     }
     if unpinned {
         return (Placement::Floating, false, "not pinned: asked not to".to_owned());
     }
     let own = cores[rank * threads..][..threads].to_vec();
-    let placed = format!("pinned to cores {own:?}");
+    // Nobody else is asked: a second server on this machine would pick the same cores.
+    let placed = format!("pinned to cores {own:?} ({PIN_VARIABLE}=0 where another server runs on this machine)");
     (Placement::Pinned(own), false, placed)
 }
 
@@ -343,7 +349,7 @@ mod tests {
         let told = refused(LoadRequest { kv_bytes_limit: 1000, ..good.clone() });
         assert!(told.contains("KV pages need 65536 bytes, but the limit of the KV cache is 1000 bytes"), "{told}");
         let told = refused(LoadRequest { kv_pages: u32::MAX as usize - 1, ..good.clone() });
-        assert!(told.contains("the KV cache need"), "{told}");
+        assert!(told.contains("140737488289792 of KV cache") && told.contains("lower --kv-memory-mib"), "{told}");
         let told = refused(LoadRequest { kv_pages: 1 << 40, ..good.clone() });
         assert!(told.contains("more than page numbers can name"), "{told}");
         let told = refused(LoadRequest { tensor_parallel: 3, ..good.clone() });

@@ -6,6 +6,7 @@
 
 mod ahead;
 mod attention;
+mod budget;
 mod domain;
 mod fabric;
 mod inputs;

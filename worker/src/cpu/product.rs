@@ -1,8 +1,9 @@
 //! `y = W x` over packed tiles: the kernel that weights stream through.
 //!
-//! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32 accumulator;
-//! leaves combine as the binary tree of [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of
-//! K adds both, high first. How many tiles and columns run interleaved changes only
+//! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32 accumulator (which
+//! of the two comes first is up to the instruction set: see [`Lanes::dot`]); leaves combine as the binary tree of
+//! [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of K adds both, high first. How many
+//! tiles and columns run interleaved changes only
 //! what happens between two operations of one accumulator, never their order: bits do not depend on it.
 #![allow(unsafe_code)]
 
@@ -83,9 +84,9 @@ impl<'a> Panel<'a> {
 /// If a length does not fit, or this processor lacks `isa`.
 pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
     panel.check(&x, out);
-    debug_assert!(isa.available());
+    assert!(isa.available(), "{isa} on a processor without it");
     match isa {
-        // SAFETY: lengths were checked above, and an `Isa` other than Portable exists only where it is available.
+        // SAFETY: lengths were checked above, and the processor has `isa`.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => unsafe { product_avx512(&panel, &x, out) },
         // SAFETY: as above.

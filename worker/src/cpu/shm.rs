@@ -7,7 +7,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 /// A segment of shared memory cannot be made or mapped.
@@ -22,7 +22,10 @@ pub enum ShmError {
         source: std::io::Error,
     },
     /// A handle leads nowhere.
-    #[error("the exchange memory {handle} cannot be mapped: {source}")]
+    #[error(
+        "the exchange memory {handle} cannot be mapped: {source}; all workers have to run as one user with a readable /proc, \
+         and their program without setuid or file capabilities"
+    )]
     Open {
         /// The handle as given.
         handle: String,
@@ -67,6 +70,8 @@ impl Segment {
         let failed = |errno: rustix::io::Errno| ShmError::Create { bytes, source: errno.into() };
         let file = memfd_create("looplane-fabric", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
         ftruncate(&file, bytes as u64).map_err(failed)?;
+        // Its memory is taken now: later a write that finds none would be a bus error.
+        fallocate(&file, FallocateFlags::empty(), 0, bytes as u64).map_err(failed)?;
         // Nobody can shrink it under a mapping, which would turn a load into a bus error.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
         let handle = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());

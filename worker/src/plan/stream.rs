@@ -68,11 +68,6 @@ impl Product {
         }
     }
 
-    /// Tiles that one thread must own together: a pair of gate and up.
-    pub fn tile_group(self) -> usize {
-        if self == Self::GateUp { 2 } else { 1 }
-    }
-
     /// Packed elements of one tile of this rank, padding of the leaves included.
     pub fn tile_len(self, plan: &ModelPlan, rank: &RankPlan) -> usize {
         self.k(plan).padded_len(self.leaves(plan, rank).len()) * ROW_TILE
@@ -112,14 +107,6 @@ impl Product {
             }
             Self::LmHead => cut(Tensor::LmHead, rank.vocab.start, tile, plan.config.vocab_size),
         }
-    }
-
-    /// The tiles that thread `thread` of `threads` streams: one contiguous run, so that its bytes are one stream. Threads
-    /// differ by at most one tile group.
-    pub fn tiles_of_thread(self, plan: &ModelPlan, rank: &RankPlan, thread: usize, threads: usize) -> Range<usize> {
-        let group = self.tile_group();
-        let groups = self.tiles(plan, rank) / group;
-        groups * thread / threads * group..groups * (thread + 1) / threads * group
     }
 }
 
@@ -174,47 +161,6 @@ mod tests {
                 }
                 assert_eq!(held.len(), 8);
             }
-        }
-    }
-
-    #[test]
-    fn threads_share_tiles_in_order_and_evenly() {
-        let plan = ModelPlan::new(&config(16, 4, 384, 768), 2).unwrap();
-        let rank = plan.rank(1);
-        for product in PRODUCTS {
-            let (tiles, group) = (product.tiles(&plan, &rank), product.tile_group());
-            for threads in [1, 2, 3, 7, 64] {
-                let mut next = 0;
-                for run in (0..threads).map(|t| product.tiles_of_thread(&plan, &rank, t, threads)) {
-                    assert_eq!(run.start, next);
-                    assert!(run.len() % group == 0 && run.len() <= tiles.div_ceil(group * threads) * group);
-                    next = run.end;
-                }
-                assert_eq!(next, tiles);
-            }
-        }
-    }
-
-    #[test]
-    fn bytes_a_thread_are_balanced_on_a_real_shape() {
-        // 8B shape at TP=4: the largest run over the mean, a layer, for up to 16 threads a socket.
-        let mut config = config(32, 8, 14336, 128_256);
-        config.hidden_size = 4096;
-        config.head_dim = 128;
-        let plan = ModelPlan::new(&config, 4).unwrap();
-        let rank = plan.rank(0);
-        for (threads, limit) in [(2, 1.0), (4, 1.0), (8, 1.0), (12, 1.06), (16, 1.0)] {
-            let mut worst = 0.0;
-            let mut total = 0.0;
-            for product in LAYER_PRODUCTS {
-                // Threads meet after every product, so each product's longest run counts.
-                let bytes = |tiles: usize| (tiles * product.tile_len(&plan, &rank) * 2) as f64;
-                let runs = (0..threads).map(|t| product.tiles_of_thread(&plan, &rank, t, threads).len());
-                worst += bytes(runs.max().unwrap_or(0));
-                total += bytes(product.tiles(&plan, &rank));
-            }
-            let ratio = worst / (total / threads as f64);
-            assert!(ratio <= limit, "{threads} threads: max over mean {ratio}");
         }
     }
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use super::group::{Arrangement, Reply, Request, fixture, greedy, run};
-use crate::cpu::Isa;
+use super::group::{Arrangement, Reply, Request, fixture, run};
+use crate::cpu::{Isa, RandomSource};
 use crate::sampling::SamplingParams;
 
 const MODELS: [&str; 4] = ["llama-mha16", "llama-gqa", "qwen2-bias", "mistral-window"];
@@ -12,12 +12,18 @@ const MODELS: [&str; 4] = ["llama-mha16", "llama-gqa", "qwen2-bias", "mistral-wi
 fn requests(count: usize) -> Vec<Request> {
     let lengths = [1, 3, 130, 17, 64, 65, 8, 31, 200, 2, 5, 63, 33, 16, 128, 90];
     let tokens = |i: usize, len: usize| (0..len).map(|j| ((i * 131 + j * j * 7 + j * 29) % 768) as u32).collect();
-    let sampled = |i: usize| SamplingParams { temperature: 0.9, top_k: 40, top_p: 0.95, seed: i as u64, ..greedy() };
+    let sampled = |i: usize| SamplingParams {
+        temperature: 0.9,
+        top_k: 40,
+        top_p: 0.95,
+        seed: i as u64,
+        ..SamplingParams::greedy()
+    };
     (0..count)
         .map(|i| Request {
             tokens: tokens(i, lengths[i % lengths.len()]),
             max_tokens: 6,
-            sampling: if i % 3 == 1 { sampled(i) } else { greedy() },
+            sampling: if i % 3 == 1 { sampled(i) } else { SamplingParams::greedy() },
         })
         .collect()
 }
@@ -39,6 +45,33 @@ fn group_sizes_give_the_same_bits() {
             }
             let group = replies(&model, Arrangement { tensor_parallel, ..Arrangement::default() });
             assert!(group == alone, "{model:?} on {tensor_parallel} ranks");
+        }
+    }
+}
+
+#[test]
+fn odd_dimensions_give_the_same_bits() {
+    // A hidden size that is no multiple of a slice, leaves of 25 columns, sixteen queries for one KV head, and a vocabulary
+    // that leaves most shards nothing but padding.
+    let mut config = crate::plan::tests::config(16, 1, 400, 20);
+    (config.hidden_size, config.head_dim) = (208, 16);
+    let random = Some(RandomSource { config, seed: 7 });
+    let requests = requests(5).into_iter().map(|mut request| {
+        request.tokens.iter_mut().for_each(|token| *token %= 20);
+        request
+    });
+    let requests: Vec<_> = requests.collect();
+    let alone = Arrangement { random, ..Arrangement::default() };
+    let expected = run(Path::new("random"), &alone, &requests);
+    assert!(expected.iter().all(|reply| reply.tokens.len() == 6));
+    for (tensor_parallel, threads, chunk) in [(1, 3, 7), (2, 1, 512), (4, 2, 16), (16, 1, 512)] {
+        let group = Arrangement { tensor_parallel, threads, chunk, ..alone.clone() };
+        let replies = run(Path::new("random"), &group, &requests);
+        for (reply, expected) in replies.iter().zip(&expected) {
+            assert_eq!((&reply.tokens, &reply.logprobs), (&expected.tokens, &expected.logprobs), "{group:?}");
+            // The logits of padding, of which a group has as many, are looked at by nobody.
+            let real = |reply: &Reply| reply.logits.iter().map(|row| row[..20].to_vec()).collect::<Vec<_>>();
+            assert!(real(reply) == real(expected), "{group:?}");
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk, Step};
-use crate::cpu::{CpuDecoder, Isa, Options, load_with};
+use crate::cpu::{CpuDecoder, Isa, Options, RandomSource, load_with};
 use crate::decoder::{Decoder, LoadRequest, Outcome, Vitals, outcome_stream, plan_stream};
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
@@ -35,6 +35,8 @@ pub struct Arrangement {
     pub swap_leaves: bool,
     /// Delays ranks at random moments of their exchanges.
     pub delays: bool,
+    /// Weights in place of a checkpoint's.
+    pub random: Option<RandomSource>,
 }
 
 impl Default for Arrangement {
@@ -47,6 +49,7 @@ impl Default for Arrangement {
             slots: 16,
             swap_leaves: false,
             delays: false,
+            random: None,
         }
     }
 }
@@ -69,23 +72,9 @@ pub struct Reply {
     pub logits: Vec<Vec<u32>>,
 }
 
-pub fn greedy() -> SamplingParams {
-    SamplingParams {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-    }
-}
-
 impl Request {
     pub fn greedy(tokens: &[u32], max_tokens: u32) -> Self {
-        Self { tokens: tokens.to_vec(), max_tokens, sampling: greedy() }
+        Self { tokens: tokens.to_vec(), max_tokens, sampling: SamplingParams::greedy() }
     }
 
     fn positions(&self) -> usize {
@@ -169,7 +158,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
         wait_limit: Duration::from_secs(60),
         max_context: 0,
     };
-    let options = Options { isa: Some(arrangement.isa), unpinned: true, random: None };
+    let options = Options { isa: Some(arrangement.isa), unpinned: true, random: arrangement.random.clone() };
     load_with(&request, &options, &mut |_| ()).unwrap()
 }
 

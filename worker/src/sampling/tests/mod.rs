@@ -43,17 +43,7 @@ impl Case {
 }
 
 fn greedy() -> SamplingParams {
-    SamplingParams {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-    }
+    SamplingParams::greedy()
 }
 
 fn plain(temperature: f32, seed: u64) -> SamplingParams {

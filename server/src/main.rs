@@ -145,6 +145,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
         () = stop.now.cancelled() => {}
         () = group.shutdown() => {}
     }
+    anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
 }
 

@@ -308,6 +308,22 @@ async fn another_bit_domain_is_never_mixed_in() {
 }
 
 #[tokio::test]
+async fn a_burst_of_messages_is_handled_whole() {
+    let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
+    let (handle, task) = start(config(1), launcher);
+    ready(&handle).await;
+    // All are sent before the driver, on this one thread, takes the first.
+    let submissions = (0..600).map(|seed| handle.submit(request(seed, 5, 200, vec![])));
+    let streams = tokio::time::timeout(LIMIT, futures::future::join_all(submissions)).await.expect("all are answered");
+    let streams: Vec<SequenceStream> = streams.into_iter().map(Result::unwrap).collect();
+    drop(streams);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let tokens = task.figures().tokens;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(task.figures().tokens, tokens, "a sequence whose cancel was lost runs on");
+}
+
+#[tokio::test]
 async fn another_checkpoint_is_never_mixed_in() {
     let script = |start: u32, _| Script {
         model_digest: if start == 0 { "digest" } else { "another" },

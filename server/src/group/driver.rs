@@ -149,7 +149,9 @@ impl Driver {
         }
         self.fail_all("the server is shutting down");
         let figures = *self.channels.figures.borrow();
-        tracing::info!("the workers have ended; they computed {figures}");
+        if figures.steps > 0 {
+            tracing::info!("the workers have ended; they computed {figures}");
+        }
     }
 
     /// The life of one group.

@@ -202,13 +202,14 @@ impl ServeArgs {
             }
         }
         if self.max_batch_tokens < self.max_slots {
-            let rule = format!("at least --max-slots, which is {}", self.max_slots);
+            let rule = format!("at least --max-slots, which is {}: raise the one or lower the other", self.max_slots);
             return value("--max-batch-tokens", &self.max_batch_tokens, &rule);
         }
         let (model_dir, directory_name) = find_model(self.model)?;
         let model_id = self.served_model_name.unwrap_or(directory_name);
         if model_id.is_empty() || model_id.len() > 256 || model_id.chars().any(char::is_control) {
-            return value("--served-model-name", &model_id, "1 to 256 printable characters");
+            let given = if model_id.is_empty() { "empty" } else { &model_id };
+            return value("--served-model-name", &given, "1 to 256 printable characters");
         }
         Ok(Config {
             host: self.host,

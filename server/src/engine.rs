@@ -94,11 +94,14 @@ pub enum SubmitError {
         waiting: u64,
         /// The bound.
         limit: u64,
-        /// "requests" or "prompt tokens".
+        /// "sequences" or "prompt tokens".
         what: &'static str,
     },
     /// 400: the KV cache as a whole is too small for this sequence.
-    #[error("the request needs {needed} KV pages, but the whole cache has {available}")]
+    #[error(
+        "the request needs {needed} KV pages, but the whole cache has {available}: lower max_tokens or the prompt, or start \
+         the server with more --kv-pages or --kv-memory-mib"
+    )]
     TooLarge {
         /// Pages that prompt and output need.
         needed: u64,
@@ -226,7 +229,11 @@ impl EngineHandle {
         let (reply, answer) = oneshot::channel();
         let gone = || SubmitError::Unavailable("shutting down".into());
         self.commands.send(Command::Submit(Submission { request, reply })).map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())?
+        let unanswered = |_| match self.state() {
+            EngineState::Draining => gone(),
+            _ => SubmitError::Unavailable("without an engine: it ended before it answered".into()),
+        };
+        answer.await.map_err(unanswered)?
     }
 
     /// The state now.

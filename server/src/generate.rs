@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     engine::{EngineHandle, EngineState, FinishReason, ModelInfo, SequenceEvent, SequenceStream, SubmitError},
-    request::{RawRequest, RequestError, ValidRequest, validate},
+    request::{FieldError, RawRequest, RequestError, ValidRequest, validate},
     text::{OutputText, Piece, Text},
 };
 
@@ -28,7 +28,7 @@ pub enum GenerateError {
     #[error(transparent)]
     Submit(#[from] SubmitError),
     /// As many requests are being served as the front end allows.
-    #[error("{limit} requests are being served, and no more are allowed (--max-concurrent-requests)")]
+    #[error("the limit of {limit} requests at one time is reached (--max-concurrent-requests)")]
     Busy {
         /// The bound.
         limit: usize,
@@ -139,9 +139,10 @@ impl Frontend {
             task.await.map_err(|error| GenerateError::Internal(format!("preparing the prompt: {error}")))??
         };
         let mut choices = Vec::new();
+        let count = valid.sequences().count() as u64;
         for (index, (request, start)) in valid.sequences().enumerate() {
             let stop_tokens = request.stop_tokens.clone();
-            let stream = self.engine.submit(request).await?;
+            let stream = self.engine.submit(request).await.map_err(|error| too_many(error, count))?;
             choices.push(Choice {
                 index: index as u32,
                 stream: Some(stream),
@@ -153,6 +154,19 @@ impl Frontend {
             });
         }
         Ok(Generation { request: valid, model, choices, permit })
+    }
+}
+
+/// A full queue is for later; a request that is longer than the whole queue is for never.
+fn too_many(error: SubmitError, count: u64) -> GenerateError {
+    match error {
+        SubmitError::QueueFull { limit, what: "sequences", .. } if count > limit => {
+            let message = format!(
+                "prompts times n make {count} sequences, and the queue takes {limit} at most (--max-queued-requests)"
+            );
+            RequestError::field("n", FieldError::Value, message).into()
+        }
+        error => error.into(),
     }
 }
 

@@ -98,7 +98,7 @@ fn start_log(in_worker: bool) {
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     match in_worker {
         // The server passes these lines on, with the time and the rank.
-        true => log.without_time().with_ansi(false).init(),
+        true => log.without_time().with_target(false).with_ansi(false).init(),
         false => log.with_ansi(io::stderr().is_terminal()).init(),
     }
 }
@@ -154,6 +154,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
         () = stop.now.cancelled() => {}
         () = group.shutdown() => {}
     }
+    anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
 }
 

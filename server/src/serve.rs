@@ -12,7 +12,7 @@ use rustix::net::sockopt;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -40,6 +40,8 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, such as one for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Failed accepts are told no more often than this.
+const WARN_PAUSE: Duration = Duration::from_secs(10);
 
 /// How the front end serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -161,12 +163,16 @@ struct Connections {
 
 impl Connections {
     async fn accept(&self, listener: TcpListener) {
+        let mut warned: Option<Instant> = None;
         loop {
             let place = self.open.clone().acquire_owned().await.expect("nobody closes this semaphore");
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    if warned.is_none_or(|at| at.elapsed() > WARN_PAUSE) {
+                        tracing::warn!("no connection can be accepted: {error}");
+                        warned = Some(Instant::now());
+                    }
                     sleep(ACCEPT_PAUSE).await;
                     continue;
                 }

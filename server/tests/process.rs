@@ -124,7 +124,7 @@ async fn a_second_signal_ends_at_once() {
     server.terminate();
     tokio::time::sleep(Duration::from_millis(50)).await;
     server.terminate();
-    server.wait(Duration::from_secs(5));
+    assert_eq!(server.wait(Duration::from_secs(5)), Some(1), "streams were cut off");
     assert!(workers.iter().all(|pid| !runs(*pid)), "{workers:?}");
 }
 

@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +13,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::launch::{Launcher, Workers};
-use super::start::{GRACE, Link, RankEvent, start};
+use super::start::{GRACE, Link, RankEvent, StartError, start};
 use super::{Figures, GroupConfig};
 use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
 use crate::sched::{Action, Event, Scheduler};
@@ -150,7 +149,9 @@ impl Driver {
         }
         self.fail_all("the server is shutting down");
         let figures = *self.channels.figures.borrow();
-        tracing::info!("the workers have ended; they computed {figures}");
+        if figures.steps > 0 {
+            tracing::info!("the workers have ended; they computed {figures}");
+        }
     }
 
     /// The life of one group.
@@ -158,13 +159,11 @@ impl Driver {
         let (launcher, ranks) = (Arc::clone(&self.launcher), self.config.tensor_parallel);
         // Forking and the file system take their time: not on a thread that serves streams.
         let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks));
-        let launched = self.see_to(launch).await.unwrap_or_else(|error| Err(io::Error::other(error)));
+        let launched = self.see_to(launch).await;
+        let launched = launched.unwrap_or_else(|error| Err(StartError::fault(format!("the launch failed: {error}"))));
         let mut workers = match launched {
             Ok(workers) => workers,
-            Err(error) => {
-                let reason = format!("the workers could not be started: {error}");
-                return End::Lost { reason, lived_well: false };
-            }
+            Err(error) => return self.not_started(error),
         };
         let config = Arc::clone(&self.config);
         let progress = self.waiting_state();
@@ -176,10 +175,7 @@ impl Driver {
             }
             Some(Err(error)) => {
                 self.see_to(workers.kill()).await;
-                if error.is_final && self.channels.model.borrow().is_none() {
-                    return End::Refused(error.reason);
-                }
-                return End::Lost { reason: error.reason, lived_well: false };
+                return self.not_started(error);
             }
             Some(Ok(link)) => link,
         };
@@ -207,6 +203,14 @@ impl Driver {
         self.see_to(workers.kill()).await;
         let ran = self.channels.figures.borrow().steps > steps;
         End::Lost { reason, lived_well: ran || born.elapsed() >= self.config.waits.backoff_limit }
+    }
+
+    /// What would fail again is refused, unless it has served before: then it may come back.
+    fn not_started(&self, error: StartError) -> End {
+        match error.is_final && self.channels.model.borrow().is_none() {
+            true => End::Refused(error.reason),
+            false => End::Lost { reason: error.reason, lived_well: false },
+        }
     }
 
     /// Tells the scheduler and the world of a group that is up. A group that would give other bits is refused.
@@ -241,11 +245,9 @@ impl Driver {
             let silent_at = silent_rank(&ranks, owed_since, self.config.waits.step + GRACE);
             tokio::select! {
                 event = link.events.recv() => {
-                    let mut next = event;
-                    for _ in 0..BURST {
-                        let Some(event) = next else { break };
+                    let here = std::iter::from_fn(|| link.events.try_recv().ok());
+                    for event in event.into_iter().chain(here).take(BURST) {
                         self.rank_event(event, &mut ranks)?;
-                        next = link.events.try_recv().ok();
                     }
                 }
                 command = self.channels.commands.recv() => self.commands(command)?,

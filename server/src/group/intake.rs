@@ -10,16 +10,18 @@ impl Driver {
     /// Takes `first` and what else is there.
     pub(super) fn commands(&mut self, first: Option<Command>) -> Result<(), String> {
         let mut next = first;
-        for _ in 0..BURST {
-            match next {
-                Some(Command::Submit(submission)) => self.submit(submission),
-                Some(Command::Cancel(sequence)) => {
+        let mut taken = 0;
+        while let Some(command) = next {
+            match command {
+                Command::Submit(submission) => self.submit(submission),
+                Command::Cancel(sequence) => {
                     self.streams.remove(&sequence);
                     self.apply(Event::Cancel { sequence })?;
                 }
-                None => break,
             }
-            next = self.channels.commands.try_recv().ok();
+            taken += 1;
+            // What is taken out of the channel is handled: nothing more is taken once the burst is full.
+            next = if taken < BURST { self.channels.commands.try_recv().ok() } else { None };
         }
         Ok(())
     }

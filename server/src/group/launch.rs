@@ -10,6 +10,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use super::start::StartError;
 use futures::future::BoxFuture;
 use rustix::process::geteuid;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
@@ -181,21 +182,26 @@ fn split_level(line: &str) -> (Level, &str) {
 struct SocketDir(PathBuf);
 
 impl SocketDir {
-    fn create() -> io::Result<Self> {
-        let temp = std::env::temp_dir();
-        remove_socket_dirs_of_the_dead(&temp);
+    fn create(temp: &Path) -> Result<Self, StartError> {
+        remove_socket_dirs_of_the_dead(temp);
         let name = format!("{SOCKET_DIR_PREFIX}{}-{}", std::process::id(), uuid::Uuid::new_v4().simple());
         let path = temp.join(name);
-        DirBuilder::new().mode(0o700).create(&path)?;
-        Ok(Self(path))
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map(|()| Self(path)).map_err(|error| {
+            StartError::refusal(format!(
+                "the workers' sockets need a directory in {}, which cannot be made ({error}): set TMPDIR to another place",
+                temp.display()
+            ))
+        })
     }
 
-    fn socket(&self, rank: u32) -> io::Result<PathBuf> {
+    fn socket(&self, rank: u32) -> Result<PathBuf, StartError> {
         let path = self.0.join(format!("rank-{rank}.sock"));
         if path.as_os_str().len() > SOCKET_PATH_LIMIT {
-            let words =
-                format!("the socket path {} is longer than {SOCKET_PATH_LIMIT} bytes: set TMPDIR", path.display());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, words));
+            return Err(StartError::refusal(format!(
+                "the socket path {} is longer than {SOCKET_PATH_LIMIT} bytes: set TMPDIR to a shorter one",
+                path.display()
+            )));
         }
         Ok(path)
     }
@@ -250,13 +256,14 @@ pub(super) struct Workers {
 
 impl Workers {
     /// Starts ranks 0 to `ranks`.
-    pub(super) fn launch(launcher: &dyn Launcher, ranks: u32) -> io::Result<Self> {
-        let dir = SocketDir::create()?;
+    pub(super) fn launch(launcher: &dyn Launcher, ranks: u32) -> Result<Self, StartError> {
+        let dir = SocketDir::create(&std::env::temp_dir())?;
         let kill = CancellationToken::new();
         let mut workers = Self { exits: JoinSet::new(), kill, sockets: Vec::new(), _dir: dir };
         for rank in 0..ranks {
             let socket = workers._dir.socket(rank)?;
-            let exit = launcher.launch(rank, &socket, workers.kill.clone())?;
+            let exit = launcher.launch(rank, &socket, workers.kill.clone());
+            let exit = exit.map_err(|error| StartError::fault(format!("rank {rank} could not be started: {error}")))?;
             workers.exits.spawn(async move { (rank, exit.await) });
             workers.sockets.push(socket);
         }
@@ -332,6 +339,17 @@ mod tests {
         let words = workers.next_exit().await;
         assert!(words.starts_with("rank 0 (process "), "{words}");
         assert!(words.ends_with(") exited with code 3, after: worker --socket --rank 0 seen"), "{words}");
+    }
+
+    #[test]
+    fn a_temporary_directory_that_cannot_be_used_is_named() {
+        let error = SocketDir::create(Path::new("/nowhere")).unwrap_err();
+        assert!(error.is_final && error.reason.contains("/nowhere,") && error.reason.contains("TMPDIR"), "{error:?}");
+        let temp = tempfile::tempdir().unwrap();
+        let long = temp.path().join("x".repeat(80));
+        fs::create_dir(&long).unwrap();
+        let error = SocketDir::create(&long).unwrap().socket(0).unwrap_err();
+        assert!(error.is_final && error.reason.contains("TMPDIR"), "{error:?}");
     }
 
     #[tokio::test]

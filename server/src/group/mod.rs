@@ -142,10 +142,11 @@ impl fmt::Display for Figures {
             let waiting = wait_ns as f64 * 100.0 / step_ns as f64;
             write!(f, ", {mean_ms:.3} ms a step on rank 0, {waiting:.1} % of it waiting for other ranks")?;
         }
-        if losses > 0 {
-            write!(f, "; the workers were lost {losses} times")?;
+        match losses {
+            0 => Ok(()),
+            1 => write!(f, "; the workers were lost once"),
+            _ => write!(f, "; the workers were lost {losses} times"),
         }
-        Ok(())
     }
 }
 

@@ -34,11 +34,11 @@ pub(super) struct StartError {
 }
 
 impl StartError {
-    fn fault(reason: String) -> Self {
+    pub(super) fn fault(reason: String) -> Self {
         Self { is_final: false, reason }
     }
 
-    fn refusal(reason: String) -> Self {
+    pub(super) fn refusal(reason: String) -> Self {
         Self { is_final: true, reason }
     }
 
@@ -229,17 +229,28 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
             return Err(StartError::refusal(format!("rank {rank} has no KV pages: raise the bytes of its KV cache")));
         }
     }
+    let kv_pages = loaded.iter().map(|rank| rank.kv_pages).min().unwrap_or(0);
+    let page_positions = first.page_positions;
+    // A longer sequence could never be admitted.
+    let max_context = first.max_context.min(kv_pages.saturating_mul(page_positions));
+    if max_context < first.max_context {
+        tracing::warn!(
+            "the KV cache holds {max_context} tokens, which bounds prompt and output of a request; the model could take {} \
+             (--kv-pages, --kv-memory-mib)",
+            first.max_context
+        );
+    }
     Ok(GroupFacts {
         model: ModelInfo {
             architecture: first.architecture.clone(),
             vocab_size: first.vocab_size,
-            max_context: first.max_context,
+            max_context,
             tensor_parallel: loaded.len() as u32,
             bit_domain: first.bit_domain.clone(),
             model_digest: first.model_digest.clone(),
         },
-        kv_pages: loaded.iter().map(|rank| rank.kv_pages).min().unwrap_or(0),
-        page_positions: first.page_positions,
+        kv_pages,
+        page_positions,
     })
 }
 

@@ -308,6 +308,24 @@ async fn another_bit_domain_is_never_mixed_in() {
 }
 
 #[tokio::test]
+async fn a_burst_of_messages_is_handled_whole() {
+    let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
+    let (handle, task) = start(config(1), launcher);
+    ready(&handle).await;
+    // All are sent before the driver, on this one thread, takes the first.
+    let submissions = (0..600).map(|seed| handle.submit(request(seed, 5, 200, vec![])));
+    let streams = tokio::time::timeout(LIMIT, futures::future::join_all(submissions)).await.expect("all are answered");
+    let streams: Vec<SequenceStream> = streams.into_iter().map(Result::unwrap).collect();
+    drop(streams);
+    // Behind all the cancels.
+    let last = handle.submit(request(7, 5, 3, vec![])).await.unwrap();
+    assert_eq!(read(last).await.0, expected(&request(7, 5, 3, vec![])).0);
+    let tokens = task.figures().tokens;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(task.figures().tokens, tokens, "a sequence whose cancel was lost runs on");
+}
+
+#[tokio::test]
 async fn another_checkpoint_is_never_mixed_in() {
     let script = |start: u32, _| Script {
         model_digest: if start == 0 { "digest" } else { "another" },
@@ -360,7 +378,7 @@ fn figures_are_told_in_words() {
     let figures =
         super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
     let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other ranks; \
-                 the workers were lost 1 times";
+                 the workers were lost once";
     assert_eq!(figures.to_string(), words);
     assert_eq!(super::Figures::default().to_string(), "0 tokens in 0 steps (0 rows, 0 plans)");
 }

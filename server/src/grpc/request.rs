@@ -47,9 +47,10 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
 
 fn message((index, message): (usize, ProtoMessage)) -> Result<ChatMessage, RequestError> {
     match message.role.as_str() {
+        "developer" => Ok(ChatMessage::new("system", message.content)),
         "system" | "user" | "assistant" => Ok(ChatMessage::new(message.role, message.content)),
         role => {
-            let text = format!("{role:?} is none of system, user, assistant");
+            let text = format!("{role:?} is none of system, developer, user, assistant");
             Err(RequestError::field(format!("chat.messages[{index}].role"), FieldError::Value, text))
         }
     }

@@ -76,11 +76,16 @@ async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiE
 fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let essence = value.split(';').next().unwrap_or("").trim();
-    if essence.eq_ignore_ascii_case("application/json") {
-        return Ok(());
+    let refused = |message| Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
+    if !essence.eq_ignore_ascii_case("application/json") {
+        return refused(format!("the body must be sent as content-type: application/json, not {value:?}"));
     }
-    let message = format!("the body must be sent as content-type: application/json, not {value:?}");
-    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message))
+    match headers.get(header::CONTENT_ENCODING) {
+        Some(encoding) if encoding != "identity" => {
+            refused(format!("the body must be sent without a content-encoding, not with {encoding:?}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 async fn read_body(body: Body, limit: usize) -> Result<bytes::Bytes, ApiError> {
@@ -206,5 +211,26 @@ impl EventStream {
             }
         }
         self.ready.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_are_plain_json() {
+        let check = |content_type: &'static str, encoding: Option<&'static str>| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+            encoding.map(|value| headers.insert(header::CONTENT_ENCODING, HeaderValue::from_static(value)));
+            check_content_type(&headers)
+        };
+        assert_eq!(check("application/json; charset=utf-8", None), Ok(()));
+        assert_eq!(check("application/json", Some("identity")), Ok(()));
+        let error = check("application/json", Some("gzip")).unwrap_err();
+        assert_eq!(error.status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+        assert!(error.message.contains("gzip"), "{}", error.message);
+        assert!(check("text/plain", None).is_err());
     }
 }

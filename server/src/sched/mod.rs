@@ -128,7 +128,7 @@ impl Scheduler {
         }
         let waiting = self.fresh.len() as u64;
         if waiting >= self.limits.max_waiting_requests {
-            return Err(SubmitError::QueueFull { waiting, limit: self.limits.max_waiting_requests, what: "requests" });
+            return Err(SubmitError::QueueFull { waiting, limit: self.limits.max_waiting_requests, what: "sequences" });
         }
         if waiting > 0 && self.fresh_tokens + prompt_tokens > self.limits.max_waiting_tokens {
             let limit = self.limits.max_waiting_tokens;

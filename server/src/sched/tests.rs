@@ -351,7 +351,7 @@ fn bounds_of_the_queue_are_named() {
         assert_eq!(submit(&mut scheduler, sequence, 1, 1), Action::Queued { sequence });
     }
     let error = refused(submit(&mut scheduler, 7, 1, 1));
-    assert_eq!(error, SubmitError::QueueFull { waiting: 3, limit: 3, what: "requests" });
+    assert_eq!(error, SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" });
     scheduler.apply(Event::Cancel { sequence: 5 }, &mut Vec::new());
     assert_eq!(submit(&mut scheduler, 8, 1, 1), Action::Queued { sequence: 8 });
 }

@@ -118,7 +118,7 @@ async fn refusals_have_codes_and_name_the_field() {
     }
     script.nothing_more();
     for (error, code) in [
-        (SubmitError::QueueFull { waiting: 1, limit: 1, what: "requests" }, Code::ResourceExhausted),
+        (SubmitError::QueueFull { waiting: 1, limit: 1, what: "sequences" }, Code::ResourceExhausted),
         (SubmitError::Unavailable("loading".into()), Code::Unavailable),
         (SubmitError::TooLarge { needed: 2, available: 1 }, Code::InvalidArgument),
     ] {

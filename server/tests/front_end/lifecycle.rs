@@ -68,7 +68,7 @@ async fn a_choice_refused_by_the_engine_cancels_those_before_it() {
     let (server, mut script) = Server::start(options()).await;
     let client = tokio::spawn(async move { post(server.address, COMPLETION, &json!({"prompt": [5], "n": 2})).await });
     let first = script.accept().await;
-    script.refuse(SubmitError::QueueFull { waiting: 8, limit: 8, what: "requests" }).await;
+    script.refuse(SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" }).await;
     assert_eq!(script.cancelled().await, first.id);
     let response = client.await.unwrap();
     assert_eq!((response.status, response.header("retry-after")), (429, Some("1")));

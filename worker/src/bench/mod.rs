@@ -21,6 +21,8 @@ use group::{Group, Setup, StepTime};
 
 /// Steps of one batch between two read passes.
 const ROUND_STEPS: u32 = 8;
+/// Read passes at one time.
+const ROUND_PASSES: usize = 2;
 /// Steps of each batch before the first that counts.
 const WARM_UP_STEPS: u32 = 2;
 /// Idle threads are asleep after this long, and disturb nobody.
@@ -154,19 +156,18 @@ impl Bench<'_> {
         for batch in &self.args.batch {
             self.decode(*batch, WARM_UP_STEPS)?;
         }
-        self.pass();
         let of_batch = |batch: &u32| Series { batch: *batch, times: Vec::new(), kv_bytes: 0 };
         let mut series: Vec<_> = self.args.batch.iter().map(of_batch).collect();
         let mut passes = Vec::new();
         for first in (0..self.args.steps).step_by(ROUND_STEPS as usize) {
             for of in &mut series {
-                passes.push(self.pass());
+                self.read(&mut passes);
                 let (times, kv_bytes) = self.decode(of.batch, ROUND_STEPS.min(self.args.steps - first))?;
                 of.times.extend(times);
                 of.kv_bytes += kv_bytes;
             }
         }
-        passes.push(self.pass());
+        self.read(&mut passes);
         self.group.finish()?;
         Ok((series, Read::new(self.reader.bytes() as u64, passes)))
     }
@@ -183,11 +184,10 @@ impl Bench<'_> {
         Ok((times, seen * self.group.traffic.position_bytes))
     }
 
-    fn pass(&mut self) -> Duration {
+    fn read(&mut self, passes: &mut Vec<Duration>) {
         std::thread::sleep(SETTLE);
-        let pass = self.reader.pass();
+        passes.extend((0..ROUND_PASSES).map(|_| self.reader.pass()));
         std::thread::sleep(SETTLE);
-        pass
     }
 }
 

@@ -105,12 +105,17 @@ impl Activations {
     /// Bytes that [`Self::new`] takes beside the KV pool.
     pub fn bytes(plan: &ModelPlan, rank: &RankPlan, max_rows: usize, max_samples: usize) -> u64 {
         let c = &plan.config;
-        let queries = rank.heads.len() * c.head_dim;
-        let products = plan.hidden.padded_len(plan.hidden.count)
-            + plan.heads.padded_len(rank.head_leaves.len())
-            + plan.intermediate.padded_len(rank.intermediate_leaves.len());
-        let row = c.hidden_size * 4 + (queries + products) * 2 + c.head_dim / 2 * 8;
-        (max_rows * row) as u64 + (max_samples * rank.vocab.len() * 4) as u64
+        let hidden = plan.hidden.padded_len(plan.hidden.count);
+        let heads = plan.heads.padded_len(rank.head_leaves.len());
+        let intermediate = plan.intermediate.padded_len(rank.intermediate_leaves.len());
+        let rounded = |point: RoundingPoint, len: usize| point.parts() * len * size_of::<u16>();
+        let row = (c.hidden_size + rank.heads.len() * c.head_dim + c.head_dim) * size_of::<f32>()
+            + rounded(RoundingPoint::AttentionInput, hidden)
+            + rounded(RoundingPoint::AttentionOutput, heads)
+            + rounded(RoundingPoint::MlpInput, hidden)
+            + rounded(RoundingPoint::MlpProduct, intermediate);
+        let sample = rank.vocab.len() * size_of::<f32>() + rounded(RoundingPoint::LmHeadInput, hidden);
+        (max_rows * row) as u64 + (max_samples * sample) as u64
     }
 
     /// Logits of the sampled rows of the step, `[samples, vocabulary of this rank]`.

@@ -15,14 +15,15 @@ use crate::plan::MAX_LEAVES;
 
 /// Most columns of one call: a line of weights is loaded once for all of them.
 pub const MAX_COLUMNS: usize = 8;
-/// Accumulators in flight: at most this many (tile, column) pairs run interleaved, which hides the latency of a dot product.
-/// More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked for: on two
-/// cores of an EPYC, 8 columns stream at 54 GB/s by one tile and at 48 by two, where plain reads reach 60.
-const MAX_BLOCK: usize = 8;
-/// How far ahead of the line in use a tile's lines are asked for into L2, in elements. Measured on one core of an EPYC with
-/// 1 column and 8, against 2 KiB into L1: 28 against 23 GB/s, and 21 against 17 GB/s.
+/// (tile, column) pairs that run interleaved, where there are fewer columns: enough to hide the latency of a dot product.
+/// More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked for. Measured
+/// on two cores of an EPYC that read 60 GB/s: 2 columns by 2 tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by
+/// 1 and 2: 54 and 48.
+const MAX_BLOCK: usize = 4;
+/// How far ahead of the line in use a tile's lines are asked for into L2, in elements: farther for one tile than for each of
+/// several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2 KiB and 54 at 8.
 const fn prefetch_distance(columns: usize) -> usize {
-    if columns < 4 { 1024 } else { 512 * columns }
+    if columns < MAX_BLOCK { 1024 } else { 4096 }
 }
 /// Sums a tree of [`MAX_LEAVES`] leaves has open at one time, the finished root included.
 const TREE_DEPTH: usize = MAX_LEAVES.ilog2() as usize + 1;
@@ -122,16 +123,14 @@ unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mu
     let mut tile = 0;
     while tile < panel.tiles {
         let left = panel.tiles - tile;
-        let most = (MAX_BLOCK / columns).min(4);
+        let most = (MAX_BLOCK / columns).max(1);
         let tiles = if left >= most { most } else { 1 << left.ilog2() };
         // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
         unsafe {
             match (tiles, columns) {
                 (4, 1) => block::<L, 4, 1>(panel, x, tile, out),
-                (4, 2) => block::<L, 4, 2>(panel, x, tile, out),
                 (2, 1) => block::<L, 2, 1>(panel, x, tile, out),
                 (2, 2) => block::<L, 2, 2>(panel, x, tile, out),
-                (2, 4) => block::<L, 2, 4>(panel, x, tile, out),
                 (1, 1) => block::<L, 1, 1>(panel, x, tile, out),
                 (1, 2) => block::<L, 1, 2>(panel, x, tile, out),
                 (1, 4) => block::<L, 1, 4>(panel, x, tile, out),

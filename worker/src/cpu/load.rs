@@ -349,7 +349,7 @@ mod tests {
         let told = refused(LoadRequest { kv_bytes_limit: 1000, ..good.clone() });
         assert!(told.contains("KV pages need 65536 bytes, but the limit of the KV cache is 1000 bytes"), "{told}");
         let told = refused(LoadRequest { kv_pages: u32::MAX as usize - 1, ..good.clone() });
-        assert!(told.contains("140737488289792 of KV cache") && told.contains("lower --kv-memory-mib"), "{told}");
+        assert!(told.contains("281474976579584 of KV cache") && told.contains("lower --kv-memory-mib"), "{told}");
         let told = refused(LoadRequest { kv_pages: 1 << 40, ..good.clone() });
         assert!(told.contains("more than page numbers can name"), "{told}");
         let told = refused(LoadRequest { tensor_parallel: 3, ..good.clone() });

@@ -56,7 +56,7 @@ fn products(isa: Isa) -> Vec<f32> {
         let column = |i: usize| if i / vector < count - 1 { half(2, i) } else { tiny(2, i) };
         let columns: Vec<u16> = (0..count * vector).map(column).collect();
         let mut out = vec![0.0; count * tiles * LANES];
-        product(isa, panel, Columns { data: &columns, count, parts }, &mut out);
+        product(isa, panel, Columns { data: &columns, stride: k, count, parts }, &mut out);
         results.extend(out);
     }
     results

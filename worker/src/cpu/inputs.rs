@@ -3,11 +3,13 @@
 
 use half::bf16;
 
+use super::lanes::LINE;
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::product::{Columns, MAX_COLUMNS};
 use crate::plan::rounding::RoundingPoint;
 
-/// `[rows][parts][len]` bf16. What nobody writes, such as the padding of leaves, is zero.
+/// `[rows][parts]` vectors of `len` bf16, a cache line apart: widths are powers of two, and the vectors of eight rows would
+/// fall into the same few sets of the first cache. What nobody writes, such as the padding of leaves, is zero.
 #[derive(Debug)]
 pub struct Inputs {
     values: Buffer<u16>,
@@ -30,7 +32,12 @@ impl Inputs {
     /// There is not so much memory.
     pub fn zeroed(point: RoundingPoint, rows: usize, len: usize) -> Result<Self, OutOfMemory> {
         let parts = point.parts();
-        Ok(Self { values: Buffer::zeroed(rows * parts * len, "the activations")?, len, parts })
+        Ok(Self { values: Buffer::zeroed(rows * parts * (len + LINE), "the activations")?, len, parts })
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(point: RoundingPoint, len: usize) -> usize {
+        point.parts() * (len + LINE) * size_of::<u16>()
     }
 
     /// Opens the rows for the duration of a job.
@@ -40,8 +47,9 @@ impl Inputs {
 
     /// Row `first` of `rows`, and as many after it as a product takes.
     pub fn columns(&self, first: usize, rows: usize) -> Columns<'_> {
-        let data = &self.values[first * self.parts * self.len..];
-        Columns { data, count: MAX_COLUMNS.min(rows - first), parts: self.parts }
+        let stride = self.len + LINE;
+        let data = &self.values[first * self.parts * stride..];
+        Columns { data, stride, count: MAX_COLUMNS.min(rows - first), parts: self.parts }
     }
 }
 
@@ -53,13 +61,14 @@ impl Writer<'_> {
     /// Nobody else writes these values of this row meanwhile.
     pub unsafe fn write(&self, row: usize, at: usize, values: &[f32]) {
         assert!(at + values.len() <= self.len, "values {at} to {} of {}", at + values.len(), self.len);
-        let start = row * self.parts * self.len + at;
+        let stride = self.len + LINE;
+        let start = row * self.parts * stride + at;
         // SAFETY: the caller's; the high and the low part do not overlap.
         let high = unsafe { self.values.part(start..start + values.len()) };
         high.iter_mut().zip(values).for_each(|(high, value)| *high = bf16::from_f32(*value).to_bits());
         if self.parts == 2 {
             // SAFETY: as above.
-            let low = unsafe { self.values.part(start + self.len..start + self.len + values.len()) };
+            let low = unsafe { self.values.part(start + stride..start + stride + values.len()) };
             for ((low, high), value) in low.iter_mut().zip(high).zip(values) {
                 *low = bf16::from_f32(value - bf16::from_bits(*high).to_f32()).to_bits();
             }
@@ -82,12 +91,12 @@ mod tests {
             unsafe { inputs.writer().write(9, 8, &values) };
             let columns = inputs.columns(8, 11);
             assert_eq!((columns.count, columns.parts), (3, point.parts()));
-            let (before, rest) = columns.data.split_at(32 * columns.parts);
-            let (row, after) = rest.split_at(32 * columns.parts);
+            let (before, rest) = columns.data.split_at(columns.stride * columns.parts);
+            let (row, after) = rest.split_at(columns.stride * columns.parts);
             assert!(before.iter().chain(after).chain(&row[..8]).all(|bits| *bits == 0));
             let error = 2f64.powi(-8 * columns.parts as i32);
             for (i, expected) in values.into_iter().map(f64::from).enumerate() {
-                let got: f64 = row.chunks_exact(32).map(|part| value(part[8 + i])).sum();
+                let got: f64 = row.chunks_exact(columns.stride).map(|part| value(part[8 + i])).sum();
                 assert!((got - expected).abs() <= expected.abs() * error, "{point:?} {i}: {got} {expected}");
             }
         }

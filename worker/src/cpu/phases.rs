@@ -108,7 +108,7 @@ impl Activations {
         let hidden = plan.hidden.padded_len(plan.hidden.count);
         let heads = plan.heads.padded_len(rank.head_leaves.len());
         let intermediate = plan.intermediate.padded_len(rank.intermediate_leaves.len());
-        let rounded = |point: RoundingPoint, len: usize| point.parts() * len * size_of::<u16>();
+        let rounded = Inputs::row_bytes;
         let row = (c.hidden_size + rank.heads.len() * c.head_dim + c.head_dim) * size_of::<f32>()
             + rounded(RoundingPoint::AttentionInput, hidden)
             + rounded(RoundingPoint::AttentionOutput, heads)

@@ -41,12 +41,14 @@ pub struct Panel<'a> {
     pub leaf_pairs: usize,
 }
 
-/// Activations: up to [`MAX_COLUMNS`] columns, one after the other, each of one or two vectors of
-/// `2 * leaves * leaf_pairs` bf16. The second vector, if there is one, is what rounding to the first left off.
+/// Activations: up to [`MAX_COLUMNS`] columns, each of one or two vectors of `2 * leaves * leaf_pairs` bf16. The second
+/// vector, if there is one, is what rounding to the first left off.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns<'a> {
-    /// `[columns][parts][k]` bf16, or more.
+    /// `[columns][parts]` vectors, each `stride` elements after the one before.
     pub data: &'a [u16],
+    /// Elements from a vector to the next.
+    pub stride: usize,
     /// Columns, 1 to [`MAX_COLUMNS`].
     pub count: usize,
     /// Vectors of a column: 1, or 2 for a high and a low part.
@@ -74,7 +76,7 @@ impl<'a> Panel<'a> {
         assert!((1..=2).contains(&x.parts), "{} parts", x.parts);
         let line_end = self.tiles * self.tile_len();
         assert!(line_end <= self.data.len(), "a panel of {} elements ends at {line_end}", self.data.len());
-        let column_end = x.count * x.parts * 2 * self.pairs();
+        let column_end = (x.count * x.parts - 1) * x.stride + 2 * self.pairs();
         assert!(column_end <= x.data.len(), "columns of {} elements end at {column_end}", x.data.len());
         assert!(x.count * self.tiles * LANES <= out.len(), "{} outputs", out.len());
     }
@@ -127,27 +129,34 @@ unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mu
         let tiles = if left >= most { most } else { 1 << left.ilog2() };
         // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
         unsafe {
-            match (tiles, columns) {
-                (4, 1) => block::<L, 4, 1>(panel, x, tile, out),
-                (2, 1) => block::<L, 2, 1>(panel, x, tile, out),
-                (2, 2) => block::<L, 2, 2>(panel, x, tile, out),
-                (1, 1) => block::<L, 1, 1>(panel, x, tile, out),
-                (1, 2) => block::<L, 1, 2>(panel, x, tile, out),
-                (1, 4) => block::<L, 1, 4>(panel, x, tile, out),
-                (1, 8) => block::<L, 1, 8>(panel, x, tile, out),
-                other => unreachable!("no kernel for (tiles, columns) {other:?}"),
+            match (tiles, columns, x.parts) {
+                (4, 1, 1) => block::<L, 4, 1, 1>(panel, x, tile, out),
+                (4, 1, 2) => block::<L, 4, 1, 2>(panel, x, tile, out),
+                (2, 1, 1) => block::<L, 2, 1, 1>(panel, x, tile, out),
+                (2, 1, 2) => block::<L, 2, 1, 2>(panel, x, tile, out),
+                (2, 2, 1) => block::<L, 2, 2, 1>(panel, x, tile, out),
+                (2, 2, 2) => block::<L, 2, 2, 2>(panel, x, tile, out),
+                (1, 1, 1) => block::<L, 1, 1, 1>(panel, x, tile, out),
+                (1, 1, 2) => block::<L, 1, 1, 2>(panel, x, tile, out),
+                (1, 2, 1) => block::<L, 1, 2, 1>(panel, x, tile, out),
+                (1, 2, 2) => block::<L, 1, 2, 2>(panel, x, tile, out),
+                (1, 4, 1) => block::<L, 1, 4, 1>(panel, x, tile, out),
+                (1, 4, 2) => block::<L, 1, 4, 2>(panel, x, tile, out),
+                (1, 8, 1) => block::<L, 1, 8, 1>(panel, x, tile, out),
+                (1, 8, 2) => block::<L, 1, 8, 2>(panel, x, tile, out),
+                other => unreachable!("no kernel for (tiles, columns, parts) {other:?}"),
             }
         }
         tile += tiles;
     }
 }
 
-/// `T` tiles from `first_tile` by `C` columns. Columns past `x.count` repeat the last one and are not written.
+/// `T` tiles from `first_tile` by `C` columns of `P` parts. Columns past `x.count` repeat the last one and are not written.
 ///
 /// # Safety
 /// [`Panel::check`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
 #[inline(always)]
-unsafe fn block<L: Lanes, const T: usize, const C: usize>(
+unsafe fn block<L: Lanes, const T: usize, const C: usize, const P: usize>(
     panel: &Panel<'_>,
     x: &Columns<'_>,
     first_tile: usize,
@@ -158,8 +167,9 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize>(
     unsafe {
         let mut lines: [*const u16; T] =
             std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_len()));
-        let (k, split) = (2 * panel.pairs(), x.parts == 2);
-        let mut pairs: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * x.parts * k));
+        // One index for all columns: a pointer each would not fit the general registers beside eight columns.
+        let columns: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
+        let mut at = 0;
         // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
@@ -171,21 +181,15 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize>(
                     L::prefetch(lines[t].wrapping_add(const { prefetch_distance(C) }));
                     lines[t] = lines[t].wrapping_add(LINE);
                 }
-                for c in 0..C {
-                    let high = L::pair(pairs[c]);
-                    for t in 0..T {
-                        acc[t][c] = L::dot(acc[t][c], line[t], high);
-                    }
-                }
-                if split {
+                for part in 0..P {
                     for c in 0..C {
-                        let low = L::pair(pairs[c].wrapping_add(k));
+                        let pair = L::pair(columns[c].wrapping_add(at + part * x.stride));
                         for t in 0..T {
-                            acc[t][c] = L::dot(acc[t][c], line[t], low);
+                            acc[t][c] = L::dot(acc[t][c], line[t], pair);
                         }
                     }
                 }
-                pairs = pairs.map(|pair| pair.wrapping_add(2));
+                at += 2;
             }
             let mut level = 0;
             while (leaf >> level) & 1 == 1 {
@@ -249,7 +253,8 @@ mod tests {
         let x = random(2, 5 * 2 * k);
         let value = |bits: u16| f64::from(bf16::from_bits(bits).to_f32());
         for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-            let out = run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, count: 5, parts });
+            let out =
+                run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 5, parts });
             for column in 0..5 {
                 for row in 0..tiles * LANES {
                     let weight = |i: usize| weights[(row / LANES * k / 2 + i / 2) * LINE + row % LANES * 2 + i % 2];
@@ -273,14 +278,14 @@ mod tests {
         for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
             let mut x = random(4, 8 * parts * k);
             let own = x[3 * parts * k..4 * parts * k].to_vec();
-            let alone = run(isa, whole.tiles(6, 1), Columns { data: &own, count: 1, parts });
+            let alone = run(isa, whole.tiles(6, 1), Columns { data: &own, stride: k, count: 1, parts });
             for poison in [false, true] {
                 if poison {
                     x.fill(bf16::NAN.to_bits());
                     x[3 * parts * k..4 * parts * k].copy_from_slice(&own);
                 }
                 for count in 4..=8 {
-                    let all = run(isa, whole, Columns { data: &x, count, parts });
+                    let all = run(isa, whole, Columns { data: &x, stride: k, count, parts });
                     assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {parts} {count}");
                 }
             }
@@ -298,7 +303,7 @@ mod tests {
         let k = 2 * leaves * leaf_pairs;
         let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * 2 * k));
         for parts in [1, 2] {
-            let columns = Columns { data: &x, count: 3, parts };
+            let columns = Columns { data: &x, stride: k, count: 3, parts };
             let bits = |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
             assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
         }
@@ -310,7 +315,8 @@ mod tests {
         let k = 2 * leaves * leaf_pairs;
         let (weights, x) = (random(7, k * LANES), random(8, k));
         for isa in isas() {
-            let columns = |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], count: 1, parts: 1 };
+            let columns =
+                |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], stride: 2 * leaf_pairs, count: 1, parts: 1 };
             let mut sums: Vec<f32> = (0..leaves)
                 .flat_map(|leaf| {
                     let one = panel(&weights[leaf * leaf_pairs * LINE..], 1, 1, leaf_pairs);
@@ -330,7 +336,7 @@ mod tests {
         product(
             Isa::Portable,
             panel(&weights, 1, 1, 8),
-            Columns { data: &[0; 15], count: 1, parts: 1 },
+            Columns { data: &[0; 15], stride: 16, count: 1, parts: 1 },
             &mut [0.0; 16],
         );
     }

@@ -30,7 +30,6 @@ fn config(tensor_parallel: u32) -> GroupConfig {
             exit: Duration::from_millis(500),
             backoff: Duration::from_millis(5),
             backoff_limit: Duration::from_millis(20),
-            ..Waits::default()
         },
         max_failed_starts: 3,
         ..GroupConfig::new(PathBuf::from("/models/fake"), tensor_parallel)

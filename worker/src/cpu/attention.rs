@@ -7,6 +7,7 @@
 //! nothing: their scores are replaced before anything looks at them, and their values are never read, so that memory nobody
 //! has written may hold NaN. One token's arithmetic does not depend on which tokens are computed beside it.
 #![allow(unsafe_code)]
+#![allow(clippy::needless_range_loop, reason = "kernels name tile and column by index, like the arithmetic they state")]
 
 use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]

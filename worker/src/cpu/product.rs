@@ -17,11 +17,11 @@ use crate::plan::MAX_LEAVES;
 pub const MAX_COLUMNS: usize = 8;
 /// (tile, column) pairs that run interleaved, where there are fewer columns: enough to hide the latency of a dot product.
 /// More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked for. Measured
-/// on two cores of an EPYC that read 60 GB/s: 2 columns by 2 tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by
-/// 1 and 2: 54 and 48.
+/// on a copy of the kernel over 32 MiB (best tenth of the passes, two cores of an EPYC that read 60 GB/s): 2 columns by 2
+/// tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by 1 and 2: 54 and 48.
 const MAX_BLOCK: usize = 4;
 /// How far ahead of the line in use a tile's lines are asked for into L2, in elements: farther for one tile than for each of
-/// several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2 KiB and 54 at 8.
+/// several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2 KiB.
 const fn prefetch_distance(columns: usize) -> usize {
     if columns < MAX_BLOCK { 1024 } else { 4096 }
 }

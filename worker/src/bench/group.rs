@@ -196,17 +196,7 @@ impl Group {
             max_tokens,
             min_tokens: 0,
             stop_tokens: Vec::new(),
-            sampling: SamplingParams {
-                temperature: 0.0,
-                top_k: 0,
-                top_p: 1.0,
-                min_p: 0.0,
-                seed: 0,
-                presence_penalty: 0.0,
-                frequency_penalty: 0.0,
-                repetition_penalty: 1.0,
-                logit_bias: Vec::new(),
-            },
+            sampling: SamplingParams::greedy(),
             logprobs: None,
         }
     }

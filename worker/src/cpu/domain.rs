@@ -19,7 +19,7 @@ use crate::sampling::math::{exp, ln, silu};
 /// Width of the heads that are rotated and attended with: not a power of two, so that its root is not exact.
 const HEAD_DIM: usize = 48;
 
-/// Eight hexadecimal digits of the results of all kernels of `isa`. Takes about a millisecond.
+/// Eight hexadecimal digits of the results of all kernels of `isa`.
 pub fn arithmetic(isa: Isa) -> String {
     let mut hasher = Sha256::new();
     for word in probe(isa) {

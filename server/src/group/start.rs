@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures::future::try_join_all;
 use looplane_proto::worker::v1::load_event::Event;
 use looplane_proto::worker::v1::worker_client::WorkerClient;
-use looplane_proto::worker::v1::{JoinRequest, LoadProgress, LoadRequest, Loaded, Outcome, Plan};
+use looplane_proto::worker::v1::{HealthRequest, JoinRequest, LoadProgress, LoadRequest, Loaded, Outcome, Plan};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -82,7 +82,29 @@ pub(super) struct Link {
     pub(super) plans: Vec<mpsc::Sender<Plan>>,
     /// From all ranks; ends when all streams have ended.
     pub(super) events: mpsc::Receiver<RankEvent>,
-    _readers: JoinSet<()>,
+    /// To ask each rank how it is.
+    pub(super) health: Vec<WorkerClient<Channel>>,
+    pub(super) _readers: JoinSet<()>,
+}
+
+/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer. (Twice, for a server
+/// that stood still itself finds its own clock run out first.)
+///
+/// # Errors
+/// Names a rank that does not answer, or answers with an error.
+pub(super) async fn probe(ranks: Vec<WorkerClient<Channel>>, pause: Duration, limit: Duration) -> Result<(), String> {
+    sleep(pause).await;
+    let probes = ranks.into_iter().enumerate().map(async |(rank, mut client)| {
+        for _ in 0..2 {
+            match timeout(limit, client.health(HealthRequest {})).await {
+                Ok(Ok(_)) => return Ok(()),
+                Ok(Err(status)) => return Err(format!("rank {rank} is not well: {}", status.message())),
+                Err(_) => {}
+            }
+        }
+        Err(format!("rank {rank} does not answer: nothing for {:?}, though nothing was to do", 2 * limit))
+    });
+    try_join_all(probes).await.map(|_| ())
 }
 
 /// Brings `workers` to the point where they take plans; `progress` hears what is being done.
@@ -299,6 +321,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
     let (sender, events) = mpsc::channel(EVENTS_BOUND);
     let mut readers = JoinSet::new();
     let mut plans = Vec::new();
+    let health = clients.clone();
     for (rank, mut client) in clients.into_iter().enumerate() {
         // The scheduler sends no more than this ahead of what rank 0 reports; one more for a rank that reports later.
         let (plan_sender, plan_receiver) = mpsc::channel(plans_ahead as usize + 2);
@@ -313,7 +336,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
             let _ = sender.send(RankEvent::Ended { rank, words }).await;
         });
     }
-    Link { facts, plans, events, _readers: readers }
+    Link { facts, plans, events, health, _readers: readers }
 }
 
 async fn forward_outcomes(

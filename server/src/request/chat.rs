@@ -21,7 +21,8 @@ pub(super) fn prompt(messages: &[ChatMessage], field: &str, text: &Text) -> Resu
         return Err(RequestError::field(field, FieldError::Unsupported, message));
     };
     for (index, message) in messages.iter().enumerate() {
-        let texts = [("role", Some(&message.role)), ("name", message.name.as_ref()), ("content", Some(&message.content))];
+        let texts =
+            [("role", Some(&message.role)), ("name", message.name.as_ref()), ("content", Some(&message.content))];
         for (name, value) in texts {
             let found = value.and_then(|value| text.tokenizer.special_tokens_in(value).first().copied());
             if let Some(id) = found {
@@ -40,7 +41,8 @@ pub(super) fn prompt(messages: &[ChatMessage], field: &str, text: &Text) -> Resu
 
 fn special_token(field: String, how: &str, tokenizer: &Tokenizer, id: u32) -> RequestError {
     let token = String::from_utf8_lossy(tokenizer.token_bytes(id));
-    let message = format!("the text {how} {token:?}, a control token of the model; take it out or write it in another way");
+    let message =
+        format!("the text {how} {token:?}, a control token of the model; take it out or write it in another way");
     RequestError::field(field, FieldError::SpecialToken, message)
 }
 
@@ -61,11 +63,7 @@ fn fenced(message: &ChatMessage) -> ChatMessage {
         true => text.clone(),
         false => format!("{FENCE}{text}{FENCE}"),
     };
-    ChatMessage {
-        role: message.role.clone(),
-        content: fence(&message.content),
-        name: message.name.as_ref().map(fence),
-    }
+    ChatMessage { role: message.role.clone(), content: fence(&message.content), name: message.name.as_ref().map(fence) }
 }
 
 #[cfg(test)]
@@ -102,7 +100,9 @@ mod tests {
 
     #[test]
     fn ordinary_text_passes_whatever_marks_it_has() {
-        for content in ["a <| b |> c", "<|eot_id", "eot_id|>", "<|", "|>", "<s></s>", "<| eot_id |>", "", " ", "\u{fdd0}"] {
+        for content in
+            ["a <| b |> c", "<|eot_id", "eot_id|>", "<|", "|>", "<s></s>", "<| eot_id |>", "", " ", "\u{fdd0}"]
+        {
             let text = text();
             let prompt = prompt(&user(&[content]), "messages", &text).unwrap();
             let special = text.tokenizer.special_tokens_in(&prompt);

@@ -270,7 +270,7 @@ pub fn file_arguments(command: &Command, path: &Path) -> Result<Vec<String>, Con
                 )));
             }
         };
-        if !option.get_env().is_some_and(|name| env::var_os(name).is_some_and(|value| !value.is_empty())) {
+        if option.get_env().is_none_or(|name| env::var_os(name).is_none_or(|value| value.is_empty())) {
             let long = option.get_long().expect("every option of this program has a long name");
             arguments.push(format!("--{long}={value}"));
         }

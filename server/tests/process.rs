@@ -130,7 +130,27 @@ async fn a_second_signal_ends_at_once() {
     assert!(workers.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists()), "{workers:?}");
 }
 
-/// Issue: under 1 % of a core after 10 s without requests, over the server and all its workers. What counts is the time that
+#[tokio::test(flavor = "multi_thread")]
+async fn the_context_is_what_the_kv_cache_holds() {
+    let model = fixture("llama-tied");
+    // Two pages of 64 positions; the model itself could take 2048.
+    let args = ["--model", model.to_str().expect("UTF-8"), "--tp", "2", "--kv-pages", "2"];
+    let server = Server::start(&args).await;
+    let ask = |prompt: usize, max: u32| json!({"prompt": vec![5; prompt], "max_tokens": max, "ignore_eos": true});
+    let answer = server.ok("/v1/completions", &ask(28, 100)).await;
+    assert_eq!(answer["usage"]["total_tokens"], 128, "the last position is used too");
+    for (prompt, max) in [(29, 100), (128, 1), (500, 1)] {
+        let (status, answer) = server.post("/v1/completions", &ask(prompt, max)).await;
+        let error = &answer["error"];
+        assert_eq!(
+            (status, &error["code"], &error["param"]),
+            (400, &json!("context_length_exceeded"), &json!("prompt"))
+        );
+        assert!(error["message"].as_str().is_some_and(|text| text.contains("room for 128 tokens")), "{error}");
+    }
+}
+
+/// Under 1 % of a core after 10 s without requests, over the server and all its workers. What counts is the time that
 /// the kernel gave them, so that other tests on the same cores do not matter.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idle_server_uses_next_to_no_cpu() {
@@ -144,6 +164,7 @@ async fn an_idle_server_uses_next_to_no_cpu() {
     let before: u64 = pids.iter().map(|pid| cpu_ticks(*pid)).sum();
     tokio::time::sleep(Duration::from_secs(WINDOW_S)).await;
     let used = pids.iter().map(|pid| cpu_ticks(*pid)).sum::<u64>() - before;
+    println!("{used} ticks of 10 ms in {WINDOW_S} s");
     // Linux counts 100 ticks a second towards user space, so 1 % of a core is a tick a second.
     assert!(used < WINDOW_S, "{used} ticks of 10 ms in {WINDOW_S} s");
 }

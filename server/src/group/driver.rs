@@ -13,7 +13,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::launch::{Alive, Launcher, Workers};
-use super::start::{GRACE, Link, RankEvent, StartError, probe, start};
+use super::start::{GRACE, Link, RankEvent, StartError, start};
+use super::vitals::{Heard, answer, probe, silent_rank};
 use super::{Figures, GroupConfig};
 use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
 use crate::sched::{Action, Event, Scheduler};
@@ -45,13 +46,6 @@ enum End {
     Lost { reason: String, lived_well: bool },
     /// It cannot be served.
     Refused(String),
-}
-
-/// When a rank last reported a step, and which (plan, step in it).
-#[derive(Debug, Clone, Copy)]
-struct Heard {
-    when: Instant,
-    step: (u64, u32),
 }
 
 /// Why a group was lost.
@@ -263,7 +257,7 @@ impl Driver {
                 }
                 command = self.channels.commands.recv() => self.commands(command)?,
                 exit = workers.next_exit() => return Err(Fault::new(exit)),
-                answered = answers(&mut probing) => {
+                answered = answer(&mut probing) => {
                     answered.map_err(Fault::broken_stream)?;
                     probing = None;
                 }
@@ -425,25 +419,6 @@ fn show_progress(state: &mut EngineState, next: EngineState) -> bool {
         *state = next;
     }
     show
-}
-
-/// When the first rank has been silent for too long, and which. A rank owes a word while the group does, and while it is
-/// behind rank 0.
-fn silent_rank(ranks: &[Heard], owed_since: Option<Instant>, limit: Duration) -> Option<(Instant, usize)> {
-    let ahead = ranks[0];
-    let owing = ranks.iter().enumerate().filter_map(|(rank, heard)| match owed_since {
-        Some(since) => Some((heard.when.max(since) + limit, rank)),
-        None => (heard.step < ahead.step).then_some((heard.when.max(ahead.when) + limit, rank)),
-    });
-    owing.min()
-}
-
-/// The end of a probe; pending where there is none. Cancel-safe.
-async fn answers(probing: &mut Option<impl Future<Output = Result<(), String>> + Unpin>) -> Result<(), String> {
-    match probing {
-        Some(probe) => probe.await,
-        None => std::future::pending().await,
-    }
 }
 
 async fn until(at: Option<Instant>) {

@@ -2,7 +2,7 @@
 //! starts them again when one is lost. The other end of [`EngineHandle`].
 //!
 //! `launch` starts and ends processes, `start` brings a group from nothing to the first plan, `driver` owns the scheduler and
-//! lives from spawn to shutdown, `intake` is its side towards the front end. One task owns all state; the tasks beside it only move messages.
+//! lives from spawn to shutdown, `intake` is its side towards the front end, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move messages.
 
 mod driver;
 #[cfg(test)]
@@ -12,6 +12,7 @@ mod launch;
 mod start;
 #[cfg(test)]
 mod tests;
+mod vitals;
 
 use std::fmt;
 use std::path::PathBuf;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures::future::try_join_all;
 use looplane_proto::worker::v1::load_event::Event;
 use looplane_proto::worker::v1::worker_client::WorkerClient;
-use looplane_proto::worker::v1::{HealthRequest, JoinRequest, LoadProgress, LoadRequest, Loaded, Outcome, Plan};
+use looplane_proto::worker::v1::{JoinRequest, LoadProgress, LoadRequest, Loaded, Outcome, Plan};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -85,26 +85,6 @@ pub(super) struct Link {
     /// To ask each rank how it is.
     pub(super) health: Vec<WorkerClient<Channel>>,
     pub(super) _readers: JoinSet<()>,
-}
-
-/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer. (Twice, for a server
-/// that stood still itself finds its own clock run out first.)
-///
-/// # Errors
-/// Names a rank that does not answer, or answers with an error.
-pub(super) async fn probe(ranks: Vec<WorkerClient<Channel>>, pause: Duration, limit: Duration) -> Result<(), String> {
-    sleep(pause).await;
-    let probes = ranks.into_iter().enumerate().map(async |(rank, mut client)| {
-        for _ in 0..2 {
-            match timeout(limit, client.health(HealthRequest {})).await {
-                Ok(Ok(_)) => return Ok(()),
-                Ok(Err(status)) => return Err(format!("rank {rank} is not well: {}", status.message())),
-                Err(_) => {}
-            }
-        }
-        Err(format!("rank {rank} does not answer: nothing for {:?}, though nothing was to do", 2 * limit))
-    });
-    try_join_all(probes).await.map(|_| ())
 }
 
 /// Brings `workers` to the point where they take plans; `progress` hears what is being done.

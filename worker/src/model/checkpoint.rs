@@ -1,7 +1,7 @@
 //! The weights of a checkpoint: safetensors files, mapped, checked up front and read by slice.
 //!
 //! A rank reads its own slices alone. The files are mapped, not read: what stays in memory beside the rank's shard is
-//! the headers and the pages of the file system's cache, which [`Checkpoint::release`] gives back as packing goes on.
+//! the headers, and the pages just read, until [`Checkpoint::release`] gives them back.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -15,6 +15,9 @@ use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use super::{ModelConfig, Tensor};
+
+/// The system maps pages on both sides of the one that is read, while it is at it: those of one huge page at most.
+const MAPPED_AROUND: usize = 2 << 20;
 
 /// Why the weights of a model are refused: one sentence with file, tensor and numbers.
 #[derive(Debug, thiserror::Error)]
@@ -216,11 +219,18 @@ impl Checkpoint {
         self.read(tensor, 0..1, range, out);
     }
 
-    /// Gives the memory of a tensor's mapped bytes back to the system; they can be read again. Called once a layer
-    /// is packed, so that a rank never holds more mapped bytes than one layer's, or the embedding's and LM head's.
-    pub fn release(&self, tensor: Tensor) {
+    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called for
+    /// each piece that is read, so that a thread never holds more of the files than one piece.
+    ///
+    /// # Panics
+    /// If the model has no such tensor, or the rows leave it.
+    pub fn release(&self, tensor: Tensor, rows: Range<usize>) {
         let place = self.place(tensor);
-        release(&self.files[place.file].map, place.bytes.clone());
+        assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
+        let row_bytes = place.columns * place.dtype.bitsize() / 8;
+        let [start, end] = [rows.start, rows.end].map(|row| place.bytes.start + row * row_bytes);
+        let map = &self.files[place.file].map;
+        release(map, start.saturating_sub(MAPPED_AROUND)..end.saturating_add(MAPPED_AROUND).min(map.len()));
     }
 
     fn place(&self, tensor: Tensor) -> &Place {

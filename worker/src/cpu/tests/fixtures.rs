@@ -39,6 +39,13 @@ fn check(name: &str, isa: Isa) {
         let of_greedy = (length..all.len()).map(|end| Request::greedy(&all[..end], 1));
         let replies = run(&dir, &arrangement, &of_prompt.chain(of_greedy).collect::<Vec<_>>());
         let mut largest = 0.0f64;
+        let steps_recorded: Vec<f32> = tensors.tensor(&format!("greedy.{index}")).unwrap().data().as_chunks::<2>().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect();
+        for ((row, reply), margin) in steps_recorded.chunks_exact(vocab).zip(&replies[RECORDED..]).zip(&prompt.margin) {
+            let e = row.iter().zip(&reply.logits[0]).map(|(a, b)| (f32::from_bits(*b) - a).abs()).fold(0.0f32, f32::max);
+            let top = reply.tokens[0] == prompt.greedy[0];
+            let _ = top;
+            println!("STEP {name} {margin} {e}");
+        }
         for (row, reply) in recorded.chunks_exact(vocab).zip(&replies) {
             let (mut error, mut size) = (0.0, 0.0);
             for (expected, got) in row.iter().zip(&reply.logits[0]) {

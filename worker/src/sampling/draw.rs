@@ -184,6 +184,11 @@ impl TopList {
         Self { limit: 0, entries: Vec::with_capacity(capacity), maxima, sorted }
     }
 
+    /// Bytes that [`Self::new`] takes for a list.
+    pub fn bytes(capacity: usize, leaf_len: usize) -> usize {
+        capacity * size_of::<Entry>() + 2 * leaf_len.div_ceil(CHUNK) * size_of::<f32>()
+    }
+
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }

@@ -1,7 +1,7 @@
 //! Log-probabilities: the log-sum-exp of the vocabulary as a tree over its leaves.
 
 use super::draw::scaled;
-use super::math::{exp, ln};
+use crate::math::{exp, ln};
 
 /// Sum of `e^(x - max)` over some tokens. Tokens at the maximum count 1 each, also where it is infinite.
 #[derive(Debug, Clone, Copy, PartialEq)]

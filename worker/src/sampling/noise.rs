@@ -5,7 +5,7 @@
 //! words serves four tokens: of the `g`-th [`GROUP`] of consecutive ids, block `16 g + b` holds those at `b`, `b + 16`,
 //! `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
 
-use super::math::ln_f64;
+use crate::math::ln_f64;
 
 /// Tokens that share a run of blocks.
 pub const GROUP: usize = 64;

@@ -98,6 +98,17 @@ impl Sampler {
         self.shape.max_rows * MAX_ROW_WORDS
     }
 
+    /// Bytes that [`Self::new`] takes, to within a few thousand.
+    pub fn bytes(shape: &SamplerShape) -> usize {
+        let leaf_len = shape.padded_vocab / MAX_LEAVES;
+        let found = size_of::<Mutex<Found>>()
+            + TopList::bytes(MAX_TOP_LOGPROBS, leaf_len)
+            + TopList::bytes(MAX_LISTED, leaf_len);
+        let row =
+            shape.leaves() * found + MAX_ROW_WORDS * size_of::<u32>() + MAX_TOP_LOGPROBS * size_of::<(u32, f32)>();
+        shape.max_rows * row + Processor::bytes(shape.tokens().len())
+    }
+
     /// Draws the next token of every row.
     ///
     /// `logits` is [rows][local vocab] fp32, this rank's share of the raw logits; bias and penalties change it in place.

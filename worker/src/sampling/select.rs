@@ -142,7 +142,7 @@ pub(super) fn mass_of(p: f32, total: u64) -> u64 {
 
 /// The smallest scaled logit that is at least `min_p` times as likely as `max`.
 pub(super) fn min_p_threshold(min_p: f32, max: f32) -> f32 {
-    max + super::math::ln(min_p)
+    max + crate::math::ln(min_p)
 }
 
 /// The cut that keeps the first `mine` of this rank's tokens tied at `value`. `leaf` holds all of the rank's logits.

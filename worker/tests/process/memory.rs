@@ -11,8 +11,8 @@ use looplane_worker::model::{Checkpoint, ModelConfig, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use super::group::{Generated, generate, peak_bytes};
 use super::command;
+use super::group::{Generated, generate, peak_bytes};
 
 /// Untied embedding and LM head of 32 MiB each, layers of 24 MiB: neither hides in the constant.
 const CONFIG: &str = r#"{
@@ -33,7 +33,10 @@ async fn a_rank_peaks_at_its_shard_and_a_stated_constant() {
         tokens.push(generated);
         for (Loaded { weight_bytes, kv_bytes, .. }, peak) in loaded.into_iter().zip(peaks) {
             // Nothing is cut twice, and a cut loses nothing.
-            assert!((file_bytes / ranks as u64).abs_diff(weight_bytes) < 1 << 20, "{weight_bytes} of {file_bytes} bytes");
+            assert!(
+                (file_bytes / ranks as u64).abs_diff(weight_bytes) < 1 << 20,
+                "{weight_bytes} of {file_bytes} bytes"
+            );
             println!("{ranks} ranks: {weight_bytes} of weights, {kv_bytes} of KV cache, peak {peak}");
             assert!(peak > weight_bytes + kv_bytes, "a peak of {peak} bytes is below what the rank holds");
             let limit = weight_bytes + kv_bytes + OVERHEAD_BYTES;
@@ -79,9 +82,9 @@ fn write_checkpoint(dir: &Path) -> u64 {
         (tensor.name(&config), shape, bytes)
     });
     let tensors: Vec<_> = tensors.collect();
-    let views = tensors.iter().map(|(name, shape, bytes)| {
-        (name.as_str(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap())
-    });
+    let views = tensors
+        .iter()
+        .map(|(name, shape, bytes)| (name.as_str(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
     let path = dir.join("model.safetensors");
     safetensors::serialize_to_file(views.collect::<BTreeMap<_, _>>(), None, &path).unwrap();
     std::fs::metadata(path).unwrap().len()

@@ -15,6 +15,7 @@ impl LogSum {
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Of one leaf: sixteen running sums over every sixteenth token, added as a tree.
+    #[inline(always)]
     pub fn of(logits: &[f32]) -> Self {
         const LANES: usize = 16;
         let (whole, rest) = logits.as_chunks::<LANES>();

@@ -14,6 +14,7 @@
 mod draw;
 mod logprobs;
 pub mod noise;
+mod pass;
 mod process;
 mod row;
 mod sampler;

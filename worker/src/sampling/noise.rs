@@ -4,7 +4,6 @@
 //! as 1, 2, 3", SC 2011), with the seed as key, low word first, and (block, position, 0, 0) as counter. A block of four
 //! words serves four tokens: of the `g`-th [`GROUP`] of consecutive ids, block `16 g + b` holds those at `b`, `b + 16`,
 //! `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
-#![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
 use super::pass::wide_vectors;
@@ -44,6 +43,7 @@ impl Noise {
     }
 
     /// Random bits of the tokens from `group * GROUP` on: token `lane * 16 + b` of the group at `[lane][b]`.
+    #[allow(unsafe_code)]
     pub fn group_bits(&self, group: u32) -> [[u32; BLOCKS]; 4] {
         #[cfg(target_arch = "x86_64")]
         if wide_vectors() {

@@ -1,7 +1,6 @@
 //! The pass of a stage over one leaf, compiled for AVX-512 too.
 //!
 //! Passes are operations on integers and IEEE operations that nothing contracts or reorders: every version has the same bits.
-#![allow(unsafe_code)]
 
 use super::MAX_TOP_LOGPROBS;
 use super::draw::{Cut, Entry, Leaf, TopList, best, draw};
@@ -46,6 +45,7 @@ impl Found {
     }
 
     /// Looks through a leaf, with the widest vectors that this processor has.
+    #[allow(unsafe_code)]
     pub fn scan(&mut self, leaf: &Leaf<'_>, pass: Pass<'_>) {
         #[cfg(target_arch = "x86_64")]
         if wide_vectors() {

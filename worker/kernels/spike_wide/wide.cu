@@ -1,0 +1,614 @@
+// Spike of the looped decoder for wide passes (COLUMNS = 32 or 64 rows): Llama-3.1-8B shape, one GPU, one cooperative launch.
+//
+// 64 clusters of 2 blocks. Weights packed in units as for the narrow kernel ([unit of 1 or 2 tiles][k16][tile] fragments).
+//   qkv, o, down: a cluster owns 6, 4, 4 row tiles; each of its blocks sums half of K; partials meet through distributed
+//     shared memory in the block that owns the row (so a block reads half of the activations, and no multicast is needed).
+//   gate/up, LM head: a block owns its rows with all of K.
+// Leaves: 16 of K in every product. qkv, o, down: binary tree. gate/up and LM head: leaves add in ascending order.
+// 8 consumer warps (2 warpgroups), warp 8 streams weights, warp 9 activations, warps 10 and 11 reduce the sums of squares.
+// Weights (ring of stages, bounded in flight) and activations (second ring) come by bulk copies. A stage is some k16 steps of
+// all tiles of the block; all 8 consumer warps wait for it and release it, so parities cannot alias.
+// Activations lie in memory as B operand: [k16][n8 group][k half][8 columns][8 k] bf16: wgmma's core matrices without swizzle,
+// and what ldmatrix wants; bulk copies of any run of k16 steps are contiguous.
+// Exchanges: counters (red.release, ld.acquire), one a K leaf; proxy fences on both sides as bulk copies read generic writes.
+typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef unsigned char u8;
+
+constexpr int kLayers = 32, kHidden = 4096, kVocab = 128256, kBlocks = 128, kTilesHead = kVocab / 16;
+constexpr u64 kQkvBytes = 6144ull * 4096 * 2, kOBytes = 4096ull * 4096 * 2, kGuBytes = 28672ull * 4096 * 2, kDownBytes = 4096ull * 14336 * 2;
+constexpr u64 kLayerBytes = kQkvBytes + kOBytes + kGuBytes + kDownBytes;
+
+struct Params {
+  const u8* weights; const u16* gamma; const u16* embedding; u8* kv; const float* rope;
+  u8* acts;            // xa, xo, xm: [256 k16][32 NC] | xd: [896 k16][32 NC]
+  u8* qkv;             // [8 groups][NC][48 tiles][16] bf16
+  float* ssq;          // [2][128 blocks][NC]
+  u64* best;           // [128 blocks][NC]
+  u32* counters;       // [6][16] spaced by 128 bytes: xa, xm, xo, xd, xq, xt
+  const int* first_token; int* tokens; float* logits; u32* report; float* states; long long* trace;
+  int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window; u32 flags;  // flags 1: no waits for counters; 2: no K and V reads; 4: no activation copies
+};
+
+// ---- ptx ----
+__device__ __forceinline__ u32 s32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void mbar_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n)); }
+__device__ __forceinline__ void mbar_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
+__device__ __forceinline__ void mbar_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ void mbar_arrive_remote(u32 b) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ bool mbar_try(u32 b, u32 parity) {
+  u32 r; asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(r) : "r"(b), "r"(parity) : "memory"); return r;
+}
+__device__ __forceinline__ bool mbar_try_cluster(u32 b, u32 parity) {
+  u32 r; asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(r) : "r"(b), "r"(parity) : "memory"); return r;
+}
+__device__ __forceinline__ u32 mapa(u32 a, u32 rank) { u32 r; asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(rank)); return r; }
+__device__ __forceinline__ void st_cluster(u32 a, float x, float y) { asm volatile("st.shared::cluster.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
+__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 n, u32 bar, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(n), "r"(bar), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 n, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(dst), "l"(src), "r"(n), "r"(bar) : "memory");
+}
+__device__ __forceinline__ u64 evict_first() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
+struct Word { u32 x, y, z, w; };
+__device__ __forceinline__ Word ld_kv(const u8* p) { Word v; asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ Word ld_word(const void* p) { Word v; asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ u32 ld_relaxed(const void* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ u64 ld_relaxed64(const void* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ u32 ld_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ void red_release(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0],1;" ::"l"(p) : "memory"); }
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ Word lds128(u32 a) { Word v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v; }
+__device__ __forceinline__ void ldsm(u32 a, u32* r) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a)); }
+__device__ __forceinline__ void mma(float* c, const Word& a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+#include "wgmma.inc"
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void pin(float* c) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+__device__ __forceinline__ u32 bf16x2(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+__device__ __forceinline__ float bf16f(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float rsqrt_(float x) { float r; asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ u32 transpose8(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r; }
+template <class T> __device__ __forceinline__ T shfl(T v, int l) { return __shfl_sync(~0u, v, l); }
+template <class T> __device__ __forceinline__ T shflx(T v, int m) { return __shfl_xor_sync(~0u, v, m); }
+template <int N> __device__ __forceinline__ float tree(const float* v) { if constexpr (N == 1) return v[0]; else return tree<N / 2>(v) + tree<N / 2>(v + N / 2); }
+
+// ---- waits: bounded, with a report ----
+constexpr long long kWaitLimit = 400000000;
+__device__ __forceinline__ void wait_failed(const Params& p, u32 site, u32 expected, u32 seen) {
+  volatile u32* r = p.report; r[1] = blockIdx.x; r[2] = threadIdx.x; r[3] = site; r[4] = expected; r[5] = seen;
+  asm volatile("fence.acq_rel.sys;" ::: "memory"); r[0] = 1; asm volatile("fence.acq_rel.sys;" ::: "memory"); asm volatile("trap;");
+}
+__device__ __forceinline__ void mbar_wait(const Params& p, u32 b, u32 parity, u32 site) {
+  if (!mbar_try(b, parity)) {
+    long long t0 = clock64();
+    while (!mbar_try(b, parity)) if (clock64() - t0 > 2 * kWaitLimit) wait_failed(p, site, parity, b);
+  }
+}
+__device__ __forceinline__ void mbar_wait_cluster(const Params& p, u32 b, u32 parity, u32 site) {
+  if (!mbar_try_cluster(b, parity)) {
+    long long t0 = clock64();
+    while (!mbar_try_cluster(b, parity)) if (clock64() - t0 > 2 * kWaitLimit) wait_failed(p, site, parity, b);
+  }
+}
+// until counter >= target, wrap-safe
+__device__ __forceinline__ void count_wait(const Params& p, const u32* c, u32 target, u32 site) {
+  u32 v = ld_acquire(c); if (p.flags & 1) return;
+  if ((int)(v - target) < 0) {
+    long long t0 = clock64();
+    while ((int)((v = ld_acquire(c)) - target) < 0) if (clock64() - t0 > kWaitLimit) wait_failed(p, site, target, v);
+  }
+}
+
+// acc (16 x NC, a warp) += A (a lane's fragment) x B (k16 x NC in shared memory). WG: four warps, rows of four tiles.
+template <int NC, bool WG> __device__ __forceinline__ void product(float* acc, const Word& a, u32 b) {
+  if constexpr (WG) wgmma<NC>(acc, a, (u64)((b & 0x3ffff) >> 4) | (128ull >> 4) << 16 | (256ull >> 4) << 32);
+  else {
+#pragma unroll
+    for (int j = 0; j < NC / 16; j++) { u32 r[4]; ldsm(b + j * 512 + (threadIdx.x & 31) * 16, r); mma(acc + 8 * j, a, r[0], r[1]); mma(acc + 8 * j + 4, a, r[2], r[3]); }
+  }
+}
+
+template <int V> struct Int { static constexpr int v = V; };
+template <int NC, int SK> struct Smem {
+  static constexpr u32 slot = SK * 16384, act = 8 * SK * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
+  static u32 __host__ __device__ bytes(int nslot, int nact) { return nslot * slot + nact * act + recv + 2 * NC * 4 + 4 * NC * 4 + 1024; }
+};
+
+template <int NC, int SK, bool WG, bool TRACE>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const __grid_constant__ Params p) {
+  constexpr int KB = NC * 32, R = NC / 2;                      // bytes of a k16 block of activations; accumulators of a 16 x NC tile a lane
+  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4 * SK, KA = 8 * SK;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
+  constexpr u32 kW = Smem<NC, SK>::slot, kA = Smem<NC, SK>::act;
+  extern __shared__ __align__(1024) u8 smem[];
+  const int nslot = p.nslot, nact = p.nact;
+  const u32 ring = s32(smem), aring = ring + nslot * kW, rbuf = aring + nact * kA, invs = rbuf + Smem<NC, SK>::recv, ssqs = invs + 2 * NC * 4, bars = ssqs + 4 * NC * 4;
+  const u32 wfull = bars, wempty = bars + 128, afull = bars + 256, aempty = bars + 384, rfull = bars + 512, rfree = bars + 520, invf = bars + 528;
+  float* fr = (float*)(smem + (rbuf - ring)); float* finv = (float*)(smem + (invs - ring)); float* fssq = (float*)(smem + (ssqs - ring));
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, s = blockIdx.x, pair = s >> 1, half = s & 1, group = s >> 4, member = s & 15;
+  u8 *xa = p.acts, *xo = xa + 256 * KB, *xm = xo + 256 * KB, *xd = xm + 256 * KB;
+  u32 *ca = p.counters, *cm = ca + 512, *co = cm + 512, *cd = co + 512, *cq = cd + 512, *ct = cq + 512;
+  if (tid == 0) {
+    for (int i = 0; i < 16; i++) { mbar_init(wfull + 8 * i, 1); mbar_init(wempty + 8 * i, 8); mbar_init(afull + 8 * i, 1); mbar_init(aempty + 8 * i, 8); }
+    mbar_init(rfull, 16); mbar_init(rfree, 16); mbar_init(invf, 2); mbar_init(invf + 8, 2);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 7) / 8;
+
+  if (warp >= 8) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (warp == 8) {  // ---- the weight stream, bounded in flight ----
+      const u64 policy = evict_first(); u32 i = 0, slot = 0, ph = 1; u32 wslot = 0, wph = 0;
+      // lanes < n each copy `bytes` from src to offset dst of the stage's slot
+      auto issue = [&](u32 total, bool on, const u8* src, u32 dst, u32 bytes) {
+        if (lane == 0) {
+          mbar_wait(p, wempty + 8 * slot, ph, 1);
+          if (i >= (u32)p.window) { mbar_wait(p, wfull + 8 * wslot, wph, 2); }
+          mbar_expect(wfull + 8 * slot, total);
+        }
+        if (i >= (u32)p.window && ++wslot == (u32)nslot) { wslot = 0; wph ^= 1; }
+        __syncwarp();
+        if (on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
+        i++; if (++slot == (u32)nslot) { slot = 0; ph ^= 1; }
+      };
+      for (int tok = 0; tok < p.ntok; tok++) {
+        const u8* w = p.weights;
+        for (int l = 0; l < kLayers; l++, w += kLayerBytes) {
+          { const int wd = lane & 1 ? 1 : 2, first = pair * 6 + (lane >> 1) * 3 + (lane & 1) * 2; const u32 dst = ((lane >> 1) * 3 + (lane & 1) * 2) * KSQ * 512;
+            const u8* src = w + (u64)first * 256 * 512 + (u64)half * 128 * wd * 512;
+            for (int k = 0; k < 128; k += KSQ) issue(6 * KSQ * 512, lane < 4, src + (u64)k * wd * 512, dst, KSQ * wd * 512); }
+          auto pair_phase = [&](const u8* base, int kl) {
+            const int wg = lane >> 1, u = lane & 1; const u8* src = base + ((u64)(pair * 4 + 2 * u) * 16 * kl + (u64)(8 * half + 4 * wg) * kl * 2) * 512;
+            for (int k = 0; k < 4 * kl; k += KSO) issue(8 * KSO * 512, lane < 4, src + k * 1024, (wg * 2 + u) * KSO * 1024, KSO * 1024);
+          };
+          pair_phase(w + kQkvBytes, 16);
+          { const u8* src = w + kQkvBytes + kOBytes + (u64)(7 * s + lane) * 2 * 256 * 512;
+            for (int k = 0; k < 256; k += KSH) issue(7 * KSH * 1024, lane < 7, src + k * 1024, lane * KSH * 1024, KSH * 1024); }
+          pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56);
+        }
+        for (int q = 0; q < head_passes; q++) {
+          const int tiles = min(16, head_n - 16 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 16 * q + 2 * lane) * 256 * 512;
+          for (int k = 0; k < 256; k += KSH) issue(tiles * KSH * 512, wd > 0, src + (u64)k * wd * 512, lane * KSH * 1024, KSH * wd * 512);
+        }
+      }
+    } else if (warp == 9) {  // ---- the activation stream ----
+      u32 slot = 0, ph = 1, ready = 0;
+      auto begin = [&](u32 bytes) { if (lane == 0) { mbar_wait(p, aempty + 8 * slot, ph, 11); mbar_expect(afull + 8 * slot, bytes); } __syncwarp(); };
+      auto next = [&] { if (++slot == (u32)nact) { slot = 0; ph ^= 1; } };
+      auto need = [&](const u32* c, int n, int i, u32 target, u32 site) {  // counter i of n
+        if (!(ready >> i & 1)) {
+          long long t0 = clock64();
+          while (true) {
+            bool ok = true; u32 v = 0; if (lane < n) { v = ld_acquire(c + lane * 32); ok = (int)(v - target) >= 0; }
+            ready = __ballot_sync(~0u, ok); if ((ready >> i & 1) || p.flags & 1) break;
+            if (clock64() - t0 > kWaitLimit && lane == i) wait_failed(p, site, target, v);
+          }
+          proxy_fence(); __syncwarp();
+        }
+      };
+      auto copy = [&](u32 dst, const u8* src, u32 bytes) { bulk_load(aring + slot * kA + dst, src, bytes, afull + 8 * slot); };
+      auto pair_phase = [&](const u8* base, int kl, const u32* c, int n, u32 target, u32 site) {
+        ready = 0;
+        for (int k = 0; k < 4 * kl; k += KSO) {
+          need(c, n, (8 * half + k / kl) * n / 16, target, site); need(c, n, (8 * half + 4 + k / kl) * n / 16, target, site); begin(2 * KSO * KB);
+          if (lane < 2) copy(lane * KSO * KB, base + (u64)((8 * half + 4 * lane) * kl + k) * KB, KSO * KB);
+          next();
+        }
+      };
+      auto hidden_phase = [&](const u8* base, int k0, int k1, const u32* c, u32 target, u32 site) {
+        for (int k = k0; k < k1; k += KA) { need(c, 16, k / 16, target, site); begin(KA * KB); if (lane == 0) copy(0, base + (u64)k * KB, KA * KB); next(); }
+      };
+      for (int tok = 0; tok < p.ntok; tok++) {
+        const u32 nx = p.epoch_x + tok * (kLayers + 1) + 1, nl = p.epoch_l + tok * kLayers + 1;
+        for (int l = 0; l < kLayers; l++) {
+          ready = 0; hidden_phase(xa, 128 * half, 128 * half + 128, ca, 8 * (nx + l), 21);
+          pair_phase(xo, 16, co, 8, 16 * (nl + l), 22);
+          ready = 0; hidden_phase(xm, 0, 256, cm, 8 * (nl + l), 23);
+          pair_phase(xd, 56, cd, 16, 8 * (nl + l), 24);
+        }
+        ready = 0; for (int q = 0; q < head_passes; q++) hidden_phase(xa, 0, 256, ca, 8 * (nx + kLayers), 25);
+      }
+    } else {  // ---- 1/rms of each column, from the blocks' sums of squares ----
+      const int col = (warp - 10) * 32 + lane;
+      auto norm = [&](int buf, const u32* c, u32 target, u32 site) {
+        if (lane < 16) count_wait(p, c + lane * 32, target, site);
+        __syncwarp();
+        if (col < NC) {
+          const float* q = p.ssq + buf * kBlocks * NC + col; float part[4];
+#pragma unroll
+          for (int a = 0; a < 4; a++) {
+            float v[32];
+#pragma unroll
+            for (int i = 0; i < 32; i++) v[i] = __uint_as_float(ld_relaxed(q + (a * 32 + i) * NC));
+            part[a] = tree<32>(v);
+          }
+          finv[buf * NC + col] = rsqrt_(tree<4>(part) * (1.0f / kHidden) + 1e-5f);
+        }
+        __syncwarp(); if (lane == 0) mbar_arrive(invf + 8 * buf);
+      };
+      for (int tok = 0; tok < p.ntok; tok++) {
+        const u32 nx = p.epoch_x + tok * (kLayers + 1) + 1, nl = p.epoch_l + tok * kLayers + 1;
+        for (int l = 0; l < kLayers; l++) { norm(0, ca, 8 * (nx + l), 26); norm(1, cm, 8 * (nl + l), 27); }
+        norm(0, ca, 8 * (nx + kLayers), 28);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const int wg = warp >> 2, wi = warp & 3;
+    u32 ws = 0, wp = 0, as_ = 0, ap = 0, rp = 0, ip[2] = {0, 0};
+    auto w_wait = [&] { mbar_wait(p, wfull + 8 * ws, wp, 3); __syncwarp(); };
+    auto a_wait = [&] { mbar_wait(p, afull + 8 * as_, ap, 4); __syncwarp(); };
+    auto w_next = [&] { if (++ws == (u32)nslot) { ws = 0; wp ^= 1; } };
+    // Released once the products have used it: wgmma: after wait_group; mma: the arrive's address depends on every chain.
+    auto w_release = [&](u32 slot, bool never) { __syncwarp(); if (lane == 0) mbar_arrive(wempty + 8 * slot + (never ? 8192 : 0)); };
+    auto a_release = [&](bool never) { __syncwarp(); if (lane == 0) mbar_arrive(aempty + 8 * as_ + (never ? 8192 : 0)); if (++as_ == (u32)nact) { as_ = 0; ap ^= 1; } };
+    auto used = [&](const float* c) { bool n = false; if constexpr (!WG) {
+#pragma unroll
+      for (int j = 0; j < R; j += 4) n |= __float_as_uint(c[j]) == 0x7fedcba9u; } return n; };
+    auto bar = [&] { asm volatile("bar.sync 1, 256;" ::: "memory"); };
+    auto publish = [&](u32* c) { proxy_fence(); bar(); if (tid == 0) red_release(c); };
+    long long* tr = TRACE && tid == 0 ? p.trace + (u64)s * (kLayers + 1) * 24 : nullptr;
+#define STAMP(i_) if (TRACE && tr && tok == p.ntok - 1) tr[l * 24 + i_] = clock64();
+
+    // one tile a warp: `steps` k16 steps a stage at a0 + k * stride of the slot, activations at b0; all leaves of this block's half of K
+    auto leaf_sum = [&](auto nl_c, int stages, auto ks_c, u32 a0, u32 astride, u32 b0, int wpa, float* acc) {
+      constexpr int NL = decltype(nl_c)::v, KS = decltype(ks_c)::v;
+      auto leaf = [&](float* c) {
+#pragma unroll
+        for (int i = 0; i < R; i++) c[i] = 0;
+#pragma unroll 1
+        for (int st = 0; st < stages; st++) {
+          const u32 sub = wpa == 2 ? (st & 1) : 0;
+          if (sub == 0) a_wait();
+          w_wait(); Word f[KS]; const u32 q = ring + ws * kW + a0 + lane * 16, b = aring + as_ * kA + b0 + sub * KS * KB;
+#pragma unroll
+          for (int k = 0; k < KS; k++) f[k] = lds128(q + k * astride);
+          if (WG) { pin<R>(c); wgmma_fence(); }
+#pragma unroll
+          for (int k = 0; k < KS; k++) product<NC, WG>(c, f[k], b + k * KB);
+          if (WG) { wgmma_commit(); wgmma_wait(); pin<R>(c); }
+          const bool never = used(c); w_release(ws, never); w_next(); if (sub == (u32)wpa - 1) a_release(never);
+        }
+      };
+      auto add = [&](float* a, const float* b) {
+#pragma unroll
+        for (int i = 0; i < R; i++) a[i] += b[i]; };
+      auto sum4 = [&](float* a) { float b[R], c[R]; leaf(a); leaf(b); add(a, b); leaf(b); leaf(c); add(b, c); add(a, b); };
+      sum4(acc);
+      if constexpr (NL == 8) { float d[R]; sum4(d); add(acc, d); }
+    };
+    // two tiles a warp, all of K, leaves in ascending order; units of one tile: tile 1 is computed from tile 0 and ignored
+    auto hidden_sum = [&](int width, float (*sum)[R]) {
+      float acc[2][R];
+#pragma unroll
+      for (int i = 0; i < R; i++) { sum[0][i] = 0; sum[1][i] = 0; }
+      const u32 a0 = warp * KSH * 1024 + lane * 16;
+#pragma unroll 1
+      for (int leaf = 0; leaf < 16; leaf++) {
+#pragma unroll
+        for (int i = 0; i < R; i++) { acc[0][i] = 0; acc[1][i] = 0; }
+#pragma unroll 1
+        for (int as = 0; as < 2 / SK; as++) {
+          a_wait(); const u32 b = aring + as_ * kA; Word f[2][KSH][2]; u32 prev = ws;
+          auto load = [&](Word (*x)[2]) {
+            w_wait(); const u32 q = ring + ws * kW + a0;
+#pragma unroll
+            for (int k = 0; k < KSH; k++) { x[k][0] = lds128(q + k * width * 512); x[k][1] = lds128(q + k * width * 512 + (width - 1) * 512); }
+            w_next();
+          };
+          load(f[0]); bool never = false;
+#pragma unroll
+          for (int w = 0; w < 4; w++) {
+            if (WG) { pin<R>(acc[0]); pin<R>(acc[1]); wgmma_fence(); }
+#pragma unroll
+            for (int k = 0; k < KSH; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * KSH + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * KSH + k) * KB); }
+            const u32 cur = prev; prev = ws;
+            if (WG) wgmma_commit();
+            if (w < 3) load(f[(w + 1) & 1]);
+            if (WG) { wgmma_wait(); pin<R>(acc[0]); pin<R>(acc[1]); }
+            never = used(acc[0]) | used(acc[1]); w_release(cur, never);
+          }
+          a_release(never);
+        }
+#pragma unroll
+        for (int i = 0; i < R; i++) { sum[0][i] += acc[0][i]; sum[1][i] += acc[1][i]; }
+      }
+    };
+    // partials to the block of the cluster that owns the rows; orders them before its reads (cluster)
+    auto send = [&](bool on, u32 dst, int row0, const float* acc) {
+      mbar_wait_cluster(p, rfree, rp ^ 1, 6); __syncwarp();
+      if (on) {
+        const u32 base = mapa(rbuf, dst);
+#pragma unroll
+        for (int j = 0; j < NC / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) { const int row = row0 + g + 8 * h; st_cluster(base + (row * NC + ((8 * j + 2 * t) ^ ((row & 3) << 3))) * 4, acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]); }
+      }
+      __syncwarp(); if (lane < 2) mbar_arrive_remote(mapa(rfull, lane));
+      mbar_wait_cluster(p, rfull, rp, 7); __syncwarp();
+    };
+    auto received = [&](int row, int col) { return fr[row * NC + (col ^ ((row & 3) << 3))]; };
+    auto recv_done = [&] { __syncwarp(); if (lane < 2) mbar_arrive_remote(mapa(rfree, lane)); rp ^= 1; };
+    auto wait_inv = [&](int buf) { mbar_wait(p, invf + 8 * buf, ip[buf], 8); ip[buf] ^= 1; __syncwarp(); };
+
+    // own rows of the hidden state: thread = (tile, half of 8 rows, column)
+    const int hc = tid % NC, hq = tid / NC; const bool own = tid < 4 * NC; float h[8] = {};
+    auto publish_x = [&](u8* x, const u16* gamma, u32* counters, float* ssq) {
+      if (own) {
+        float q[8]; const Word gw = ld_word(gamma + s * 32 + hq * 8); const u32 gg[4] = {gw.x, gw.y, gw.z, gw.w}; Word o; u32* oo = &o.x;
+#pragma unroll
+        for (int i = 0; i < 8; i++) q[i] = h[i] * h[i];
+#pragma unroll
+        for (int i = 0; i < 4; i++) oo[i] = bf16x2(h[2 * i] * bf16f(gg[i] & 0xffff), h[2 * i + 1] * bf16f(gg[i] >> 16));
+        *(Word*)(x + (u64)(2 * s + (hq >> 1)) * KB + (hc >> 3) * 256 + (hq & 1) * 128 + (hc & 7) * 16) = o;
+        fssq[tid] = tree<8>(q);
+      }
+      bar();
+      if (tid < NC) ssq[s * NC + tid] = (fssq[tid] + fssq[NC + tid]) + (fssq[2 * NC + tid] + fssq[3 * NC + tid]);
+      publish(counters + (s >> 3) * 32);
+    };
+    auto residual = [&](int which, int l, int tok) {
+      if (own) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) { const int row = hq * 8 + i; h[i] += (received(row, hc) + received(32 + row, hc)) + (received(64 + row, hc) + received(96 + row, hc)); }
+        if (TRACE && p.states && tok == p.ntok - 1) for (int i = 0; i < 8; i++) p.states[((u64)(l * 2 + which) * NC + hc) * kHidden + s * 32 + hq * 8 + i] = h[i];
+      }
+      recv_done();
+    };
+
+    // ---- attention: 8 warps, NC / 16 columns of this kv head; a leaf is 16 positions ----
+    auto attention = [&](int l, u32 target) {
+      constexpr int WPI = 128 / NC, LPW = 32 / WPI;
+      const int item = warp / WPI, part = warp % WPI, col = member * (NC / 16) + item, leaf0 = part * LPW;
+      u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
+      float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512; float* ps = fr + warp * 512;
+      const bool kvread = !(p.flags & 2);
+      auto load = [&](Word* w, const u8* q) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) if (kvread) w[j] = ld_kv(q + j * 512); };
+      Word k[2][8] = {}; load(k[0], kv); load(k[1], kv + 8192);
+      if (lane == 0) count_wait(p, cq + group * 32, target, 9);
+      __syncwarp();
+      const u8* qb = p.qkv + ((u64)group * NC + col) * 48 * 32; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        qx[j] = qy[j] = 0;
+        if (g < 4 || (newest && g == 7)) { const u8* q = qb + ((g == 7 ? 32 : g * 8) + j) * 32 + t * 4; qx[j] = ld_relaxed(q); qy[j] = ld_relaxed(q + 16); }
+      }
+      constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
+#pragma unroll 1
+      for (int i0 = 0; i0 < LPW; i0 += 2)
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+          const int i = i0 + b; Word* kk = k[b];
+          if (newest && i == LPW - 1 && g == 7) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) { kk[j].y = qx[j]; kk[j].w = qy[j]; *(Word*)(kv + (u64)i * 8192 + j * 512) = kk[j]; }
+          }
+          __syncwarp(); float sc[4] = {};
+#pragma unroll
+          for (int j = 0; j < 8; j++) mma(sc, kk[j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
+          if (i + 2 < LPW) load(kk, kv + (u64)(i + 2) * 8192); else load(kk, kv + (u64)b * 8192 + 4096);  // then V's first two leaves
+          float m0 = fmaxf(sc[0], sc[2]), m1 = fmaxf(sc[1], sc[3]);
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) { m0 = fmaxf(m0, shflx(m0, d)); m1 = fmaxf(m1, shflx(m1, d)); }
+          float e0 = ex2((sc[0] - m0) * kScale), e1 = ex2((sc[1] - m1) * kScale), e2 = ex2((sc[2] - m0) * kScale), e3 = ex2((sc[3] - m1) * kScale);
+          float l0 = e0 + e2, l1 = e1 + e3;
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) { l0 += shflx(l0, d); l1 += shflx(l1, d); }
+          const u32 pb0 = transpose8(bf16x2(e0, e1)), pb1 = transpose8(bf16x2(e2, e3));
+          if (lane < 16) { pbs[i * 32 + lane * 2] = pb0; pbs[i * 32 + lane * 2 + 1] = pb1; }
+          if (lane < 2) {
+            float* z = zs + (item * 32 + leaf0 + i) * 4 + 2 * t; z[0] = m0 * kScale + lg2(l0); z[1] = m1 * kScale + lg2(l1);
+            float* r = rs + (item * 32 + leaf0 + i) * 4 + 2 * t; r[0] = rcp(l0); r[1] = rcp(l1);
+          }
+        }
+      bar();
+      float e[4];
+#pragma unroll
+      for (int hd = 0; hd < 4; hd++) {
+        const float z = zs[(item * 32 + lane) * 4 + hd]; float mx = z, den = 0;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) mx = fmaxf(mx, shflx(mx, d));
+        e[hd] = ex2(z - mx);
+#pragma unroll
+        for (int j = 0; j < 8; j++) den += shfl(e[hd], (lane & 24) + j);
+        den += shflx(den, 8); den += shflx(den, 16);
+        if (part == 0 && lane == 0) ds[item * 4 + hd] = rcp(den);
+      }
+      float n[8][4] = {}, nsum[8][4] = {};
+#pragma unroll 1
+      for (int i0 = 0; i0 < LPW; i0 += 2)
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+          const int i = i0 + b; Word* vv = k[b];
+          if ((i & 7) == 0) {
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+#pragma unroll
+              for (int c = 0; c < 4; c++) { nsum[j][c] = n[j][c]; n[j][c] = 0; }
+          }
+          if (newest && i == LPW - 1 && t == 3) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+              const u8* q = qb + (40 + j) * 32 + (g & ~1) * 2; u32 lo = ld_relaxed(q), hi = ld_relaxed(q + 16); lo = g & 1 ? lo & 0xffff0000u : lo << 16; hi = g & 1 ? hi & 0xffff0000u : hi << 16;
+              vv[j].z = (vv[j].z & 0xffff) | lo; vv[j].w = (vv[j].w & 0xffff) | hi; *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
+            }
+          }
+          __syncwarp();
+          const u32 pb0 = lane < 16 ? pbs[i * 32 + lane * 2] : 0, pb1 = lane < 16 ? pbs[i * 32 + lane * 2 + 1] : 0;
+          const float* r = rs + (item * 32 + leaf0 + i) * 4 + 2 * (t & 1); const float r0 = r[0], r1 = r[1];
+          const float a0 = shfl(e[0], leaf0 + i), a1 = shfl(e[1], leaf0 + i), a2 = shfl(e[2], leaf0 + i), a3 = shfl(e[3], leaf0 + i); const float e0 = t & 1 ? a2 : a0, e1 = t & 1 ? a3 : a1;
+#pragma unroll
+          for (int j = 0; j < 8; j++) {
+            float o[4] = {}; mma(o, vv[j], pb0, pb1);
+            n[j][0] += e0 * (o[0] * r0); n[j][1] += e1 * (o[1] * r1); n[j][2] += e0 * (o[2] * r0); n[j][3] += e1 * (o[3] * r1);
+          }
+          if (i + 2 < LPW) load(vv, kv + (u64)(i + 2) * 8192 + 4096);
+        }
+      if (LPW == 16) {
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) n[j][c] = nsum[j][c] + n[j][c];
+      }
+      __syncwarp();
+      if (t < 2) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) { float* q = ps + 2 * t * 128 + j * 16 + g; q[0] = n[j][0]; q[128] = n[j][1]; q[8] = n[j][2]; q[136] = n[j][3]; }
+      }
+      bar();
+      if (tid < NC * 4) {
+        const int it = tid >> 6, hd = tid >> 4 & 3, j = tid >> 1 & 7, hf = tid & 1, c = member * (NC / 16) + it; const float d = ds[it * 4 + hd]; float o[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          float v[WPI];
+#pragma unroll
+          for (int w = 0; w < WPI; w++) v[w] = fr[(it * WPI + w) * 512 + hd * 128 + j * 16 + hf * 8 + i];
+          o[i] = tree<WPI>(v) * d;
+        }
+        *(Word*)(xo + (u64)((group * 4 + hd) * 8 + j) * KB + (c >> 3) * 256 + hf * 128 + (c & 7) * 16) = Word{bf16x2(o[0], o[1]), bf16x2(o[2], o[3]), bf16x2(o[4], o[5]), bf16x2(o[6], o[7])};
+      }
+    };
+
+    using I8 = Int<8>; using I4 = Int<4>; using IQ = Int<KSQ>; using IO = Int<KSO>;
+    int token = p.first_token[hc];
+    for (int tok = 0; tok < p.ntok; tok++) {
+      const u32 nl = p.epoch_l + tok * kLayers + 1;
+      if (own) {
+        const Word e = ld_word(p.embedding + (u64)token * kHidden + s * 32 + hq * 8); const u32 ee[4] = {e.x, e.y, e.z, e.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) h[i] = bf16f(i & 1 ? ee[i / 2] >> 16 : ee[i / 2] & 0xffff);
+      }
+      publish_x(xa, p.gamma, ca, p.ssq);
+#pragma unroll 1
+      for (int l = 0; l < kLayers; l++) {
+        STAMP(0)
+        { float acc[R]; // qkv: tiles 0..3 warpgroup 0, 4 and 5 warpgroup 1
+          const int tile = min(warp, 5), u = tile / 3, r = tile % 3;
+          leaf_sum(I8{}, 16 / KSQ, IQ{}, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, KA / KSQ, acc); STAMP(1)
+          send(warp < 6, u, half * 48 + r * 16, acc); }
+        STAMP(2)
+        wait_inv(0);
+        if (tid < 3 * NC) {
+          const int tl = tid / NC, col = tid % NC, qt = member * 3 + tl; const float inv = finv[col]; float y[16];
+#pragma unroll
+          for (int i = 0; i < 16; i++) y[i] = (received(tl * 16 + i, col) + received(48 + tl * 16 + i, col)) * inv;
+          if (qt < 40) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+              const float cs = p.rope[((qt & 7) * 8 + i) * 2], sn = p.rope[((qt & 7) * 8 + i) * 2 + 1], a = y[i], b = y[i + 8];
+              y[i] = fmaf(a, cs, -(b * sn)); y[i + 8] = fmaf(b, cs, a * sn);
+            }
+          }
+          Word* q = (Word*)(p.qkv + (((u64)group * NC + col) * 48 + qt) * 32);
+          q[0] = Word{bf16x2(y[0], y[1]), bf16x2(y[2], y[3]), bf16x2(y[4], y[5]), bf16x2(y[6], y[7])}; q[1] = Word{bf16x2(y[8], y[9]), bf16x2(y[10], y[11]), bf16x2(y[12], y[13]), bf16x2(y[14], y[15])};
+        }
+        bar(); if (tid == 0) red_release(cq + group * 32);
+        STAMP(3)
+        attention(l, 16 * (nl + l));
+        publish(co + group * 32); recv_done();  // the scratch of attention lay in the receive buffer
+        STAMP(4)
+        { float acc[R]; leaf_sum(I4{}, 16 / KSO, IO{}, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * KSO * KB, 1, acc); STAMP(5)
+          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc); }
+        residual(0, l, tok); publish_x(xm, p.gamma + (2 * l + 1) * kHidden, cm, p.ssq + kBlocks * NC);
+        STAMP(6)
+        { float sum[2][R]; hidden_sum(2, sum); STAMP(7)
+          wait_inv(1);
+          if (warp < 7) {
+            u8* q = xd + (u64)(7 * s + warp) * KB + lane * 4;
+#pragma unroll
+            for (int j = 0; j < NC / 8; j++) {
+              float a[4];
+#pragma unroll
+              for (int c = 0; c < 4; c++) {
+                const float inv = finv[NC + 8 * j + 2 * t + (c & 1)], v = sum[0][4 * j + c] * inv, up = sum[1][4 * j + c] * inv;
+                a[c] = v * rcp(1.0f + ex2(v * -1.4426950408889634f)) * up;
+              }
+              *(u32*)(q + j * 256) = transpose8(bf16x2(a[0], a[1])); *(u32*)(q + j * 256 + 128) = transpose8(bf16x2(a[2], a[3]));
+            }
+          }
+          publish(cd + (s >> 3) * 32); }
+        STAMP(8)
+        { float acc[R]; leaf_sum(I4{}, 56 / KSO, IO{}, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * KSO * KB, 1, acc); STAMP(9)
+          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc); }
+        residual(1, l, tok); publish_x(xa, p.gamma + (2 * l + 2) * kHidden, ca, p.ssq);
+        STAMP(10)
+      }
+      // ---- LM head and greedy choice ----
+      { const int l = kLayers; STAMP(0) }
+      for (int i = tid; i < 8 * NC; i += 256) { fr[2 * i] = -3.0e38f; fr[2 * i + 1] = 0; }
+      bar();
+      wait_inv(0);
+#pragma unroll 1
+      for (int q = 0; q < head_passes; q++) {
+        const int width = max(0, min(2, head_n - 16 * q - 2 * warp)); float sum[2][R]; hidden_sum(max(width, 1), sum);
+        const int v0 = (head_lo + 16 * q + 2 * warp) * 16 + g;
+#pragma unroll
+        for (int j = 0; j < NC / 8; j++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) {
+            const int col = 8 * j + 2 * t + c; const float inv = finv[col]; float bv = -3.0e38f; int bi = 0x7fffffff;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int tile = e >> 1, v = v0 + e * 8; const float z = sum[tile][4 * j + c + 2 * (e & 1)] * inv;
+              if (tile < width) { if (p.logits && tok == p.ntok - 1) p.logits[(u64)col * kVocab + v] = z; if (z > bv) { bv = z; bi = v; } }
+            }
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) { const float v = shflx(bv, d); const int i = shflx(bi, d); if (v > bv || (v == bv && i < bi)) { bv = v; bi = i; } }
+            if (g == 0 && bv > fr[2 * (warp * NC + col)]) { fr[2 * (warp * NC + col)] = bv; fr[2 * (warp * NC + col) + 1] = __int_as_float(bi); }
+          }
+      }
+      bar();
+      { const int l = kLayers; STAMP(1) }
+      auto take = [&](float& bv, int& bi, float v, int i) { if (v > bv || (v == bv && i < bi)) { bv = v; bi = i; } };
+      if (tid < NC) {
+        float bv = -3.0e38f; int bi = 0x7fffffff;
+        for (int w = 0; w < 8; w++) take(bv, bi, fr[2 * (w * NC + tid)], __float_as_int(fr[2 * (w * NC + tid) + 1]));
+        p.best[s * NC + tid] = (u64)(u32)bi << 32 | __float_as_uint(bv);
+      }
+      bar(); if (tid == 0) { red_release(ct); count_wait(p, ct, kBlocks * (p.epoch_t + tok + 1), 10); }
+      bar();
+      { float bv = -3.0e38f; int bi = 0x7fffffff; constexpr int PARTS = 256 / NC; const int part = tid / NC;
+#pragma unroll 8
+        for (int b = part; b < kBlocks; b += PARTS) { const u64 v = ld_relaxed64(p.best + b * NC + hc); take(bv, bi, __uint_as_float((u32)v), (int)(v >> 32)); }
+        fr[2 * tid] = bv; fr[2 * tid + 1] = __int_as_float(bi); bar();
+        for (int q = 0; q < PARTS; q++) take(bv, bi, fr[2 * (q * NC + hc)], __float_as_int(fr[2 * (q * NC + hc) + 1]));
+        token = bi; if (p.flags & 1) token = (tok * 977 + hc) % kVocab;
+        if (s == 0 && tid < NC) p.tokens[tok * NC + tid] = bi;
+        bar(); }
+      { const int l = kLayers; STAMP(2) }
+    }
+  }
+  __syncthreads();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// ---- does wgmma sum like mma.sync? chains of `steps` k16 products of given fragments, both ways ----
+template <int NC> __global__ void __launch_bounds__(128, 1) compare(const Word* a, const u8* b, int steps, float* out_wgmma, float* out_mma) {
+  extern __shared__ __align__(1024) u8 smem[]; const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5; constexpr int R = NC / 2;
+  a += (u64)blockIdx.x * steps * 128; b += (u64)blockIdx.x * steps * NC * 32;
+  for (int i = threadIdx.x; i < steps * NC * 2; i += 128) ((Word*)smem)[i] = ((const Word*)b)[i];
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncthreads();
+  float c[R], d[R];
+#pragma unroll
+  for (int i = 0; i < R; i++) c[i] = d[i] = 0;
+  for (int k = 0; k < steps; k++) {
+    const Word f = a[(k * 4 + warp) * 32 + lane];
+    pin<R>(c); wgmma_fence(); product<NC, true>(c, f, s32(smem) + k * NC * 32); wgmma_commit(); wgmma_wait(); pin<R>(c);
+    product<NC, false>(d, f, s32(smem) + k * NC * 32);
+  }
+#pragma unroll
+  for (int i = 0; i < R; i++) { out_wgmma[((u64)blockIdx.x * R + i) * 128 + threadIdx.x] = c[i]; out_mma[((u64)blockIdx.x * R + i) * 128 + threadIdx.x] = d[i]; }
+}

@@ -25,7 +25,7 @@ struct Params {
   u64* best;           // [128 blocks][NC]
   u32* counters;       // [6][16] spaced by 128 bytes: xa, xm, xo, xd, xq, xt
   const int* first_token; int* tokens; float* logits; u32* report; float* states; long long* trace;
-  int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window; u32 flags;  // flags 1: no waits for counters; 2: no K and V reads; 4: no activation copies
+  int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window, window_o; u32 flags;  // flags 1: no waits for counters; 2: no K and V reads; 4: no activation copies
 };
 
 // ---- ptx ----
@@ -33,15 +33,16 @@ __device__ __forceinline__ u32 s32(const void* p) { return (u32)__cvta_generic_t
 __device__ __forceinline__ void mbar_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n)); }
 __device__ __forceinline__ void mbar_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
 __device__ __forceinline__ void mbar_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
-__device__ __forceinline__ void mbar_arrive_remote(u32 b) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ void mbar_arrive_remote(u32 b) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory"); }
 __device__ __forceinline__ bool mbar_try(u32 b, u32 parity) {
   u32 r; asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(r) : "r"(b), "r"(parity) : "memory"); return r;
 }
-__device__ __forceinline__ bool mbar_try_cluster(u32 b, u32 parity) {
-  u32 r; asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(r) : "r"(b), "r"(parity) : "memory"); return r;
-}
 __device__ __forceinline__ u32 mapa(u32 a, u32 rank) { u32 r; asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(rank)); return r; }
-__device__ __forceinline__ void st_cluster(u32 a, float x, float y) { asm volatile("st.shared::cluster.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
+// into the peer's shared memory; its mbarrier counts the bytes, so neither side needs a fence
+__device__ __forceinline__ void st_async(u32 a, u32 bar, float x, float y, float z, float w) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(a), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(__float_as_uint(w)), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void sts128(u32 a, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 n, u32 bar, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(n), "r"(bar), "l"(policy) : "memory");
 }
@@ -94,15 +95,9 @@ __device__ __forceinline__ void mbar_wait(const Params& p, u32 b, u32 parity, u3
     while (!mbar_try(b, parity)) if (clock64() - t0 > 2 * kWaitLimit) wait_failed(p, site, parity, b);
   }
 }
-__device__ __forceinline__ void mbar_wait_cluster(const Params& p, u32 b, u32 parity, u32 site) {
-  if (!mbar_try_cluster(b, parity)) {
-    long long t0 = clock64();
-    while (!mbar_try_cluster(b, parity)) if (clock64() - t0 > 2 * kWaitLimit) wait_failed(p, site, parity, b);
-  }
-}
 // until counter >= target, wrap-safe
 __device__ __forceinline__ void count_wait(const Params& p, const u32* c, u32 target, u32 site) {
-  u32 v = ld_acquire(c); if (p.flags & 1) return;
+  u32 v = ld_acquire(c);
   if ((int)(v - target) < 0) {
     long long t0 = clock64();
     while ((int)((v = ld_acquire(c)) - target) < 0) if (clock64() - t0 > kWaitLimit) wait_failed(p, site, target, v);
@@ -120,46 +115,47 @@ template <int NC, bool WG> __device__ __forceinline__ void product(float* acc, c
 
 template <int V> struct Int { static constexpr int v = V; };
 template <int NC, int SK> struct Smem {
-  static constexpr u32 slot = SK * 16384, act = 8 * SK * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
-  static u32 __host__ __device__ bytes(int nslot, int nact) { return nslot * slot + nact * act + recv + 2 * NC * 4 + 4 * NC * 4 + 1024; }
+  static constexpr u32 slot = SK * 16384, act = 8 * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
+  static u32 __host__ __device__ bytes(int nslot, int nact) { return nslot * slot + nact * act + recv + 2 * NC * 4 + 512 + 1024; }
 };
 
 template <int NC, int SK, bool WG, bool TRACE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const __grid_constant__ Params p) {
   constexpr int KB = NC * 32, R = NC / 2;                      // bytes of a k16 block of activations; accumulators of a 16 x NC tile a lane
-  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4 * SK, KA = 8 * SK;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
+  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4 * SK, KA = 8;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
   constexpr u32 kW = Smem<NC, SK>::slot, kA = Smem<NC, SK>::act;
   extern __shared__ __align__(1024) u8 smem[];
   const int nslot = p.nslot, nact = p.nact;
-  const u32 ring = s32(smem), aring = ring + nslot * kW, rbuf = aring + nact * kA, invs = rbuf + Smem<NC, SK>::recv, ssqs = invs + 2 * NC * 4, bars = ssqs + 4 * NC * 4;
+  const u32 ring = s32(smem), aring = ring + nslot * kW, rbuf = aring + nact * kA, invs = rbuf + Smem<NC, SK>::recv, ropes = invs + 2 * NC * 4, bars = ropes + 512;
   const u32 wfull = bars, wempty = bars + 128, afull = bars + 256, aempty = bars + 384, rfull = bars + 512, rfree = bars + 520, invf = bars + 528;
-  float* fr = (float*)(smem + (rbuf - ring)); float* finv = (float*)(smem + (invs - ring)); float* fssq = (float*)(smem + (ssqs - ring));
+  float* fr = (float*)(smem + (rbuf - ring)); float* finv = (float*)(smem + (invs - ring)); float* frope = (float*)(smem + (ropes - ring));
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, s = blockIdx.x, pair = s >> 1, half = s & 1, group = s >> 4, member = s & 15;
   u8 *xa = p.acts, *xo = xa + 256 * KB, *xm = xo + 256 * KB, *xd = xm + 256 * KB;
   u32 *ca = p.counters, *cm = ca + 512, *co = cm + 512, *cd = co + 512, *cq = cd + 512, *ct = cq + 512;
   if (tid == 0) {
     for (int i = 0; i < 16; i++) { mbar_init(wfull + 8 * i, 1); mbar_init(wempty + 8 * i, 8); mbar_init(afull + 8 * i, 1); mbar_init(aempty + 8 * i, 8); }
-    mbar_init(rfull, 16); mbar_init(rfree, 16); mbar_init(invf, 2); mbar_init(invf + 8, 2);
+    mbar_init(rfull, 8); mbar_init(rfree, 2); mbar_init(invf, 1); mbar_init(invf + 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (tid < 128) frope[tid] = p.rope[tid];
   __syncthreads();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 7) / 8;
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    if (warp == 8) {  // ---- the weight stream, bounded in flight ----
-      const u64 policy = evict_first(); u32 i = 0, slot = 0, ph = 1; u32 wslot = 0, wph = 0;
+    if (warp == 8 || warp == 11) {  // ---- the weight stream, bounded in flight; stages alternate between two warps ----
+      const u64 policy = evict_first(); u32 i = 0, slot = 0, ph = 1, landed = 0, wslot = 0, wph = 0, window = p.window;
       // lanes < n each copy `bytes` from src to offset dst of the stage's slot
       auto issue = [&](u32 total, bool on, const u8* src, u32 dst, u32 bytes) {
-        if (lane == 0) {
+        const bool turn = (i & 1) == (warp == 11);
+        if (turn && lane == 0) {
           mbar_wait(p, wempty + 8 * slot, ph, 1);
-          if (i >= (u32)p.window) { mbar_wait(p, wfull + 8 * wslot, wph, 2); }
+          while (landed + window <= i) { mbar_wait(p, wfull + 8 * wslot, wph, 2); landed++; if (++wslot == (u32)nslot) { wslot = 0; wph ^= 1; } }
           mbar_expect(wfull + 8 * slot, total);
         }
-        if (i >= (u32)p.window && ++wslot == (u32)nslot) { wslot = 0; wph ^= 1; }
         __syncwarp();
-        if (on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
+        if (turn && on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
         i++; if (++slot == (u32)nslot) { slot = 0; ph ^= 1; }
       };
       for (int tok = 0; tok < p.ntok; tok++) {
@@ -172,7 +168,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             const int wg = lane >> 1, u = lane & 1; const u8* src = base + ((u64)(pair * 4 + 2 * u) * 16 * kl + (u64)(8 * half + 4 * wg) * kl * 2) * 512;
             for (int k = 0; k < 4 * kl; k += KSO) issue(8 * KSO * 512, lane < 4, src + k * 1024, (wg * 2 + u) * KSO * 1024, KSO * 1024);
           };
-          pair_phase(w + kQkvBytes, 16);
+          window = p.window_o; pair_phase(w + kQkvBytes, 16); window = p.window;
           { const u8* src = w + kQkvBytes + kOBytes + (u64)(7 * s + lane) * 2 * 256 * 512;
             for (int k = 0; k < 256; k += KSH) issue(7 * KSH * 1024, lane < 7, src + k * 1024, lane * KSH * 1024, KSH * 1024); }
           pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56);
@@ -200,9 +196,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       auto copy = [&](u32 dst, const u8* src, u32 bytes) { bulk_load(aring + slot * kA + dst, src, bytes, afull + 8 * slot); };
       auto pair_phase = [&](const u8* base, int kl, const u32* c, int n, u32 target, u32 site) {
         ready = 0;
-        for (int k = 0; k < 4 * kl; k += KSO) {
-          need(c, n, (8 * half + k / kl) * n / 16, target, site); need(c, n, (8 * half + 4 + k / kl) * n / 16, target, site); begin(2 * KSO * KB);
-          if (lane < 2) copy(lane * KSO * KB, base + (u64)((8 * half + 4 * lane) * kl + k) * KB, KSO * KB);
+        for (int k = 0; k < 4 * kl; k += 4) {
+          need(c, n, (8 * half + k / kl) * n / 16, target, site); need(c, n, (8 * half + 4 + k / kl) * n / 16, target, site); begin(8 * KB);
+          if (lane < 2) copy(lane * 4 * KB, base + (u64)((8 * half + 4 * lane) * kl + k) * KB, 4 * KB);
           next();
         }
       };
@@ -220,11 +216,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         ready = 0; for (int q = 0; q < head_passes; q++) hidden_phase(xa, 0, 256, ca, 8 * (nx + kLayers), 25);
       }
     } else {  // ---- 1/rms of each column, from the blocks' sums of squares ----
-      const int col = (warp - 10) * 32 + lane;
       auto norm = [&](int buf, const u32* c, u32 target, u32 site) {
         if (lane < 16) count_wait(p, c + lane * 32, target, site);
         __syncwarp();
-        if (col < NC) {
+#pragma unroll 1
+        for (int col = lane; col < NC; col += 32) {
           const float* q = p.ssq + buf * kBlocks * NC + col; float part[4];
 #pragma unroll
           for (int a = 0; a < 4; a++) {
@@ -261,24 +257,25 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     long long* tr = TRACE && tid == 0 ? p.trace + (u64)s * (kLayers + 1) * 24 : nullptr;
 #define STAMP(i_) if (TRACE && tr && tok == p.ntok - 1) tr[l * 24 + i_] = clock64();
 
-    // one tile a warp: `steps` k16 steps a stage at a0 + k * stride of the slot, activations at b0; all leaves of this block's half of K
-    auto leaf_sum = [&](auto nl_c, int stages, auto ks_c, u32 a0, u32 astride, u32 b0, int wpa, float* acc) {
-      constexpr int NL = decltype(nl_c)::v, KS = decltype(ks_c)::v;
+    // one tile a warp, steps of 4 k16: SK of them a weight stage, APS an activation slot; all leaves of this block's half of K
+    auto leaf_sum = [&](auto nl_c, auto aps_c, int steps, u32 a0, u32 astride, u32 b0, float* acc) {
+      constexpr int NL = decltype(nl_c)::v, APS = decltype(aps_c)::v;
       auto leaf = [&](float* c) {
 #pragma unroll
         for (int i = 0; i < R; i++) c[i] = 0;
 #pragma unroll 1
-        for (int st = 0; st < stages; st++) {
-          const u32 sub = wpa == 2 ? (st & 1) : 0;
-          if (sub == 0) a_wait();
-          w_wait(); Word f[KS]; const u32 q = ring + ws * kW + a0 + lane * 16, b = aring + as_ * kA + b0 + sub * KS * KB;
+        for (int st = 0; st < steps; st++) {
+          const u32 wsub = st & (SK - 1), asub = st & (APS - 1);
+          if (asub == 0) a_wait();
+          if (wsub == 0) w_wait();
+          Word f[4]; const u32 q = ring + ws * kW + a0 + lane * 16 + wsub * 4 * astride, b = aring + as_ * kA + b0 + asub * 4 * KB;
 #pragma unroll
-          for (int k = 0; k < KS; k++) f[k] = lds128(q + k * astride);
+          for (int k = 0; k < 4; k++) f[k] = lds128(q + k * astride);
           if (WG) { pin<R>(c); wgmma_fence(); }
 #pragma unroll
-          for (int k = 0; k < KS; k++) product<NC, WG>(c, f[k], b + k * KB);
+          for (int k = 0; k < 4; k++) product<NC, WG>(c, f[k], b + k * KB);
           if (WG) { wgmma_commit(); wgmma_wait(); pin<R>(c); }
-          const bool never = used(c); w_release(ws, never); w_next(); if (sub == (u32)wpa - 1) a_release(never);
+          const bool never = used(c); if (wsub == SK - 1) { w_release(ws, never); w_next(); } if (asub == APS - 1) a_release(never);
         }
       };
       auto add = [&](float* a, const float* b) {
@@ -299,25 +296,25 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
         for (int i = 0; i < R; i++) { acc[0][i] = 0; acc[1][i] = 0; }
 #pragma unroll 1
-        for (int as = 0; as < 2 / SK; as++) {
-          a_wait(); const u32 b = aring + as_ * kA; Word f[2][KSH][2]; u32 prev = ws;
-          auto load = [&](Word (*x)[2]) {
-            w_wait(); const u32 q = ring + ws * kW + a0;
+        for (int as = 0; as < 2; as++) {
+          a_wait(); const u32 b = aring + as_ * kA; Word f[2][2][2]; bool never = false;
+          auto load = [&](Word (*x)[2], int w) {  // two k16 steps
+            if (w % SK == 0) w_wait();
+            const u32 q = ring + ws * kW + a0 + (w % SK) * 2 * width * 512;
 #pragma unroll
-            for (int k = 0; k < KSH; k++) { x[k][0] = lds128(q + k * width * 512); x[k][1] = lds128(q + k * width * 512 + (width - 1) * 512); }
-            w_next();
+            for (int k = 0; k < 2; k++) { x[k][0] = lds128(q + k * width * 512); x[k][1] = lds128(q + k * width * 512 + (width - 1) * 512); }
           };
-          load(f[0]); bool never = false;
+          load(f[0], 0);
 #pragma unroll
           for (int w = 0; w < 4; w++) {
             if (WG) { pin<R>(acc[0]); pin<R>(acc[1]); wgmma_fence(); }
 #pragma unroll
-            for (int k = 0; k < KSH; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * KSH + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * KSH + k) * KB); }
-            const u32 cur = prev; prev = ws;
+            for (int k = 0; k < 2; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * 2 + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * 2 + k) * KB); }
             if (WG) wgmma_commit();
-            if (w < 3) load(f[(w + 1) & 1]);
+            const u32 cur = ws; if (w % SK == SK - 1) w_next();
+            if (w < 3) load(f[(w + 1) & 1], w + 1);
             if (WG) { wgmma_wait(); pin<R>(acc[0]); pin<R>(acc[1]); }
-            never = used(acc[0]) | used(acc[1]); w_release(cur, never);
+            never = used(acc[0]) | used(acc[1]); if (w % SK == SK - 1) w_release(cur, never);
           }
           a_release(never);
         }
@@ -325,37 +322,43 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int i = 0; i < R; i++) { sum[0][i] += acc[0][i]; sum[1][i] += acc[1][i]; }
       }
     };
-    // partials to the block of the cluster that owns the rows; orders them before its reads (cluster)
-    auto send = [&](bool on, u32 dst, int row0, const float* acc) {
-      mbar_wait_cluster(p, rfree, rp ^ 1, 6); __syncwarp();
+    // Partials to the block of the cluster that owns the rows: [source][row][column], columns swizzled. Its own by plain stores
+    // and an arrival a warp, the peer's by st.async, whose bytes complete the same barrier. `bytes`: what the peer sends.
+    auto send = [&](bool on, u32 dst, int row0, const float* acc, u32 bytes) {
+      mbar_wait(p, rfree, rp ^ 1, 6); __syncwarp();
       if (on) {
-        const u32 base = mapa(rbuf, dst);
+        const bool mine = dst == (u32)half; const u32 base = mine ? rbuf : mapa(rbuf, dst), full = mapa(rfull, dst);
+        const int row = row0 + g + 8 * (t & 1), sw = ((row ^ row >> 3) & 3) << 3;
 #pragma unroll
-        for (int j = 0; j < NC / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) { const int row = row0 + g + 8 * h; st_cluster(base + (row * NC + ((8 * j + 2 * t) ^ ((row & 3) << 3))) * 4, acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]); }
+        for (int j = 0; j < NC / 8; j++) {  // lanes t, t ^ 1 swap halves: 4 columns of one row each
+          const float *c = acc + 4 * j; const float s0 = shflx(t & 1 ? c[0] : c[2], 1), s1 = shflx(t & 1 ? c[1] : c[3], 1);
+          const float x = t & 1 ? s0 : c[0], y = t & 1 ? s1 : c[1], z = t & 1 ? c[2] : s0, w = t & 1 ? c[3] : s1;
+          const u32 a = base + (row * NC + ((8 * j + 4 * (t >> 1)) ^ sw)) * 4;
+          if (mine) sts128(a, x, y, z, w); else st_async(a, full, x, y, z, w);
+        }
       }
-      __syncwarp(); if (lane < 2) mbar_arrive_remote(mapa(rfull, lane));
-      mbar_wait_cluster(p, rfull, rp, 7); __syncwarp();
+      __syncwarp(); if (lane == 0) { if (warp == 0) mbar_expect(rfull, bytes); else mbar_arrive(rfull); }
+      mbar_wait(p, rfull, rp, 7); __syncwarp();
     };
-    auto received = [&](int row, int col) { return fr[row * NC + (col ^ ((row & 3) << 3))]; };
-    auto recv_done = [&] { __syncwarp(); if (lane < 2) mbar_arrive_remote(mapa(rfree, lane)); rp ^= 1; };
+    auto received = [&](int row, int col) { return fr[row * NC + (col ^ (((row ^ row >> 3) & 3) << 3))]; };
+    // after the block's barrier that follows the last use of what was read
+    auto recv_done = [&] { if (tid < 2) mbar_arrive_remote(mapa(rfree, tid)); rp ^= 1; };
     auto wait_inv = [&](int buf) { mbar_wait(p, invf + 8 * buf, ip[buf], 8); ip[buf] ^= 1; __syncwarp(); };
 
-    // own rows of the hidden state: thread = (tile, half of 8 rows, column)
-    const int hc = tid % NC, hq = tid / NC; const bool own = tid < 4 * NC; float h[8] = {};
-    auto publish_x = [&](u8* x, const u16* gamma, u32* counters, float* ssq) {
+    // own rows of the hidden state: warp = 8 columns, lane = (8 of the 32 rows, column)
+    const int hc = warp * 8 + (lane & 7), hq = lane >> 3; const bool own = warp < NC / 8; float h[8] = {}; Word gw;
+    auto load_gamma = [&](const u16* gamma) { gw = ld_word(gamma + s * 32 + hq * 8); };
+    auto publish_x = [&](u8* x, u32* counters, float* ssq) {
       if (own) {
-        float q[8]; const Word gw = ld_word(gamma + s * 32 + hq * 8); const u32 gg[4] = {gw.x, gw.y, gw.z, gw.w}; Word o; u32* oo = &o.x;
+        float q[8]; const u32 gg[4] = {gw.x, gw.y, gw.z, gw.w}; Word o; u32* oo = &o.x;
 #pragma unroll
         for (int i = 0; i < 8; i++) q[i] = h[i] * h[i];
 #pragma unroll
         for (int i = 0; i < 4; i++) oo[i] = bf16x2(h[2 * i] * bf16f(gg[i] & 0xffff), h[2 * i + 1] * bf16f(gg[i] >> 16));
-        *(Word*)(x + (u64)(2 * s + (hq >> 1)) * KB + (hc >> 3) * 256 + (hq & 1) * 128 + (hc & 7) * 16) = o;
-        fssq[tid] = tree<8>(q);
+        *(Word*)(x + (u64)(2 * s + (hq >> 1)) * KB + warp * 256 + (hq & 1) * 128 + (hc & 7) * 16) = o;
+        float sum = tree<8>(q); sum += shflx(sum, 8); sum += shflx(sum, 16);
+        if (hq == 0) ssq[s * NC + hc] = sum;
       }
-      bar();
-      if (tid < NC) ssq[s * NC + tid] = (fssq[tid] + fssq[NC + tid]) + (fssq[2 * NC + tid] + fssq[3 * NC + tid]);
       publish(counters + (s >> 3) * 32);
     };
     auto residual = [&](int which, int l, int tok) {
@@ -364,7 +367,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int i = 0; i < 8; i++) { const int row = hq * 8 + i; h[i] += (received(row, hc) + received(32 + row, hc)) + (received(64 + row, hc) + received(96 + row, hc)); }
         if (TRACE && p.states && tok == p.ntok - 1) for (int i = 0; i < 8; i++) p.states[((u64)(l * 2 + which) * NC + hc) * kHidden + s * 32 + hq * 8 + i] = h[i];
       }
-      recv_done();
     };
 
     // ---- attention: 8 warps, NC / 16 columns of this kv head; a leaf is 16 positions ----
@@ -372,12 +374,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       constexpr int WPI = 128 / NC, LPW = 32 / WPI;
       const int item = warp / WPI, part = warp % WPI, col = member * (NC / 16) + item, leaf0 = part * LPW;
       u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
-      float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512; float* ps = fr + warp * 512;
+      float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512;
       const bool kvread = !(p.flags & 2);
       auto load = [&](Word* w, const u8* q) {
 #pragma unroll
         for (int j = 0; j < 8; j++) if (kvread) w[j] = ld_kv(q + j * 512); };
-      Word k[2][8] = {}; load(k[0], kv); load(k[1], kv + 8192);
+      Word k[4][8] = {};
+#pragma unroll
+      for (int i = 0; i < 4; i++) load(k[i], kv + i * 8192);
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
       __syncwarp();
       const u8* qb = p.qkv + ((u64)group * NC + col) * 48 * 32; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
@@ -388,30 +392,49 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       }
       constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
 #pragma unroll 1
-      for (int i0 = 0; i0 < LPW; i0 += 2)
+      for (int i0 = 0; i0 < LPW; i0 += 4)
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-          const int i = i0 + b; Word* kk = k[b];
-          if (newest && i == LPW - 1 && g == 7) {
+        for (int b0 = 0; b0 < 4; b0 += 2) {  // two leaves at a time
+          float sc[2][4] = {}, m[2][2], l[2][2], ex[2][4];
 #pragma unroll
-            for (int j = 0; j < 8; j++) { kk[j].y = qx[j]; kk[j].w = qy[j]; *(Word*)(kv + (u64)i * 8192 + j * 512) = kk[j]; }
+          for (int b = 0; b < 2; b++) {
+            const int i = i0 + b0 + b; Word* kk = k[b0 + b];
+            if (newest && i == LPW - 1 && g == 7) {
+#pragma unroll
+              for (int j = 0; j < 8; j++) { kk[j].y = qx[j]; kk[j].w = qy[j]; *(Word*)(kv + (u64)i * 8192 + j * 512) = kk[j]; }
+            }
+            __syncwarp();
           }
-          __syncwarp(); float sc[4] = {};
 #pragma unroll
-          for (int j = 0; j < 8; j++) mma(sc, kk[j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
-          if (i + 2 < LPW) load(kk, kv + (u64)(i + 2) * 8192); else load(kk, kv + (u64)b * 8192 + 4096);  // then V's first two leaves
-          float m0 = fmaxf(sc[0], sc[2]), m1 = fmaxf(sc[1], sc[3]);
+          for (int j = 0; j < 8; j++)
 #pragma unroll
-          for (int d = 4; d < 32; d *= 2) { m0 = fmaxf(m0, shflx(m0, d)); m1 = fmaxf(m1, shflx(m1, d)); }
-          float e0 = ex2((sc[0] - m0) * kScale), e1 = ex2((sc[1] - m1) * kScale), e2 = ex2((sc[2] - m0) * kScale), e3 = ex2((sc[3] - m1) * kScale);
-          float l0 = e0 + e2, l1 = e1 + e3;
+            for (int b = 0; b < 2; b++) mma(sc[b], k[b0 + b][j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
 #pragma unroll
-          for (int d = 4; d < 32; d *= 2) { l0 += shflx(l0, d); l1 += shflx(l1, d); }
-          const u32 pb0 = transpose8(bf16x2(e0, e1)), pb1 = transpose8(bf16x2(e2, e3));
-          if (lane < 16) { pbs[i * 32 + lane * 2] = pb0; pbs[i * 32 + lane * 2 + 1] = pb1; }
-          if (lane < 2) {
-            float* z = zs + (item * 32 + leaf0 + i) * 4 + 2 * t; z[0] = m0 * kScale + lg2(l0); z[1] = m1 * kScale + lg2(l1);
-            float* r = rs + (item * 32 + leaf0 + i) * 4 + 2 * t; r[0] = rcp(l0); r[1] = rcp(l1);
+          for (int b = 0; b < 2; b++) { const int i = i0 + b0 + b; load(k[b0 + b], kv + (i + 4 < LPW ? (u64)(i + 4) * 8192 : (u64)(b0 + b) * 8192 + 4096)); }  // in the end V's first leaves
+#pragma unroll
+          for (int b = 0; b < 2; b++) { m[b][0] = fmaxf(sc[b][0], sc[b][2]); m[b][1] = fmaxf(sc[b][1], sc[b][3]); }
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+            for (int b = 0; b < 2; b++) { m[b][0] = fmaxf(m[b][0], shflx(m[b][0], d)); m[b][1] = fmaxf(m[b][1], shflx(m[b][1], d)); }
+#pragma unroll
+          for (int b = 0; b < 2; b++) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) ex[b][c] = ex2((sc[b][c] - m[b][c & 1]) * kScale);
+            l[b][0] = ex[b][0] + ex[b][2]; l[b][1] = ex[b][1] + ex[b][3];
+          }
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+            for (int b = 0; b < 2; b++) { l[b][0] += shflx(l[b][0], d); l[b][1] += shflx(l[b][1], d); }
+#pragma unroll
+          for (int b = 0; b < 2; b++) {
+            const int i = i0 + b0 + b; const u32 pb0 = transpose8(bf16x2(ex[b][0], ex[b][1])), pb1 = transpose8(bf16x2(ex[b][2], ex[b][3]));
+            if (lane < 16) { pbs[i * 32 + lane * 2] = pb0; pbs[i * 32 + lane * 2 + 1] = pb1; }
+            if (lane < 2) {
+              float* z = zs + (item * 32 + leaf0 + i) * 4 + 2 * t; z[0] = m[b][0] * kScale + lg2(l[b][0]); z[1] = m[b][1] * kScale + lg2(l[b][1]);
+              float* r = rs + (item * 32 + leaf0 + i) * 4 + 2 * t; r[0] = rcp(l[b][0]); r[1] = rcp(l[b][1]);
+            }
           }
         }
       bar();
@@ -427,17 +450,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         den += shflx(den, 8); den += shflx(den, 16);
         if (part == 0 && lane == 0) ds[item * 4 + hd] = rcp(den);
       }
-      float n[8][4] = {}, nsum[8][4] = {};
+      float n[8][4] = {}; float* ps = t == 0 ? fr + warp * 512 : LPW == 16 ? fr + 5136 + warp * 256 : fr + warp * 512 + 256;  // partial sums: heads 0 and 1, heads 2 and 3
+      auto partial = [&](int j, int c) -> float& { return ps[(c & 1) * 128 + j * 16 + g + 8 * (c >> 1)]; };
 #pragma unroll 1
-      for (int i0 = 0; i0 < LPW; i0 += 2)
+      for (int i0 = 0; i0 < LPW; i0 += 4)
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
+        for (int b = 0; b < 4; b++) {
           const int i = i0 + b; Word* vv = k[b];
-          if ((i & 7) == 0) {
+          if (LPW == 16 && i == 8) {  // the first group of 8 leaves waits in shared memory
 #pragma unroll
             for (int j = 0; j < 8; j++)
 #pragma unroll
-              for (int c = 0; c < 4; c++) { nsum[j][c] = n[j][c]; n[j][c] = 0; }
+              for (int c = 0; c < 4; c++) { if (t < 2) partial(j, c) = n[j][c]; n[j][c] = 0; }
           }
           if (newest && i == LPW - 1 && t == 3) {
 #pragma unroll
@@ -455,18 +479,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             float o[4] = {}; mma(o, vv[j], pb0, pb1);
             n[j][0] += e0 * (o[0] * r0); n[j][1] += e1 * (o[1] * r1); n[j][2] += e0 * (o[2] * r0); n[j][3] += e1 * (o[3] * r1);
           }
-          if (i + 2 < LPW) load(vv, kv + (u64)(i + 2) * 8192 + 4096);
+          if (i + 4 < LPW) load(vv, kv + (u64)(i + 4) * 8192 + 4096);
         }
-      if (LPW == 16) {
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-          for (int c = 0; c < 4; c++) n[j][c] = nsum[j][c] + n[j][c];
-      }
       __syncwarp();
       if (t < 2) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) { float* q = ps + 2 * t * 128 + j * 16 + g; q[0] = n[j][0]; q[128] = n[j][1]; q[8] = n[j][2]; q[136] = n[j][3]; }
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) partial(j, c) = LPW == 16 ? partial(j, c) + n[j][c] : n[j][c];
       }
       bar();
       if (tid < NC * 4) {
@@ -475,14 +495,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int i = 0; i < 8; i++) {
           float v[WPI];
 #pragma unroll
-          for (int w = 0; w < WPI; w++) v[w] = fr[(it * WPI + w) * 512 + hd * 128 + j * 16 + hf * 8 + i];
+          for (int w = 0; w < WPI; w++) v[w] = fr[(hd < 2 || LPW != 16 ? (it * WPI + w) * 512 + hd * 128 : 5136 + (it * WPI + w) * 256 + (hd - 2) * 128) + j * 16 + hf * 8 + i];
           o[i] = tree<WPI>(v) * d;
         }
         *(Word*)(xo + (u64)((group * 4 + hd) * 8 + j) * KB + (c >> 3) * 256 + hf * 128 + (c & 7) * 16) = Word{bf16x2(o[0], o[1]), bf16x2(o[2], o[3]), bf16x2(o[4], o[5]), bf16x2(o[6], o[7])};
       }
     };
 
-    using I8 = Int<8>; using I4 = Int<4>; using IQ = Int<KSQ>; using IO = Int<KSO>;
+    using I1 = Int<1>; using I2 = Int<2>; using I4 = Int<4>; using I8 = Int<8>;
     int token = p.first_token[hc];
     for (int tok = 0; tok < p.ntok; tok++) {
       const u32 nl = p.epoch_l + tok * kLayers + 1;
@@ -491,14 +511,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
         for (int i = 0; i < 8; i++) h[i] = bf16f(i & 1 ? ee[i / 2] >> 16 : ee[i / 2] & 0xffff);
       }
-      publish_x(xa, p.gamma, ca, p.ssq);
+      load_gamma(p.gamma); publish_x(xa, ca, p.ssq);
 #pragma unroll 1
       for (int l = 0; l < kLayers; l++) {
         STAMP(0)
         { float acc[R]; // qkv: tiles 0..3 warpgroup 0, 4 and 5 warpgroup 1
           const int tile = min(warp, 5), u = tile / 3, r = tile % 3;
-          leaf_sum(I8{}, 16 / KSQ, IQ{}, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, KA / KSQ, acc); STAMP(1)
-          send(warp < 6, u, half * 48 + r * 16, acc); }
+          leaf_sum(I8{}, I2{}, 4, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, acc); STAMP(1)
+          send(warp < 6, u, half * 48 + r * 16, acc, 192 * NC); }
         STAMP(2)
         wait_inv(0);
         if (tid < 3 * NC) {
@@ -508,7 +528,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           if (qt < 40) {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-              const float cs = p.rope[((qt & 7) * 8 + i) * 2], sn = p.rope[((qt & 7) * 8 + i) * 2 + 1], a = y[i], b = y[i + 8];
+              const float cs = frope[((qt & 7) * 8 + i) * 2], sn = frope[((qt & 7) * 8 + i) * 2 + 1], a = y[i], b = y[i + 8];
               y[i] = fmaf(a, cs, -(b * sn)); y[i + 8] = fmaf(b, cs, a * sn);
             }
           }
@@ -520,9 +540,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         attention(l, 16 * (nl + l));
         publish(co + group * 32); recv_done();  // the scratch of attention lay in the receive buffer
         STAMP(4)
-        { float acc[R]; leaf_sum(I4{}, 16 / KSO, IO{}, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * KSO * KB, 1, acc); STAMP(5)
-          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc); }
-        residual(0, l, tok); publish_x(xm, p.gamma + (2 * l + 1) * kHidden, cm, p.ssq + kBlocks * NC);
+        load_gamma(p.gamma + (2 * l + 1) * kHidden);
+        { float acc[R]; leaf_sum(I4{}, I1{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
+          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc, 256 * NC); }
+        residual(0, l, tok); publish_x(xm, cm, p.ssq + kBlocks * NC); recv_done();
         STAMP(6)
         { float sum[2][R]; hidden_sum(2, sum); STAMP(7)
           wait_inv(1);
@@ -541,9 +562,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           }
           publish(cd + (s >> 3) * 32); }
         STAMP(8)
-        { float acc[R]; leaf_sum(I4{}, 56 / KSO, IO{}, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * KSO * KB, 1, acc); STAMP(9)
-          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc); }
-        residual(1, l, tok); publish_x(xa, p.gamma + (2 * l + 2) * kHidden, ca, p.ssq);
+        load_gamma(p.gamma + (2 * l + 2) * kHidden);
+        { float acc[R]; leaf_sum(I4{}, I1{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
+          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc, 256 * NC); }
+        residual(1, l, tok); publish_x(xa, ca, p.ssq); recv_done();
         STAMP(10)
       }
       // ---- LM head and greedy choice ----

@@ -23,6 +23,7 @@ struct Params {
   u8* qkv;             // [8 groups][NC][48 tiles][16] bf16
   float* ssq;          // [2][128 blocks][NC]
   u64* best;           // [128 blocks][NC]
+  u64* inv;            // [2][NC] {1/rms, tag}
   u32* counters;       // [6][16] spaced by 128 bytes: xa, xm, xo, xd, xq, xt
   const int* first_token; int* tokens; float* logits; u32* report; float* states; long long* trace;
   int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window, window_o; u32 flags;  // flags 1: no waits for counters; 2: no K and V reads; 4: no activation copies
@@ -38,9 +39,9 @@ __device__ __forceinline__ bool mbar_try(u32 b, u32 parity) {
   u32 r; asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(r) : "r"(b), "r"(parity) : "memory"); return r;
 }
 __device__ __forceinline__ u32 mapa(u32 a, u32 rank) { u32 r; asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(rank)); return r; }
-// into the peer's shared memory; its mbarrier counts the bytes, so neither side needs a fence
-__device__ __forceinline__ void st_async(u32 a, u32 bar, float x, float y, float z, float w) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(a), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(__float_as_uint(w)), "r"(bar) : "memory");
+// to the peer's shared memory; its mbarrier counts the bytes, so neither side needs a fence for them
+__device__ __forceinline__ void bulk_send(u32 dst, u32 src, u32 n, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(dst), "r"(src), "r"(n), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void sts128(u32 a, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 n, u32 bar, u64 policy) {
@@ -55,6 +56,7 @@ __device__ __forceinline__ Word ld_kv(const u8* p) { Word v; asm volatile("ld.gl
 __device__ __forceinline__ Word ld_word(const void* p) { Word v; asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ u32 ld_relaxed(const void* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ u64 ld_relaxed64(const void* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ void st_relaxed64(void* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 __device__ __forceinline__ u32 ld_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ void red_release(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0],1;" ::"l"(p) : "memory"); }
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -133,7 +135,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
   u8 *xa = p.acts, *xo = xa + 256 * KB, *xm = xo + 256 * KB, *xd = xm + 256 * KB;
   u32 *ca = p.counters, *cm = ca + 512, *co = cm + 512, *cd = co + 512, *cq = cd + 512, *ct = cq + 512;
   if (tid == 0) {
-    for (int i = 0; i < 16; i++) { mbar_init(wfull + 8 * i, 1); mbar_init(wempty + 8 * i, 8); mbar_init(afull + 8 * i, 1); mbar_init(aempty + 8 * i, 8); }
+    for (int i = 0; i < 16; i++) { mbar_init(wfull + 8 * i, 2); mbar_init(wempty + 8 * i, 8); mbar_init(afull + 8 * i, 1); mbar_init(aempty + 8 * i, 8); }
     mbar_init(rfull, 8); mbar_init(rfree, 2); mbar_init(invf, 1); mbar_init(invf + 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -144,18 +146,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    if (warp == 8 || warp == 11) {  // ---- the weight stream, bounded in flight; stages alternate between two warps ----
+    if (warp == 8 || warp == 11) {  // ---- the weight stream, bounded in flight; two warps share the copies of a stage ----
       const u64 policy = evict_first(); u32 i = 0, slot = 0, ph = 1, landed = 0, wslot = 0, wph = 0, window = p.window;
-      // lanes < n each copy `bytes` from src to offset dst of the stage's slot
-      auto issue = [&](u32 total, bool on, const u8* src, u32 dst, u32 bytes) {
-        const bool turn = (i & 1) == (warp == 11);
-        if (turn && lane == 0) {
+      // lanes with `on` copy `bytes` from src to offset dst of the stage's slot; each warp takes the lanes of its parity of every stage
+      auto issue = [&](bool on, const u8* src, u32 dst, u32 bytes) {
+        on = on && (lane & 1) == (warp == 11); const u32 total = __reduce_add_sync(~0u, on ? bytes : 0);
+        if (lane == 0) {
           mbar_wait(p, wempty + 8 * slot, ph, 1);
           while (landed + window <= i) { mbar_wait(p, wfull + 8 * wslot, wph, 2); landed++; if (++wslot == (u32)nslot) { wslot = 0; wph ^= 1; } }
           mbar_expect(wfull + 8 * slot, total);
         }
         __syncwarp();
-        if (turn && on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
+        if (on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
         i++; if (++slot == (u32)nslot) { slot = 0; ph ^= 1; }
       };
       for (int tok = 0; tok < p.ntok; tok++) {
@@ -163,24 +165,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int l = 0; l < kLayers; l++, w += kLayerBytes) {
           { const int wd = lane & 1 ? 1 : 2, first = pair * 6 + (lane >> 1) * 3 + (lane & 1) * 2; const u32 dst = ((lane >> 1) * 3 + (lane & 1) * 2) * KSQ * 512;
             const u8* src = w + (u64)first * 256 * 512 + (u64)half * 128 * wd * 512;
-            for (int k = 0; k < 128; k += KSQ) issue(6 * KSQ * 512, lane < 4, src + (u64)k * wd * 512, dst, KSQ * wd * 512); }
+            for (int k = 0; k < 128; k += KSQ) issue(lane < 4, src + (u64)k * wd * 512, dst, KSQ * wd * 512); }
           auto pair_phase = [&](const u8* base, int kl) {
             const int wg = lane >> 1, u = lane & 1; const u8* src = base + ((u64)(pair * 4 + 2 * u) * 16 * kl + (u64)(8 * half + 4 * wg) * kl * 2) * 512;
-            for (int k = 0; k < 4 * kl; k += KSO) issue(8 * KSO * 512, lane < 4, src + k * 1024, (wg * 2 + u) * KSO * 1024, KSO * 1024);
+            for (int k = 0; k < 4 * kl; k += KSO) issue(lane < 4, src + k * 1024, (wg * 2 + u) * KSO * 1024, KSO * 1024);
           };
           window = p.window_o; pair_phase(w + kQkvBytes, 16); window = p.window;
           { const u8* src = w + kQkvBytes + kOBytes + (u64)(7 * s + lane) * 2 * 256 * 512;
-            for (int k = 0; k < 256; k += KSH) issue(7 * KSH * 1024, lane < 7, src + k * 1024, lane * KSH * 1024, KSH * 1024); }
+            for (int k = 0; k < 256; k += KSH) issue(lane < 7, src + k * 1024, lane * KSH * 1024, KSH * 1024); }
           pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56);
         }
         for (int q = 0; q < head_passes; q++) {
           const int tiles = min(16, head_n - 16 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 16 * q + 2 * lane) * 256 * 512;
-          for (int k = 0; k < 256; k += KSH) issue(tiles * KSH * 512, wd > 0, src + (u64)k * wd * 512, lane * KSH * 1024, KSH * wd * 512);
+          for (int k = 0; k < 256; k += KSH) issue(wd > 0, src + (u64)k * wd * 512, lane * KSH * 1024, KSH * wd * 512);
         }
       }
     } else if (warp == 9) {  // ---- the activation stream ----
       u32 slot = 0, ph = 1, ready = 0;
-      auto begin = [&](u32 bytes) { if (lane == 0) { mbar_wait(p, aempty + 8 * slot, ph, 11); mbar_expect(afull + 8 * slot, bytes); } __syncwarp(); };
+      auto begin = [&](u32 bytes) { if (lane == 0) { mbar_wait(p, aempty + 8 * slot, ph, 11); if (p.flags & 4) mbar_arrive(afull + 8 * slot); else mbar_expect(afull + 8 * slot, bytes); } __syncwarp(); };
       auto next = [&] { if (++slot == (u32)nact) { slot = 0; ph ^= 1; } };
       auto need = [&](const u32* c, int n, int i, u32 target, u32 site) {  // counter i of n
         if (!(ready >> i & 1)) {
@@ -193,7 +195,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           proxy_fence(); __syncwarp();
         }
       };
-      auto copy = [&](u32 dst, const u8* src, u32 bytes) { bulk_load(aring + slot * kA + dst, src, bytes, afull + 8 * slot); };
+      auto copy = [&](u32 dst, const u8* src, u32 bytes) { if (!(p.flags & 4)) bulk_load(aring + slot * kA + dst, src, bytes, afull + 8 * slot); };
       auto pair_phase = [&](const u8* base, int kl, const u32* c, int n, u32 target, u32 site) {
         ready = 0;
         for (int k = 0; k < 4 * kl; k += 4) {
@@ -217,19 +219,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       }
     } else {  // ---- 1/rms of each column, from the blocks' sums of squares ----
       auto norm = [&](int buf, const u32* c, u32 target, u32 site) {
-        if (lane < 16) count_wait(p, c + lane * 32, target, site);
+        if (s < NC && lane < 16) count_wait(p, c + lane * 32, target, site);
         __syncwarp();
+        if (s < NC) {  // block c sums column c's 128 values as a binary tree and tells all: a value and a tag in one word
+          float v[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) v[i] = __uint_as_float(ld_relaxed(p.ssq + (buf * kBlocks + lane * 4 + i) * NC + s));
+          float q = tree<4>(v);
+#pragma unroll
+          for (int d = 1; d < 32; d *= 2) q += shflx(q, d);
+          if (lane == 0) st_relaxed64(p.inv + buf * NC + s, (u64)target << 32 | __float_as_uint(rsqrt_(q * (1.0f / kHidden) + 1e-5f)));
+        }
 #pragma unroll 1
         for (int col = lane; col < NC; col += 32) {
-          const float* q = p.ssq + buf * kBlocks * NC + col; float part[4];
-#pragma unroll
-          for (int a = 0; a < 4; a++) {
-            float v[32];
-#pragma unroll
-            for (int i = 0; i < 32; i++) v[i] = __uint_as_float(ld_relaxed(q + (a * 32 + i) * NC));
-            part[a] = tree<32>(v);
-          }
-          finv[buf * NC + col] = rsqrt_(tree<4>(part) * (1.0f / kHidden) + 1e-5f);
+          const u64* q = p.inv + buf * NC + col; u64 v = ld_relaxed64(q); const long long t0 = clock64();
+          while ((u32)(v >> 32) != target) { if (clock64() - t0 > kWaitLimit) wait_failed(p, site + 10, target, (u32)(v >> 32)); v = ld_relaxed64(q); }
+          finv[buf * NC + col] = __uint_as_float((u32)v);
         }
         __syncwarp(); if (lane == 0) mbar_arrive(invf + 8 * buf);
       };
@@ -322,31 +327,49 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int i = 0; i < R; i++) { sum[0][i] += acc[0][i]; sum[1][i] += acc[1][i]; }
       }
     };
-    // Partials to the block of the cluster that owns the rows: [source][row][column], columns swizzled. Its own by plain stores
-    // and an arrival a warp, the peer's by st.async, whose bytes complete the same barrier. `bytes`: what the peer sends.
-    auto send = [&](bool on, u32 dst, int row0, const float* acc, u32 bytes) {
-      mbar_wait(p, rfree, rp ^ 1, 6); __syncwarp();
-      if (on) {
-        const bool mine = dst == (u32)half; const u32 base = mine ? rbuf : mapa(rbuf, dst), full = mapa(rfull, dst);
-        const int row = row0 + g + 8 * (t & 1), sw = ((row ^ row >> 3) & 3) << 3;
+    // Partials to the block of the cluster that owns the rows. A tile is [16 rows][NC] fp32, columns swizzled; in registers a
+    // lane holds 4 columns of one row (lanes t, t ^ 1 swap halves of the product's layout). The peer's tiles go by one bulk copy
+    // each, whose bytes complete its barrier; the 8 warps' arrivals order what lies here.
+    constexpr u32 kTile = NC * 64;
+    auto rows4 = [&](float* c) {
 #pragma unroll
-        for (int j = 0; j < NC / 8; j++) {  // lanes t, t ^ 1 swap halves: 4 columns of one row each
-          const float *c = acc + 4 * j; const float s0 = shflx(t & 1 ? c[0] : c[2], 1), s1 = shflx(t & 1 ? c[1] : c[3], 1);
-          const float x = t & 1 ? s0 : c[0], y = t & 1 ? s1 : c[1], z = t & 1 ? c[2] : s0, w = t & 1 ? c[3] : s1;
-          const u32 a = base + (row * NC + ((8 * j + 4 * (t >> 1)) ^ sw)) * 4;
-          if (mine) sts128(a, x, y, z, w); else st_async(a, full, x, y, z, w);
-        }
+      for (int j = 0; j < NC / 8; j++) {
+        float* v = c + 4 * j; const float s0 = shflx(t & 1 ? v[0] : v[2], 1), s1 = shflx(t & 1 ? v[1] : v[3], 1);
+        if (t & 1) { v[0] = s0; v[1] = s1; } else { v[2] = s0; v[3] = s1; }
       }
-      __syncwarp(); if (lane == 0) { if (warp == 0) mbar_expect(rfull, bytes); else mbar_arrive(rfull); }
-      mbar_wait(p, rfull, rp, 7); __syncwarp();
     };
-    auto received = [&](int row, int col) { return fr[row * NC + (col ^ (((row ^ row >> 3) & 3) << 3))]; };
+    auto at = [&](u32 tile, int swz_tile, int j) { const int row = g + 8 * (t & 1), sw = ((row ^ (row >> 3) ^ (2 * swz_tile)) & 3) << 3; return rbuf + tile * kTile + (row * NC + ((8 * j + 4 * (t >> 1)) ^ sw)) * 4; };
+    auto put = [&](u32 tile, int swz_tile, const float* c) {
+#pragma unroll
+      for (int j = 0; j < NC / 8; j++) sts128(at(tile, swz_tile, j), c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3]); };
+    auto add_to = [&](u32 tile, int swz_tile, float* c) {
+#pragma unroll
+      for (int j = 0; j < NC / 8; j++) { const Word v = lds128(at(tile, swz_tile, j)); c[4 * j] += __uint_as_float(v.x); c[4 * j + 1] += __uint_as_float(v.y); c[4 * j + 2] += __uint_as_float(v.z); c[4 * j + 3] += __uint_as_float(v.w); } };
+    auto ship = [&](u32 from, u32 to) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncwarp(); if (lane == 0) bulk_send(mapa(rbuf + to * kTile, half ^ 1), rbuf + from * kTile, kTile, mapa(rfull, half ^ 1)); };
+    auto arrive_and_wait = [&](u32 bytes) { __syncwarp(); if (lane == 0) { if (warp == 0) mbar_expect(rfull, bytes); else mbar_arrive(rfull); } mbar_wait(p, rfull, rp, 7); __syncwarp(); };
+    // o, down: tiles 0..3 warpgroup 1's, 4 and 5 to the peer, 6 and 7 from the peer; own sums in 2 * half + 0, 1
+    auto exchange_pair = [&](float* c) {
+      mbar_wait(p, rfree, rp ^ 1, 6); __syncwarp(); rows4(c);
+      if (wg == 1) put(wi, wi & 1, c);
+      bar();
+      if (wg == 0) { add_to(wi, wi & 1, c); if ((wi >> 1) == half) put(wi, wi & 1, c); else { put(4 + (wi & 1), wi & 1, c); ship(4 + (wi & 1), 6 + (wi & 1)); } }
+      arrive_and_wait(2 * kTile);
+    };
+    // qkv: tiles 0..2 to the peer, 3..5 from it and then the sums
+    auto exchange_qkv = [&](int u, int r, float* c) {
+      mbar_wait(p, rfree, rp ^ 1, 6); __syncwarp(); rows4(c); const bool on = warp < 6, mine = u == half;
+      if (on && !mine) { put(r, r & 1, c); ship(r, 3 + r); }
+      arrive_and_wait(3 * kTile);
+      if (on && mine) { add_to(3 + r, r & 1, c); put(3 + r, r & 1, c); }
+      bar();
+    };
+    auto received = [&](int tile, int swz_tile, int row, int col) { return fr[tile * NC * 16 + row * NC + (col ^ (((row ^ (row >> 3) ^ (2 * swz_tile)) & 3) << 3))]; };
     // after the block's barrier that follows the last use of what was read
     auto recv_done = [&] { if (tid < 2) mbar_arrive_remote(mapa(rfree, tid)); rp ^= 1; };
     auto wait_inv = [&](int buf) { mbar_wait(p, invf + 8 * buf, ip[buf], 8); ip[buf] ^= 1; __syncwarp(); };
 
     // own rows of the hidden state: warp = 8 columns, lane = (8 of the 32 rows, column)
-    const int hc = warp * 8 + (lane & 7), hq = lane >> 3; const bool own = warp < NC / 8; float h[8] = {}; Word gw;
+    const int hc = (warp * 8 + (lane & 7)) % NC, hq = lane >> 3; const bool own = warp < NC / 8; float h[8] = {}; Word gw;
     auto load_gamma = [&](const u16* gamma) { gw = ld_word(gamma + s * 32 + hq * 8); };
     auto publish_x = [&](u8* x, u32* counters, float* ssq) {
       if (own) {
@@ -364,7 +387,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     auto residual = [&](int which, int l, int tok) {
       if (own) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) { const int row = hq * 8 + i; h[i] += (received(row, hc) + received(32 + row, hc)) + (received(64 + row, hc) + received(96 + row, hc)); }
+        for (int i = 0; i < 8; i++) { const int row = hq * 8 + i; h[i] += received(2 * half + (row >> 4), row >> 4, row & 15, hc) + received(6 + (row >> 4), row >> 4, row & 15, hc); }
         if (TRACE && p.states && tok == p.ntok - 1) for (int i = 0; i < 8; i++) p.states[((u64)(l * 2 + which) * NC + hc) * kHidden + s * 32 + hq * 8 + i] = h[i];
       }
     };
@@ -518,13 +541,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         { float acc[R]; // qkv: tiles 0..3 warpgroup 0, 4 and 5 warpgroup 1
           const int tile = min(warp, 5), u = tile / 3, r = tile % 3;
           leaf_sum(I8{}, I2{}, 4, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, acc); STAMP(1)
-          send(warp < 6, u, half * 48 + r * 16, acc, 192 * NC); }
+          exchange_qkv(u, r, acc); }
         STAMP(2)
         wait_inv(0);
         if (tid < 3 * NC) {
           const int tl = tid / NC, col = tid % NC, qt = member * 3 + tl; const float inv = finv[col]; float y[16];
 #pragma unroll
-          for (int i = 0; i < 16; i++) y[i] = (received(tl * 16 + i, col) + received(48 + tl * 16 + i, col)) * inv;
+          for (int i = 0; i < 16; i++) y[i] = received(3 + tl, tl & 1, i, col) * inv;
           if (qt < 40) {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -542,7 +565,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         STAMP(4)
         load_gamma(p.gamma + (2 * l + 1) * kHidden);
         { float acc[R]; leaf_sum(I4{}, I1{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
-          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc, 256 * NC); }
+          exchange_pair(acc); }
         residual(0, l, tok); publish_x(xm, cm, p.ssq + kBlocks * NC); recv_done();
         STAMP(6)
         { float sum[2][R]; hidden_sum(2, sum); STAMP(7)
@@ -564,7 +587,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         STAMP(8)
         load_gamma(p.gamma + (2 * l + 2) * kHidden);
         { float acc[R]; leaf_sum(I4{}, I1{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
-          send(true, wi >> 1, (half * 2 + wg) * 32 + (wi & 1) * 16, acc, 256 * NC); }
+          exchange_pair(acc); }
         residual(1, l, tok); publish_x(xa, ca, p.ssq); recv_done();
         STAMP(10)
       }
@@ -602,13 +625,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       }
       bar(); if (tid == 0) { red_release(ct); count_wait(p, ct, kBlocks * (p.epoch_t + tok + 1), 10); }
       bar();
-      { float bv = -3.0e38f; int bi = 0x7fffffff; constexpr int PARTS = 256 / NC; const int part = tid / NC;
+      { float bv = -3.0e38f; int bi = 0x7fffffff; constexpr int PARTS = 256 / NC;
 #pragma unroll 8
-        for (int b = part; b < kBlocks; b += PARTS) { const u64 v = ld_relaxed64(p.best + b * NC + hc); take(bv, bi, __uint_as_float((u32)v), (int)(v >> 32)); }
+        for (int b = tid / NC; b < kBlocks; b += PARTS) { const u64 v = ld_relaxed64(p.best + b * NC + tid % NC); take(bv, bi, __uint_as_float((u32)v), (int)(v >> 32)); }
         fr[2 * tid] = bv; fr[2 * tid + 1] = __int_as_float(bi); bar();
+        bv = -3.0e38f; bi = 0x7fffffff;
         for (int q = 0; q < PARTS; q++) take(bv, bi, fr[2 * (q * NC + hc)], __float_as_int(fr[2 * (q * NC + hc) + 1]));
-        token = bi; if (p.flags & 1) token = (tok * 977 + hc) % kVocab;
-        if (s == 0 && tid < NC) p.tokens[tok * NC + tid] = bi;
+        token = bi;
+        if (s == 0 && own && hq == 0) p.tokens[tok * NC + hc] = bi;
         bar(); }
       { const int l = kLayers; STAMP(2) }
     }

@@ -105,11 +105,11 @@ class Wide:
         s.qkv = torch.zeros(8 * nc * 48 * 16, dtype=torch.bfloat16, device=dev); s.ssq = torch.zeros(2 * G * nc, device=dev); s.best = torch.zeros(G * nc, dtype=torch.int64, device=dev); s.inv = torch.zeros(2 * nc, dtype=torch.int64, device=dev)
         s.counters = torch.zeros(6 * 512, dtype=torch.int32, device=dev); s.x = s.l = s.t = 0
         s.logits = torch.full((nc, V), float("nan"), device=dev); s.states = torch.zeros(L, 2, nc, H, device=dev); s.trace = torch.zeros(G, L + 1, 24, dtype=torch.int64, device=dev)
-    def __call__(s, ntok, sk=2, wg=1, nslot=None, nact=None, window=4, window_o=None, flags=0, warm=0, reps=1, logits=True, trace=False):
-        nslot = nslot or (8 if s.nc == 64 else 10) // sk; nact = nact or 4; out = torch.full((ntok, s.nc), -1, dtype=torch.int32, device=dev); d = lambda t: t.data_ptr()
+    def __call__(s, ntok, sk=2, wg=1, nslot=None, nact=None, window=3, window_o=5, flags=0, warm=0, reps=1, logits=True, trace=False):
+        nslot = nslot or ((6 if s.nc == 64 else 9) if sk == 1 else 5 if s.nc == 64 else 6); nact = nact or (3 if s.nc == 64 else 4); window, window_o = min(window, nslot), min(window_o, nslot); out = torch.full((ntok, s.nc), -1, dtype=torch.int32, device=dev); d = lambda t: t.data_ptr()
         if flags & 1: s.counters.zero_(); s.x = s.l = s.t = 0
         p = P(d(wp), d(gamma), d(emb), d(s.kv), d(rope), d(s.acts), d(s.qkv), d(s.ssq), d(s.best), d(s.inv), d(s.counters), d(toks), d(out), d(s.logits) if logits else None, lib.wide_report(),
-              d(s.states) if trace else None, d(s.trace) if trace else None, ntok, s.x, s.l, s.t, nslot, nact, window, window_o or window, flags)
+              d(s.states) if trace else None, d(s.trace) if trace else None, ntok, s.x, s.l, s.t, nslot, nact, window, window_o, flags)
         torch.cuda.synchronize(); ms = lib.wide_run(ctypes.byref(p), s.nc, sk, wg, int(trace), warm, reps)
         if ms < 0: log("FAILED", ms, dict(nc=s.nc, sk=sk, wg=wg, nslot=nslot, nact=nact, window=window, flags=flags)); sys.exit(1)
         n = (warm + reps) * ntok; s.x += n * (L + 1); s.l += n * L; s.t += n; torch.cuda.synchronize()
@@ -150,8 +150,10 @@ def traces():
     for nc in (32, 64):
         r = Wide(nc); r(4, trace=True, logits=False); t = r.trace.cpu(); f = lambda x: f"mean {x.mean():7.2f} max {x.amax(0).mean():7.2f} min {x.amin(0).mean():7.2f}"; d = lambda i, j: (t[:, 2:30, j] - t[:, 2:30, i]).float() / 1.755e3
         print(f"-- trace N={nc}, us at 1.755 GHz, mean over blocks and layers; max and min over blocks")
-        for n, i, j in (("qkv product (with wait for x)", 0, 1), ("qkv partials received", 1, 2), ("qkv finished and published", 2, 3), ("attention", 3, 4), ("o product (with wait)", 4, 5), ("o exchange, residual, published", 5, 6), ("gate/up product (with wait)", 6, 7), ("gate/up published", 7, 8), ("down product (with wait)", 8, 9), ("down exchange, residual, published", 9, 10)): print(f"{n:36s} {f(d(i, j))}")
+        for n, i, j in (("qkv product (with wait for x)", 0, 1), ("qkv partials exchanged", 1, 2), ("1/rms there", 2, 11), ("q, k, v written", 11, 12), ("published", 12, 3), ("q, k, v of the group seen", 3, 13), ("K pass", 13, 14), ("V pass", 14, 15), ("merged", 15, 16), ("published", 16, 4),
+                        ("o product (with wait)", 4, 5), ("o partials exchanged", 5, 17), ("residual, published", 17, 6), ("gate/up product (with wait)", 6, 7), ("gate/up published", 7, 8), ("down product (with wait)", 8, 9), ("down partials exchanged", 9, 18), ("residual, published", 18, 10)): print(f"{n:36s} {f(d(i, j))}")
         print(f"layer {f((t[:, 3:31, 0] - t[:, 2:30, 0]).float() / 1.755e3)}; head {f((t[:, 32:, 1] - t[:, 32:, 0]).float() / 1.755e3)}; token exchange {f((t[:, 32:, 2] - t[:, 32:, 1]).float() / 1.755e3)}", flush=True)
+        sm = t[:, 0, 23]; gu = d(6, 7).mean(1); o = sm.argsort(); print("gate/up by SM id:", " ".join(f"{int(sm[i])}:{gu[i]:.0f}" for i in o), flush=True)
 if "check" in a: check()
 if "time" in a: timing()
 if "trace" in a: traces()

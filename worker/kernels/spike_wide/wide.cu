@@ -117,14 +117,14 @@ template <int NC, bool WG> __device__ __forceinline__ void product(float* acc, c
 
 template <int V> struct Int { static constexpr int v = V; };
 template <int NC, int SK> struct Smem {
-  static constexpr u32 slot = SK * 16384, act = 8 * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
+  static constexpr u32 slot = SK == 1 ? 16384 : 28672, act = 8 * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
   static u32 __host__ __device__ bytes(int nslot, int nact) { return nslot * slot + nact * act + recv + 2 * NC * 4 + 512 + 1024; }
 };
 
 template <int NC, int SK, bool WG, bool TRACE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const __grid_constant__ Params p) {
   constexpr int KB = NC * 32, R = NC / 2;                      // bytes of a k16 block of activations; accumulators of a 16 x NC tile a lane
-  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4 * SK, KA = 8;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
+  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4, KA = 8;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
   constexpr u32 kW = Smem<NC, SK>::slot, kA = Smem<NC, SK>::act;
   extern __shared__ __align__(1024) u8 smem[];
   const int nslot = p.nslot, nact = p.nact;
@@ -140,9 +140,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (tid < 128) frope[tid] = p.rope[tid];
+  if (TRACE && tid == 0) { u32 id; asm volatile("mov.u32 %0, %%smid;" : "=r"(id)); p.trace[(u64)s * (kLayers + 1) * 24 + 23] = id; }
   __syncthreads();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 7) / 8;
+  const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 6) / 7;
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -173,10 +174,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           window = p.window_o; pair_phase(w + kQkvBytes, 16); window = p.window;
           { const u8* src = w + kQkvBytes + kOBytes + (u64)(7 * s + lane) * 2 * 256 * 512;
             for (int k = 0; k < 256; k += KSH) issue(lane < 7, src + k * 1024, lane * KSH * 1024, KSH * 1024); }
-          pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56);
+          window = p.window_o; pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56); window = p.window;
         }
         for (int q = 0; q < head_passes; q++) {
-          const int tiles = min(16, head_n - 16 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 16 * q + 2 * lane) * 256 * 512;
+          const int tiles = min(14, head_n - 14 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 14 * q + 2 * lane) * 256 * 512;
           for (int k = 0; k < 256; k += KSH) issue(wd > 0, src + (u64)k * wd * 512, lane * KSH * 1024, KSH * wd * 512);
         }
       }
@@ -262,15 +263,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     long long* tr = TRACE && tid == 0 ? p.trace + (u64)s * (kLayers + 1) * 24 : nullptr;
 #define STAMP(i_) if (TRACE && tr && tok == p.ntok - 1) tr[l * 24 + i_] = clock64();
 
-    // one tile a warp, steps of 4 k16: SK of them a weight stage, APS an activation slot; all leaves of this block's half of K
-    auto leaf_sum = [&](auto nl_c, auto aps_c, int steps, u32 a0, u32 astride, u32 b0, float* acc) {
-      constexpr int NL = decltype(nl_c)::v, APS = decltype(aps_c)::v;
+    // one tile a warp, steps of 4 k16: WPS of them a weight stage, APS an activation slot; all leaves of this block's half of K
+    auto leaf_sum = [&](auto nl_c, auto aps_c, auto wps_c, int steps, u32 a0, u32 astride, u32 b0, float* acc) {
+      constexpr int NL = decltype(nl_c)::v, APS = decltype(aps_c)::v, WPS = decltype(wps_c)::v;
       auto leaf = [&](float* c) {
 #pragma unroll
         for (int i = 0; i < R; i++) c[i] = 0;
 #pragma unroll 1
         for (int st = 0; st < steps; st++) {
-          const u32 wsub = st & (SK - 1), asub = st & (APS - 1);
+          const u32 wsub = st & (WPS - 1), asub = st & (APS - 1);
           if (asub == 0) a_wait();
           if (wsub == 0) w_wait();
           Word f[4]; const u32 q = ring + ws * kW + a0 + lane * 16 + wsub * 4 * astride, b = aring + as_ * kA + b0 + asub * 4 * KB;
@@ -280,7 +281,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
           for (int k = 0; k < 4; k++) product<NC, WG>(c, f[k], b + k * KB);
           if (WG) { wgmma_commit(); wgmma_wait(); pin<R>(c); }
-          const bool never = used(c); if (wsub == SK - 1) { w_release(ws, never); w_next(); } if (asub == APS - 1) a_release(never);
+          const bool never = used(c); if (wsub == WPS - 1) { w_release(ws, never); w_next(); } if (asub == APS - 1) a_release(never);
         }
       };
       auto add = [&](float* a, const float* b) {
@@ -295,7 +296,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       float acc[2][R];
 #pragma unroll
       for (int i = 0; i < R; i++) { sum[0][i] = 0; sum[1][i] = 0; }
-      const u32 a0 = warp * KSH * 1024 + lane * 16;
+      const u32 a0 = min(warp, 6) * KSH * 1024 + lane * 16;
 #pragma unroll 1
       for (int leaf = 0; leaf < 16; leaf++) {
 #pragma unroll
@@ -317,9 +318,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             for (int k = 0; k < 2; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * 2 + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * 2 + k) * KB); }
             if (WG) wgmma_commit();
             const u32 cur = ws; if (w % SK == SK - 1) w_next();
-            if (w < 3) load(f[(w + 1) & 1], w + 1);
+            if (w < 3 && w % SK != SK - 1) load(f[(w + 1) & 1], w + 1);
             if (WG) { wgmma_wait(); pin<R>(acc[0]); pin<R>(acc[1]); }
-            never = used(acc[0]) | used(acc[1]); if (w % SK == SK - 1) w_release(cur, never);
+            never = used(acc[0]) | used(acc[1]); if (w % SK == SK - 1) { w_release(cur, never); if (w < 3) load(f[(w + 1) & 1], w + 1); }
           }
           a_release(never);
         }
@@ -393,7 +394,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     };
 
     // ---- attention: 8 warps, NC / 16 columns of this kv head; a leaf is 16 positions ----
-    auto attention = [&](int l, u32 target) {
+    auto attention = [&](int l, u32 target, int tok) {
       constexpr int WPI = 128 / NC, LPW = 32 / WPI;
       const int item = warp / WPI, part = warp % WPI, col = member * (NC / 16) + item, leaf0 = part * LPW;
       u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
@@ -406,7 +407,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
       for (int i = 0; i < 4; i++) load(k[i], kv + i * 8192);
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
-      __syncwarp();
+      __syncwarp(); STAMP(13)
       const u8* qb = p.qkv + ((u64)group * NC + col) * 48 * 32; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -460,7 +461,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             }
           }
         }
-      bar();
+      STAMP(14) bar();
       float e[4];
 #pragma unroll
       for (int hd = 0; hd < 4; hd++) {
@@ -511,7 +512,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
           for (int c = 0; c < 4; c++) partial(j, c) = LPW == 16 ? partial(j, c) + n[j][c] : n[j][c];
       }
-      bar();
+      STAMP(15) bar();
       if (tid < NC * 4) {
         const int it = tid >> 6, hd = tid >> 4 & 3, j = tid >> 1 & 7, hf = tid & 1, c = member * (NC / 16) + it; const float d = ds[it * 4 + hd]; float o[8];
 #pragma unroll
@@ -540,10 +541,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         STAMP(0)
         { float acc[R]; // qkv: tiles 0..3 warpgroup 0, 4 and 5 warpgroup 1
           const int tile = min(warp, 5), u = tile / 3, r = tile % 3;
-          leaf_sum(I8{}, I2{}, 4, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, acc); STAMP(1)
+          leaf_sum(I8{}, I2{}, Int<SK>{}, 4, (u * 3 + (r == 2 ? 2 : 0)) * KSQ * 512 + (r == 1 ? 512 : 0), r == 2 ? 512 : 1024, 0, acc); STAMP(1)
           exchange_qkv(u, r, acc); }
         STAMP(2)
-        wait_inv(0);
+        wait_inv(0); STAMP(11)
         if (tid < 3 * NC) {
           const int tl = tid / NC, col = tid % NC, qt = member * 3 + tl; const float inv = finv[col]; float y[16];
 #pragma unroll
@@ -558,14 +559,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           Word* q = (Word*)(p.qkv + (((u64)group * NC + col) * 48 + qt) * 32);
           q[0] = Word{bf16x2(y[0], y[1]), bf16x2(y[2], y[3]), bf16x2(y[4], y[5]), bf16x2(y[6], y[7])}; q[1] = Word{bf16x2(y[8], y[9]), bf16x2(y[10], y[11]), bf16x2(y[12], y[13]), bf16x2(y[14], y[15])};
         }
-        bar(); if (tid == 0) red_release(cq + group * 32);
+        bar(); STAMP(12) if (tid == 0) red_release(cq + group * 32);
         STAMP(3)
-        attention(l, 16 * (nl + l));
-        publish(co + group * 32); recv_done();  // the scratch of attention lay in the receive buffer
+        attention(l, 16 * (nl + l), tok);
+        STAMP(16) publish(co + group * 32); recv_done();  // the scratch of attention lay in the receive buffer
         STAMP(4)
         load_gamma(p.gamma + (2 * l + 1) * kHidden);
-        { float acc[R]; leaf_sum(I4{}, I1{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
-          exchange_pair(acc); }
+        { float acc[R]; leaf_sum(I4{}, I1{}, I1{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
+          exchange_pair(acc); STAMP(17) }
         residual(0, l, tok); publish_x(xm, cm, p.ssq + kBlocks * NC); recv_done();
         STAMP(6)
         { float sum[2][R]; hidden_sum(2, sum); STAMP(7)
@@ -586,8 +587,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           publish(cd + (s >> 3) * 32); }
         STAMP(8)
         load_gamma(p.gamma + (2 * l + 2) * kHidden);
-        { float acc[R]; leaf_sum(I4{}, I1{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
-          exchange_pair(acc); }
+        { float acc[R]; leaf_sum(I4{}, I1{}, I1{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
+          exchange_pair(acc); STAMP(18) }
         residual(1, l, tok); publish_x(xa, ca, p.ssq); recv_done();
         STAMP(10)
       }
@@ -598,8 +599,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       wait_inv(0);
 #pragma unroll 1
       for (int q = 0; q < head_passes; q++) {
-        const int width = max(0, min(2, head_n - 16 * q - 2 * warp)); float sum[2][R]; hidden_sum(max(width, 1), sum);
-        const int v0 = (head_lo + 16 * q + 2 * warp) * 16 + g;
+        const int width = warp < 7 ? max(0, min(2, head_n - 14 * q - 2 * warp)) : 0; float sum[2][R]; hidden_sum(max(width, 1), sum);
+        const int v0 = (head_lo + 14 * q + 2 * warp) * 16 + g;
 #pragma unroll
         for (int j = 0; j < NC / 8; j++)
 #pragma unroll

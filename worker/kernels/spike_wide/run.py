@@ -105,8 +105,8 @@ class Wide:
         s.qkv = torch.zeros(8 * nc * 48 * 16, dtype=torch.bfloat16, device=dev); s.ssq = torch.zeros(2 * G * nc, device=dev); s.best = torch.zeros(G * nc, dtype=torch.int64, device=dev); s.inv = torch.zeros(2 * nc, dtype=torch.int64, device=dev)
         s.counters = torch.zeros(6 * 512, dtype=torch.int32, device=dev); s.x = s.l = s.t = 0
         s.logits = torch.full((nc, V), float("nan"), device=dev); s.states = torch.zeros(L, 2, nc, H, device=dev); s.trace = torch.zeros(G, L + 1, 24, dtype=torch.int64, device=dev)
-    def __call__(s, ntok, sk=2, wg=1, nslot=None, nact=None, window=3, window_o=5, flags=0, warm=0, reps=1, logits=True, trace=False):
-        nslot = nslot or ((6 if s.nc == 64 else 9) if sk == 1 else 5 if s.nc == 64 else 6); nact = nact or (3 if s.nc == 64 else 4); window, window_o = min(window, nslot), min(window_o, nslot); out = torch.full((ntok, s.nc), -1, dtype=torch.int32, device=dev); d = lambda t: t.data_ptr()
+    def __call__(s, ntok, sk=2, wg=1, nslot=None, nact=None, window=3, window_o=3, flags=0, warm=0, reps=1, logits=True, trace=False):
+        nslot = nslot or (4 if s.nc == 64 else 5); nact = nact or 4; window, window_o = min(window, nslot), min(window_o, nslot); out = torch.full((ntok, s.nc), -1, dtype=torch.int32, device=dev); d = lambda t: t.data_ptr()
         if flags & 1: s.counters.zero_(); s.x = s.l = s.t = 0
         p = P(d(wp), d(gamma), d(emb), d(s.kv), d(rope), d(s.acts), d(s.qkv), d(s.ssq), d(s.best), d(s.inv), d(s.counters), d(toks), d(out), d(s.logits) if logits else None, lib.wide_report(),
               d(s.states) if trace else None, d(s.trace) if trace else None, ntok, s.x, s.l, s.t, nslot, nact, window, window_o, flags)

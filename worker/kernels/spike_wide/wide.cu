@@ -20,7 +20,7 @@ constexpr u64 kLayerBytes = kQkvBytes + kOBytes + kGuBytes + kDownBytes;
 struct Params {
   const u8* weights; const u16* gamma; const u16* embedding; u8* kv; const float* rope;
   u8* acts;            // xa, xo, xm: [256 k16][32 NC] | xd: [896 k16][32 NC]
-  u8* qkv;             // [8 groups][NC][48 tiles][16] bf16
+  u8* qkv;             // [8 groups][48 tiles][2][NC][8] bf16
   float* ssq;          // [2][128 blocks][NC]
   u64* best;           // [128 blocks][NC]
   u64* inv;            // [2][NC] {1/rms, tag}
@@ -117,14 +117,14 @@ template <int NC, bool WG> __device__ __forceinline__ void product(float* acc, c
 
 template <int V> struct Int { static constexpr int v = V; };
 template <int NC, int SK> struct Smem {
-  static constexpr u32 slot = SK == 1 ? 16384 : 28672, act = 8 * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
+  static constexpr u32 slot = 32768, act = 8 * NC * 32, recv = NC * 512 > 24576 ? NC * 512 : 24576;
   static u32 __host__ __device__ bytes(int nslot, int nact) { return nslot * slot + nact * act + recv + 2 * NC * 4 + 512 + 1024; }
 };
 
 template <int NC, int SK, bool WG, bool TRACE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const __grid_constant__ Params p) {
   constexpr int KB = NC * 32, R = NC / 2;                      // bytes of a k16 block of activations; accumulators of a 16 x NC tile a lane
-  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4, KA = 8;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
+  constexpr int KSH = 2 * SK, KSQ = 4 * SK, KSO = 4 * SK, KA = 8;  // k16 steps a stage: gate/up and head, qkv, o and down (of each warpgroup); of an activation slot
   constexpr u32 kW = Smem<NC, SK>::slot, kA = Smem<NC, SK>::act;
   extern __shared__ __align__(1024) u8 smem[];
   const int nslot = p.nslot, nact = p.nact;
@@ -143,7 +143,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
   if (TRACE && tid == 0) { u32 id; asm volatile("mov.u32 %0, %%smid;" : "=r"(id)); p.trace[(u64)s * (kLayers + 1) * 24 + 23] = id; }
   __syncthreads();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 6) / 7;
+  const int head_lo = s * kTilesHead / kBlocks, head_n = (s + 1) * kTilesHead / kBlocks - head_lo, head_units = (head_n + 1) / 2, head_passes = (head_units + 7) / 8;
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -167,6 +167,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           { const int wd = lane & 1 ? 1 : 2, first = pair * 6 + (lane >> 1) * 3 + (lane & 1) * 2; const u32 dst = ((lane >> 1) * 3 + (lane & 1) * 2) * KSQ * 512;
             const u8* src = w + (u64)first * 256 * 512 + (u64)half * 128 * wd * 512;
             for (int k = 0; k < 128; k += KSQ) issue(lane < 4, src + (u64)k * wd * 512, dst, KSQ * wd * 512); }
+          { constexpr int WPI = 128 / NC, LPW = 32 / WPI; const int col = member * (NC / 16) + (lane & 7) / WPI, leaf0 = (lane & 7) % WPI * LPW;
+            const u8* src = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192;
+            for (int k = 0; k < 2 * LPW; k++) issue(lane < 8 && !(p.flags & 2), src + (u64)(k % LPW) * 8192 + k / LPW * 4096, lane * 4096, 4096); }
           auto pair_phase = [&](const u8* base, int kl) {
             const int wg = lane >> 1, u = lane & 1; const u8* src = base + ((u64)(pair * 4 + 2 * u) * 16 * kl + (u64)(8 * half + 4 * wg) * kl * 2) * 512;
             for (int k = 0; k < 4 * kl; k += KSO) issue(lane < 4, src + k * 1024, (wg * 2 + u) * KSO * 1024, KSO * 1024);
@@ -177,7 +180,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           window = p.window_o; pair_phase(w + kQkvBytes + kOBytes + kGuBytes, 56); window = p.window;
         }
         for (int q = 0; q < head_passes; q++) {
-          const int tiles = min(14, head_n - 14 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 14 * q + 2 * lane) * 256 * 512;
+          const int tiles = min(16, head_n - 16 * q), wd = min(2, tiles - 2 * lane); const u8* src = w + (u64)(head_lo + 16 * q + 2 * lane) * 256 * 512;
           for (int k = 0; k < 256; k += KSH) issue(wd > 0, src + (u64)k * wd * 512, lane * KSH * 1024, KSH * wd * 512);
         }
       }
@@ -296,7 +299,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       float acc[2][R];
 #pragma unroll
       for (int i = 0; i < R; i++) { sum[0][i] = 0; sum[1][i] = 0; }
-      const u32 a0 = min(warp, 6) * KSH * 1024 + lane * 16;
+      const u32 a0 = warp * KSH * 1024 + lane * 16;
 #pragma unroll 1
       for (int leaf = 0; leaf < 16; leaf++) {
 #pragma unroll
@@ -399,30 +402,31 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       const int item = warp / WPI, part = warp % WPI, col = member * (NC / 16) + item, leaf0 = part * LPW;
       u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
       float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512;
-      const bool kvread = !(p.flags & 2);
-      auto load = [&](Word* w, const u8* q) {
+      Word k[2][8];
+      auto load2 = [&](u32* slots) {  // this warp's leaf of the next two stages
 #pragma unroll
-        for (int j = 0; j < 8; j++) if (kvread) w[j] = ld_kv(q + j * 512); };
-      Word k[4][8] = {};
+        for (int b = 0; b < 2; b++) {
+          w_wait(); slots[b] = ws; const u32 q = ring + ws * kW + warp * 4096 + lane * 16;
 #pragma unroll
-      for (int i = 0; i < 4; i++) load(k[i], kv + i * 8192);
+          for (int j = 0; j < 8; j++) k[b][j] = lds128(q + j * 512);
+          w_next();
+        } };
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
       __syncwarp(); STAMP(13)
-      const u8* qb = p.qkv + ((u64)group * NC + col) * 48 * 32; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
+      const u8* qb = p.qkv + (u64)group * 48 * NC * 32 + col * 16; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         qx[j] = qy[j] = 0;
-        if (g < 4 || (newest && g == 7)) { const u8* q = qb + ((g == 7 ? 32 : g * 8) + j) * 32 + t * 4; qx[j] = ld_relaxed(q); qy[j] = ld_relaxed(q + 16); }
+        if (g < 4 || (newest && g == 7)) { const u8* q = qb + ((g == 7 ? 32 : g * 8) + j) * NC * 32 + t * 4; qx[j] = ld_relaxed(q); qy[j] = ld_relaxed(q + NC * 16); }
       }
       constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
 #pragma unroll 1
-      for (int i0 = 0; i0 < LPW; i0 += 4)
-#pragma unroll
-        for (int b0 = 0; b0 < 4; b0 += 2) {  // two leaves at a time
+      for (int i0 = 0; i0 < LPW; i0 += 2) {  // two leaves at a time
+          u32 slots[2]; load2(slots);
           float sc[2][4] = {}, m[2][2], l[2][2], ex[2][4];
 #pragma unroll
           for (int b = 0; b < 2; b++) {
-            const int i = i0 + b0 + b; Word* kk = k[b0 + b];
+            const int i = i0 + b; Word* kk = k[b];
             if (newest && i == LPW - 1 && g == 7) {
 #pragma unroll
               for (int j = 0; j < 8; j++) { kk[j].y = qx[j]; kk[j].w = qy[j]; *(Word*)(kv + (u64)i * 8192 + j * 512) = kk[j]; }
@@ -432,9 +436,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
           for (int j = 0; j < 8; j++)
 #pragma unroll
-            for (int b = 0; b < 2; b++) mma(sc[b], k[b0 + b][j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
+            for (int b = 0; b < 2; b++) mma(sc[b], k[b][j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
 #pragma unroll
-          for (int b = 0; b < 2; b++) { const int i = i0 + b0 + b; load(k[b0 + b], kv + (i + 4 < LPW ? (u64)(i + 4) * 8192 : (u64)(b0 + b) * 8192 + 4096)); }  // in the end V's first leaves
+          for (int b = 0; b < 2; b++) w_release(slots[b], __float_as_uint(sc[b][0]) == 0x7fedcba9u);
 #pragma unroll
           for (int b = 0; b < 2; b++) { m[b][0] = fmaxf(sc[b][0], sc[b][2]); m[b][1] = fmaxf(sc[b][1], sc[b][3]); }
 #pragma unroll
@@ -453,7 +457,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             for (int b = 0; b < 2; b++) { l[b][0] += shflx(l[b][0], d); l[b][1] += shflx(l[b][1], d); }
 #pragma unroll
           for (int b = 0; b < 2; b++) {
-            const int i = i0 + b0 + b; const u32 pb0 = transpose8(bf16x2(ex[b][0], ex[b][1])), pb1 = transpose8(bf16x2(ex[b][2], ex[b][3]));
+            const int i = i0 + b; const u32 pb0 = transpose8(bf16x2(ex[b][0], ex[b][1])), pb1 = transpose8(bf16x2(ex[b][2], ex[b][3]));
             if (lane < 16) { pbs[i * 32 + lane * 2] = pb0; pbs[i * 32 + lane * 2 + 1] = pb1; }
             if (lane < 2) {
               float* z = zs + (item * 32 + leaf0 + i) * 4 + 2 * t; z[0] = m[b][0] * kScale + lg2(l[b][0]); z[1] = m[b][1] * kScale + lg2(l[b][1]);
@@ -477,9 +481,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       float n[8][4] = {}; float* ps = t == 0 ? fr + warp * 512 : LPW == 16 ? fr + 5136 + warp * 256 : fr + warp * 512 + 256;  // partial sums: heads 0 and 1, heads 2 and 3
       auto partial = [&](int j, int c) -> float& { return ps[(c & 1) * 128 + j * 16 + g + 8 * (c >> 1)]; };
 #pragma unroll 1
-      for (int i0 = 0; i0 < LPW; i0 += 4)
+      for (int i0 = 0; i0 < LPW; i0 += 2) {
+        u32 slots[2]; load2(slots);
 #pragma unroll
-        for (int b = 0; b < 4; b++) {
+        for (int b = 0; b < 2; b++) {
           const int i = i0 + b; Word* vv = k[b];
           if (LPW == 16 && i == 8) {  // the first group of 8 leaves waits in shared memory
 #pragma unroll
@@ -490,7 +495,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           if (newest && i == LPW - 1 && t == 3) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-              const u8* q = qb + (40 + j) * 32 + (g & ~1) * 2; u32 lo = ld_relaxed(q), hi = ld_relaxed(q + 16); lo = g & 1 ? lo & 0xffff0000u : lo << 16; hi = g & 1 ? hi & 0xffff0000u : hi << 16;
+              const u8* q = qb + (40 + j) * NC * 32 + (g & ~1) * 2; u32 lo = ld_relaxed(q), hi = ld_relaxed(q + NC * 16); lo = g & 1 ? lo & 0xffff0000u : lo << 16; hi = g & 1 ? hi & 0xffff0000u : hi << 16;
               vv[j].z = (vv[j].z & 0xffff) | lo; vv[j].w = (vv[j].w & 0xffff) | hi; *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
             }
           }
@@ -503,8 +508,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             float o[4] = {}; mma(o, vv[j], pb0, pb1);
             n[j][0] += e0 * (o[0] * r0); n[j][1] += e1 * (o[1] * r1); n[j][2] += e0 * (o[2] * r0); n[j][3] += e1 * (o[3] * r1);
           }
-          if (i + 4 < LPW) load(vv, kv + (u64)(i + 4) * 8192 + 4096);
+          w_release(slots[b], __float_as_uint(n[7][0]) == 0x7fedcba9u);
         }
+      }
       __syncwarp();
       if (t < 2) {
 #pragma unroll
@@ -556,8 +562,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
               y[i] = fmaf(a, cs, -(b * sn)); y[i + 8] = fmaf(b, cs, a * sn);
             }
           }
-          Word* q = (Word*)(p.qkv + (((u64)group * NC + col) * 48 + qt) * 32);
-          q[0] = Word{bf16x2(y[0], y[1]), bf16x2(y[2], y[3]), bf16x2(y[4], y[5]), bf16x2(y[6], y[7])}; q[1] = Word{bf16x2(y[8], y[9]), bf16x2(y[10], y[11]), bf16x2(y[12], y[13]), bf16x2(y[14], y[15])};
+          Word* q = (Word*)(p.qkv + ((u64)group * 48 + qt) * NC * 32) + col;
+          q[0] = Word{bf16x2(y[0], y[1]), bf16x2(y[2], y[3]), bf16x2(y[4], y[5]), bf16x2(y[6], y[7])}; q[NC] = Word{bf16x2(y[8], y[9]), bf16x2(y[10], y[11]), bf16x2(y[12], y[13]), bf16x2(y[14], y[15])};
         }
         bar(); STAMP(12) if (tid == 0) red_release(cq + group * 32);
         STAMP(3)
@@ -565,7 +571,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         STAMP(16) publish(co + group * 32); recv_done();  // the scratch of attention lay in the receive buffer
         STAMP(4)
         load_gamma(p.gamma + (2 * l + 1) * kHidden);
-        { float acc[R]; leaf_sum(I4{}, I1{}, I1{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
+        { float acc[R]; leaf_sum(I4{}, I1{}, Int<SK>{}, 4, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(5)
           exchange_pair(acc); STAMP(17) }
         residual(0, l, tok); publish_x(xm, cm, p.ssq + kBlocks * NC); recv_done();
         STAMP(6)
@@ -587,7 +593,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           publish(cd + (s >> 3) * 32); }
         STAMP(8)
         load_gamma(p.gamma + (2 * l + 2) * kHidden);
-        { float acc[R]; leaf_sum(I4{}, I1{}, I1{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
+        { float acc[R]; leaf_sum(I4{}, I1{}, Int<SK>{}, 14, wg * KSO * 2048 + (wi >> 1) * KSO * 1024 + (wi & 1) * 512, 1024, wg * 4 * KB, acc); STAMP(9)
           exchange_pair(acc); STAMP(18) }
         residual(1, l, tok); publish_x(xa, ca, p.ssq); recv_done();
         STAMP(10)
@@ -599,8 +605,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       wait_inv(0);
 #pragma unroll 1
       for (int q = 0; q < head_passes; q++) {
-        const int width = warp < 7 ? max(0, min(2, head_n - 14 * q - 2 * warp)) : 0; float sum[2][R]; hidden_sum(max(width, 1), sum);
-        const int v0 = (head_lo + 14 * q + 2 * warp) * 16 + g;
+        const int width = max(0, min(2, head_n - 16 * q - 2 * warp)); float sum[2][R]; hidden_sum(max(width, 1), sum);
+        const int v0 = (head_lo + 16 * q + 2 * warp) * 16 + g;
 #pragma unroll
         for (int j = 0; j < NC / 8; j++)
 #pragma unroll

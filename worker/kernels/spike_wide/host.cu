@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <algorithm>
 #include <vector>
-#include "wide.cu"
+#include "prompt.cu"
 static u32* g_report = nullptr;
 static int check(cudaError_t e, const char* what) {
   if (e == cudaSuccess) return 0;
@@ -25,7 +25,22 @@ template <int NC, int SK, bool WG, bool TRACE> static float launch(Params p, int
   }
   CK(cudaDeviceSynchronize()); cudaEventDestroy(a); cudaEventDestroy(b); std::sort(v.begin(), v.end()); return v[v.size() / 2] / p.ntok;
 }
+template <bool TRACE> static float launch_prompt(Params p, int warm, int reps) {
+  auto k = prompt<TRACE>; const int bytes = p.nslot * 32768 + p.nact * 16384 + 32768 + 1024 + 1024;
+  CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  cudaLaunchConfig_t c = {}; c.gridDim = kBlocks; c.blockDim = 384; c.dynamicSmemBytes = bytes;
+  cudaLaunchAttribute at[1]; at[0].id = cudaLaunchAttributeCooperative; at[0].val.cooperative = 1; c.attrs = at; c.numAttrs = 1;
+  cudaEvent_t a, b; CK(cudaEventCreate(&a)); CK(cudaEventCreate(&b)); std::vector<float> v; void* args[] = {&p};
+  for (int i = 0; i < warm + reps; i++) {
+    CK(cudaEventRecord(a)); CK(cudaLaunchKernelExC(&c, (const void*)k, args)); CK(cudaEventRecord(b)); CK(cudaEventSynchronize(b));
+    float ms; CK(cudaEventElapsedTime(&ms, a, b)); if (i >= warm) v.push_back(ms);
+    p.epoch_l += p.ntok * kLayers;
+  }
+  CK(cudaDeviceSynchronize()); cudaEventDestroy(a); cudaEventDestroy(b); std::sort(v.begin(), v.end()); return v[v.size() / 2];
+}
 extern "C" {
+// ms a launch of ntok passes of 128 rows of one prompt
+float prompt_run(const Params* p, int trace, int warm, int reps) { return trace ? launch_prompt<true>(*p, warm, reps) : launch_prompt<false>(*p, warm, reps); }
 int wide_params_size() { return sizeof(Params); }
 void* wide_report() { if (!g_report) { if (cudaHostAlloc((void**)&g_report, 64, cudaHostAllocMapped) != cudaSuccess) return nullptr; } for (int i = 0; i < 16; i++) g_report[i] = 0; return g_report; }
 float wide_run(const Params* p, int nc, int sk, int wg, int trace, int warm, int reps) {

@@ -11,7 +11,7 @@ class P(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in "weights gamma embedding kv rope acts qkv ssq best inv counters first_token tokens logits report states trace".split()] + \
                [(n, ctypes.c_uint32) for n in "ntok epoch_x epoch_l epoch_t nslot nact window window_o flags".split()]
 assert ctypes.sizeof(P) == lib.wide_params_size() and ctypes.sizeof(PNarrow) == nar.spike_params_size()
-lib.wide_run.restype = ctypes.c_float; lib.wide_report.restype = ctypes.c_void_p; nar.spike_run.restype = ctypes.c_float; nar.spike_report.restype = ctypes.c_void_p; nar.spike_words_bytes.restype = ctypes.c_uint64
+lib.wide_run.restype = lib.prompt_run.restype = ctypes.c_float; lib.wide_report.restype = ctypes.c_void_p; nar.spike_run.restype = ctypes.c_float; nar.spike_report.restype = ctypes.c_void_p; nar.spike_words_bytes.restype = ctypes.c_uint64
 T0 = time.time()
 def log(*a): print(f"[{time.time()-T0:6.1f}s]", *a, flush=True)
 def w(*s): return torch.empty(*s, dtype=torch.bfloat16, device=dev).normal_(0, 0.02)
@@ -154,7 +154,42 @@ def traces():
                         ("o product (with wait)", 4, 5), ("o partials exchanged", 5, 17), ("residual, published", 17, 6), ("gate/up product (with wait)", 6, 7), ("gate/up published", 7, 8), ("down product (with wait)", 8, 9), ("down partials exchanged", 9, 18), ("residual, published", 18, 10)): print(f"{n:36s} {f(d(i, j))}")
         print(f"layer {f((t[:, 3:31, 0] - t[:, 2:30, 0]).float() / 1.755e3)}; head {f((t[:, 32:, 1] - t[:, 32:, 0]).float() / 1.755e3)}; token exchange {f((t[:, 32:, 2] - t[:, 32:, 1]).float() / 1.755e3)}", flush=True)
         sm = t[:, 0, 23]; gu = d(6, 7).mean(1); o = sm.argsort(); print("gate/up by SM id:", " ".join(f"{int(sm[i])}:{gu[i]:.0f}" for i in o), flush=True)
+def prompt():
+    """2048 tokens of one sequence in 16 passes of 128 rows, without LM head; final hidden states against torch."""
+    T = 2048; g = torch.Generator(device=dev).manual_seed(3); ids = torch.randint(0, V, (T,), device=dev, dtype=torch.int32, generator=g); d = lambda t: t.data_ptr()
+    pa = torch.arange(T, device=dev, dtype=torch.float64)[:, None] * 500000.0 ** (-torch.arange(64, device=dev, dtype=torch.float64) / 64); pr = torch.stack([pa.cos(), pa.sin()], 2).float().contiguous()
+    kv = torch.full((L * 8 * (T // 16) * 4096,), float("nan"), dtype=torch.bfloat16, device=dev); acts = torch.full(((3 * 256 + 896) * 128 * 16,), float("nan"), dtype=torch.bfloat16, device=dev)
+    qkv = torch.zeros(8 * 128 * 48 * 16, dtype=torch.bfloat16, device=dev); ssq = torch.zeros(2 * G * 128, device=dev); inv = torch.zeros(256, dtype=torch.int64, device=dev); cnt = torch.zeros(6 * 512, dtype=torch.int32, device=dev)
+    st = torch.full((T, H), float("nan"), device=dev); trace = torch.zeros(G, L + 1, 24, dtype=torch.int64, device=dev); e = 0
+    def run(ntok, warm=0, reps=1, states=True, tr=False, nslot=4, nact=4, window=4):
+        nonlocal e
+        p = P(d(wp), d(gamma), d(emb), d(kv), d(pr), d(acts), d(qkv), d(ssq), None, d(inv), d(cnt), d(ids), None, None, lib.wide_report(), d(st) if states else None, d(trace) if tr else None, ntok, e, e, 0, nslot, nact, window, window, 0)
+        torch.cuda.synchronize(); ms = lib.prompt_run(ctypes.byref(p), int(tr), warm, reps)
+        if ms < 0: log("prompt FAILED"); sys.exit(1)
+        e += (warm + reps) * ntok * L; torch.cuda.synchronize(); return ms
+    run(T // 128); first = st.clone()
+    r = lambda x: x.bfloat16().float(); cos, sin = pr[:, :, 0][:, None], pr[:, :, 1][:, None]; n = T; h = emb[ids.long()].float()
+    def rot(x): a, b = x[..., :64], x[..., 64:]; return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    mask = torch.ones(n, n, device=dev, dtype=torch.bool).tril()
+    for l, y in enumerate(layers):
+        x = r(h * gamma[2 * l].float()); i = rms(h)
+        q = r(rot((x @ y.q.float().T * i).view(n, 32, 128))); k = r(rot((x @ y.k.float().T * i).view(n, 8, 128))); v = r((x @ y.v.float().T * i).view(n, 8, 128)); o = torch.empty(n, 32, 128, device=dev)
+        for j in range(8):
+            sc = torch.einsum("nhd,sd->hns", q[:, 4 * j:4 * j + 4], k[:, j]) / 128 ** 0.5; o[:, 4 * j:4 * j + 4] = torch.einsum("hns,sd->nhd", sc.masked_fill(~mask, float("-inf")).softmax(-1), v[:, j])
+        h = h + r(o).reshape(n, H) @ y.o.float().T
+        x = r(h * gamma[2 * l + 1].float()); i = rms(h); h = h + r(torch.nn.functional.silu(x @ y.gate.float().T * i) * (x @ y.up.float().T * i)) @ y.down.float().T
+        if l == 0: h0 = h
+    e_ = rel(first, h); log(f"prompt of {T}: final hidden state against fp32 with the same roundings: max {e_.max():.4f}, mean {e_.mean():.4f}, by pass:", [f"{e_[i * 128:(i + 1) * 128].mean():.4f}" for i in (0, 1, 7, 15)], "NaN:", int(first.isnan().sum()))
+    bad = 0
+    for _ in range(5): run(T // 128); bad += not torch.equal(st, first)
+    log(f"launches that differ from the first: {bad} of 5")
+    for kw in (dict(), dict(window=3), dict(nslot=3, nact=6, window=3)): log(f"2048 tokens, {kw}: {run(T // 128, 1, 5, False, **kw):.2f} ms; first 256 tokens {run(2, 1, 5, False, **kw):.2f} ms")
+    run(T // 128, states=False, tr=True); t = trace.cpu(); f = lambda x: f"mean {x.mean():7.2f} max {x.amax(0).mean():7.2f} min {x.amin(0).mean():7.2f}"; dd = lambda i, j: (t[:, 2:30, j] - t[:, 2:30, i]).float() / 1.755e3
+    print("-- trace of the last pass (1920 positions before it), us at 1.755 GHz")
+    for nm, i, j in (("qkv product (with wait)", 0, 1), ("q, k, v published", 1, 2), ("attention", 2, 3), ("o product (with wait)", 3, 4), ("o exchange, residual, published", 4, 5), ("gate/up", 5, 6), ("down product (with publish and wait)", 6, 7), ("down exchange, residual, published", 7, 8)): print(f"{nm:40s} {f(dd(i, j))}")
+    print(f"layer {f((t[:, 3:31, 0] - t[:, 2:30, 0]).float() / 1.755e3)}", flush=True)
 if "check" in a: check()
+if "prompt" in a: prompt()
 if "time" in a: timing()
 if "trace" in a: traces()
 log("done")

@@ -255,8 +255,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     auto w_wait = [&] { mbar_wait(p, wfull + 8 * ws, wp, 3); __syncwarp(); };
     auto a_wait = [&] { mbar_wait(p, afull + 8 * as_, ap, 4); __syncwarp(); };
     auto w_next = [&] { if (++ws == (u32)nslot) { ws = 0; wp ^= 1; } };
-    // Released once the products have used it: wgmma: after wait_group; mma: the arrive's address depends on every chain.
-    auto w_release = [&](u32 slot, bool never) { __syncwarp(); if (lane == 0) mbar_arrive(wempty + 8 * slot + (never ? 8192 : 0)); };
+    // A weight slot is released once its fragments are in registers: the arrive's address depends on a word of every load (`words`
+    // is their AND, `zero` is 0 but the compiler does not know). Activations: after wait_group; mma: the address depends on every chain.
+    const u32 zero = p.flags & 0x40000000;
+    auto w_release = [&](u32 slot, u32 words) { asm volatile("" : "+r"(words)); words &= zero; __syncwarp(); if (lane == 0) mbar_arrive(wempty + 8 * slot + words); };
     auto a_release = [&](bool never) { __syncwarp(); if (lane == 0) mbar_arrive(aempty + 8 * as_ + (never ? 8192 : 0)); if (++as_ == (u32)nact) { as_ = 0; ap ^= 1; } };
     auto used = [&](const float* c) { bool n = false; if constexpr (!WG) {
 #pragma unroll
@@ -280,11 +282,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           Word f[4]; const u32 q = ring + ws * kW + a0 + lane * 16 + wsub * 4 * astride, b = aring + as_ * kA + b0 + asub * 4 * KB;
 #pragma unroll
           for (int k = 0; k < 4; k++) f[k] = lds128(q + k * astride);
+          if (wsub == WPS - 1) { w_release(ws, f[0].x & f[1].x & f[2].x & f[3].x); w_next(); }
           if (WG) { pin<R>(c); wgmma_fence(); }
 #pragma unroll
           for (int k = 0; k < 4; k++) product<NC, WG>(c, f[k], b + k * KB);
           if (WG) { wgmma_commit(); wgmma_wait(); pin<R>(c); }
-          const bool never = used(c); if (wsub == WPS - 1) { w_release(ws, never); w_next(); } if (asub == APS - 1) a_release(never);
+          if (asub == APS - 1) a_release(used(c));
         }
       };
       auto add = [&](float* a, const float* b) {
@@ -312,6 +315,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             const u32 q = ring + ws * kW + a0 + (w % SK) * 2 * width * 512;
 #pragma unroll
             for (int k = 0; k < 2; k++) { x[k][0] = lds128(q + k * width * 512); x[k][1] = lds128(q + k * width * 512 + (width - 1) * 512); }
+            if (w % SK == SK - 1) { w_release(ws, x[0][0].x & x[0][1].x & x[1][0].x & x[1][1].x); w_next(); }
           };
           load(f[0], 0);
 #pragma unroll
@@ -320,10 +324,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
             for (int k = 0; k < 2; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * 2 + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * 2 + k) * KB); }
             if (WG) wgmma_commit();
-            const u32 cur = ws; if (w % SK == SK - 1) w_next();
             if (w < 3 && w % SK != SK - 1) load(f[(w + 1) & 1], w + 1);
             if (WG) { wgmma_wait(); pin<R>(acc[0]); pin<R>(acc[1]); }
-            never = used(acc[0]) | used(acc[1]); if (w % SK == SK - 1) { w_release(cur, never); if (w < 3) load(f[(w + 1) & 1], w + 1); }
+            never = used(acc[0]) | used(acc[1]); if (w < 3 && w % SK == SK - 1) load(f[(w + 1) & 1], w + 1);
           }
           a_release(never);
         }
@@ -403,14 +406,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
       float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512;
       Word k[2][8];
-      auto load2 = [&](u32* slots) {  // this warp's leaf of the next two stages
+      auto load = [&](Word* w) {  // this warp's leaf of the next stage
+        w_wait(); const u32 q = ring + ws * kW + warp * 4096 + lane * 16; u32 all = ~0u;
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-          w_wait(); slots[b] = ws; const u32 q = ring + ws * kW + warp * 4096 + lane * 16;
-#pragma unroll
-          for (int j = 0; j < 8; j++) k[b][j] = lds128(q + j * 512);
-          w_next();
-        } };
+        for (int j = 0; j < 8; j++) { w[j] = lds128(q + j * 512); all &= w[j].x; }
+        w_release(ws, all); w_next();
+      };
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
       __syncwarp(); STAMP(13)
       const u8* qb = p.qkv + (u64)group * 48 * NC * 32 + col * 16; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
@@ -419,10 +420,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         qx[j] = qy[j] = 0;
         if (g < 4 || (newest && g == 7)) { const u8* q = qb + ((g == 7 ? 32 : g * 8) + j) * NC * 32 + t * 4; qx[j] = ld_relaxed(q); qy[j] = ld_relaxed(q + NC * 16); }
       }
+      u32 vnew[8];  // rows g and g + 8 of the new value vector
+#pragma unroll
+      for (int j = 0; j < 8; j++) if (newest && t == 3) {
+        const u8* q = qb + (40 + j) * NC * 32 + (g & ~1) * 2; const u32 lo = ld_relaxed(q), hi = ld_relaxed(q + NC * 16); vnew[j] = __byte_perm(lo, hi, g & 1 ? 0x7632 : 0x5410);
+      }
       constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
 #pragma unroll 1
       for (int i0 = 0; i0 < LPW; i0 += 2) {  // two leaves at a time
-          u32 slots[2]; load2(slots);
+          load(k[0]); load(k[1]);
           float sc[2][4] = {}, m[2][2], l[2][2], ex[2][4];
 #pragma unroll
           for (int b = 0; b < 2; b++) {
@@ -437,8 +443,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int b = 0; b < 2; b++) mma(sc[b], k[b][j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
-#pragma unroll
-          for (int b = 0; b < 2; b++) w_release(slots[b], __float_as_uint(sc[b][0]) == 0x7fedcba9u);
 #pragma unroll
           for (int b = 0; b < 2; b++) { m[b][0] = fmaxf(sc[b][0], sc[b][2]); m[b][1] = fmaxf(sc[b][1], sc[b][3]); }
 #pragma unroll
@@ -481,11 +485,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       float n[8][4] = {}; float* ps = t == 0 ? fr + warp * 512 : LPW == 16 ? fr + 5136 + warp * 256 : fr + warp * 512 + 256;  // partial sums: heads 0 and 1, heads 2 and 3
       auto partial = [&](int j, int c) -> float& { return ps[(c & 1) * 128 + j * 16 + g + 8 * (c >> 1)]; };
 #pragma unroll 1
-      for (int i0 = 0; i0 < LPW; i0 += 2) {
-        u32 slots[2]; load2(slots);
-#pragma unroll
-        for (int b = 0; b < 2; b++) {
-          const int i = i0 + b; Word* vv = k[b];
+      for (int i = 0; i < LPW; i++) {
+          Word* vv = k[0]; load(vv);
           if (LPW == 16 && i == 8) {  // the first group of 8 leaves waits in shared memory
 #pragma unroll
             for (int j = 0; j < 8; j++)
@@ -495,8 +496,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           if (newest && i == LPW - 1 && t == 3) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-              const u8* q = qb + (40 + j) * NC * 32 + (g & ~1) * 2; u32 lo = ld_relaxed(q), hi = ld_relaxed(q + NC * 16); lo = g & 1 ? lo & 0xffff0000u : lo << 16; hi = g & 1 ? hi & 0xffff0000u : hi << 16;
-              vv[j].z = (vv[j].z & 0xffff) | lo; vv[j].w = (vv[j].w & 0xffff) | hi; *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
+              vv[j].z = (vv[j].z & 0xffff) | vnew[j] << 16; vv[j].w = (vv[j].w & 0xffff) | (vnew[j] & 0xffff0000u); *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
             }
           }
           __syncwarp();
@@ -508,8 +508,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             float o[4] = {}; mma(o, vv[j], pb0, pb1);
             n[j][0] += e0 * (o[0] * r0); n[j][1] += e1 * (o[1] * r1); n[j][2] += e0 * (o[2] * r0); n[j][3] += e1 * (o[3] * r1);
           }
-          w_release(slots[b], __float_as_uint(n[7][0]) == 0x7fedcba9u);
-        }
       }
       __syncwarp();
       if (t < 2) {

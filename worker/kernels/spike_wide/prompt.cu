@@ -27,7 +27,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp == 8 || warp == 11) {
       const u64 policy = evict_first(); u32 i = 0, slot = 0, ph = 1, landed = 0, wslot = 0, wph = 0; const u32 window = p.window;
-      auto issue = [&](bool on, const u8* src, u32 dst, u32 bytes) {
+      auto issue = [&](bool on, const u8* src, u32 dst, u32 bytes, bool once = true) {
         on = on && (lane & 1) == (warp == 11); const u32 total = __reduce_add_sync(~0u, on ? bytes : 0);
         if (lane == 0) {
           mbar_wait(p, wempty + 8 * slot, ph, 1);
@@ -35,14 +35,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
           mbar_expect(wfull + 8 * slot, total);
         }
         __syncwarp();
-        if (on) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy);
+        if (on) { if (once) bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot, policy); else bulk_load(ring + slot * kW + dst, src, bytes, wfull + 8 * slot); }
         i++; if (++slot == (u32)nslot) { slot = 0; ph ^= 1; }
       };
       for (int tok = 0; tok < p.ntok; tok++) {
-        const u8* w = p.weights;
+        const u8* w = p.weights; const u32 n = p.epoch_l + tok * kLayers + 1; const int pos0 = tok * NC;
         for (int l = 0; l < kLayers; l++, w += kLayerBytes) {
           { const int wd = lane ? 1 : 2; const u8* src = w + (u64)(s * 3 + lane * 2) * 256 * 512;
             for (int k = 0; k < 256; k += 16) issue(lane < 2, src + (u64)k * wd * 512, lane * 16384, 16 * wd * 512); }
+          // K and V: 64 positions a stage; those of this pass once the group has written them
+          { const u8* src = p.kv + ((u64)l * 8 + group) * 128 * 8192 + lane * 16384; const int stages = (pos0 + member * 8 + 7) / 64 + 1;
+            for (int k = 0; k < stages; k++) {
+              if (k == pos0 / 64) { if (lane == 0) count_wait(p, cq + group * 32, 16 * (n + l), 12); __syncwarp(); proxy_fence(); }
+              issue(lane < 2, src + (u64)k * 32768, lane * 16384, 16384, false);
+            } }
           auto pair_phase = [&](const u8* base, int kl, int ks) {
             const u8* src = base + ((u64)(pair * 4 + 2 * lane) * 16 * kl + (u64)8 * half * kl * 2) * 512;
             for (int k = 0; k < 8 * kl; k += ks) issue(lane < 2, src + (u64)k * 1024, lane * ks * 1024, ks * 1024);
@@ -193,8 +199,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
     };
     // ---- attention: rows 8 member .. of this kv head; warp = (4 of the rows, every fourth leaf) ----
     auto attention = [&](int l, int pos0, u32 target) {
-      const int gp = warp & 1, way = warp >> 1, row0 = member * 8 + gp * 4; const u8* kv = p.kv + ((u64)l * 8 + group) * 128 * 8192 + lane * 16;
-      const int leaves = (pos0 + row0 + 3) / 16 + 1;
+      const int gp = warp & 1, way = warp >> 1, row0 = member * 8 + gp * 4; const int stages = (pos0 + member * 8 + 7) / 64 + 1;
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
       __syncwarp();
       u32 q[2][8][2];
@@ -206,24 +211,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
           for (int hf = 0; hf < 2; hf++) q[b][j][hf] = ld_relaxed(p.qkv + (((u64)group * 48 + (g & 3) * 8 + j) * 2 + hf) * NC * 16 + (row0 + 2 * b + (g >> 2)) * 16 + t * 4);
       constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
       float o[2][8][4] = {}, m[2][2] = {{-1e30f, -1e30f}, {-1e30f, -1e30f}}, ls[2][2] = {};
-      Word k[8], v[8];
-      if (way < leaves) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) k[j] = ld_kv(kv + (u64)way * 8192 + j * 512);
-      }
 #pragma unroll 1
-      for (int leaf = way; leaf < leaves; leaf += 4) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = ld_kv(kv + (u64)leaf * 8192 + 4096 + j * 512);
+      for (int st = 0; st < stages; st++) {
+        w_wait(); const int leaf = st * 4 + way; const u32 at = ring + ws * kW + way * 8192 + lane * 16; Word v[8];
         float sc[2][4] = {};
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < 8; j++) {
+          const Word k = lds128(at + j * 512);
 #pragma unroll
-          for (int b = 0; b < 2; b++) mma(sc[b], k[j], q[b][j][0], q[b][j][1]);
-        if (leaf + 4 < leaves) {
-#pragma unroll
-          for (int j = 0; j < 8; j++) k[j] = ld_kv(kv + (u64)(leaf + 4) * 8192 + j * 512);
+          for (int b = 0; b < 2; b++) mma(sc[b], k, q[b][j][0], q[b][j][1]);
         }
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = lds128(at + 4096 + j * 512);
         u32 pb[2][2]; float f[2][2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
@@ -250,6 +249,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
             o[b][j][0] *= f[b][0]; o[b][j][1] *= f[b][1]; o[b][j][2] *= f[b][0]; o[b][j][3] *= f[b][1];
             mma(o[b][j], v[j], pb[b][0], pb[b][1]);
           }
+        w_release();  // K and V were used by products that later ones of this warp waited for
       }
       // merge the 4 warps of the same rows: maxima and sums, then two rounds of partial outputs
       if (g == 0) {
@@ -326,7 +326,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) prompt(const
               else { *(u32*)(leaf + 4096 + (j & 1) * 8) = lo; *(u32*)(leaf + 4096 + (j & 1) * 8 + 4) = hi; }
             }
           }
-          bar(); if (tid == 0) red_release(cq + group * 32); }
+          publish(cq + group * 32); }
         STAMP(2)
         mbar_wait(p, rfree, fp ^ 1, 6); __syncwarp();
         attention(l, pos0, 16 * (n + l));

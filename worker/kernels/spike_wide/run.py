@@ -4,14 +4,14 @@ import ctypes, sys, time, os, torch
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.manual_seed(1)
 L, H, I, V, S, NBMAX, G = 32, 4096, 14336, 128256, 512, 64, 128
-dev = "cuda"; here = os.path.dirname(os.path.abspath(__file__)); lib = ctypes.CDLL(here + "/libwide.so"); nar = ctypes.CDLL(here + "/libnarrow.so")
+dev = "cuda"; here = os.path.dirname(os.path.abspath(__file__)); lib = ctypes.CDLL(here + "/" + os.environ.get("WIDE", "libwide.so")); nar = ctypes.CDLL(here + "/libnarrow.so")
 PN = "weights gamma embedding kv rope words first_token tokens logits report states trace".split()
 class PNarrow(ctypes.Structure): _fields_ = [(n, ctypes.c_void_p) for n in PN] + [("ntok", ctypes.c_int), ("epoch0", ctypes.c_uint32)] + [(n, ctypes.c_int) for n in "nslot window skip window_o".split()]
 class P(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in "weights gamma embedding kv rope acts qkv ssq best inv counters first_token tokens logits report states trace".split()] + \
                [(n, ctypes.c_uint32) for n in "ntok epoch_x epoch_l epoch_t nslot nact window window_o flags".split()]
 assert ctypes.sizeof(P) == lib.wide_params_size() and ctypes.sizeof(PNarrow) == nar.spike_params_size()
-lib.wide_run.restype = lib.prompt_run.restype = ctypes.c_float; lib.wide_report.restype = ctypes.c_void_p; nar.spike_run.restype = ctypes.c_float; nar.spike_report.restype = ctypes.c_void_p; nar.spike_words_bytes.restype = ctypes.c_uint64
+lib.wide_run.restype = lib.prompt_run.restype = ctypes.c_float; lib.wide_report.restype = ctypes.c_void_p; nar.spike_run.restype = ctypes.c_float; nar.spike_report.restype = ctypes.c_void_p; nar.spike_words_bytes.restype = ctypes.c_uint64; nar.spike_read_plain.restype = nar.spike_read_bulk.restype = ctypes.c_float
 T0 = time.time()
 def log(*a): print(f"[{time.time()-T0:6.1f}s]", *a, flush=True)
 def w(*s): return torch.empty(*s, dtype=torch.bfloat16, device=dev).normal_(0, 0.02)
@@ -81,6 +81,9 @@ def pack_kv(cols):
 toks = torch.randint(0, V, (NBMAX,), device=dev, dtype=torch.int32)
 torch.cuda.synchronize(); log(f"model ready, {total_w/1e9:.3f} GB of weights")
 
+if "limit" in a:
+    o_ = torch.zeros(16, device=dev); n_ = ctypes.c_uint64(8 << 30); q_ = ctypes.c_void_p(wp.data_ptr())
+    log(f"limit: plain loads {nar.spike_read_plain(q_, n_, ctypes.c_void_p(o_.data_ptr()), 2, 1024):.0f} GB/s, bulk copies, 128 blocks, 208 and 64 KiB in flight {nar.spike_read_bulk(q_, n_, 128, 13, 13):.0f}, {nar.spike_read_bulk(q_, n_, 128, 12, 4):.0f} GB/s")
 def rms(h): return torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-5)
 def reference(tokens, rounded, states=None):
     r = (lambda x: x.bfloat16().float()) if rounded else (lambda x: x)
@@ -132,7 +135,7 @@ def check():
             r = Wide(nc); out, _ = r(nt); lg = r.logits.clone()
             for c0 in (0, nc - 8)[nt == 1:]:
                 o2, l2 = narrow(list(range(c0, c0 + 8)), nt); log(f"   {nt} tokens, columns {c0}..{c0+7} bit-equal to the narrow kernel: tokens", torch.equal(out[:, c0:c0 + 8], o2), "logits", torch.equal(lg[c0:c0 + 8], l2), f"differing {int((lg[c0:c0 + 8] != l2).sum())}")
-        for kw in ((dict(sk=1, wg=0),) if nc == 64 else ()) + (dict(nslot=3, nact=3, window=2, window_o=1), dict(nslot=4, nact=2, window=3)):
+        for kw in ((dict(sk=1, wg=0),) if nc == 64 else ()) + (dict(nslot=3, nact=3, window=2, window_o=1), dict(nslot=4, nact=2, window=3), dict(nslot=2, nact=4, window=2, window_o=2), dict(nslot=2, nact=2, window=1, window_o=1)):
             r = Wide(nc); bad = 0
             for _ in range(10):
                 o2, _ = r(3, **kw)

@@ -1,5 +1,5 @@
 """Random 8B-shaped model; checks the wide kernel against torch and, bit by bit, against the narrow spike (its hidden-size leaves
-added in ascending order where the wide kernel does), and times it. Usage: run.py [compare] [check] [time] [ablate] [trace]"""
+added in ascending order where the wide kernel does), and times it. Usage: run.py [compare] [rates] [limit] [check] [prompt] [time] [trace]"""
 import ctypes, sys, time, os, torch
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.manual_seed(1)
@@ -40,6 +40,7 @@ def compare():
             same = (o1.view(torch.int32) == o2.view(torch.int32)); both_nan = o1.isnan() & o2.isnan()
             log(f"wgmma against mma.sync, N={nc}, data {kind}: {o1.numel()} chains of {ST} steps, {int((~same).sum())} differ in bits, {int((~same & ~both_nan).sum())} besides NaN payloads, finite {o1.isfinite().float().mean():.3f}, rms {o1[o1.isfinite()].double().pow(2).mean().sqrt():.3e}")
 if "compare" in a: compare()
+if "rates" in a: lib.wide_rates()
 
 class Layer: pass
 layers = []; lb = (6144 * H + H * H + 2 * I * H + H * I)
@@ -110,13 +111,11 @@ class Wide:
         s.logits = torch.full((nc, V), float("nan"), device=dev); s.states = torch.zeros(L, 2, nc, H, device=dev); s.trace = torch.zeros(G, L + 1, 24, dtype=torch.int64, device=dev)
     def __call__(s, ntok, sk=2, wg=1, nslot=None, nact=None, window=3, window_o=3, flags=0, warm=0, reps=1, logits=True, trace=False):
         nslot = nslot or (4 if s.nc == 64 else 5); nact = nact or 4; window, window_o = min(window, nslot), min(window_o, nslot); out = torch.full((ntok, s.nc), -1, dtype=torch.int32, device=dev); d = lambda t: t.data_ptr()
-        if flags & 1: s.counters.zero_(); s.x = s.l = s.t = 0
         p = P(d(wp), d(gamma), d(emb), d(s.kv), d(rope), d(s.acts), d(s.qkv), d(s.ssq), d(s.best), d(s.inv), d(s.counters), d(toks), d(out), d(s.logits) if logits else None, lib.wide_report(),
               d(s.states) if trace else None, d(s.trace) if trace else None, ntok, s.x, s.l, s.t, nslot, nact, window, window_o, flags)
         torch.cuda.synchronize(); ms = lib.wide_run(ctypes.byref(p), s.nc, sk, wg, int(trace), warm, reps)
         if ms < 0: log("FAILED", ms, dict(nc=s.nc, sk=sk, wg=wg, nslot=nslot, nact=nact, window=window, flags=flags)); sys.exit(1)
         n = (warm + reps) * ntok; s.x += n * (L + 1); s.l += n * L; s.t += n; torch.cuda.synchronize()
-        if flags & 1: s.counters.zero_(); s.x = s.l = s.t = 0
         return out, ms
 def narrow(cols, ntok):
     kv = pack_kv(cols); words = torch.zeros(nar.spike_words_bytes(8), dtype=torch.uint8, device=dev); lg = torch.empty(8, V, device=dev); out = torch.full((ntok, 8), -1, dtype=torch.int32, device=dev); first = toks[cols].contiguous(); d = lambda t: t.data_ptr()
@@ -135,7 +134,7 @@ def check():
             r = Wide(nc); out, _ = r(nt); lg = r.logits.clone()
             for c0 in (0, nc - 8)[nt == 1:]:
                 o2, l2 = narrow(list(range(c0, c0 + 8)), nt); log(f"   {nt} tokens, columns {c0}..{c0+7} bit-equal to the narrow kernel: tokens", torch.equal(out[:, c0:c0 + 8], o2), "logits", torch.equal(lg[c0:c0 + 8], l2), f"differing {int((lg[c0:c0 + 8] != l2).sum())}")
-        for kw in ((dict(sk=1, wg=0),) if nc == 64 else ()) + (dict(nslot=3, nact=3, window=2, window_o=1), dict(nslot=4, nact=2, window=3), dict(nslot=2, nact=4, window=2, window_o=2), dict(nslot=2, nact=2, window=1, window_o=1)):
+        for kw in (dict(wg=0),) + (dict(nslot=3, nact=3, window=2, window_o=1), dict(nslot=4, nact=2, window=3), dict(nslot=2, nact=4, window=2, window_o=2), dict(nslot=2, nact=2, window=1, window_o=1)):
             r = Wide(nc); bad = 0
             for _ in range(10):
                 o2, _ = r(3, **kw)
@@ -146,16 +145,16 @@ def line(name, ms, nc): b = total_w + KVB * nc; print(f"{name:90s} {ms:7.3f} ms,
 def timing():
     for nc in (32, 64):
         r = Wide(nc)
-        for kw in eval(os.environ.get("KW", "None")) or (dict(ntok=128), dict(window=3), dict(window=5), dict(window=6), dict(nslot=6), dict(nact=2), dict(sk=2, window=2), dict(sk=2, window=3), dict(wg=0), dict(flags=2)):
+        for kw in eval(os.environ.get("KW", "None")) or (dict(ntok=64), dict(window=4, window_o=4), dict(window=2, window_o=2), dict(wg=0), dict(flags=2), dict(flags=6)):
             k = dict(ntok=24); k.update(kw); k = {x: v for x, v in k.items() if not (x == "nslot" and nc == 64 and v > 8)}
             _, ms = r(**k, warm=1, reps=5, logits=False); line(f"N={nc} {kw}", ms, nc)
 def traces():
     for nc in (32, 64):
-        r = Wide(nc); r(4, trace=True, logits=False); t = r.trace.cpu(); f = lambda x: f"mean {x.mean():7.2f} max {x.amax(0).mean():7.2f} min {x.amin(0).mean():7.2f}"; d = lambda i, j: (t[:, 2:30, j] - t[:, 2:30, i]).float() / 1.755e3
-        print(f"-- trace N={nc}, us at 1.755 GHz, mean over blocks and layers; max and min over blocks")
+        r = Wide(nc); r(64, trace=True, logits=False, reps=3); t = r.trace.cpu(); f = lambda x: f"mean {x.mean():7.2f} max {x.amax(0).mean():7.2f} min {x.amin(0).mean():7.2f}"; mhz = float((t[0, 32, 22] - t[0, 0, 22]) / (t[0, 32, 21] - t[0, 0, 21])) * 1e3; d = lambda i, j: (t[:, 2:30, j] - t[:, 2:30, i]).float() / mhz
+        print(f"-- trace N={nc}, us at {mhz:.0f} MHz (measured), mean over blocks and layers; max and min over blocks")
         for n, i, j in (("qkv product (with wait for x)", 0, 1), ("qkv partials exchanged", 1, 2), ("1/rms there", 2, 11), ("q, k, v written", 11, 12), ("published", 12, 3), ("q, k, v of the group seen", 3, 13), ("K pass", 13, 14), ("V pass", 14, 15), ("merged", 15, 16), ("published", 16, 4),
                         ("o product (with wait)", 4, 5), ("o partials exchanged", 5, 17), ("residual, published", 17, 6), ("gate/up product (with wait)", 6, 7), ("gate/up published", 7, 8), ("down product (with wait)", 8, 9), ("down partials exchanged", 9, 18), ("residual, published", 18, 10)): print(f"{n:36s} {f(d(i, j))}")
-        print(f"layer {f((t[:, 3:31, 0] - t[:, 2:30, 0]).float() / 1.755e3)}; head {f((t[:, 32:, 1] - t[:, 32:, 0]).float() / 1.755e3)}; token exchange {f((t[:, 32:, 2] - t[:, 32:, 1]).float() / 1.755e3)}", flush=True)
+        print(f"layer {f((t[:, 3:31, 0] - t[:, 2:30, 0]).float() / mhz)}; head {f((t[:, 32:, 1] - t[:, 32:, 0]).float() / mhz)}; token exchange {f((t[:, 32:, 2] - t[:, 32:, 1]).float() / mhz)}", flush=True)
         sm = t[:, 0, 23]; gu = d(6, 7).mean(1); o = sm.argsort(); print("gate/up by SM id:", " ".join(f"{int(sm[i])}:{gu[i]:.0f}" for i in o), flush=True)
 def prompt():
     """2048 tokens of one sequence in 16 passes of 128 rows, without LM head; final hidden states against torch."""

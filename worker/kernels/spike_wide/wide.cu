@@ -1,3 +1,4 @@
+#pragma once
 // Spike of the looped decoder for wide passes (COLUMNS = 32 or 64 rows): Llama-3.1-8B shape, one GPU, one cooperative launch.
 //
 // 64 clusters of 2 blocks. Weights packed in units as for the narrow kernel ([unit of 1 or 2 tiles][k16][tile] fragments).
@@ -5,9 +6,10 @@
 //     shared memory in the block that owns the row (so a block reads half of the activations, and no multicast is needed).
 //   gate/up, LM head: a block owns its rows with all of K.
 // Leaves: 16 of K in every product. qkv, o, down: binary tree. gate/up and LM head: leaves add in ascending order.
-// 8 consumer warps (2 warpgroups), warp 8 streams weights, warp 9 activations, warps 10 and 11 reduce the sums of squares.
-// Weights (ring of stages, bounded in flight) and activations (second ring) come by bulk copies. A stage is some k16 steps of
-// all tiles of the block; all 8 consumer warps wait for it and release it, so parities cannot alias.
+// 8 consumer warps (2 warpgroups); warps 8 and 11 stream weights, K and V, warp 9 activations, warp 10 the norms.
+// Weights, K and V (ring of stages of up to 32 KiB, bounded in flight) and activations (second ring) come by bulk copies. A stage
+// is some k16 steps of all tiles of the block, or one leaf of K or V of each warp; all 8 consumer warps wait for it and release it,
+// so parities cannot alias (the window must not exceed the ring).
 // Activations lie in memory as B operand: [k16][n8 group][k half][8 columns][8 k] bf16: wgmma's core matrices without swizzle,
 // and what ldmatrix wants; bulk copies of any run of k16 steps are contiguous.
 // Exchanges: counters (red.release, ld.acquire), one a K leaf; proxy fences on both sides as bulk copies read generic writes.
@@ -26,7 +28,7 @@ struct Params {
   u64* inv;            // [2][NC] {1/rms, tag}
   u32* counters;       // [6][16] spaced by 128 bytes: xa, xm, xo, xd, xq, xt
   const int* first_token; int* tokens; float* logits; u32* report; float* states; long long* trace;
-  int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window, window_o; u32 flags;  // flags 1: no waits for counters; 2: no K and V reads; 4: no activation copies
+  int ntok; u32 epoch_x, epoch_l, epoch_t; int nslot, nact, window, window_o; u32 flags;  // flags 2: no K and V copies, 4: no activation copies (wrong results: what do they cost?)
 };
 
 // ---- ptx ----
@@ -69,7 +71,7 @@ __device__ __forceinline__ void mma(float* c, const Word& a, u32 b0, u32 b1) {
 #include "wgmma.inc"
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int N = 0> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 template <int N> __device__ __forceinline__ void pin(float* c) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
@@ -193,7 +195,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           long long t0 = clock64();
           while (true) {
             bool ok = true; u32 v = 0; if (lane < n) { v = ld_acquire(c + lane * 32); ok = (int)(v - target) >= 0; }
-            ready = __ballot_sync(~0u, ok); if ((ready >> i & 1) || p.flags & 1) break;
+            ready = __ballot_sync(~0u, ok); if (ready >> i & 1) break;
             if (clock64() - t0 > kWaitLimit && lane == i) wait_failed(p, site, target, v);
           }
           proxy_fence(); __syncwarp();
@@ -255,10 +257,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
     auto w_wait = [&] { mbar_wait(p, wfull + 8 * ws, wp, 3); __syncwarp(); };
     auto a_wait = [&] { mbar_wait(p, afull + 8 * as_, ap, 4); __syncwarp(); };
     auto w_next = [&] { if (++ws == (u32)nslot) { ws = 0; wp ^= 1; } };
-    // A weight slot is released once its fragments are in registers: the arrive's address depends on a word of every load (`words`
-    // is their AND, `zero` is 0 but the compiler does not know). Activations: after wait_group; mma: the address depends on every chain.
-    const u32 zero = p.flags & 0x40000000;
-    auto w_release = [&](u32 slot, u32 words) { asm volatile("" : "+r"(words)); words &= zero; __syncwarp(); if (lane == 0) mbar_arrive(wempty + 8 * slot + words); };
+    // Released once the products have used it: wgmma: after wait_group; mma: the arrive's address depends on every chain.
+    auto w_release = [&](u32 slot, bool never) { __syncwarp(); if (lane == 0) mbar_arrive(wempty + 8 * slot + (never ? 8192 : 0)); };
     auto a_release = [&](bool never) { __syncwarp(); if (lane == 0) mbar_arrive(aempty + 8 * as_ + (never ? 8192 : 0)); if (++as_ == (u32)nact) { as_ = 0; ap ^= 1; } };
     auto used = [&](const float* c) { bool n = false; if constexpr (!WG) {
 #pragma unroll
@@ -282,12 +282,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           Word f[4]; const u32 q = ring + ws * kW + a0 + lane * 16 + wsub * 4 * astride, b = aring + as_ * kA + b0 + asub * 4 * KB;
 #pragma unroll
           for (int k = 0; k < 4; k++) f[k] = lds128(q + k * astride);
-          if (wsub == WPS - 1) { w_release(ws, f[0].x & f[1].x & f[2].x & f[3].x); w_next(); }
           if (WG) { pin<R>(c); wgmma_fence(); }
 #pragma unroll
           for (int k = 0; k < 4; k++) product<NC, WG>(c, f[k], b + k * KB);
           if (WG) { wgmma_commit(); wgmma_wait(); pin<R>(c); }
-          if (asub == APS - 1) a_release(used(c));
+          const bool never = used(c); if (wsub == WPS - 1) { w_release(ws, never); w_next(); } if (asub == APS - 1) a_release(never);
         }
       };
       auto add = [&](float* a, const float* b) {
@@ -315,7 +314,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             const u32 q = ring + ws * kW + a0 + (w % SK) * 2 * width * 512;
 #pragma unroll
             for (int k = 0; k < 2; k++) { x[k][0] = lds128(q + k * width * 512); x[k][1] = lds128(q + k * width * 512 + (width - 1) * 512); }
-            if (w % SK == SK - 1) { w_release(ws, x[0][0].x & x[0][1].x & x[1][0].x & x[1][1].x); w_next(); }
           };
           load(f[0], 0);
 #pragma unroll
@@ -324,9 +322,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
 #pragma unroll
             for (int k = 0; k < 2; k++) { product<NC, WG>(acc[0], f[w & 1][k][0], b + (w * 2 + k) * KB); product<NC, WG>(acc[1], f[w & 1][k][1], b + (w * 2 + k) * KB); }
             if (WG) wgmma_commit();
+            const u32 cur = ws; if (w % SK == SK - 1) w_next();
             if (w < 3 && w % SK != SK - 1) load(f[(w + 1) & 1], w + 1);
             if (WG) { wgmma_wait(); pin<R>(acc[0]); pin<R>(acc[1]); }
-            never = used(acc[0]) | used(acc[1]); if (w < 3 && w % SK == SK - 1) load(f[(w + 1) & 1], w + 1);
+            never = used(acc[0]) | used(acc[1]); if (w % SK == SK - 1) { w_release(cur, never); if (w < 3) load(f[(w + 1) & 1], w + 1); }
           }
           a_release(never);
         }
@@ -406,12 +405,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       u8* kv = p.kv + ((((u64)l * NC + col) * 8 + group) * 32 + leaf0) * 8192 + lane * 16;
       float *zs = fr + 4096, *rs = zs + NC / 16 * 128, *ds = rs + NC / 16 * 128; u32* pbs = (u32*)fr + warp * 512;
       Word k[2][8];
-      auto load = [&](Word* w) {  // this warp's leaf of the next stage
-        w_wait(); const u32 q = ring + ws * kW + warp * 4096 + lane * 16; u32 all = ~0u;
+      auto load2 = [&](u32* slots) {  // this warp's leaf of the next two stages
 #pragma unroll
-        for (int j = 0; j < 8; j++) { w[j] = lds128(q + j * 512); all &= w[j].x; }
-        w_release(ws, all); w_next();
-      };
+        for (int b = 0; b < 2; b++) {
+          w_wait(); slots[b] = ws; const u32 q = ring + ws * kW + warp * 4096 + lane * 16;
+#pragma unroll
+          for (int j = 0; j < 8; j++) k[b][j] = lds128(q + j * 512);
+          w_next();
+        } };
       if (lane == 0) count_wait(p, cq + group * 32, target, 9);
       __syncwarp(); STAMP(13)
       const u8* qb = p.qkv + (u64)group * 48 * NC * 32 + col * 16; u32 qx[8], qy[8]; const bool newest = part == WPI - 1;
@@ -420,15 +421,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         qx[j] = qy[j] = 0;
         if (g < 4 || (newest && g == 7)) { const u8* q = qb + ((g == 7 ? 32 : g * 8) + j) * NC * 32 + t * 4; qx[j] = ld_relaxed(q); qy[j] = ld_relaxed(q + NC * 16); }
       }
-      u32 vnew[8];  // rows g and g + 8 of the new value vector
-#pragma unroll
-      for (int j = 0; j < 8; j++) if (newest && t == 3) {
-        const u8* q = qb + (40 + j) * NC * 32 + (g & ~1) * 2; const u32 lo = ld_relaxed(q), hi = ld_relaxed(q + NC * 16); vnew[j] = __byte_perm(lo, hi, g & 1 ? 0x7632 : 0x5410);
-      }
       constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;
 #pragma unroll 1
       for (int i0 = 0; i0 < LPW; i0 += 2) {  // two leaves at a time
-          load(k[0]); load(k[1]);
+          u32 slots[2]; load2(slots);
           float sc[2][4] = {}, m[2][2], l[2][2], ex[2][4];
 #pragma unroll
           for (int b = 0; b < 2; b++) {
@@ -443,6 +439,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int b = 0; b < 2; b++) mma(sc[b], k[b][j], g < 4 ? qx[j] : 0, g < 4 ? qy[j] : 0);
+#pragma unroll
+          for (int b = 0; b < 2; b++) w_release(slots[b], __float_as_uint(sc[b][0]) == 0x7fedcba9u);
 #pragma unroll
           for (int b = 0; b < 2; b++) { m[b][0] = fmaxf(sc[b][0], sc[b][2]); m[b][1] = fmaxf(sc[b][1], sc[b][3]); }
 #pragma unroll
@@ -485,8 +483,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
       float n[8][4] = {}; float* ps = t == 0 ? fr + warp * 512 : LPW == 16 ? fr + 5136 + warp * 256 : fr + warp * 512 + 256;  // partial sums: heads 0 and 1, heads 2 and 3
       auto partial = [&](int j, int c) -> float& { return ps[(c & 1) * 128 + j * 16 + g + 8 * (c >> 1)]; };
 #pragma unroll 1
-      for (int i = 0; i < LPW; i++) {
-          Word* vv = k[0]; load(vv);
+      for (int i0 = 0; i0 < LPW; i0 += 2) {
+        u32 slots[2]; load2(slots);
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+          const int i = i0 + b; Word* vv = k[b];
           if (LPW == 16 && i == 8) {  // the first group of 8 leaves waits in shared memory
 #pragma unroll
             for (int j = 0; j < 8; j++)
@@ -496,7 +497,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
           if (newest && i == LPW - 1 && t == 3) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-              vv[j].z = (vv[j].z & 0xffff) | vnew[j] << 16; vv[j].w = (vv[j].w & 0xffff) | (vnew[j] & 0xffff0000u); *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
+              const u8* q = qb + (40 + j) * NC * 32 + (g & ~1) * 2; u32 lo = ld_relaxed(q), hi = ld_relaxed(q + NC * 16); lo = g & 1 ? lo & 0xffff0000u : lo << 16; hi = g & 1 ? hi & 0xffff0000u : hi << 16;
+              vv[j].z = (vv[j].z & 0xffff) | lo; vv[j].w = (vv[j].w & 0xffff) | hi; *(Word*)(kv + (u64)i * 8192 + 4096 + j * 512) = vv[j];
             }
           }
           __syncwarp();
@@ -508,6 +510,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
             float o[4] = {}; mma(o, vv[j], pb0, pb1);
             n[j][0] += e0 * (o[0] * r0); n[j][1] += e1 * (o[1] * r1); n[j][2] += e0 * (o[2] * r0); n[j][3] += e1 * (o[3] * r1);
           }
+          w_release(slots[b], __float_as_uint(n[7][0]) == 0x7fedcba9u);
+        }
       }
       __syncwarp();
       if (t < 2) {
@@ -540,6 +544,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         for (int i = 0; i < 8; i++) h[i] = bf16f(i & 1 ? ee[i / 2] >> 16 : ee[i / 2] & 0xffff);
       }
       load_gamma(p.gamma); publish_x(xa, ca, p.ssq);
+      if (TRACE && tr && tok == p.ntok - 1) { u64 ns; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)); tr[21] = ns; tr[22] = clock64(); }
 #pragma unroll 1
       for (int l = 0; l < kLayers; l++) {
         STAMP(0)
@@ -639,7 +644,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) wide(const _
         token = bi;
         if (s == 0 && own && hq == 0) p.tokens[tok * NC + hc] = bi;
         bar(); }
-      { const int l = kLayers; STAMP(2) }
+      { const int l = kLayers; STAMP(2) if (TRACE && tr && tok == p.ntok - 1) { u64 ns; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)); tr[l * 24 + 21] = ns; tr[l * 24 + 22] = clock64(); } }
     }
   }
   __syncthreads();

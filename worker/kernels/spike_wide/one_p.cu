@@ -1,2 +1,0 @@
-#include "prompt.cu"
-template __global__ void prompt<false>(const __grid_constant__ Params);

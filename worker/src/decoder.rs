@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault};
+use crate::cuda::CudaError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::ConfigError;
 use crate::plan::PlanError;
@@ -132,6 +133,9 @@ pub enum LoadError {
         /// What there is instead, in words.
         available: String,
     },
+    /// The GPU cannot be used, or not for this model.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The machine refused something.
     #[error("{what}: {source}")]
     System {
@@ -185,6 +189,47 @@ pub enum Fault {
         expected: u64,
         /// The epoch last seen.
         seen: u64,
+        /// How long.
+        waited_ms: u64,
+    },
+    /// A call of the GPU's driver failed.
+    #[error("rank {rank}, step {step}: {error}")]
+    Cuda {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker.
+        step: u64,
+        /// What failed.
+        error: CudaError,
+    },
+    /// A thread of the GPU's kernel waited past its limit.
+    #[error(
+        "rank {rank}, step {step}: block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
+         last seen {seen}"
+    )]
+    KernelWait {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker, or one soon after it.
+        step: u64,
+        /// Thread block.
+        block: u32,
+        /// Thread in it.
+        thread: u32,
+        /// What was waited for, with the number that the kernel has for it.
+        site: String,
+        /// Tag or parity waited for.
+        expected: u32,
+        /// What was there.
+        seen: u32,
+    },
+    /// The GPU's kernel neither delivers nor fails.
+    #[error("rank {rank}, step {step}: the GPU delivered nothing for {waited_ms} ms")]
+    KernelSilent {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker.
+        step: u64,
         /// How long.
         waited_ms: u64,
     },

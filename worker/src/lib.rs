@@ -1,7 +1,7 @@
 //! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
 //!
 //! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
-//! plans into the rows of each step, `cpu` runs the loop, `control` speaks worker/v1, `bench` measures.
+//! plans into the rows of each step, `cpu` and `cuda` run the loop, `control` speaks worker/v1, `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ pub mod bench;
 pub mod control;
 pub mod convert;
 pub mod cpu;
+pub mod cuda;
 pub mod decoder;
 pub mod model;
 pub mod plan;

@@ -1,0 +1,54 @@
+//! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
+//!
+//! `just nvrtc` (and CI) install the library and name it; without it these tests fail and say so.
+
+use crate::bench::Shape;
+use crate::cuda::cache::Cache;
+use crate::cuda::compile::{Compiler, Resources};
+use crate::cuda::kernel::{VARIANTS, check_shape, program};
+use crate::cuda::layout::{best_blocks, tests::layout};
+use crate::model::ModelConfig;
+
+/// Multiprocessors of an H200.
+const SMS: usize = 132;
+
+fn fixtures() -> Vec<(String, ModelConfig)> {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let entries = std::fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().join("config.json").is_file());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), ModelConfig::from_dir(&entry.path()).unwrap()))
+        .collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+#[test]
+fn every_shape_compiles_and_its_resources_are_told() {
+    let compiler = Compiler::find().unwrap_or_else(|error| panic!("{error}"));
+    let shapes = [Shape::B1, Shape::B3, Shape::B8, Shape::B70];
+    let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::at(folder.path());
+    let mut spilled = Vec::new();
+    for (name, config) in shapes.chain(fixtures()) {
+        if check_shape(&config).is_err() {
+            eprintln!("{name}: refused");
+            continue;
+        }
+        let blocks = best_blocks(layout(&config, 1).plan(), SMS);
+        for columns in VARIANTS {
+            let layout = layout(&config, blocks);
+            let (binary, cached) =
+                compiler.build(&program(&layout, columns), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
+            let resources = Resources::of("looped_decoder", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            eprintln!("{name}, {columns} columns, {blocks} blocks: {resources:?}");
+            if resources.spilled > 0 {
+                spilled.push(format!("{name}, {columns} columns: {} bytes", resources.spilled));
+            }
+            let again = compiler.build(&program(&layout, columns), &cache).unwrap();
+            assert_eq!(again, (binary, true));
+        }
+    }
+    assert!(spilled.is_empty(), "registers are spilled: {spilled:?}");
+}

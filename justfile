@@ -16,3 +16,10 @@ ci:
 lint:
     cargo fmt --all
     cargo clippy --workspace --all-targets -- -D warnings
+
+# Decode speed beside llama.cpp's, in turns; `--help` says how. The first time it compiles llama.cpp and writes 2.2 GB to target/.
+compare-llama-cpp *ARGS:
+    cargo build --release --workspace
+    python3 -m venv target/llama-cpp
+    target/llama-cpp/bin/pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0
+    target/llama-cpp/bin/python deploy/compare/beside_llama_cpp.py {{ARGS}}

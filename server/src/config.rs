@@ -1,13 +1,15 @@
 //! `looplane serve`'s options: from the command line, `LOOPLANE_` variables and a TOML file, once, into a checked [`Config`].
 
 use std::{
-    env, fs,
+    env,
+    ffi::OsStr,
+    fs,
     path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
-use clap::{Args, Command, ValueEnum};
+use clap::{Arg, Args, Command, ValueEnum, builder::Resettable};
 
 use crate::{
     group::{GroupConfig, Waits},
@@ -268,12 +270,23 @@ pub fn file_arguments(command: &Command, path: &Path) -> Result<Vec<String>, Con
                 )));
             }
         };
-        if option.get_env().is_none_or(|name| env::var_os(name).is_none()) {
+        if option.get_env().is_none_or(|name| env::var_os(name).is_none_or(|value| value.is_empty())) {
             let long = option.get_long().expect("every option of this program has a long name");
             arguments.push(format!("--{long}={value}"));
         }
     }
     Ok(arguments)
+}
+
+/// `command` and its subcommands without the variables that are set to nothing: as in `LOOPLANE_TP=` of a service file,
+/// that means the default.
+pub fn without_empty_variables(command: Command) -> Command {
+    let is_empty = |name: &OsStr| env::var_os(name).is_some_and(|value| value.is_empty());
+    let forget = |option: Arg| match option.get_env().is_some_and(is_empty) {
+        true => option.env(Resettable::Reset),
+        false => option,
+    };
+    command.mut_args(forget).mut_subcommands(without_empty_variables)
 }
 
 /// The model directory and its name.

@@ -13,7 +13,7 @@ use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use looplane_loadtest::LoadtestArgs;
 use looplane_server::{
-    config::{Config, ServeArgs, file_arguments},
+    config::{Config, ServeArgs, file_arguments, without_empty_variables},
     engine::{EngineHandle, EngineState},
     group::{self, ProcessLauncher},
     http,
@@ -82,19 +82,21 @@ fn main() -> ExitCode {
 /// The command line, with the options of `serve --config` before those typed, which win.
 fn parse() -> anyhow::Result<Cli> {
     let mut words: Vec<OsString> = env::args_os().collect();
-    let matches = Cli::command().get_matches_from(&words);
+    let command = without_empty_variables(Cli::command());
+    let matches = command.clone().get_matches_from(&words);
     let serve = matches.subcommand_matches("serve");
     if let Some(path) = serve.and_then(|serve| serve.get_one::<PathBuf>("config")) {
         let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), path)?;
         let after_subcommand = 2;
         words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
     }
-    Ok(Cli::from_arg_matches(&Cli::command().get_matches_from(words)).unwrap_or_else(|error| error.exit()))
+    Ok(Cli::from_arg_matches(&command.get_matches_from(words)).unwrap_or_else(|error| error.exit()))
 }
 
 /// Logs go to standard error: standard output is for what the user asked for.
 fn start_log(in_worker: bool) {
-    let filter = EnvFilter::try_from_env("LOOPLANE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let given = env::var("LOOPLANE_LOG").ok().filter(|filter| !filter.is_empty());
+    let filter = given.and_then(|filter| EnvFilter::try_new(filter).ok()).unwrap_or_else(|| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     match in_worker {
         // The server passes these lines on, with the time and the rank.
@@ -148,12 +150,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
     tokio::spawn(follow_signals(signals, stop.clone()));
     tokio::spawn(announce(engine.clone(), config.clone(), url));
     let served = serve(listener, engine, text, config.serve, stop.clone()).await;
-    tokio::select! {
-        biased;
-        // A second signal drops the group, which kills the workers.
-        () = stop.now.cancelled() => {}
-        () = group.shutdown() => {}
-    }
+    group.shutdown_unless(stop.now.cancelled()).await;
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
 }

@@ -217,6 +217,8 @@ async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
         () = finish.cancelled() => return,
     }
     let mut builder = Builder::new(TokioExecutor::new());
+    // Without `half_close`: a client that is gone and one that only sends no more look alike until something is written to
+    // them, which a response that is not streamed is only at its end. A client must keep its side open to be answered.
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).keep_alive_interval(HTTP2_PING);
     let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));

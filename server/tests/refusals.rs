@@ -47,6 +47,9 @@ fn refused(dir: &Path, args: &[&str]) -> String {
         .expect("stderr is UTF-8");
     assert!(!status.success(), "{said}");
     assert!(!said.contains("panicked"), "{said}");
+    // The reason stands in the last line and nowhere else.
+    assert!(!said.contains("ERROR"), "{said}");
+    assert_eq!(said.lines().position(|line| line.starts_with("looplane: ")), Some(said.lines().count() - 1), "{said}");
     said
 }
 
@@ -89,6 +92,30 @@ fn a_group_size_that_does_not_divide_the_model() {
     check(&said, &["8", "4"]);
     let said = refused(&fixture("llama-tied"), &["--tp", "3"]);
     assert_eq!(said.trim(), "looplane: --tp is 3, but must be 1, 2, 4, 8 or 16");
+}
+
+#[test]
+fn variables_that_are_set_to_nothing_count_as_unset() {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    let file = dir.path().join("looplane.toml");
+    fs::write(&file, "tp = 3\n").expect("the directory can be written");
+    let serve = |tp: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_looplane"))
+            .args(["serve", "--port", "0", "--threads", "0", "--config"])
+            .arg(&file)
+            .env("LOOPLANE_TP", tp)
+            .env("LOOPLANE_MODEL", "")
+            .env("LOOPLANE_DEVICE", "")
+            .env("LOOPLANE_LOADTEST_MODEL", "")
+            .output()
+            .expect("the binary under test runs");
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8(output.stderr).expect("stderr is UTF-8")
+    };
+    // The file says 3, which a variable that says something overrides.
+    assert_eq!(serve("").trim(), "looplane: --tp is 3, but must be 1, 2, 4, 8 or 16");
+    assert_eq!(serve("5").trim(), "looplane: --tp is 5, but must be 1, 2, 4, 8 or 16");
+    assert_eq!(serve("2").trim(), "looplane: --threads is 0, but must be at least 1");
 }
 
 #[test]

@@ -12,11 +12,15 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::launch::{Launcher, Workers};
+use super::launch::{Alive, Launcher, Workers};
 use super::start::{GRACE, Link, RankEvent, StartError, start};
+use super::vitals::{Heard, answer, probe, silent_rank};
 use super::{Figures, GroupConfig};
 use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
 use crate::sched::{Action, Event, Scheduler};
+
+#[cfg(test)]
+mod tests;
 
 /// Messages taken at once before plans are built: enough for a burst to enter one plan, few enough to stay prompt.
 pub(super) const BURST: usize = 256;
@@ -30,6 +34,8 @@ pub(super) struct Channels {
     pub(super) model: watch::Sender<Option<Arc<ModelInfo>>>,
     pub(super) figures: watch::Sender<Figures>,
     pub(super) stop: CancellationToken,
+    /// For the workers to hold.
+    pub(super) alive: Alive,
 }
 
 /// How a group's life ended.
@@ -40,13 +46,6 @@ enum End {
     Lost { reason: String, lived_well: bool },
     /// It cannot be served.
     Refused(String),
-}
-
-/// When a rank last reported a step, and which (plan, step in it).
-#[derive(Debug, Clone, Copy)]
-struct Heard {
-    when: Instant,
-    step: (u64, u32),
 }
 
 /// Why a group was lost.
@@ -157,8 +156,9 @@ impl Driver {
     /// The life of one group.
     async fn group(&mut self) -> End {
         let (launcher, ranks) = (Arc::clone(&self.launcher), self.config.tensor_parallel);
+        let alive = self.channels.alive.clone();
         // Forking and the file system take their time: not on a thread that serves streams.
-        let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks));
+        let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks, &alive));
         let launched = self.see_to(launch).await;
         let launched = launched.unwrap_or_else(|error| Err(StartError::fault(format!("the launch failed: {error}"))));
         let mut workers = match launched {
@@ -234,6 +234,7 @@ impl Driver {
     async fn serve(&mut self, link: &mut Link, workers: &mut Workers) -> Result<(), Fault> {
         let mut ranks = vec![Heard { when: Instant::now(), step: (0, 0) }; link.plans.len()];
         let mut owed_since = None;
+        let mut probing = None;
         loop {
             self.send_plans(link)?;
             if self.drain_until.is_some() && self.scheduler.is_idle() {
@@ -241,6 +242,10 @@ impl Driver {
             }
             let owed = self.scheduler.is_outstanding();
             owed_since = owed.then(|| owed_since.unwrap_or_else(Instant::now));
+            // Reports show that a busy rank is there; an idle one is asked.
+            let waits = &self.config.waits;
+            let ask = || Box::pin(probe(link.health.clone(), waits.probe, waits.answer));
+            probing = (!owed).then(|| probing.take().unwrap_or_else(ask));
             // The rank that waits for a hung one says which it is: it is given the time to.
             let silent_at = silent_rank(&ranks, owed_since, self.config.waits.step + GRACE);
             tokio::select! {
@@ -252,6 +257,10 @@ impl Driver {
                 }
                 command = self.channels.commands.recv() => self.commands(command)?,
                 exit = workers.next_exit() => return Err(Fault::new(exit)),
+                answered = answer(&mut probing) => {
+                    answered.map_err(Fault::broken_stream)?;
+                    probing = None;
+                }
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(silent_at.map(|(at, _)| at)) => {
@@ -410,17 +419,6 @@ fn show_progress(state: &mut EngineState, next: EngineState) -> bool {
         *state = next;
     }
     show
-}
-
-/// When the first rank has been silent for too long, and which. A rank owes a word while the group does, and while it is
-/// behind rank 0.
-fn silent_rank(ranks: &[Heard], owed_since: Option<Instant>, limit: Duration) -> Option<(Instant, usize)> {
-    let ahead = ranks[0];
-    let owing = ranks.iter().enumerate().filter_map(|(rank, heard)| match owed_since {
-        Some(since) => Some((heard.when.max(since) + limit, rank)),
-        None => (heard.step < ahead.step).then_some((heard.when.max(ahead.when) + limit, rank)),
-    });
-    owing.min()
 }
 
 async fn until(at: Option<Instant>) {

@@ -43,6 +43,8 @@ pub(crate) struct Script {
     pub(crate) exits_at_once: bool,
     /// From a kill to the end.
     pub(crate) kill_takes: Duration,
+    /// Does not answer the question how it is.
+    pub(crate) is_deaf: bool,
     /// Does not exit when its plans end.
     pub(crate) ignores_drain: bool,
 }
@@ -68,6 +70,7 @@ impl Default for Script {
             lifetime: None,
             exits_at_once: false,
             kill_takes: Duration::ZERO,
+            is_deaf: false,
             ignores_drain: false,
         }
     }
@@ -234,6 +237,9 @@ impl Worker for FakeService {
     }
 
     async fn health(&self, _: Request<HealthRequest>) -> Result<Response<HealthResponse>, Status> {
+        if self.script.is_deaf {
+            std::future::pending::<()>().await;
+        }
         Ok(Response::new(HealthResponse::default()))
     }
 }

@@ -29,7 +29,7 @@ const LOG_LINE_LIMIT: u64 = 8 * 1024;
 /// How long a worker's last words may take to arrive after it exited.
 const LAST_WORDS_LIMIT: Duration = Duration::from_secs(1);
 /// A killed process is gone by then, unless the kernel holds it.
-const KILL_LIMIT: Duration = Duration::from_secs(20);
+pub(super) const KILL_LIMIT: Duration = Duration::from_secs(20);
 
 /// How a worker ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -151,7 +151,8 @@ async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String
         if !line.is_empty() {
             let (level, text) = split_level(&line);
             match level {
-                Level::ERROR => tracing::error!(target: "looplane::worker", "rank {rank}: {text}"),
+                // The last words of the rank that ends a group are told with its end. The others' say the same, or follow.
+                Level::ERROR => tracing::debug!(target: "looplane::worker", "rank {rank}: {text}"),
                 Level::WARN => tracing::warn!(target: "looplane::worker", "rank {rank}: {text}"),
                 Level::INFO => tracing::info!(target: "looplane::worker", "rank {rank}: {text}"),
                 Level::DEBUG => tracing::debug!(target: "looplane::worker", "rank {rank}: {text}"),
@@ -245,6 +246,9 @@ impl Drop for SocketDir {
     }
 }
 
+/// Held for as long as a worker is there. Nothing is ever sent.
+pub(super) type Alive = tokio::sync::mpsc::Sender<()>;
+
 /// The workers of one group, running or ended. Dropping it kills them.
 #[derive(Debug)]
 pub(super) struct Workers {
@@ -255,8 +259,8 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Starts ranks 0 to `ranks`.
-    pub(super) fn launch(launcher: &dyn Launcher, ranks: u32) -> Result<Self, StartError> {
+    /// Starts ranks 0 to `ranks`. A clone of `alive` is dropped as each of them is gone.
+    pub(super) fn launch(launcher: &dyn Launcher, ranks: u32, alive: &Alive) -> Result<Self, StartError> {
         let dir = SocketDir::create(&std::env::temp_dir())?;
         let kill = CancellationToken::new();
         let mut workers = Self { exits: JoinSet::new(), kill, sockets: Vec::new(), _dir: dir };
@@ -264,7 +268,12 @@ impl Workers {
             let socket = workers._dir.socket(rank)?;
             let exit = launcher.launch(rank, &socket, workers.kill.clone());
             let exit = exit.map_err(|error| StartError::fault(format!("rank {rank} could not be started: {error}")))?;
-            workers.exits.spawn(async move { (rank, exit.await) });
+            let alive = alive.clone();
+            workers.exits.spawn(async move {
+                let exit = exit.await;
+                drop(alive);
+                (rank, exit)
+            });
             workers.sockets.push(socket);
         }
         Ok(workers)
@@ -315,6 +324,8 @@ impl Workers {
 impl Drop for Workers {
     fn drop(&mut self) {
         self.kill.cancel();
+        // They end by themselves now, once their processes are gone.
+        self.exits.detach_all();
     }
 }
 
@@ -331,11 +342,15 @@ mod tests {
         ProcessLauncher { binary, env: vec![("LOOPLANE_TEST".into(), "seen".into())] }
     }
 
+    fn alive() -> Alive {
+        tokio::sync::mpsc::channel(1).0
+    }
+
     #[tokio::test]
     async fn an_exit_comes_with_the_last_words() {
         let dir = tempfile::tempdir().unwrap();
         let launcher = script(dir.path(), "echo \"$1 $2 $4 $5 $LOOPLANE_TEST\" >&2; exit 3");
-        let mut workers = Workers::launch(&launcher, 1).unwrap();
+        let mut workers = Workers::launch(&launcher, 1, &alive()).unwrap();
         let words = workers.next_exit().await;
         assert!(words.starts_with("rank 0 (process "), "{words}");
         assert!(words.ends_with(") exited with code 3, after: worker --socket --rank 0 seen"), "{words}");
@@ -356,7 +371,7 @@ mod tests {
     async fn a_kill_is_told_with_its_signal() {
         let dir = tempfile::tempdir().unwrap();
         let launcher = script(dir.path(), "kill -9 $$");
-        let words = Workers::launch(&launcher, 1).unwrap().next_exit().await;
+        let words = Workers::launch(&launcher, 1, &alive()).unwrap().next_exit().await;
         assert!(words.ends_with("was killed by signal 9 (SIGKILL)"), "{words}");
     }
 
@@ -387,7 +402,7 @@ mod tests {
     async fn killed_workers_leave_nothing_behind() {
         let dir = tempfile::tempdir().unwrap();
         let launcher = script(dir.path(), "echo $$ > \"$3.pid\"; exec sleep 1000");
-        let workers = Workers::launch(&launcher, 2).unwrap();
+        let workers = Workers::launch(&launcher, 2, &alive()).unwrap();
         let sockets = workers._dir.0.clone();
         let pid_files: Vec<PathBuf> = workers.sockets.iter().map(|s| format!("{}.pid", s.display()).into()).collect();
         let pids = loop {
@@ -409,7 +424,7 @@ mod tests {
     async fn workers_that_do_not_end_are_killed() {
         let dir = tempfile::tempdir().unwrap();
         let launcher = script(dir.path(), "[ $5 = 0 ] && exit 0; exec sleep 1000");
-        let words = Workers::launch(&launcher, 2).unwrap().end(Duration::from_millis(300)).await;
+        let words = Workers::launch(&launcher, 2, &alive()).unwrap().end(Duration::from_millis(300)).await;
         assert_eq!(words, ["1 workers were killed as they had not ended after 300ms"]);
     }
 

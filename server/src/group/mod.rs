@@ -2,7 +2,7 @@
 //! starts them again when one is lost. The other end of [`EngineHandle`].
 //!
 //! `launch` starts and ends processes, `start` brings a group from nothing to the first plan, `driver` owns the scheduler and
-//! lives from spawn to shutdown, `intake` is its side towards the front end. One task owns all state; the tasks beside it only move messages.
+//! lives from spawn to shutdown, `intake` is its side towards the front end, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move messages.
 
 mod driver;
 #[cfg(test)]
@@ -12,6 +12,7 @@ mod launch;
 mod start;
 #[cfg(test)]
 mod tests;
+mod vitals;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -20,10 +21,12 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{EngineHandle, EngineState};
 use crate::sched::{Limits, LimitsError, Scheduler};
+use launch::KILL_LIMIT;
 pub use launch::{Launcher, ProcessLauncher, WorkerExit};
 
 /// What a group is and what it may use.
@@ -61,6 +64,10 @@ pub struct Waits {
     pub load: Duration,
     /// From the request to shut down until sequences that still run are given up.
     pub drain: Duration,
+    /// Between two questions to the workers of an idle group whether they are still there.
+    pub probe: Duration,
+    /// For the answer; a worker that owes two in a row counts as hung, and the group as lost.
+    pub answer: Duration,
     /// From the end of its stream of plans until a worker that has not exited is killed.
     pub exit: Duration,
     /// Pause before the second start in a row; doubled for each further one.
@@ -76,6 +83,8 @@ impl Default for Waits {
             start: Duration::from_secs(30),
             load: Duration::from_secs(600),
             drain: Duration::from_secs(30),
+            probe: Duration::from_secs(5),
+            answer: Duration::from_secs(5),
             exit: Duration::from_secs(10),
             backoff: Duration::from_millis(250),
             backoff_limit: Duration::from_secs(30),
@@ -156,15 +165,33 @@ pub struct GroupTask {
     stop: CancellationToken,
     task: JoinHandle<()>,
     figures: watch::Receiver<Figures>,
+    /// Of the processes of workers; closed, and so without a message, once the last is gone.
+    workers: mpsc::Receiver<()>,
 }
 
 impl GroupTask {
     /// Takes no new sequences, lets those at hand end (bounded by `waits.drain`), ends the workers, and returns when the
     /// last is gone.
-    pub async fn shutdown(mut self) {
+    pub async fn shutdown(self) {
+        self.shutdown_unless(std::future::pending()).await;
+    }
+
+    /// As [`GroupTask::shutdown`]; once `now` is there, the workers are killed, and it returns when the last is gone.
+    pub async fn shutdown_unless(mut self, now: impl Future<Output = ()>) {
         self.stop.cancel();
-        if let Err(error) = (&mut self.task).await {
-            tracing::error!("the group's task failed: {error}");
+        tokio::select! {
+            biased;
+            () = now => {
+                self.task.abort();
+                // Nothing but its end is known of a task that was cut off.
+                let _ = (&mut self.task).await;
+                if timeout(KILL_LIMIT, self.workers.recv()).await.is_err() {
+                    tracing::error!("killed workers are still there after {KILL_LIMIT:?}");
+                }
+            }
+            ended = &mut self.task => if let Err(error) = ended {
+                tracing::error!("the group's task failed: {error}");
+            }
         }
     }
 
@@ -199,6 +226,7 @@ pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(Engine
     let (model_sender, model) = watch::channel(None);
     let (figures_sender, figures) = watch::channel(Figures::default());
     let stop = CancellationToken::new();
+    let (alive, workers) = mpsc::channel(1);
     let engine = driver::Channels {
         commands,
         commands_back: command_sender.clone(),
@@ -206,7 +234,8 @@ pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(Engine
         model: model_sender,
         figures: figures_sender,
         stop: stop.clone(),
+        alive,
     };
     let task = tokio::spawn(driver::Driver::new(config, launcher, scheduler, engine).run());
-    Ok((EngineHandle::new(command_sender, state, model), GroupTask { stop, task, figures }))
+    Ok((EngineHandle::new(command_sender, state, model), GroupTask { stop, task, figures, workers }))
 }

@@ -82,7 +82,9 @@ pub(super) struct Link {
     pub(super) plans: Vec<mpsc::Sender<Plan>>,
     /// From all ranks; ends when all streams have ended.
     pub(super) events: mpsc::Receiver<RankEvent>,
-    _readers: JoinSet<()>,
+    /// To ask each rank how it is.
+    pub(super) health: Vec<WorkerClient<Channel>>,
+    pub(super) _readers: JoinSet<()>,
 }
 
 /// Brings `workers` to the point where they take plans; `progress` hears what is being done.
@@ -299,6 +301,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
     let (sender, events) = mpsc::channel(EVENTS_BOUND);
     let mut readers = JoinSet::new();
     let mut plans = Vec::new();
+    let health = clients.clone();
     for (rank, mut client) in clients.into_iter().enumerate() {
         // The scheduler sends no more than this ahead of what rank 0 reports; one more for a rank that reports later.
         let (plan_sender, plan_receiver) = mpsc::channel(plans_ahead as usize + 2);
@@ -313,7 +316,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
             let _ = sender.send(RankEvent::Ended { rank, words }).await;
         });
     }
-    Link { facts, plans, events, _readers: readers }
+    Link { facts, plans, events, health, _readers: readers }
 }
 
 async fn forward_outcomes(

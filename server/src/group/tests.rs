@@ -27,6 +27,8 @@ fn config(tensor_parallel: u32) -> GroupConfig {
             start: Duration::from_secs(5),
             load: Duration::from_secs(10),
             drain: Duration::from_secs(10),
+            probe: Duration::from_millis(200),
+            answer: Duration::from_secs(2),
             exit: Duration::from_millis(500),
             backoff: Duration::from_millis(5),
             backoff_limit: Duration::from_millis(20),
@@ -107,6 +109,8 @@ async fn loads_serves_and_drains() {
         ready(&handle).await;
         let model = handle.model().unwrap();
         assert_eq!((model.architecture.as_str(), model.tensor_parallel), ("FakeForCausalLM", ranks));
+        // The model could take 4096 positions; 64 pages of 4 hold fewer, and rank 0's one more page is of no use to all.
+        assert_eq!(model.max_context, if ranks == 1 { 65 * 4 } else { 64 * 4 });
         serve(&handle, 20).await;
         let figures = task.figures();
         assert!(figures.tokens > 100 && figures.rows >= figures.tokens && figures.losses == 0, "{figures:?}");
@@ -237,6 +241,35 @@ async fn an_idle_group_is_left_alone() {
     tokio::time::sleep(Duration::from_millis(1000)).await;
     assert_eq!(handle.state(), EngineState::Ready, "silence is no fault where nothing is owed");
     assert_eq!(task.figures().plans, plans, "an idle group gets no plans");
+}
+
+#[tokio::test]
+async fn an_idle_rank_that_does_not_answer_is_noticed() {
+    let launcher = FakeLauncher::new(2, |start, rank| Script { is_deaf: start == 0 && rank == 1, ..Script::default() });
+    let mut config = config(2);
+    config.waits.answer = Duration::from_millis(500);
+    let (handle, task) = start(config, launcher.clone());
+    ready(&handle).await;
+    let words = "rank 1 does not answer: nothing for 1s";
+    until(&handle, |state| matches!(state, EngineState::Recovering(why) if why.starts_with(words))).await;
+    ready(&handle).await;
+    serve(&handle, 3).await;
+    assert_eq!((launcher.starts.load(Ordering::SeqCst), task.figures().losses), (2, 1));
+}
+
+#[tokio::test]
+async fn a_busy_rank_is_not_asked() {
+    let launcher =
+        FakeLauncher::new(2, |_, _| Script { is_deaf: true, step: Duration::from_millis(10), ..Script::default() });
+    let mut config = config(2);
+    config.waits.answer = Duration::from_millis(200);
+    let (handle, task) = start(config, launcher);
+    ready(&handle).await;
+    let started = Instant::now();
+    let request = request(1, 5, 200, vec![]);
+    assert_eq!(read(handle.submit(request.clone()).await.unwrap()).await.0, expected(&request).0);
+    assert!(started.elapsed() > Duration::from_secs(1), "or there was no time to ask");
+    assert_eq!(task.figures().losses, 0);
 }
 
 #[tokio::test]
@@ -410,6 +443,19 @@ async fn drain_is_bounded() {
     assert_eq!(end, SequenceEvent::Failed("the server is shutting down".into()));
     let took = started.elapsed();
     assert!(took > Duration::from_millis(200) && took < Duration::from_secs(3), "{took:?}");
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn a_shutdown_that_may_not_take_its_time_kills_and_waits_for_the_last() {
+    let script = |_, _| Script { kill_takes: Duration::from_millis(300), ..Script::default() };
+    let launcher = FakeLauncher::new(2, script);
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    let _running = handle.submit(request(1, 5, 200, vec![])).await.unwrap();
+    let started = Instant::now();
+    task.shutdown_unless(std::future::ready(())).await;
+    assert!(started.elapsed() >= Duration::from_millis(300));
     assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
 }
 

@@ -14,7 +14,7 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
         Some(generate_request::Input::TokenIds(tokens)) => ("token_ids", Input::Tokens(vec![tokens.ids])),
         Some(generate_request::Input::Chat(chat)) => {
             let messages: Result<_, _> = chat.messages.into_iter().enumerate().map(message).collect();
-            ("chat", Input::Chat(messages?))
+            ("chat.messages", Input::Chat(messages?))
         }
         None => {
             let message = "one of prompt, token_ids and chat must be given";

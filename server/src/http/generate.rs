@@ -15,13 +15,13 @@ use futures::{
     Stream, StreamExt,
     stream::{self, BoxStream, SelectAll},
 };
-use serde_json::Value;
 use tokio::sync::OwnedSemaphorePermit;
 use uuid::Uuid;
 
 use super::{
     App,
     error::ApiError,
+    json,
     parse::{self, HttpRequest},
     wire::{Api, Usage, WholeChoice, Writer},
 };
@@ -47,7 +47,7 @@ async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiE
     let permit = app.frontend.enter()?;
     check_content_type(request.headers())?;
     let body = read_body(request.into_body(), app.max_body_bytes).await?;
-    let json: Value = serde_json::from_slice(&body).map_err(invalid_json)?;
+    let json = json::parse(&body)?;
     let HttpRequest { model, raw, stream, include_usage } = match api {
         Api::Chat => parse::chat(json)?,
         Api::Completion => parse::completion(json)?,
@@ -113,10 +113,6 @@ async fn read_body(body: Body, limit: usize) -> Result<bytes::Bytes, ApiError> {
 
 fn is_over_limit(error: &axum::Error) -> bool {
     std::error::Error::source(error).is_some_and(|source| source.is::<http_body_util::LengthLimitError>())
-}
-
-fn invalid_json(error: serde_json::Error) -> ApiError {
-    ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not valid JSON: {error}"))
 }
 
 /// Waits for all choices. The client going away drops this future, and with it the sequences.

@@ -17,6 +17,7 @@ use uuid::Uuid;
 mod error;
 mod fields;
 mod generate;
+mod json;
 mod parse;
 mod wire;
 

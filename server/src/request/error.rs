@@ -13,6 +13,8 @@ pub enum FieldError {
     Unknown,
     /// The field exists in this API, but this server does not support it (or not this value).
     Unsupported,
+    /// A text of a chat holds, or helps to spell, a control token.
+    SpecialToken,
 }
 
 impl FieldError {
@@ -24,6 +26,7 @@ impl FieldError {
             FieldError::Missing => "missing_required_parameter",
             FieldError::Unknown => "unknown_parameter",
             FieldError::Unsupported => "unsupported_parameter",
+            FieldError::SpecialToken => "special_token_in_content",
         }
     }
 }
@@ -43,8 +46,9 @@ pub enum RequestError {
     },
     /// Prompt and output do not fit the context.
     #[error(
-        "{field}: the model's context is {max_context} tokens, but the prompt has {prompt_tokens} and {asked} more are \
-         asked for; shorten the prompt or lower max_tokens"
+        "{field}: the context has room for {}, but the prompt takes {prompt_tokens} and {asked} more are asked for; shorten \
+         the prompt or lower max_tokens",
+        tokens(*max_context)
     )]
     ContextLength {
         /// The field of the prompt.
@@ -58,7 +62,8 @@ pub enum RequestError {
     },
     /// A prompt so long that its tokens need not be counted.
     #[error(
-        "{field}: the model's context is {max_context} tokens, and a text of {prompt_bytes} bytes has more; shorten it"
+        "{field}: the context has room for {}, and a text of {prompt_bytes} bytes has more; shorten it",
+        tokens(*max_context)
     )]
     PromptBytes {
         /// The field of the prompt.
@@ -102,4 +107,9 @@ impl RequestError {
             RequestError::ModelNotFound { .. } => "model",
         }
     }
+}
+
+/// "1 token", "2 tokens".
+fn tokens(count: u32) -> String {
+    format!("{count} {}", if count == 1 { "token" } else { "tokens" })
 }

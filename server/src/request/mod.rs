@@ -7,6 +7,7 @@ use crate::{
     text::{ChatMessage, Start},
 };
 
+mod chat;
 mod error;
 mod validate;
 
@@ -33,11 +34,11 @@ pub const MAX_LOGIT_BIAS: usize = 1024;
 /// What to go on from.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Input {
-    /// Plain texts, one sequence (or `n`) each.
+    /// Plain texts, one sequence (or `n`) each. They are raw: a control token that is spelled out becomes that token.
     Texts(Vec<String>),
     /// Texts that are tokens already.
     Tokens(Vec<Vec<u32>>),
-    /// Messages, made a prompt by the model's chat template.
+    /// Messages, made a prompt by the model's chat template, which alone writes control tokens.
     Chat(Vec<ChatMessage>),
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_BYTES,
-    MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, draw_seed,
+    MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, chat, draw_seed,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -135,11 +135,7 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
             if messages.is_empty() || messages.len() > MAX_MESSAGES {
                 return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {}", messages.len())));
             }
-            let Some(template) = &text.template else {
-                let message = "the model has no chat template; use /v1/completions";
-                return Err(RequestError::field(field, FieldError::Unsupported, message));
-            };
-            let prompt = template.render(&messages).map_err(|error| wrong(error.to_string()))?;
+            let prompt = chat::prompt(&messages, field, text)?;
             // The template has written the special tokens, the begin token included.
             let tokens = encode(&prompt, false, field, model, text)?;
             Ok(vec![(tokens, Start::Beginning)])

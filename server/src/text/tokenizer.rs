@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use serde_json::Value;
+use tokenizers::{OffsetReferential, OffsetType};
 
 use super::TextError;
 
@@ -108,6 +109,15 @@ impl Tokenizer {
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
         let encoding = self.inner.encode_fast(text, special).map_err(|error| TextError::Encode(error.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The control tokens that a text holds, in order: found as [`Tokenizer::encode`] finds them, normaliser included, but
+    /// without cutting the rest into tokens.
+    pub fn special_tokens_in(&self, text: &str) -> Vec<u32> {
+        let cut = self.inner.get_added_vocabulary().extract_and_normalize(self.inner.get_normalizer(), text);
+        let splits = cut.get_splits(OffsetReferential::Original, OffsetType::None);
+        let added = splits.iter().filter_map(|(_, _, tokens)| tokens.as_ref()).flatten();
+        added.map(|token| token.id).filter(|id| self.is_special(*id)).collect()
     }
 
     /// The text of all the tokens at once, control tokens left out, as Hugging Face's tokenizers decode it.

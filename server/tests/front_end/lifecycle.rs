@@ -75,6 +75,40 @@ async fn a_choice_refused_by_the_engine_cancels_those_before_it() {
 }
 
 #[tokio::test]
+async fn more_choices_than_the_queue_ever_takes_are_refused_for_good() {
+    let (server, mut script) = Server::start(options()).await;
+    for (n, status, code, param) in
+        [(4, 400, "invalid_value", json!("n")), (3, 429, "rate_limit_exceeded", Value::Null)]
+    {
+        let request = json!({"prompt": [5], "n": n});
+        let address = server.address;
+        let client = tokio::spawn(async move { post(address, COMPLETION, &request).await });
+        let taken = [script.accept().await.id, script.accept().await.id];
+        script.refuse(SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" }).await;
+        let mut cancelled = [script.cancelled().await, script.cancelled().await];
+        cancelled.sort_unstable();
+        assert_eq!(cancelled, taken);
+        let response = client.await.unwrap();
+        let error = response.json()["error"].clone();
+        assert_eq!((response.status, &error["code"], &error["param"]), (status, &json!(code), &param), "{error}");
+        assert_eq!(response.header("retry-after").is_some(), status == 429);
+    }
+}
+
+/// Between a client that has closed its connection and one that has only finished sending there is no difference to see
+/// before something is written to it, which a response that is not streamed never is: both count as gone.
+#[tokio::test]
+async fn a_client_that_half_closes_counts_as_gone() {
+    let (server, mut script) = Server::start(options()).await;
+    for stream in [true, false] {
+        let mut client = open(server.address, COMPLETION, &body(stream)).await;
+        let sequence = script.accept().await;
+        client.shutdown().await.unwrap();
+        assert_eq!(script.cancelled().await, sequence.id);
+    }
+}
+
+#[tokio::test]
 async fn what_the_engine_refuses_has_its_status() {
     let (server, mut script) = Server::start(options()).await;
     for (error, status, code, kind) in [

@@ -107,6 +107,23 @@ async fn fields_of_a_chat() {
         (message(json!({"role": "user", "content": []})), "invalid_type", "messages[0].content"),
         (message(json!({"role": "user", "content": "x", "mood": 1})), "unknown_parameter", "messages[0].mood"),
         (
+            message(json!({"role": "user", "content": "Hi<|eot_id|>"})),
+            "special_token_in_content",
+            "messages[0].content",
+        ),
+        (
+            message(
+                json!({"role": "user", "content": [{"type": "text", "text": "<|eot"}, {"type": "text", "text": "_id|>"}]}),
+            ),
+            "special_token_in_content",
+            "messages[0].content",
+        ),
+        (
+            message(json!({"role": "user", "content": "Hi", "name": "<|end_of_text|>"})),
+            "special_token_in_content",
+            "messages[0].name",
+        ),
+        (
             message(json!({"role": "assistant", "content": "x", "tool_calls": [{}]})),
             "unsupported_parameter",
             "messages[0].tool_calls",
@@ -182,13 +199,14 @@ async fn bodies_that_are_not_requests() {
     let json_type = "application/json";
     let huge = vec![b' '; (1 << 20) + 1];
     let deep = "[".repeat(100_000);
-    let table: [(&str, &[u8], u16, &str, Value); 9] = [
+    let table: [(&str, &[u8], u16, &str, Value); 10] = [
         (json_type, b"{", 400, "invalid_json", Value::Null),
         (json_type, b"", 400, "invalid_json", Value::Null),
         (json_type, b"{\"prompt\": \"\xff\xfe\"}", 400, "invalid_json", Value::Null),
         (json_type, b"{\"prompt\": \"x\", \"temperature\": NaN}", 400, "invalid_json", Value::Null),
         (json_type, b"{\"prompt\": \"x\", \"temperature\": 1e999}", 400, "invalid_json", Value::Null),
         (json_type, deep.as_bytes(), 400, "invalid_json", Value::Null),
+        (json_type, b"{\"prompt\": \"x\", \"n\": 1, \"n\": 1}", 400, "duplicate_key", json!("n")),
         (json_type, b"[1]", 400, "invalid_type", json!("body")),
         (json_type, &huge, 413, "body_too_large", Value::Null),
         ("text/plain", b"{}", 415, "unsupported_media_type", Value::Null),

@@ -1,0 +1,93 @@
+//! A burst of reports that is longer than what the driver takes at once.
+
+use looplane_proto::worker::v1::Finish;
+
+use super::super::fake::{FakeLauncher, Script};
+use super::super::start::GroupFacts;
+use super::*;
+use crate::engine::{EngineHandle, FinishReason};
+use crate::sched::Limits;
+use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
+
+const SHAPE: Shape = Shape { max_slots: 4, max_batch_tokens: 8, kv_pages: 256, page_positions: 4 };
+
+/// A driver, what the front end holds of it, and the streams of a group of one rank, whose ends the test holds.
+struct Bench {
+    driver: Driver,
+    handle: EngineHandle,
+    link: Link,
+    workers: Workers,
+    plans: mpsc::Receiver<looplane_proto::worker::v1::Plan>,
+    events: mpsc::Sender<RankEvent>,
+}
+
+fn bench() -> Bench {
+    // One plan covers all the steps, so that no report has to be heard before the next.
+    let limits = Limits {
+        max_slots: SHAPE.max_slots,
+        max_batch_tokens: SHAPE.max_batch_tokens,
+        steps_per_plan: 1000,
+        ..Limits::default()
+    };
+    let config = GroupConfig { limits, ..GroupConfig::new("/models/fake".into(), 1) };
+    let launcher = FakeLauncher::new(1, |_, _| Script::default());
+    let (alive, _) = mpsc::channel(1);
+    let workers = Workers::launch(&*launcher, 1, &alive).unwrap();
+    let (commands_back, commands) = mpsc::unbounded_channel();
+    let (state, state_receiver) = watch::channel(EngineState::Loading(String::new()));
+    let (model, model_receiver) = watch::channel(None);
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver);
+    let (figures, _) = watch::channel(Figures::default());
+    let channels = Channels { commands, commands_back, state, model, figures, stop: CancellationToken::new(), alive };
+    let (plan_sender, plans) = mpsc::channel(4);
+    let (event_sender, events) = mpsc::channel(4 * BURST);
+    let model = ModelInfo {
+        model_digest: "digest".into(),
+        architecture: "FakeForCausalLM".into(),
+        vocab_size: 1000,
+        max_context: 1024,
+        tensor_parallel: 1,
+        bit_domain: "fake".into(),
+    };
+    let facts = GroupFacts { model, kv_pages: SHAPE.kv_pages, page_positions: SHAPE.page_positions };
+    let link =
+        Link { facts, plans: vec![plan_sender], events, health: Vec::new(), _readers: tokio::task::JoinSet::new() };
+    let scheduler = Scheduler::new(config.limits.clone()).unwrap();
+    let mut driver = Driver::new(config, launcher, scheduler, channels);
+    driver.announce(&link).unwrap();
+    Bench { driver, handle, link, workers, plans, events: event_sender }
+}
+
+#[tokio::test]
+async fn every_report_of_a_burst_is_handled() {
+    let Bench { mut driver, handle, mut link, mut workers, mut plans, events } = bench();
+    let request = request(1, 5, 2 * BURST as u32 + 100, vec![]);
+    let work = async {
+        let mut stream = handle.submit(request.clone()).await.unwrap();
+        let mut worker = FakeWorker::new(SHAPE);
+        worker.receive(plans.recv().await.unwrap());
+        let mut reports = 0;
+        while !worker.rests() {
+            if let Some(outcome) = worker.run(worker.last_version()) {
+                // On one thread, and without waiting: the driver finds all of them at once.
+                events.try_send(RankEvent::Outcome { rank: 0, outcome }).unwrap();
+                reports += 1;
+            }
+        }
+        assert!(reports > 2 * BURST, "{reports} reports are no burst");
+        let mut tokens = Vec::new();
+        loop {
+            match stream.next().await.unwrap() {
+                SequenceEvent::Token(token) => tokens.push(token.id),
+                end => break (tokens, end),
+            }
+        }
+    };
+    let (tokens, end) = tokio::select! {
+        output = work => output,
+        ended = driver.serve(&mut link, &mut workers) => panic!("the group is lost: {:?}", ended.err().map(|f| f.words)),
+    };
+    let (wanted, finish) = expected(&request);
+    assert_eq!((tokens, finish), (wanted, Finish::Length));
+    assert_eq!(end, SequenceEvent::Finished(FinishReason::Length));
+}

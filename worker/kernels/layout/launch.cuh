@@ -1,0 +1,34 @@
+// What a launch is given; the same structs are in worker/src/cuda/launch.rs.
+#pragma once
+
+/// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending.
+struct Row {
+  u32 token, position, slot;
+  u32 first_row, first_position;  // of the first row of its sequence in this launch
+  u32 flags;                      // kRowSample: its logits are needed
+  u32 last_position;              // with more than one step: past it the row idles
+  u32 reserved;
+};
+constexpr u32 kRowSample = 1;
+constexpr u32 kLaunchLogits = 1;  // Launch::flags: write the logits of the last step
+
+struct Launch {
+  const u8* weights;      // packed, see shape.cuh
+  const u8* gamma;        // [2 * layers + 1][hidden] bf16
+  const u8* embedding;    // [vocab][hidden] bf16; null if tied
+  const float* bias;      // [layers][rows of qkv]
+  const float* qk_norm;   // [layers][2][head_dim], dims in the order of a packed head
+  const float* rope;      // [positions][head_dim / 2][cos, sin]
+  u8* kv;                 // the pool
+  float* k_scale;         // [layer][page][kv head][64] 1 / rms of k (kQkNorm)
+  u8* words;              // exchange words, kWordsBytes, zeroed when they were taken and when the epoch starts again
+  const u32* page_table;  // [slot][page_stride]
+  float* logits;          // [columns][tiles of the head * 16]
+  const Row* rows;        // [row_count]
+  const void* sampling;   // of the sampler
+  u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
+  u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps run, written last
+  u32* report;            // mapped: why a wait failed
+  long long* trace;
+  u32 row_count, steps, epoch, page_stride, kv_pages, flags, reserved0, reserved1;
+};

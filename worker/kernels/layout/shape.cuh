@@ -1,0 +1,66 @@
+// The model's dimensions, which the worker defines as LP_... in front of the source, and what follows from them: leaves, who
+// owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/layout.rs.
+#pragma once
+
+constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
+constexpr int kIntermediate = LP_INTERMEDIATE, kVocab = LP_VOCAB, kBlocks = LP_BLOCKS, kColumns = LP_COLUMNS;
+constexpr int kWindow = LP_WINDOW;  // positions a row attends to; 0: all
+constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
+
+constexpr int kRowTile = 16, kKStep = 16, kFragment = 512;  // rows, columns and bytes of an A fragment
+constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;
+constexpr int kQueriesPerKv = kHeads / kKvHeads, kDimTiles = kHeadDim / 16;
+static_assert(kQueriesPerKv * kKvHeads == kHeads && kQueriesPerKv <= 8, "query heads of a KV head are the columns of one n8 tile");
+static_assert(kHeadDim % 64 == 0 && kHidden % 16 == 0, "head_dim is a multiple of 64, hidden of 16");
+
+constexpr int most_leaves(int n) {
+  int leaves = 1;
+  while (leaves < kMaxLeaves && n % (2 * leaves) == 0) leaves *= 2;
+  return leaves;
+}
+
+/// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a group (a tile, or a pair of gate and up) is dealt
+/// to a block whole.
+template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP> struct Product {
+  static constexpr int tiles = TILES, leaves = LEAVES, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS, groups = TILES / GROUP;
+  static constexpr u64 bytes = (u64)TILES * steps * kFragment;
+  /// First tile of block `block`; of block kBlocks, the end.
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
+  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
+  /// A leaf streams in parts of at most 16 k16 steps.
+  static constexpr int parts = (LEAF_STEPS + 15) / 16, part_steps = (LEAF_STEPS + parts - 1) / parts;  // steps: at most
+  static constexpr bool even_parts = LEAF_STEPS % parts == 0;
+  LP_DEVICE static constexpr int part_begin(int part) { return LEAF_STEPS * part / parts; }
+  static constexpr int chunk_bytes = part_steps * (most_tiles > 1 ? 2 : 1) * kFragment;  // at most
+};
+constexpr int kHiddenTiles = kHidden / 16;
+constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
+constexpr int kHeadLeaves = most_leaves(kHeads), kDownLeaves = most_leaves(kIntermediate);
+constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
+using Qkv = Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1>;
+using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1>;
+using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2>;
+using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1>;
+using Head = Product<(kVocab + 15) / 16, kHiddenLeaves, kHiddenSteps, 1>;
+constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
+constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
+
+/// Byte within an A fragment of (row, k).
+LP_DEVICE constexpr int fragment_byte(int row, int k) {
+  return ((row & 7) * 4 + (k & 7) / 2) * 16 + ((row >> 3) + (k >> 3) * 2) * 4 + (k & 1) * 2;
+}
+/// Byte of weight (row, k) of the LM head within its product: the embedding of a tied model.
+LP_DEVICE u64 head_byte(int row, int k) {
+  const int tile = row / 16;
+  const int block = (int)(((long long)(tile + 1) * kBlocks - 1) / Head::groups);
+  const int first = Head::first_tile(block), end = Head::first_tile(block + 1);
+  const int unit = first + ((tile - first) & ~1), width = unit + 1 < end ? 2 : 1;
+  return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment + fragment_byte(row % 16, k % 16);
+}
+
+// ---- KV pool: [layer][page][kv head][4 leaves][K fragments | V fragments] ----
+constexpr u32 kLeafBytes = kLeafPositions * kHeadDim * 2 * 2, kLeafV = kLeafBytes / 2;
+/// Byte of leaf 0 of a page.
+LP_DEVICE u64 page_byte(u32 layer, u32 pages, u32 page, u32 kv_head) {
+  return (((u64)layer * pages + page) * kKvHeads + kv_head) * (4 * kLeafBytes);
+}

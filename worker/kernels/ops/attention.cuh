@@ -1,0 +1,305 @@
+// Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go to four
+// warps, which combine them into the page's result; results of pages meet in a merge. A leaf has its own maximum, sum and output,
+// so neither who computes it nor what else is in the batch touches a bit.
+#pragma once
+
+constexpr double square_root(double x) {
+  double r = x;
+  for (int i = 0; i < 40; i++) r = 0.5 * (r + x / r);
+  return r;
+}
+constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadDim));  // scores in powers of two
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+/// The rows of a step, from shared memory.
+struct Rows {
+  const Row* rows;
+  u32 count, step;
+
+  LP_DEVICE u32 position(u32 row) const { return rows[row].position + step; }
+  LP_DEVICE bool active(u32 row) const { return row < count && (step == 0 || position(row) <= rows[row].last_position); }
+  LP_DEVICE u32 mask() const {
+    u32 mask = 0;
+#pragma unroll
+    for (u32 r = 0; r < kColumns; r++) mask |= active(r) ? 1u << r : 0;
+    return mask;
+  }
+  LP_DEVICE u32 first_visible(u32 row) const {
+    const u32 p = position(row);
+    return kWindow && p + 1 > kWindow ? p + 1 - kWindow : 0;
+  }
+  LP_DEVICE u32 first_page(u32 row) const { return first_visible(row) / kPage; }
+  LP_DEVICE u32 pages(u32 row) const { return position(row) / kPage - first_page(row) + 1; }
+  /// Items of the rows before `row`; items of a row are [page][kv head].
+  LP_DEVICE u32 items_before(u32 row) const {
+    u32 items = 0;
+    for (u32 r = 0; r < row; r++) items += active(r) ? pages(r) * kKvHeads : 0;
+    return items;
+  }
+};
+struct Item {
+  u32 row, page, kv_head;
+};
+/// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
+LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& item) {
+  index = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
+  u32 rest = index;
+  for (u32 r = 0; r < rows.count; r++) {
+    if (!rows.active(r)) continue;
+    const u32 items = rows.pages(r) * kKvHeads;
+    if (rest < items) {
+      item = Item{r, rows.first_page(r) + rest / kKvHeads, rest % kKvHeads};
+      return true;
+    }
+    rest -= items;
+  }
+  return false;
+}
+
+/// Streams the pages of this block's items. K and V of earlier steps only: what this step appends is patched in by the consumer.
+LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows& rows, u32 layer) {
+  constexpr u32 window = window_of(LP_WINDOW_BYTES_WAITING, kLeafBytes);
+  u32 index;
+  Item item;
+  for (u32 j = 0; block_item(rows, layer, j, index, item); j++) {
+    const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
+    const u8* leaves = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head);
+#pragma unroll 1
+    for (u32 leaf = 0; leaf < 4; leaf++) producer.issue((j & 3) * 4 + leaf, leaves + leaf * kLeafBytes, kLeafBytes, window);
+  }
+}
+
+/// Words of K and V that one lane fetches of a new position.
+constexpr int kFreshWords = kDimTiles / 4;
+
+/// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position within the leaf.
+/// Returns 1 / rms of k (kQkNorm).
+LP_DEVICE float patch_position(const Launch& launch, u32 leaf, int kv_head, u32 row, u32 at, u32 tag) {
+  const int lane = threadIdx.x & 31;
+  u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
+  const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
+  poll_words<kFreshWords>(launch, words + lane * 16, 32 * 16, tag, true, x, y, squares, kSiteFresh);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kFreshWords; i++) {
+    const int word = i * 32 + lane, tile = word / 4 % kDimTiles, t = word & 3;
+    if (word < kDimTiles * 4) {
+      const u32 to = leaf + tile * kFragment + ((at & 7) * 4 + t) * 16 + (at >> 3) * 4;
+      store_shared_u32(to, x[i]);
+      store_shared_u32(to + 8, y[i]);
+      sum += __uint_as_float(squares[i]);
+    } else {
+      const u32 to = leaf + kLeafV + tile * kFragment + (at & 7) / 2 * 16 + (at >> 3) * 8 + (at & 1) * 2;
+      store_shared_u16(to + 2 * t * 64, x[i]);
+      store_shared_u16(to + (2 * t + 1) * 64, x[i] >> 16);
+      store_shared_u16(to + 2 * t * 64 + 4, y[i]);
+      store_shared_u16(to + (2 * t + 1) * 64 + 4, y[i] >> 16);
+    }
+  }
+  if constexpr (!kQkNorm) return 1;
+  if (kDimTiles == 4 && lane >= 16) sum = 0;
+#pragma unroll
+  for (int d = 4; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+  return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadDim) + __uint_as_float(LP_EPS));
+}
+
+/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][head_dim + 4] f32, its maximum and sum
+/// to the end of its V as [query head][2].
+constexpr u32 kOutputStride = (kHeadDim + 4) * 4, kLeafSums = kLeafBytes - 64;
+LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 leaf, u32 tag) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
+  const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
+  float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
+  if (base <= p && base + kLeafPositions > low) {
+    u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
+    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv, x, y, squares, kSiteQuery);
+    float scale[4] = {kScoreScale, kScoreScale, kScoreScale, kScoreScale};
+    if constexpr (kQkNorm) {
+      const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
+      const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage + number * kLeafPositions;
+      float q[kDimTiles];
+#pragma unroll
+      for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
+      const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadDim) + __uint_as_float(LP_EPS));
+      const float first = shuffle(mine, 8 * t), second = shuffle(mine, 8 * t + 4);
+      const float upper = load_relaxed_f32(stored + g), lower = load_relaxed_f32(stored + g + 8);
+      scale[0] = kScoreScale * first * upper;
+      scale[1] = kScoreScale * second * upper;
+      scale[2] = kScoreScale * first * lower;
+      scale[3] = kScoreScale * second * lower;
+      const Row& row = rows.rows[item.row];
+      const u32 fresh = row.first_position + rows.step;
+      for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
+        const float k = patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+        if (g == (at & 7)) {
+          scale[at >> 3 ? 2 : 0] = kScoreScale * first * k;
+          scale[at >> 3 ? 3 : 1] = kScoreScale * second * k;
+        }
+        if (lane == 0) const_cast<float*>(stored)[at] = k;
+      }
+    } else {
+      const Row& row = rows.rows[item.row];
+      const u32 fresh = row.first_position + rows.step;
+      for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++)
+        patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+    }
+    __syncwarp();
+    float score[4] = {};
+#pragma unroll
+    for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(score, load_shared_16(leaf + j * kFragment + lane * 16), x[j], y[j]);
+    __syncwarp();
+    const bool seen[2] = {visible(g), visible(g + 8)};
+    float weight[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      score[i] = seen[i / 2] ? score[i] * scale[i] : kMinusInfinity;
+      most[i & 1] = fmaxf(most[i & 1], score[i]);
+    }
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+      for (int c = 0; c < 2; c++) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
+#pragma unroll
+    for (int i = 0; i < 4; i++) weight[i] = seen[i / 2] ? exp2_approx(score[i] - most[i & 1]) : 0;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      sum[c] = weight[c] + weight[2 + c];
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) sum[c] += shuffle_xor(sum[c], d);
+    }
+    const u32 b0 = transpose_8x8(bf16_pair(weight[0], weight[1])), b1 = transpose_8x8(bf16_pair(weight[2], weight[3]));
+    // V of positions that are not seen may hold anything, NaN too.
+    const u32 early = (visible(2 * t) ? 0xffffu : 0) | (visible(2 * t + 1) ? 0xffff0000u : 0);
+    const u32 late = (visible(2 * t + 8) ? 0xffffu : 0) | (visible(2 * t + 9) ? 0xffff0000u : 0);
+    const u32 to = leaf + 2 * t * kOutputStride + g * 4;
+#pragma unroll
+    for (int j = 0; j < kDimTiles; j++) {
+      Quad v = load_shared_16(leaf + kLeafV + j * kFragment + lane * 16);
+      v.x &= early;
+      v.y &= early;
+      v.z &= late;
+      v.w &= late;
+      float out[4] = {};
+      mma_m16n8k16(out, v, b0, b1);
+      if (2 * t < kQueriesPerKv) store_shared_f32(to + j * 64, out[0]), store_shared_f32(to + j * 64 + 32, out[2]);
+      if (2 * t + 1 < kQueriesPerKv) store_shared_f32(to + kOutputStride + j * 64, out[1]), store_shared_f32(to + kOutputStride + j * 64 + 32, out[3]);
+    }
+    __syncwarp();
+  }
+  if (g == 0) {
+    store_shared_f32(leaf + kLeafSums + t * 16, most[0]);
+    store_shared_f32(leaf + kLeafSums + t * 16 + 4, sum[0]);
+    store_shared_f32(leaf + kLeafSums + t * 16 + 8, most[1]);
+    store_shared_f32(leaf + kLeafSums + t * 16 + 12, sum[1]);
+  }
+}
+
+/// This warp's leaves of the block's items, and its quarter of the pages' results.
+LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const Rows& rows, u32 layer, u32 tag) {
+  const u32 lane = threadIdx.x & 31, quad = consumer.warp >> 2, number = consumer.warp & 3;
+  u32 index;
+  Item item;
+  for (u32 j = quad; block_item(rows, layer, j, index, item); j += 4) {
+    const u32 slot = consumer.wait();
+    if (lane == 0) store_shared_u32(shared + Shared::quad_slot + consumer.warp * 4, slot);
+    attend_leaf(launch, rows, item, layer, number, consumer.address(slot), tag);
+    barrier_sync(1 + quad, 128);
+    u32 leaves[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) leaves[i] = consumer.address(load_shared_u32(shared + Shared::quad_slot + (quad * 4 + i) * 4));
+    u8* page = launch.words + Words::page + index * Words::page_bytes;
+    constexpr u32 words = kQueriesPerKv * kHeadDim / 8;
+    for (u32 word = lane; word < words; word += 32) {
+      const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8, dim = tile * 16 + word % 8;
+      float maximum[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) largest = fmaxf(largest, maximum[i] = load_shared_f32(leaves[i] + kLeafSums + head * 8));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (maximum[i] == kMinusInfinity) continue;
+        const float weight = exp2_approx(maximum[i] - largest);
+        const u32 out = leaves[i] + head * kOutputStride + dim * 4;
+        total = fmaf(weight, load_shared_f32(leaves[i] + kLeafSums + head * 8 + 4), total);
+        low = fmaf(weight, load_shared_f32(out), low);
+        high = fmaf(weight, load_shared_f32(out + 32), high);
+      }
+      const float share = reciprocal_approx(total);
+      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low * share), __float_as_uint(high * share), tag,
+                       __float_as_uint(largest + log2_approx(total)));
+    }
+    fence_async_shared();  // orders what was written to the slots before the copies that use them again
+    barrier_sync(1 + quad, 128);
+    consumer.release(false);
+  }
+}
+
+/// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
+/// first ones have leaves.
+LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag) {
+  const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
+  for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
+    const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;
+    if (!rows.active(row)) continue;
+    const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;
+    const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + pair * 16;
+    float largest = kMinusInfinity, total = 0, low = 0, high = 0;
+    for (u32 begin = 0; begin < pages; begin += 16) {
+      u32 x[4], y[4], z[4];
+      const u32 mine = begin + share * 4, n = mine >= pages ? 0 : pages - mine < 4 ? pages - mine : 4;
+      // A lane with fewer than four pages left takes its last one again, without weight.
+      long long begun = 0;
+      const auto fetch = [&](int i) { return words + (u64)(mine + ((u32)i < n ? i : n - 1)) * (kKvHeads * Words::page_bytes); };
+      while (true) {
+        bool missing = false;
+        u32 seen = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          Quad v{0, 0, tag, 0};
+          if (n) v = load_relaxed_16(fetch(i));
+          x[i] = v.x;
+          y[i] = v.y;
+          z[i] = v.w;
+          if (v.z != tag) missing = true, seen = v.z;
+        }
+        if (!any_lane(missing)) break;
+        if (begun == 0) begun = clock64();
+        if (missing && clock64() - begun > kWaitLimit) wait_failed(launch, kSitePage, tag, seen);
+      }
+      float now = largest;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if ((u32)i < n) now = fmaxf(now, __uint_as_float(z[i]));
+      const float keep = largest == kMinusInfinity ? 0 : exp2_approx(largest - now);
+      total *= keep;
+      low *= keep;
+      high *= keep;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if ((u32)i < n) {
+          const float weight = exp2_approx(__uint_as_float(z[i]) - now);
+          total += weight;
+          low = fmaf(weight, __uint_as_float(x[i]), low);
+          high = fmaf(weight, __uint_as_float(y[i]), high);
+        }
+      largest = now;
+    }
+    float all = fmaxf(largest, shuffle_xor(largest, 8));
+    all = fmaxf(all, shuffle_xor(all, 16));
+    const float keep = largest == kMinusInfinity ? 0 : exp2_approx(largest - all);
+    total *= keep;
+    low *= keep;
+    high *= keep;
+#pragma unroll
+    for (int d = 8; d < 32; d *= 2) {
+      total += shuffle_xor(total, d);
+      low += shuffle_xor(low, d);
+      high += shuffle_xor(high, d);
+    }
+    const float inverse = reciprocal_approx(total);
+    low *= inverse;
+    high *= inverse;
+    const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
+    if (lane < 4) store_relaxed_16(launch.words + Words::attention_out + vector_word(head * kDimTiles + tile, row) + t * 16, bf16_pair(a, b), bf16_pair(c, d), tag, 0);
+  }
+}

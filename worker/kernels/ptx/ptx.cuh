@@ -1,0 +1,152 @@
+// All inline assembly of the kernels: one function an instruction, names as in the PTX manual.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define LP_DEVICE __device__ __forceinline__
+
+// ---- shared memory ----
+
+LP_DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+/// 16 bytes: four registers of bf16 pairs or words.
+struct alignas(16) Quad {
+  u32 x, y, z, w;
+};
+LP_DEVICE Quad load_shared_16(u32 address) {
+  Quad v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+LP_DEVICE float load_shared_f32(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0,[%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+LP_DEVICE u32 load_shared_u32(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+LP_DEVICE void store_shared_f32(u32 address, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(address), "f"(v) : "memory"); }
+LP_DEVICE void store_shared_u32(u32 address, u32 v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory"); }
+LP_DEVICE void store_shared_u16(u32 address, u32 v) { asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory"); }
+
+// ---- barriers and bulk copies ----
+
+LP_DEVICE void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+LP_DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+LP_DEVICE void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+LP_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+LP_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+LP_DEVICE u64 policy_evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+LP_DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+LP_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+LP_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- global memory ----
+
+LP_DEVICE Quad load_relaxed_16(const u8* p) {
+  u64 a, b;
+  asm volatile("{\n.reg .b128 r;\nld.relaxed.gpu.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+LP_DEVICE void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
+  u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
+  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+LP_DEVICE void store_u16(u8* p, u32 v) { asm volatile("st.global.u16 [%0],%1;" ::"l"(p), "h"((u16)v) : "memory"); }
+LP_DEVICE float load_relaxed_f32(const float* p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0,[%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE u32 load_constant_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+LP_DEVICE u32 load_constant_u16(const u8* p) {
+  u16 v;
+  asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+LP_DEVICE u32 load_system_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+LP_DEVICE void trap() { asm volatile("trap;"); }
+
+// ---- arithmetic ----
+
+/// c += A B: A [16 rows][16 k] as `a`, B [16 k][8 columns] as b0 (k 2t, 2t+1) and b1 (k 2t+8, 2t+9) of column g, for lane 4 g + t.
+/// c: (row g, columns 2t, 2t+1), (row g+8, the same).
+LP_DEVICE void mma_m16n8k16(float* c, const Quad& a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+LP_DEVICE u32 bf16_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+LP_DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+LP_DEVICE float exp2_approx(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+LP_DEVICE float log2_approx(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+LP_DEVICE float rsqrt_approx(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+LP_DEVICE float reciprocal_approx(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+/// Transposes an 8 x 8 matrix of bf16 whose row g lies in lanes 4 g .. 4 g + 3, two values a lane.
+LP_DEVICE u32 transpose_8x8(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// ---- warp ----
+
+constexpr u32 kAllLanes = ~0u;
+template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
+template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
+LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

@@ -9,7 +9,7 @@ constexpr double square_root(double x) {
   return r;
 }
 constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadDim));  // scores in powers of two
-constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xff800000u);
 
 /// The rows of a step, from shared memory.
 struct Rows {

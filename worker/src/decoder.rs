@@ -40,12 +40,26 @@ pub struct LoadRequest {
     pub max_batch_tokens: usize,
     /// KV pages to allocate; 0: as `kv_bytes_limit` allows.
     pub kv_pages: usize,
-    /// Bound on the bytes of the KV cache of this rank where `kv_pages` is 0.
+    /// Bound on the bytes of the KV cache of this rank where `kv_pages` is 0; 0: the backend's own.
     pub kv_bytes_limit: u64,
     /// Longest wait for another rank inside a step.
     pub wait_limit: Duration,
     /// Bound on positions of one sequence; 0: the model's own.
     pub max_context: usize,
+    /// Where to compute.
+    pub device: Device,
+}
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Device {
+    /// A GPU if there is one that can, else CPU sockets.
+    #[default]
+    Auto,
+    /// CPU sockets.
+    Cpu,
+    /// A GPU.
+    Cuda,
 }
 
 /// What was loaded; meanings as in worker/v1 `Loaded`.

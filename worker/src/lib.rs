@@ -11,6 +11,7 @@ use std::sync::Arc;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tokio::net::UnixListener;
 
+pub mod backend;
 pub mod batch;
 pub mod bench;
 pub mod control;
@@ -41,9 +42,9 @@ pub struct WorkerArgs {
     pub parent: Option<u32>,
 }
 
-/// Serves one worker with the CPU backend, as [`run_with`] does.
+/// Serves one worker with the backend that its load request asks for, as [`run_with`] does.
 pub fn run(args: &WorkerArgs) -> ExitCode {
-    run_with(args, Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?))))
+    run_with(args, Arc::new(backend::load))
 }
 
 /// Serves one worker until its run ends and says how the process should exit: 0 after a drain, [`EXIT_FAULT`] after a fault,

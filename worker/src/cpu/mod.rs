@@ -23,7 +23,7 @@ pub(crate) mod rope;
 mod shm;
 mod team;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod tolerance;
 mod wait;

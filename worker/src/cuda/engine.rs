@@ -145,11 +145,6 @@ impl Engine {
         })
     }
 
-    /// The weights.
-    pub fn weights(&self) -> &Weights {
-        &self.weights
-    }
-
     /// The calling thread will launch.
     ///
     /// # Errors

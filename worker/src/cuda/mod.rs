@@ -18,6 +18,7 @@ mod looped_decoder;
 mod memory;
 mod pack;
 mod random;
+mod read_limit;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -28,3 +29,4 @@ pub use device::{Facts, probe};
 pub use error::CudaError;
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
+pub use read_limit::ReadLimit;

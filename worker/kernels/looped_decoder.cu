@@ -4,8 +4,7 @@
 //   h += W_o attention(q, K, V);  h += W_down bf16(silu(gate) * up)       h stays fp32 in registers of its owner
 //
 // A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of every product;
-// one producer thread, which streams the block's weights and KV pages through a ring in shared memory, on into the next layer and the next
-// step; two epilogue warps, which add the leaves as a binary tree and publish the result as data-as-flag words to all blocks.
+// one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves as a binary tree and publish the result as data-as-flag words to all blocks.
 //
 // Exchanges of a layer (words.cuh says why one buffer each suffices):
 //   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
@@ -43,24 +42,23 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
 
 LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
   Producer producer(launch, shared);
-  constexpr u32 window = window_of(LP_WINDOW_BYTES, kSlotBytes), window_waiting = window_of(LP_WINDOW_BYTES_WAITING, kSlotBytes);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
     const Rows rows = rows_of(launch, step);
     const u8* weights = launch.weights;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
-      producer.stream<Qkv>(weights, blockIdx.x, window);
+      producer.stream<Qkv, false>(weights);
       if (layer == 0) {
         wait_sampled(launch, shared, step);
         fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
       }
       stream_pages(producer, launch, rows, layer);
       // Fewer bytes in flight while attention is being waited for: three exchanges in a row queue behind them.
-      producer.stream<O>(weights + kOOffset, blockIdx.x, window_waiting);
-      producer.stream<GateUp>(weights + kGateUpOffset, blockIdx.x, window);
-      producer.stream<Down>(weights + kDownOffset, blockIdx.x, window);
+      producer.stream<O, true>(weights + kOOffset);
+      producer.stream<GateUp, false>(weights + kGateUpOffset);
+      producer.stream<Down, false>(weights + kDownOffset);
     }
-    if (sampling) producer.stream<Head>(weights, blockIdx.x, window);
+    if (sampling) producer.stream<Head, false>(weights);
   }
 }
 
@@ -200,13 +198,16 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
   if (blockIdx.x == 0 && threadIdx.x == kEpilogue * 32) store_system_u32(launch.control + 1, step);
 }
 
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item.
+extern "C" __device__ const u64 looped_decoder_needs[4] = {Shared::bytes, kThreads, Words::page, Words::page_bytes};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * kWarps; i++) {
+    for (u32 i = 0; i < kWarps * Shared::slots; i++) {
       mbarrier_init(shared + Shared::full + 8 * i, 1);
       mbarrier_init(shared + Shared::empty + 8 * i, 1);
     }
@@ -222,6 +223,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
   const bool sampling = samples(launch);
   if (warp < kWarps) consume(launch, shared, warp, sampling);
   else if (warp == kProducer) {
-    if ((threadIdx.x & 31) == 0) produce(launch, shared, sampling);
+    produce(launch, shared, sampling);
   } else finish(launch, shared, warp - kEpilogue, sampling);
 }

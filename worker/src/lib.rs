@@ -1,7 +1,8 @@
 //! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
 //!
 //! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
-//! plans into the rows of each step, `cpu` and `cuda` run the loop, `control` speaks worker/v1, `bench` measures.
+//! plans into the rows of each step, `backend` chooses between `cpu`, which runs the loop with the functions of `math`, and
+//! `cuda`, `sampling` draws the tokens, `control` speaks worker/v1, `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -19,6 +20,7 @@ pub mod convert;
 pub mod cpu;
 pub mod cuda;
 pub mod decoder;
+pub mod math;
 pub mod model;
 pub mod plan;
 pub mod sampling;

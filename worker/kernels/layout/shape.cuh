@@ -27,11 +27,6 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP> struct Product {
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
   static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
-  /// A leaf streams in parts of at most 16 k16 steps.
-  static constexpr int parts = (LEAF_STEPS + 15) / 16, part_steps = (LEAF_STEPS + parts - 1) / parts;  // steps: at most
-  static constexpr bool even_parts = LEAF_STEPS % parts == 0;
-  LP_DEVICE static constexpr int part_begin(int part) { return LEAF_STEPS * part / parts; }
-  static constexpr int chunk_bytes = part_steps * (most_tiles > 1 ? 2 : 1) * kFragment;  // at most
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;

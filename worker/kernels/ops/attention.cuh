@@ -56,16 +56,21 @@ LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& 
   return false;
 }
 
-/// Streams the pages of this block's items. K and V of earlier steps only: what this step appends is patched in by the consumer.
+/// Streams the pages of this block's items, four at a time: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this
+/// step appends is patched in by the consumer.
 LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows& rows, u32 layer) {
-  constexpr u32 window = window_of(LP_WINDOW_BYTES_WAITING, kLeafBytes);
-  u32 index;
-  Item item;
-  for (u32 j = 0; block_item(rows, layer, j, index, item); j++) {
-    const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
-    const u8* leaves = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head);
-#pragma unroll 1
-    for (u32 leaf = 0; leaf < 4; leaf++) producer.issue((j & 3) * 4 + leaf, leaves + leaf * kLeafBytes, kLeafBytes, window);
+  for (u32 j = 0;; j += 4) {
+    u32 index;
+    Item item;
+    const bool on = producer.lane() < kWarps && block_item(rows, layer, j + producer.lane() / 4, index, item);
+    if (!any_lane(on)) return;
+    const u8* leaf = nullptr;
+    if (on) {
+      const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
+      leaf = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head) + producer.lane() % 4 * kLeafBytes;
+    }
+    producer.issue<true>(on, leaf, kLeafV);
+    producer.issue<true>(on, leaf + kLeafV, kLeafV);
   }
 }
 
@@ -74,7 +79,7 @@ constexpr int kFreshWords = kDimTiles / 4;
 
 /// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position within the leaf.
 /// Returns 1 / rms of k (kQkNorm).
-LP_DEVICE float patch_position(const Launch& launch, u32 leaf, int kv_head, u32 row, u32 at, u32 tag) {
+LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int kv_head, u32 row, u32 at, u32 tag) {
   const int lane = threadIdx.x & 31;
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
   const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
@@ -84,12 +89,12 @@ LP_DEVICE float patch_position(const Launch& launch, u32 leaf, int kv_head, u32 
   for (int i = 0; i < kFreshWords; i++) {
     const int word = i * 32 + lane, tile = word / 4 % kDimTiles, t = word & 3;
     if (word < kDimTiles * 4) {
-      const u32 to = leaf + tile * kFragment + ((at & 7) * 4 + t) * 16 + (at >> 3) * 4;
+      const u32 to = k_leaf + tile * kFragment + ((at & 7) * 4 + t) * 16 + (at >> 3) * 4;
       store_shared_u32(to, x[i]);
       store_shared_u32(to + 8, y[i]);
       sum += __uint_as_float(squares[i]);
     } else {
-      const u32 to = leaf + kLeafV + tile * kFragment + (at & 7) / 2 * 16 + (at >> 3) * 8 + (at & 1) * 2;
+      const u32 to = v_leaf + tile * kFragment + (at & 7) / 2 * 16 + (at >> 3) * 8 + (at & 1) * 2;
       store_shared_u16(to + 2 * t * 64, x[i]);
       store_shared_u16(to + (2 * t + 1) * 64, x[i] >> 16);
       store_shared_u16(to + 2 * t * 64 + 4, y[i]);
@@ -103,10 +108,11 @@ LP_DEVICE float patch_position(const Launch& launch, u32 leaf, int kv_head, u32 
   return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadDim) + __uint_as_float(LP_EPS));
 }
 
-/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][head_dim + 4] f32, its maximum and sum
-/// to the end of its V as [query head][2].
-constexpr u32 kOutputStride = (kHeadDim + 4) * 4, kLeafSums = kLeafBytes - 64;
-LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 leaf, u32 tag) {
+/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its maximum and sum to
+/// the end of its V as [query head][2].
+constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kSlotBytes ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
+static_assert(kQueriesPerKv * kOutputStride <= kSlotBytes, "outputs of a leaf fit where its K was");
+LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
   const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
@@ -131,7 +137,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
       const Row& row = rows.rows[item.row];
       const u32 fresh = row.first_position + rows.step;
       for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
-        const float k = patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+        const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
         if (g == (at & 7)) {
           scale[at >> 3 ? 2 : 0] = kScoreScale * first * k;
           scale[at >> 3 ? 3 : 1] = kScoreScale * second * k;
@@ -142,12 +148,12 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
       const Row& row = rows.rows[item.row];
       const u32 fresh = row.first_position + rows.step;
       for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++)
-        patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+        patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
     }
     __syncwarp();
     float score[4] = {};
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(score, load_shared_16(leaf + j * kFragment + lane * 16), x[j], y[j]);
+    for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(score, load_shared_16(k_leaf + j * kFragment + lane * 16), x[j], y[j]);
     __syncwarp();
     const bool seen[2] = {visible(g), visible(g + 8)};
     float weight[4];
@@ -172,10 +178,10 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
     // V of positions that are not seen may hold anything, NaN too.
     const u32 early = (visible(2 * t) ? 0xffffu : 0) | (visible(2 * t + 1) ? 0xffff0000u : 0);
     const u32 late = (visible(2 * t + 8) ? 0xffffu : 0) | (visible(2 * t + 9) ? 0xffff0000u : 0);
-    const u32 to = leaf + 2 * t * kOutputStride + g * 4;
+    const u32 to = k_leaf + 2 * t * kOutputStride + g * 4;
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++) {
-      Quad v = load_shared_16(leaf + kLeafV + j * kFragment + lane * 16);
+      Quad v = load_shared_16(v_leaf + j * kFragment + lane * 16);
       v.x &= early;
       v.y &= early;
       v.z &= late;
@@ -188,10 +194,10 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
     __syncwarp();
   }
   if (g == 0) {
-    store_shared_f32(leaf + kLeafSums + t * 16, most[0]);
-    store_shared_f32(leaf + kLeafSums + t * 16 + 4, sum[0]);
-    store_shared_f32(leaf + kLeafSums + t * 16 + 8, most[1]);
-    store_shared_f32(leaf + kLeafSums + t * 16 + 12, sum[1]);
+    store_shared_f32(v_leaf + kLeafSums + t * 16, most[0]);
+    store_shared_f32(v_leaf + kLeafSums + t * 16 + 4, sum[0]);
+    store_shared_f32(v_leaf + kLeafSums + t * 16 + 8, most[1]);
+    store_shared_f32(v_leaf + kLeafSums + t * 16 + 12, sum[1]);
   }
 }
 
@@ -201,26 +207,32 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
   u32 index;
   Item item;
   for (u32 j = quad; block_item(rows, layer, j, index, item); j += 4) {
-    const u32 slot = consumer.wait();
-    if (lane == 0) store_shared_u32(shared + Shared::quad_slot + consumer.warp * 4, slot);
-    attend_leaf(launch, rows, item, layer, number, consumer.address(slot), tag);
+    const u32 k_leaf = consumer.wait(), k_slot = consumer.keep(), v_leaf = consumer.wait(), v_slot = consumer.keep();
+    if (lane == 0) {
+      store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8, k_leaf);
+      store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8 + 4, v_leaf);
+    }
+    attend_leaf(launch, rows, item, layer, number, k_leaf, v_leaf, tag);
     barrier_sync(1 + quad, 128);
-    u32 leaves[4];
+    u32 outputs[4], sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) leaves[i] = consumer.address(load_shared_u32(shared + Shared::quad_slot + (quad * 4 + i) * 4));
+    for (int i = 0; i < 4; i++) {
+      outputs[i] = load_shared_u32(shared + Shared::quad_leaf + (quad * 4 + i) * 8);
+      sums[i] = load_shared_u32(shared + Shared::quad_leaf + (quad * 4 + i) * 8 + 4) + kLeafSums;
+    }
     u8* page = launch.words + Words::page + index * Words::page_bytes;
     constexpr u32 words = kQueriesPerKv * kHeadDim / 8;
     for (u32 word = lane; word < words; word += 32) {
       const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8, dim = tile * 16 + word % 8;
       float maximum[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) largest = fmaxf(largest, maximum[i] = load_shared_f32(leaves[i] + kLeafSums + head * 8));
+      for (int i = 0; i < 4; i++) largest = fmaxf(largest, maximum[i] = load_shared_f32(sums[i] + head * 8));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         if (maximum[i] == kMinusInfinity) continue;
         const float weight = exp2_approx(maximum[i] - largest);
-        const u32 out = leaves[i] + head * kOutputStride + dim * 4;
-        total = fmaf(weight, load_shared_f32(leaves[i] + kLeafSums + head * 8 + 4), total);
+        const u32 out = outputs[i] + head * kOutputStride + dim * 4;
+        total = fmaf(weight, load_shared_f32(sums[i] + head * 8 + 4), total);
         low = fmaf(weight, load_shared_f32(out), low);
         high = fmaf(weight, load_shared_f32(out + 32), high);
       }
@@ -230,7 +242,8 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
     }
     fence_async_shared();  // orders what was written to the slots before the copies that use them again
     barrier_sync(1 + quad, 128);
-    consumer.release(false);
+    consumer.release_slot(false, k_slot);
+    consumer.release_slot(false, v_slot);
   }
 }
 
@@ -260,7 +273,7 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
           x[i] = v.x;
           y[i] = v.y;
           z[i] = v.w;
-          if (v.z != tag) missing = true, seen = v.z;
+          if (!kAblateWaits && v.z != tag) missing = true, seen = v.z;
         }
         if (!any_lane(missing)) break;
         if (begun == 0) begun = clock64();

@@ -59,19 +59,21 @@ template <int STEPS> LP_DEVICE float get_fragments(const Launch& launch, const u
   return sum;
 }
 
-/// Adds the next chunk's part of the products of WIDTH row tiles: up to STEPS k16 steps, ascending in one chain a tile.
-template <int STEPS, int WIDTH, bool ALL> LP_DEVICE void multiply_chunk(Consumer& consumer, const u32 (*b)[2], int steps, float (*acc)[4]) {
-  const u32 base = consumer.address(consumer.wait()) + (threadIdx.x & 31) * 16;
+/// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream.
+template <int STEPS, int WIDTH> LP_DEVICE void multiply_steps(Consumer& consumer, const u32 (*b)[2], float (*acc)[4]) {
+  constexpr int CHUNK = kSlotBytes / (WIDTH * kFragment);
 #pragma unroll
-  for (int k = 0; k < STEPS; k++) {
-    if (!ALL && k >= steps) break;
+  for (int begin = 0; begin < STEPS; begin += CHUNK) {
+    const u32 base = consumer.wait() + (threadIdx.x & 31) * 16;
 #pragma unroll
-    for (int n = 0; n < WIDTH; n++) mma_m16n8k16(acc[n], load_shared_16(base + (k * WIDTH + n) * kFragment), b[k][0], b[k][1]);
+    for (int k = begin; k < STEPS && k < begin + CHUNK; k++)
+#pragma unroll
+      for (int n = 0; n < WIDTH; n++) mma_m16n8k16(acc[n], load_shared_16(base + ((k - begin) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
+    bool never = false;
+#pragma unroll
+    for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
+    consumer.release(never);
   }
-  bool never = false;
-#pragma unroll
-  for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
-  consumer.release(never);
 }
 
 /// The partial results of a block's row tiles, two tiles a set, on their way from the consumers to the epilogue. Orders the partials
@@ -111,37 +113,37 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 #pragma unroll 1
   for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
     float acc[2][4] = {};
-    auto parts = [&](auto width) {
-#pragma unroll
-      for (int part = 0; part < P::parts; part++)
-        if (mine) {
-          const int begin = P::part_begin(part);
-          multiply_chunk<P::part_steps, decltype(width)::value, P::even_parts>(consumer, b + begin, P::part_begin(part + 1) - begin, acc);
-        }
+    const auto unit = [&](auto width) {
+      if (mine) multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, b, acc);
       partials.template put<decltype(width)::value>(mine, acc);
     };
-    if (tile + 1 < end) parts(Constant<2>{}); else parts(Constant<1>{});
+    if (tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
 }
 
-/// The same for down, whose leaf is too long for registers: its activations are fetched part by part.
+/// The same for down, whose leaf is too long for registers: its activations are fetched 16 k blocks at a time.
 template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site) {
+  constexpr int PART = 16, REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
 #pragma unroll 1
   for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
     float acc[2][4] = {};
-    auto parts = [&](auto width) {
+    const auto unit = [&](auto width) {
+      const int leaf = consumer.warp * P::leaf_steps;
+      u32 b[PART][2];
 #pragma unroll 1
-      for (int part = 0; part < P::parts; part++)
+      for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
+        get_fragments<PART>(consumer.launch, vector, leaf + k, tag, active, b, site);
+        multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
+      }
+      if constexpr (REST > 0)
         if (mine) {
-          const int begin = P::part_begin(part), steps = P::part_begin(part + 1) - begin;
-          u32 b[P::part_steps][2];
-          get_fragments<P::part_steps>(consumer.launch, vector, consumer.warp * P::leaf_steps + begin, tag, active, b, site);
-          multiply_chunk<P::part_steps, decltype(width)::value, P::even_parts>(consumer, b, steps, acc);
+          get_fragments<REST>(consumer.launch, vector, leaf + P::leaf_steps - REST, tag, active, b, site);
+          multiply_steps<REST, decltype(width)::value>(consumer, b, acc);
         }
       partials.template put<decltype(width)::value>(mine, acc);
     };
-    if (tile + 1 < end) parts(Constant<2>{}); else parts(Constant<1>{});
+    if (tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
 }

@@ -51,6 +51,13 @@ LP_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done;
 }
+/// Does not suspend the thread, as try_wait may.
+LP_DEVICE bool mbarrier_test_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
 LP_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"

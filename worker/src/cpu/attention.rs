@@ -13,8 +13,8 @@ use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512Bf16};
 use super::lanes::{LANES, Lanes, Portable};
+use crate::math::exp;
 use crate::plan::PAGE_POSITIONS;
-use crate::sampling::math::exp;
 
 /// Most queries that share a pass over the pages.
 const MAX_QUERIES: usize = 8;

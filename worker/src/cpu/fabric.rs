@@ -17,40 +17,24 @@
 //! Epochs wrap around and are compared by signed difference. They start a thousand before the wrap, so that every run of
 //! the program passes it.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+mod layout;
+#[cfg(test)]
+pub(super) mod tests;
+mod waiting;
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use super::ahead::Ahead;
 use super::shm::{Segment, ShmError};
 use super::team::Team;
-use super::wait::Backoff;
 use crate::decoder::Fault;
-use crate::plan::ROW_TILE;
+use waiting::Failure;
 
-/// Values of a row that one slice holds: four row tiles.
-pub const SLICE: usize = 4 * ROW_TILE;
+pub use layout::{SLICE, Shape};
+
 /// The epoch before the first.
 const START: u32 = u32::MAX - 1000;
-const CACHE_LINE: usize = 64;
-const MAGIC: u32 = 0x6c70_6678;
-/// Raised when the layout of a segment changes: ranks of different builds must not meet.
-const LAYOUT_VERSION: u32 = 1;
-
-/// What the exchange memory of a rank holds; the same for all ranks of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
-    /// Ranks of the group.
-    pub ranks: usize,
-    /// Values of a row.
-    pub width: usize,
-    /// Most rows of an exchange.
-    pub max_rows: usize,
-    /// Most words of a gather.
-    pub max_words: usize,
-    /// Names the bits that the ranks compute: ranks of another domain are refused.
-    pub domain: u32,
-}
 
 /// Where in the loop an exchange happens, for reports.
 #[derive(Debug, Clone, Copy)]
@@ -100,53 +84,6 @@ pub struct Fabric {
     pub one_buffer: bool,
     #[cfg(test)]
     pub hook: Option<Hook>,
-}
-
-impl Shape {
-    /// Slices of a row.
-    pub fn slices(&self) -> usize {
-        self.width.div_ceil(SLICE)
-    }
-
-    fn header(&self, rank: usize) -> [u32; 8] {
-        let numbers = [self.ranks, rank, self.width, self.max_rows, self.max_words];
-        let [ranks, rank, width, rows, words] = numbers.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
-        [MAGIC, LAYOUT_VERSION, self.domain, ranks, rank, width, rows, words]
-    }
-
-    // A segment: header, flag of the words, flags of the slices (a cache line each), words [2][max_words] u32,
-    // slices [2][slices][max_rows][SLICE] f32. Offsets in bytes.
-
-    fn gather_flag(&self) -> usize {
-        CACHE_LINE
-    }
-
-    fn slice_flag(&self, slice: usize) -> usize {
-        (2 + slice) * CACHE_LINE
-    }
-
-    fn words(&self, epoch: u32) -> usize {
-        self.slice_flag(self.slices()) + (epoch as usize % 2) * (self.max_words * 4).next_multiple_of(CACHE_LINE)
-    }
-
-    fn slice(&self, epoch: u32, slice: usize) -> usize {
-        let boxes = self.slice_flag(self.slices()) + 2 * (self.max_words * 4).next_multiple_of(CACHE_LINE);
-        boxes + ((epoch as usize % 2) * self.slices() + slice) * self.slice_len() * 4
-    }
-
-    fn slice_len(&self) -> usize {
-        self.max_rows * SLICE
-    }
-
-    /// Bytes of a segment.
-    pub fn bytes(&self) -> usize {
-        self.slice(1, self.slices())
-    }
-}
-
-/// Whether `seen` is `epoch` or after it.
-fn reached(seen: u32, epoch: u32) -> bool {
-    seen.wrapping_sub(epoch).cast_signed() >= 0
 }
 
 impl Fabric {
@@ -323,66 +260,6 @@ impl Fabric {
         unsafe { self.segment(rank).read(self.slice_offset(slice), self.shape.slice_len()) }
     }
 
-    fn await_slice(
-        &self,
-        slice: usize,
-        leader: bool,
-        at: Place,
-        ahead: &mut super::ahead::Walk<'_>,
-        failure: &Failure,
-    ) -> Result<(), Fault> {
-        for step in 0..self.shape.ranks {
-            // Own slice first, then the neighbours: ranks do not all hang on rank 0's line.
-            let rank = (self.rank + step) % self.shape.ranks;
-            let flag = self.segment(rank).word(self.shape.slice_flag(slice));
-            self.await_flag(flag, self.epoch, rank, leader, at, ahead, failure)?;
-        }
-        Ok(())
-    }
-
-    /// Waits until `flag` has reached `epoch`: walks ahead, spins, yields, gives up at the limit.
-    #[allow(clippy::too_many_arguments)]
-    fn await_flag(
-        &self,
-        flag: &AtomicU32,
-        epoch: u32,
-        peer: usize,
-        leader: bool,
-        at: Place,
-        ahead: &mut super::ahead::Walk<'_>,
-        failure: &Failure,
-    ) -> Result<(), Fault> {
-        if reached(flag.load(Ordering::Acquire), epoch) {
-            return Ok(());
-        }
-        let begun = Instant::now();
-        let mut backoff = Backoff::new(self.crowded);
-        loop {
-            let seen = flag.load(Ordering::Acquire);
-            if reached(seen, epoch) {
-                if leader {
-                    self.waited_ns.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                }
-                return Ok(());
-            }
-            if ahead.step() {
-                continue;
-            }
-            backoff.pause();
-            if backoff.yielded() > self.wait_limit || failure.reported() {
-                return Err(Fault::WaitLimit {
-                    rank: self.rank,
-                    peer,
-                    step: at.step,
-                    phase: at.layer.map_or_else(|| at.what.to_owned(), |layer| format!("layer {layer} {}", at.what)),
-                    expected: u64::from(epoch),
-                    seen: u64::from(seen),
-                    waited_ms: begun.elapsed().as_millis() as u64,
-                });
-            }
-        }
-    }
-
     fn slice_offset(&self, slice: usize) -> usize {
         #[cfg(test)]
         if self.one_buffer {
@@ -416,29 +293,3 @@ impl Fabric {
 }
 
 const JOINED: &str = "all ranks' memory, because control calls join before run";
-
-/// The first fault of a job; other threads stop waiting when they see it.
-#[derive(Default)]
-struct Failure {
-    reported: AtomicBool,
-    first: Mutex<Option<Fault>>,
-}
-
-impl Failure {
-    fn reported(&self) -> bool {
-        self.reported.load(Ordering::Relaxed)
-    }
-
-    fn report(&self, fault: Fault) {
-        let mut first = self.first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        first.get_or_insert(fault);
-        self.reported.store(true, Ordering::Relaxed);
-    }
-
-    fn into_result(self) -> Result<(), Fault> {
-        self.first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).map_or(Ok(()), Err)
-    }
-}
-
-#[cfg(test)]
-pub(super) mod tests;

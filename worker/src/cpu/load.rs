@@ -115,7 +115,8 @@ pub fn load_with(
         weights: (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64,
         kv: (kv.pages as u64).saturating_mul(kv.page_bytes() as u64),
         activations: Activations::bytes(&plan, &rank, request.max_batch_tokens, request.max_slots)
-            + (request.max_slots * pages * (PAGE_POSITIONS + 1) * 4) as u64,
+            + (request.max_slots * pages * (PAGE_POSITIONS + 1) * 4) as u64
+            + Sampler::bytes(&shape) as u64,
         exchange: fabric_shape.bytes() as u64,
     };
     needs.check(plan.tensor_parallel, budget::available())?;

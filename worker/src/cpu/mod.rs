@@ -29,6 +29,7 @@ mod tolerance;
 mod wait;
 mod weights;
 
+pub use budget::OVERHEAD_BYTES;
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
 pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
 pub(crate) use looped_decoder::row_input;

@@ -14,23 +14,15 @@ use crate::plan::{ModelPlan, Product, RankPlan, Tile};
 
 /// Where weights come from.
 pub trait Source: Sync {
-    /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row.
+    /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row. Afterwards the source keeps nothing of
+    /// them in memory, so that packing needs no more than what it packs.
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
-    /// The tensor will not be read again.
-    fn release(&self, tensor: Tensor);
 }
 
 impl Source for Checkpoint {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
-        if tensor.shape(self.config()).len() == 1 {
-            self.read_vector(tensor, columns, out);
-        } else {
-            Checkpoint::read(self, tensor, rows, columns, out);
-        }
-    }
-
-    fn release(&self, tensor: Tensor) {
-        Checkpoint::release(self, tensor);
+        Checkpoint::read(self, tensor, rows.clone(), columns, out);
+        self.release(tensor, rows);
     }
 }
 
@@ -69,8 +61,6 @@ impl Source for RandomSource {
             }
         }
     }
-
-    fn release(&self, _tensor: Tensor) {}
 }
 
 fn is_bias(tensor: Tensor) -> bool {
@@ -155,15 +145,12 @@ impl Weights {
             for product in LAYER_PRODUCTS {
                 weights.pack(source, rank, layer, product, team);
             }
-            LayerTensor::of(&plan.config).for_each(|tensor| source.release(Tensor::Layer(layer, tensor)));
             progress(weights.bytes_up_to(weights.span(layer, Product::Down)));
         }
         weights.pack(source, rank, 0, Product::LmHead, team);
         if !plan.config.tied_embeddings {
             weights.embedding = Some(weights.read_embedding(source, team)?);
         }
-        source.release(Tensor::LmHead);
-        source.release(Tensor::Embedding);
         progress(weights.bytes());
         Ok(weights)
     }

@@ -19,11 +19,7 @@ pub const VARIANTS: [usize; 2] = [1, 8];
 /// Name of the kernel.
 const NAME: &str = "looped_decoder";
 /// The kernel's source, with what it includes.
-pub const SOURCE: &str = concat!(
-    include_str!("../../kernels/looped_decoder.cu"),
-    // What the host has to know of the compiled layout.
-    "\nextern \"C\" __constant__ u64 looped_decoder_facts[4] = {kThreads, Shared::bytes, Words::page, Words::page_bytes};\n"
-);
+pub const SOURCE: &str = include_str!("../../kernels/looped_decoder.cu");
 /// The source's includes, by the names it has for them.
 pub const HEADERS: [(&str, &str); 10] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
@@ -144,15 +140,15 @@ impl Module {
     }
 
     #[allow(unsafe_code)]
-    fn facts(&self) -> Result<[u64; 4], CudaError> {
+    fn needs(&self) -> Result<[u64; 4], CudaError> {
         // SAFETY: the module is loaded for as long as `self` lives.
-        let found = unsafe { result::module::get_global(self.raw, c"looped_decoder_facts".to_owned()) };
+        let found = unsafe { result::module::get_global(self.raw, c"looped_decoder_needs".to_owned()) };
         let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut facts = [0u64; 4];
-        assert_eq!(bytes, size_of_val(&facts), "the source says how many facts there are");
+        let mut needs = [0u64; 4];
+        assert_eq!(bytes, size_of_val(&needs), "the source has four numbers there");
         // SAFETY: the range is the global's.
-        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut facts, address) })?;
-        Ok(facts)
+        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut needs, address) })?;
+        Ok(needs)
     }
 }
 
@@ -182,7 +178,7 @@ impl Kernel {
     ) -> Result<Self, CudaError> {
         let (binary, cached) = compiler.build(&program(layout, columns), cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let [threads, shared_bytes, fixed_words, page_words] = module.facts()?;
+        let [shared_bytes, threads, fixed_words, page_words] = module.needs()?;
         let does_not_fit =
             |problem: String| Err(CudaError::Kernel { kernel: format!("{NAME} of {columns} columns"), problem });
         if shared_bytes > gpu.facts.shared_bytes as u64 {

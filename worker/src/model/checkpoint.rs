@@ -1,99 +1,29 @@
 //! The weights of a checkpoint: safetensors files, mapped, checked up front and read by slice.
 //!
 //! A rank reads its own slices alone. The files are mapped, not read: what stays in memory beside the rank's shard is
-//! the headers and the pages of the file system's cache, which [`Checkpoint::release`] gives back as packing goes on.
+//! the headers, and the pages just read, until [`Checkpoint::release`] gives them back.
 
-use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
+mod error;
+mod files;
+mod header;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use half::{bf16, f16};
-use memmap2::{Mmap, UncheckedAdvice};
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
-use safetensors::{SafeTensorError, SafeTensors};
+use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 
 use super::{ModelConfig, Tensor};
+use files::{Lookup, MappedFile, open_files, release};
 
-/// Why the weights of a model are refused: one sentence with file, tensor and numbers.
-#[derive(Debug, thiserror::Error)]
-pub enum CheckpointError {
-    /// The directory or a file could not be read.
-    #[error("{}: cannot be read: {source}", path.display())]
-    Read {
-        /// File or directory.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// No weights in the directory.
-    #[error("{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file", dir.display())]
-    NoWeights {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// The index is not one.
-    #[error("{}: {problem}", path.display())]
-    Index {
-        /// The index.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// A safetensors header that does not describe its file.
-    #[error("{}: {problem} (the file is {file_bytes} bytes long)", path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, with tensor and numbers.
-        problem: String,
-        /// Length of the file.
-        file_bytes: u64,
-    },
-    /// Two files hold the same tensor.
-    #[error("tensor {tensor} is both in {} and in {}", first.display(), second.display())]
-    Twice {
-        /// The tensor.
-        tensor: String,
-        /// A file.
-        first: PathBuf,
-        /// Another.
-        second: PathBuf,
-    },
-    /// A tensor that the architecture needs is not there.
-    #[error("{}: tensor {tensor} {shape:?} is missing", path.display())]
-    Missing {
-        /// Where it should be: the file, or the directory if any file could hold it.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its shape by config.json.
-        shape: Vec<usize>,
-    },
-    /// A tensor has other dimensions than config.json says.
-    #[error("{}: tensor {tensor} has shape {got:?}, but by config.json it is {expected:?}", path.display())]
-    Shape {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// In the file.
-        got: Vec<usize>,
-        /// By config.json.
-        expected: Vec<usize>,
-    },
-    /// A tensor has a dtype that is not read.
-    #[error("{}: tensor {tensor} is {dtype}; weights are BF16, F16 or F32", path.display())]
-    Dtype {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its dtype.
-        dtype: String,
-    },
-}
+pub use error::CheckpointError;
+
+/// The system maps pages on both sides of the one that is read, while it is at it: those of one huge page at most.
+const MAPPED_AROUND: usize = 2 << 20;
 
 /// The weights of a model: every tensor of the architecture is there, with its shape, and can be read.
 #[derive(Debug)]
@@ -113,22 +43,6 @@ struct Place {
     /// 1 for a vector.
     rows: usize,
     columns: usize,
-}
-
-/// A file of the checkpoint.
-#[derive(Debug)]
-struct MappedFile {
-    path: PathBuf,
-    map: Mmap,
-    header: Metadata,
-    /// First byte after the header.
-    data_start: usize,
-}
-
-/// Which file holds which tensor, by index or by looking.
-enum Lookup {
-    Index { path: PathBuf, files: HashMap<String, usize> },
-    Search { dir: PathBuf },
 }
 
 impl Checkpoint {
@@ -183,7 +97,7 @@ impl Checkpoint {
         hasher.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads `rows` x `columns` of a tensor into `out`, `[rows.len(), columns.len()]` bf16 row-major, rounding to nearest
+    /// Reads `rows` x `columns` of a tensor (of a vector: its one row) into `out`, `[rows.len(), columns.len()]` bf16 row-major, rounding to nearest
     /// (ties to even) where the file has f16 or f32.
     ///
     /// # Panics
@@ -208,19 +122,18 @@ impl Checkpoint {
         }
     }
 
-    /// Reads part of a vector (a norm or a bias) into `out`, rounding as [`Checkpoint::read`] does.
+    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called for
+    /// each piece that is read, so that a thread never holds more of the files than one piece.
     ///
     /// # Panics
-    /// As [`Checkpoint::read`].
-    pub fn read_vector(&self, tensor: Tensor, range: Range<usize>, out: &mut [bf16]) {
-        self.read(tensor, 0..1, range, out);
-    }
-
-    /// Gives the memory of a tensor's mapped bytes back to the system; they can be read again. Called once a layer
-    /// is packed, so that a rank never holds more mapped bytes than one layer's, or the embedding's and LM head's.
-    pub fn release(&self, tensor: Tensor) {
+    /// If the model has no such tensor, or the rows leave it.
+    pub fn release(&self, tensor: Tensor, rows: Range<usize>) {
         let place = self.place(tensor);
-        release(&self.files[place.file].map, place.bytes.clone());
+        assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
+        let row_bytes = place.columns * place.dtype.bitsize() / 8;
+        let [start, end] = [rows.start, rows.end].map(|row| place.bytes.start + row * row_bytes);
+        let map = &self.files[place.file].map;
+        release(map, start.saturating_sub(MAPPED_AROUND)..end.saturating_add(MAPPED_AROUND).min(map.len()));
     }
 
     fn place(&self, tensor: Tensor) -> &Place {
@@ -228,74 +141,6 @@ impl Checkpoint {
         let tensor = if tensor == Tensor::LmHead && self.config.tied_embeddings { Tensor::Embedding } else { tensor };
         self.tensors.get(&tensor).unwrap_or_else(|| panic!("a {} has no {tensor:?}", self.config.architecture.name()))
     }
-}
-
-fn open_files(dir: &Path) -> Result<(Vec<MappedFile>, Lookup), CheckpointError> {
-    let single = dir.join("model.safetensors");
-    let index = dir.join("model.safetensors.index.json");
-    // As transformers does: a single file goes before an index that may be left over.
-    if index.is_file() && !single.is_file() {
-        return open_indexed(dir, index);
-    }
-    let mut paths = Vec::new();
-    if single.is_file() {
-        paths.push(single);
-    } else {
-        let read_error = |source| CheckpointError::Read { path: dir.into(), source };
-        for entry in std::fs::read_dir(dir).map_err(read_error)? {
-            let path = entry.map_err(read_error)?.path();
-            if path.extension().is_some_and(|e| e == "safetensors") && path.is_file() {
-                paths.push(path);
-            }
-        }
-        paths.sort();
-    }
-    if paths.is_empty() {
-        return Err(CheckpointError::NoWeights { dir: dir.into() });
-    }
-    let files = paths.into_iter().map(open_file).collect::<Result<_, _>>()?;
-    Ok((files, Lookup::Search { dir: dir.into() }))
-}
-
-fn open_indexed(dir: &Path, path: PathBuf) -> Result<(Vec<MappedFile>, Lookup), CheckpointError> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        // Sorted, so that of several mistakes the same one is always reported.
-        weight_map: BTreeMap<String, String>,
-    }
-    let wrong = |problem: String| CheckpointError::Index { path: path.clone(), problem };
-    let text = std::fs::read(&path).map_err(|source| CheckpointError::Read { path: path.clone(), source })?;
-    let index: Index = serde_json::from_slice(&text).map_err(|e| wrong(format!("is not an index: {e}")))?;
-    let mut files: Vec<MappedFile> = Vec::new();
-    let mut by_name: HashMap<&str, usize> = HashMap::new();
-    let mut by_tensor = HashMap::with_capacity(index.weight_map.len());
-    for (tensor, name) in &index.weight_map {
-        let file = match by_name.get(name.as_str()) {
-            Some(file) => *file,
-            None => {
-                // A path would let an index read files outside its directory.
-                if Path::new(name).file_name().is_none_or(|only| only != name.as_str()) {
-                    return Err(wrong(format!(
-                        "tensor {tensor:?} is said to be in {name:?}, which is not a file name"
-                    )));
-                }
-                let shard = dir.join(name);
-                if !shard.is_file() {
-                    return Err(wrong(format!(
-                        "tensor {tensor:?} is said to be in {name:?}, but there is no such file"
-                    )));
-                }
-                files.push(open_file(shard)?);
-                by_name.insert(name, files.len() - 1);
-                files.len() - 1
-            }
-        };
-        if files[file].header.info(tensor).is_none() {
-            return Err(wrong(format!("tensor {tensor:?} is said to be in {name:?}, but is not")));
-        }
-        by_tensor.insert(tensor.clone(), file);
-    }
-    Ok((files, Lookup::Index { path, files: by_tensor }))
 }
 
 fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelConfig) -> Result<Place, CheckpointError> {
@@ -332,93 +177,6 @@ fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelCon
     Ok(Place { file, bytes, dtype: info.dtype, rows, columns })
 }
 
-fn open_file(path: PathBuf) -> Result<MappedFile, CheckpointError> {
-    let (map, file_bytes) = map_file(&path).map_err(|source| CheckpointError::Read { path: path.clone(), source })?;
-    match SafeTensors::read_metadata(&map) {
-        Ok((header_len, header)) => Ok(MappedFile { path, map, header, data_start: 8 + header_len }),
-        Err(error) => Err(CheckpointError::Header { path, problem: explain(&map, &error), file_bytes }),
-    }
-}
-
-#[allow(unsafe_code)]
-fn map_file(path: &Path) -> std::io::Result<(Mmap, u64)> {
-    let file = File::open(path)?;
-    let bytes = file.metadata()?.len();
-    // SAFETY: a read-only map of a file that nobody is expected to write while it is loaded. Should someone do so, the worst
-    // is a changed weight, or a SIGBUS that ends this process as any other fault does: no Rust reference to the bytes
-    // is kept beyond a call of `read`, and every bit pattern is a valid value.
-    let map = unsafe { Mmap::map(&file)? };
-    Ok((map, bytes))
-}
-
-#[allow(unsafe_code)]
-fn release(map: &Mmap, bytes: Range<usize>) {
-    // SAFETY: MADV_DONTNEED on a shared read-only map of a file drops nothing but the residency of its pages: the next read
-    // finds the same bytes in the file.
-    let released = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
-    // Advice that the system does not take costs memory, not correctness.
-    if let Err(error) = released {
-        tracing::debug!(%error, "mapped weights were not given back");
-    }
-}
-
-/// What is wrong with a header, with the numbers that the library's error leaves out.
-fn explain(file: &[u8], error: &SafeTensorError) -> String {
-    let Some((length, rest)) = file.split_first_chunk::<8>() else {
-        return "too short to hold a safetensors header".into();
-    };
-    let length = u64::from_le_bytes(*length);
-    let header = usize::try_from(length).ok().and_then(|length| rest.get(..length));
-    let Some(header) = header else {
-        return format!("its header is said to be {length} bytes long, past the end of the file");
-    };
-    let tensors = || {
-        let mut all: HashMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
-        all.remove("__metadata__");
-        let parse = |(name, value)| Some((name, serde_json::from_value::<TensorInfo>(value).ok()?));
-        let mut tensors: Vec<(String, TensorInfo)> = all.into_iter().map(parse).collect::<Option<_>>()?;
-        tensors.sort_by(|a, b| (a.1.data_offsets, &a.0).cmp(&(b.1.data_offsets, &b.0)));
-        Some(tensors)
-    };
-    let detail = match error {
-        SafeTensorError::MetadataIncompleteBuffer => {
-            let described = tensors().and_then(|t| t.last().map(|(_, info)| info.data_offsets.1)).unwrap_or(0);
-            let held = file.len() - 8 - header.len();
-            Some(format!(
-                "its header describes {described} bytes of tensors, but {held} bytes follow it: is the file complete?"
-            ))
-        }
-        _ => tensors().and_then(|tensors| first_lie(&tensors)),
-    };
-    detail.unwrap_or_else(|| error.to_string().chars().take(200).collect())
-}
-
-/// The first tensor whose offsets do not follow the one before, or do not hold its shape.
-fn first_lie(tensors: &[(String, TensorInfo)]) -> Option<String> {
-    let mut end = 0;
-    for (name, TensorInfo { dtype, shape, data_offsets: (from, to) }) in tensors {
-        let name: String = name.chars().take(200).collect();
-        let bits = shape.iter().try_fold(dtype.bitsize(), |bits, n| bits.checked_mul(*n));
-        let shape = &shape[..shape.len().min(8)];
-        if *from != end || to < from {
-            return Some(format!(
-                "tensor {name:?} has data_offsets [{from}, {to}], but the tensor before it ends at {end}"
-            ));
-        }
-        match bits {
-            None => return Some(format!("tensor {name:?} has shape {shape:?}, more values than can be counted")),
-            Some(bits) if bits.div_ceil(8) != to - from => {
-                let (needs, has) = (bits.div_ceil(8), to - from);
-                return Some(format!(
-                    "tensor {name:?} {dtype} {shape:?} needs {needs} bytes, but data_offsets give it {has}"
-                ));
-            }
-            Some(_) => end = *to,
-        }
-    }
-    None
-}
-
 /// Little-endian values of `dtype` to bf16. The bytes need not be aligned.
 fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) {
     match dtype {
@@ -440,6 +198,3 @@ fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) {
         other => unreachable!("{other} was refused when the file was opened"),
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -111,6 +111,7 @@ pub(super) fn any(values: &[f32; GROUP], passes: impl Fn(usize, f32) -> bool) ->
 }
 
 /// The best token that `cut` keeps; [`Entry::NONE`] if there is none.
+#[inline(always)]
 pub(super) fn best(leaf: &Leaf<'_>, cut: &Cut) -> Entry {
     let mut values = [0.0; GROUP];
     let mut lanes = [f32::NEG_INFINITY; GROUP];
@@ -136,6 +137,7 @@ pub(super) fn best(leaf: &Leaf<'_>, cut: &Cut) -> Entry {
 /// Noise costs more than everything else together. The best token by value alone gives a first sum to beat; a token is
 /// looked at more closely only if the largest noise there is, then a cheap bound on its own noise, could beat it. That
 /// skips work, but changes no result.
+#[inline(always)]
 pub(super) fn draw(leaf: &Leaf<'_>, cut: &Cut, noise: &Noise) -> Entry {
     let top = best(leaf, cut);
     if !top.value.is_finite() {
@@ -184,6 +186,11 @@ impl TopList {
         Self { limit: 0, entries: Vec::with_capacity(capacity), maxima, sorted }
     }
 
+    /// Bytes that [`Self::new`] takes for a list.
+    pub fn bytes(capacity: usize, leaf_len: usize) -> usize {
+        capacity * size_of::<Entry>() + 2 * leaf_len.div_ceil(CHUNK) * size_of::<f32>()
+    }
+
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
@@ -207,6 +214,7 @@ impl TopList {
     }
 
     /// Replaces the list by the best `limit` tokens of a leaf.
+    #[inline(always)]
     pub fn fill(&mut self, leaf: &Leaf<'_>, limit: usize) {
         self.reset(limit);
         if limit == 0 {

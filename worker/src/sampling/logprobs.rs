@@ -1,7 +1,7 @@
 //! Log-probabilities: the log-sum-exp of the vocabulary as a tree over its leaves.
 
 use super::draw::scaled;
-use super::math::{exp, ln};
+use crate::math::{exp, ln};
 
 /// Sum of `e^(x - max)` over some tokens. Tokens at the maximum count 1 each, also where it is infinite.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,6 +15,7 @@ impl LogSum {
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Of one leaf: sixteen running sums over every sixteenth token, added as a tree.
+    #[inline(always)]
     pub fn of(logits: &[f32]) -> Self {
         const LANES: usize = 16;
         let (whole, rest) = logits.as_chunks::<LANES>();

@@ -6,15 +6,15 @@
 //!
 //! Order of operations: logit bias, penalties and suppressed tokens on the raw logits (`process`); temperature; min_p,
 //! top_k and top_p (`select`); the draw (`draw`, `noise`). Log-probabilities come from the raw logits (`logprobs`). The
-//! elementary functions of `math` have the same bits on every machine.
+//! elementary functions of [`crate::math`] have the same bits on every machine.
 //!
 //! A NaN logit counts as minus infinity. Where every kept logit is minus infinity, or several are plus infinity, the
 //! lowest id among the largest is drawn.
 
 mod draw;
 mod logprobs;
-pub mod math;
 pub mod noise;
+mod pass;
 mod process;
 mod row;
 mod sampler;

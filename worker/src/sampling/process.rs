@@ -32,6 +32,11 @@ impl Processor {
         Self { changed: Vec::with_capacity(tokens.len()), rows: Vec::with_capacity(max_rows), tokens, marks }
     }
 
+    /// Bytes that [`Self::new`] takes for `tokens` tokens.
+    pub fn bytes(tokens: usize) -> usize {
+        tokens * (size_of::<u32>() + size_of::<(u32, f32)>())
+    }
+
     /// Forgets the rows of the step before.
     pub fn start_step(&mut self) {
         self.changed.clear();

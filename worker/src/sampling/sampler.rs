@@ -14,8 +14,9 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::draw::{Cut, Entry, TopList, best, draw};
+use super::draw::{Cut, Entry, TopList};
 use super::logprobs::LogSum;
+use super::pass::{Found, Pass};
 use super::process::Processor;
 use super::row::{MAX_LISTED, RowState, Stage, draw_listed};
 use super::select::{BINS, Progress, cut_at, min_p_threshold};
@@ -32,28 +33,6 @@ const BINS_WORDS: usize = 2 * BINS;
 /// Most words of one row in one exchange: log-probabilities go with the first stage, which counts no bins.
 const MAX_ROW_WORDS: usize = BINS_WORDS;
 const _: () = assert!(2 + MAX_TOP_LOGPROBS * ENTRY_WORDS + MAX_LISTED * CANDIDATE_WORDS <= MAX_ROW_WORDS);
-
-/// What the passes over one leaf of one row found.
-#[derive(Debug)]
-struct Found {
-    log_sum: LogSum,
-    top: TopList,
-    best: Entry,
-    list: TopList,
-    bins: [u64; BINS],
-}
-
-impl Found {
-    fn new(leaf_len: usize) -> Self {
-        Self {
-            log_sum: LogSum::EMPTY,
-            top: TopList::new(MAX_TOP_LOGPROBS, leaf_len),
-            best: Entry::NONE,
-            list: TopList::new(MAX_LISTED, leaf_len),
-            bins: [0; BINS],
-        }
-    }
-}
 
 /// Samples the rows of a step together with the samplers of the other ranks. Allocates when it is made; afterwards only
 /// the record of changed logits may still grow, to what the rows of one step need at most.
@@ -96,6 +75,15 @@ impl Sampler {
     /// Most words that one rank contributes to one exchange.
     pub fn max_words(&self) -> usize {
         self.shape.max_rows * MAX_ROW_WORDS
+    }
+
+    /// Bytes that [`Self::new`] takes, to within a few thousand.
+    pub fn bytes(shape: &SamplerShape) -> usize {
+        let leaf_len = shape.padded_vocab / MAX_LEAVES;
+        let found = size_of::<Mutex<Found>>() + Found::bytes(leaf_len);
+        let row =
+            shape.leaves() * found + MAX_ROW_WORDS * size_of::<u32>() + MAX_TOP_LOGPROBS * size_of::<(u32, f32)>();
+        shape.max_rows * row + Processor::bytes(shape.tokens().len())
     }
 
     /// Draws the next token of every row.
@@ -161,9 +149,7 @@ impl Sampler {
         parallel.for_each(rows.len() * leaves, &|unit| {
             let Some(top) = rows[unit / leaves].logprobs else { return };
             let leaf = shape.leaf(unit / leaves, unit % leaves, logits, 1.0);
-            let mut found = lock(&self.found[unit]);
-            found.log_sum = LogSum::of(leaf.logits);
-            found.top.fill(&leaf, top as usize);
+            lock(&self.found[unit]).scan(&leaf, Pass::Logprobs(top as usize));
         });
     }
 
@@ -173,17 +159,7 @@ impl Sampler {
         parallel.for_each(self.states.len() * leaves, &|unit| {
             let state = &self.states[unit / leaves];
             let leaf = shape.leaf(unit / leaves, unit % leaves, logits, state.scale);
-            let mut found = lock(&self.found[unit]);
-            match state.stage {
-                Stage::Largest => found.best = best(&leaf, &Cut::NOTHING),
-                Stage::Draw => found.best = draw(&leaf, &state.cut, &state.noise),
-                Stage::List(limit) => found.list.fill(&leaf, limit),
-                Stage::Select(selection) => {
-                    found.bins.fill(0);
-                    selection.measure(&leaf, &state.cut, &mut found.bins);
-                }
-                Stage::Done => {}
-            }
+            lock(&self.found[unit]).scan(&leaf, Pass::Stage(state));
         });
     }
 

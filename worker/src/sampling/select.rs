@@ -14,6 +14,8 @@ use super::noise::GROUP;
 pub(super) const DIGITS: u32 = 4;
 /// Values of a digit.
 pub(super) const BINS: usize = 256;
+/// Sets of bins that neighbouring tokens are spread over: tokens often share a bin, and each sum would wait for the last.
+const PARTS: usize = 4;
 /// The weight of the most likely token. Sums over 2^22 tokens stay below 2^63, and tokens less likely by more than e^27.7
 /// weigh nothing.
 const UNIT_WEIGHT: f32 = (1u64 << 40) as f32;
@@ -58,6 +60,7 @@ impl Selection {
     }
 
     /// Adds the amounts of one leaf's tokens (of those that `cut` keeps) to their bins.
+    #[inline(always)]
     pub fn measure(&self, leaf: &Leaf<'_>, cut: &Cut, bins: &mut [u64; BINS]) {
         let shift = 24 - 8 * self.digit;
         // A shift by all 32 bits would be none: the first digit has no digits before it, and all of none match.
@@ -65,22 +68,39 @@ impl Selection {
         // What is not kept is NaN.
         let counts = |value: f32| !value.is_nan() & (prefix_of(key_of(value)) == self.prefix);
         let (mut values, mut shares) = ([0.0; GROUP], [0.0; GROUP]);
+        let (mut amounts, mut digits) = ([0; GROUP], [0u8; GROUP]);
+        let mut parts = [[0u64; BINS]; PARTS];
         for group in leaf.groups() {
             leaf.group(group, cut, &mut values);
             if !any(&values, |_, value| counts(value)) {
                 continue;
             }
+            // What does not count adds nothing to some bin: a branch for each token would be guessed wrong too often. One
+            // loop a step: so they vectorise.
             if let Limit::TopP(_) = self.limit {
-                // All of them, though few may count: this loop vectorises.
                 for (share_of, &value) in shares.iter_mut().zip(&values) {
                     *share_of = share(value, self.max);
                 }
+                for (amount, &share) in amounts.iter_mut().zip(&shares) {
+                    *amount = weight_of(share);
+                }
             }
-            for (&value, &share) in values.iter().zip(&shares).filter(|(value, _)| counts(**value)) {
-                let amount = if let Limit::TopP(_) = self.limit { weight_of(share) } else { 1 };
-                let bin = &mut bins[(key_of(value) >> shift) as usize % BINS];
-                *bin = bin.wrapping_add(amount);
+            for (digit, &value) in digits.iter_mut().zip(&values) {
+                *digit = (key_of(value) >> shift) as u8;
             }
+            for (amount, &value) in amounts.iter_mut().zip(&values) {
+                let weight = if let Limit::TopP(_) = self.limit { *amount } else { 1 };
+                *amount = if counts(value) { weight } else { 0 };
+            }
+            for (digits, amounts) in digits.as_chunks::<PARTS>().0.iter().zip(amounts.as_chunks::<PARTS>().0) {
+                for (part, (digit, amount)) in parts.iter_mut().zip(digits.iter().zip(amounts)) {
+                    let bin = &mut part[usize::from(*digit)];
+                    *bin = bin.wrapping_add(*amount);
+                }
+            }
+        }
+        for part in &parts {
+            bins.iter_mut().zip(part).for_each(|(bin, amount)| *bin = bin.wrapping_add(*amount));
         }
     }
 
@@ -125,6 +145,7 @@ impl Selection {
 }
 
 /// `e^(value - max)` as a multiple of 2^-40, rounded down.
+#[inline(always)]
 pub(super) fn weight(value: f32, max: f32) -> u64 {
     weight_of(share(value, max))
 }
@@ -142,7 +163,7 @@ pub(super) fn mass_of(p: f32, total: u64) -> u64 {
 
 /// The smallest scaled logit that is at least `min_p` times as likely as `max`.
 pub(super) fn min_p_threshold(min_p: f32, max: f32) -> f32 {
-    max + super::math::ln(min_p)
+    max + crate::math::ln(min_p)
 }
 
 /// The cut that keeps the first `mine` of this rank's tokens tied at `value`. `leaf` holds all of the rank's logits.

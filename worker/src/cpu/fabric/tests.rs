@@ -1,8 +1,9 @@
 //! The exchange under delays, at the wrap of its epochs, and with ranks that never come.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
+use super::waiting::reached;
 use super::*;
 use crate::cpu::team::Placement;
 use crate::plan::tree::tree_sum;

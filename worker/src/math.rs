@@ -1,4 +1,4 @@
-//! Elementary functions with the same bits on every machine.
+//! Elementary functions with the same bits on every machine: for attention, the MLP and sampling.
 //!
 //! Only IEEE additions, multiplications, divisions and bit operations: no libm, whose results differ between platforms,
 //! and no fused multiply-add, which is a slow library call where the hardware has none and other bits where it has. The

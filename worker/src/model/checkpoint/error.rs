@@ -1,0 +1,82 @@
+//! What is wrong with the weights of a model.
+
+use std::path::PathBuf;
+
+/// Why the weights of a model are refused: one sentence with file, tensor and numbers.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The directory or a file could not be read.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Read {
+        /// File or directory.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// No weights in the directory.
+    #[error("{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file", dir.display())]
+    NoWeights {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// The index is not one.
+    #[error("{}: {problem}", path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A safetensors header that does not describe its file.
+    #[error("{}: {problem} (the file is {file_bytes} bytes long)", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with tensor and numbers.
+        problem: String,
+        /// Length of the file.
+        file_bytes: u64,
+    },
+    /// Two files hold the same tensor.
+    #[error("tensor {tensor} is both in {} and in {}", first.display(), second.display())]
+    Twice {
+        /// The tensor.
+        tensor: String,
+        /// A file.
+        first: PathBuf,
+        /// Another.
+        second: PathBuf,
+    },
+    /// A tensor that the architecture needs is not there.
+    #[error("{}: tensor {tensor} {shape:?} is missing", path.display())]
+    Missing {
+        /// Where it should be: the file, or the directory if any file could hold it.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape by config.json.
+        shape: Vec<usize>,
+    },
+    /// A tensor has other dimensions than config.json says.
+    #[error("{}: tensor {tensor} has shape {got:?}, but by config.json it is {expected:?}", path.display())]
+    Shape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// In the file.
+        got: Vec<usize>,
+        /// By config.json.
+        expected: Vec<usize>,
+    },
+    /// A tensor has a dtype that is not read.
+    #[error("{}: tensor {tensor} is {dtype}; weights are BF16, F16 or F32", path.display())]
+    Dtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        dtype: String,
+    },
+}

@@ -1,7 +1,10 @@
 //! From a load request to a GPU that is ready to run.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
+
+use half::bf16;
 
 use super::budget::{KvWish, Needs};
 use super::cache::Cache;
@@ -18,7 +21,7 @@ use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::cpu::Source;
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
-use crate::model::{Checkpoint, ModelConfig};
+use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, PAGE_POSITIONS, Product, ROW_TILE};
 use crate::sampling::{Sampler, SamplerShape};
 
@@ -46,6 +49,16 @@ struct Model {
     config: ModelConfig,
     checkpoint: Option<Checkpoint>,
     digest: String,
+}
+
+/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving pages
+/// back in between would read them again from the system.
+struct Mapped<'a>(&'a Checkpoint);
+
+impl Source for Mapped<'_> {
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
+        self.0.read(tensor, rows, columns, out);
+    }
 }
 
 /// Loads a rank from a checkpoint.
@@ -80,7 +93,7 @@ pub fn load_with(
     let mut memory = Memory::plan(&layout, request, max_context, &kernels);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
-        (Some(checkpoint), _) => checkpoint,
+        (Some(checkpoint), _) => &Mapped(checkpoint),
         (None, Some((_, random))) => &**random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };

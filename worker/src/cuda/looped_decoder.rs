@@ -130,7 +130,8 @@ impl<L: Launcher> LoopedDecoder<L> {
         let mut since = Instant::now();
         let mut rows = device_rows(self.batch.step(), 0..self.batch.step().rows.len());
         rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
-        let steps = self.batch.steps_left().min(self.launcher.most_steps());
+        let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
+        let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
         let launch = self.launcher.launch(&rows, steps, false)?;
         let column_of = |slot| rows.iter().position(|row| row.slot == slot).expect("a decoding row, since none joins");
         let mut stopped = false;

@@ -132,18 +132,6 @@ impl DeviceBuffer {
         checked("cuMemcpyDtoHAsync", copied)
     }
 
-    /// Copies bytes from `offset` on back to the host, and waits for them.
-    ///
-    /// # Errors
-    /// The driver refuses.
-    #[allow(unsafe_code)]
-    pub fn read<T: Pod>(&self, offset: usize, values: &mut [T]) -> Result<(), CudaError> {
-        assert!(offset + size_of_val(values) <= self.bytes, "{offset} + {} of {}", size_of_val(values), self.bytes);
-        self.gpu.make_current()?;
-        // SAFETY: the range is in this buffer, and the call returns when `values` are there.
-        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(values, self.address + offset as u64) })
-    }
-
     /// Its address on the GPU; 0 for a buffer of no bytes.
     pub fn address(&self) -> u64 {
         self.address

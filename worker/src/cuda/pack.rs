@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::layout::{FRAGMENT_BYTES, Layout, Panel};
 use crate::cpu::Source;
-use crate::model::{LayerTensor, Tensor};
+use crate::model::Tensor;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Product, ROW_TILE};
 
@@ -84,23 +84,6 @@ impl Job {
         match self {
             Self::Tiles { product, tiles, .. } => tiles.len() * layout.panel(*product).tile_bytes(),
             Self::Embedding { rows } => rows.len() * layout.plan().config.hidden_size * 2,
-        }
-    }
-
-    /// Which tensors are done with once every job of the same part is.
-    pub fn part(&self, layout: &Layout) -> usize {
-        match self {
-            Self::Tiles { layer, product, .. } if *product != Product::LmHead => *layer,
-            _ => layout.plan().config.num_layers,
-        }
-    }
-
-    /// The tensors of a part.
-    pub fn tensors(layout: &Layout, part: usize) -> Vec<Tensor> {
-        let config = &layout.plan().config;
-        match part < config.num_layers {
-            true => LayerTensor::of(config).map(|tensor| Tensor::Layer(part, tensor)).collect(),
-            false => vec![Tensor::LmHead, Tensor::Embedding],
         }
     }
 }
@@ -187,7 +170,7 @@ mod tests {
     use super::super::layout::tests::{config, layout};
     use super::*;
     use crate::cpu::RandomSource;
-    use crate::model::ModelConfig;
+    use crate::model::{LayerTensor, ModelConfig};
 
     fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {
         let config = &layout.plan().config;
@@ -301,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_cover_the_stream_in_order_and_know_their_tensors() {
+    fn jobs_cover_the_stream_in_order() {
         let dims = config(4, 2, 400, 1000);
         let layout = layout(&dims, 7);
         let jobs = Job::all(&layout, 100_000);
@@ -313,8 +296,5 @@ mod tests {
         }
         assert_eq!(end, layout.bytes());
         assert_eq!(embedding.iter().map(|job| job.bytes(&layout)).sum::<usize>(), 1000 * 256 * 2);
-        assert!(jobs.is_sorted_by_key(|job| job.part(&layout)));
-        let tensors: usize = (0..=2).map(|part| Job::tensors(&layout, part).len()).sum();
-        assert_eq!(tensors, Tensor::all(&dims).len() - 1, "all but the final norm");
     }
 }

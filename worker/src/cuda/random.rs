@@ -67,8 +67,6 @@ impl Source for NormalSource {
             }
         }
     }
-
-    fn release(&self, _tensor: Tensor) {}
 }
 
 fn is_bias(tensor: Tensor) -> bool {

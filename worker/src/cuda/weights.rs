@@ -95,8 +95,6 @@ struct Upload<'a> {
     embedding: &'a DeviceBuffer,
     jobs: Vec<Job>,
     next: AtomicUsize,
-    /// Jobs that are left of each part.
-    left: Vec<AtomicUsize>,
     done: AtomicU64,
     failed: AtomicBool,
     failure: Mutex<Option<CudaError>>,
@@ -113,10 +111,6 @@ fn upload(
 ) -> Result<(), CudaError> {
     let jobs = Job::all(layout, JOB_BYTES);
     let room = jobs.iter().map(|job| job.bytes(layout)).max().unwrap_or(0);
-    let left: Vec<AtomicUsize> = (0..=layout.plan().config.num_layers).map(|_| AtomicUsize::new(0)).collect();
-    jobs.iter().for_each(|job| {
-        left[job.part(layout)].fetch_add(1, Ordering::Relaxed);
-    });
     let upload = Upload {
         layout,
         source,
@@ -124,7 +118,6 @@ fn upload(
         embedding,
         jobs,
         next: AtomicUsize::new(0),
-        left,
         done: AtomicU64::new(0),
         failed: AtomicBool::new(false),
         failure: Mutex::new(None),
@@ -166,18 +159,9 @@ impl Upload<'_> {
             // SAFETY: the buffer is not touched again before its stream was waited for, above, below or, after a
             // failure, by the driver when it takes the pinned memory back.
             unsafe { to.write_async(job.start(self.layout), words, stream)? };
-            self.account(job);
+            self.done.fetch_add(job.bytes(self.layout) as u64, Ordering::Relaxed);
         }
         lanes.iter().try_for_each(|(_, stream)| stream.wait())
-    }
-
-    /// Whoever does the last job of a part gives the memory of its mapped tensors back.
-    fn account(&self, job: &Job) {
-        self.done.fetch_add(job.bytes(self.layout) as u64, Ordering::Relaxed);
-        let part = job.part(self.layout);
-        if self.left[part].fetch_sub(1, Ordering::AcqRel) == 1 {
-            Job::tensors(self.layout, part).into_iter().for_each(|tensor| self.source.release(tensor));
-        }
     }
 }
 

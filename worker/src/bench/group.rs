@@ -105,12 +105,12 @@ impl Group {
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
         decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
         let position_bytes =
-            |rank: &Box<dyn Decoder>| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
+            |rank: &dyn Decoder| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
         let mut group = Self {
             notes: decoders[0].loaded().notes.clone(),
             traffic: Traffic {
                 weight_bytes: streams.into_iter().sum(),
-                position_bytes: decoders.iter().map(position_bytes).sum(),
+                position_bytes: decoders.iter().map(|rank| position_bytes(&**rank)).sum(),
             },
             runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
             feeds: Vec::new(),

@@ -215,8 +215,7 @@ pub(crate) mod tests {
     }
 
     fn llama_8b() -> ModelConfig {
-        let dims = ModelConfig { hidden_size: 4096, head_dim: 128, num_layers: 32, ..config(32, 8, 14336, 128_256) };
-        dims
+        ModelConfig { hidden_size: 4096, head_dim: 128, num_layers: 32, ..config(32, 8, 14336, 128_256) }
     }
 
     #[test]

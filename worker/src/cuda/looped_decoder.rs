@@ -235,7 +235,7 @@ fn drawn_by_kernel(slot: &Slot) -> bool {
         && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
         && params.logit_bias.is_empty()
         && slot.logprobs().is_none()
-        && !(slot.stop_forbidden() && !slot.stop_tokens().is_empty())
+        && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
 }
 
 /// Rows of a step as one launch of one step takes them.

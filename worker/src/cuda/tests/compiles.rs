@@ -1,10 +1,11 @@
 //! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
 //!
-//! `just nvrtc` (and CI) install the library and name it; without it these tests fail and say so.
+//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that it was
+//! skipped.
 
 use crate::bench::Shape;
 use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, Resources};
+use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::kernel::{VARIANTS, check_shape, program};
 use crate::cuda::layout::{best_blocks, tests::layout};
 use crate::model::ModelConfig;
@@ -26,7 +27,14 @@ fn fixtures() -> Vec<(String, ModelConfig)> {
 
 #[test]
 fn every_shape_compiles_and_its_resources_are_told() {
-    let compiler = Compiler::find().unwrap_or_else(|error| panic!("{error}"));
+    let compiler = match Compiler::find() {
+        Ok(compiler) => compiler,
+        Err(missing) => {
+            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
+            eprintln!("skipped: {missing}");
+            return;
+        }
+    };
     let shapes = [Shape::B1, Shape::B3, Shape::B8, Shape::B70];
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
     let folder = tempfile::tempdir().unwrap();

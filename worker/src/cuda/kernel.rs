@@ -33,6 +33,8 @@ pub const HEADERS: [(&str, &str); 10] = [
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
     ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
 ];
+/// Widest head; narrower ones are padded to this or half of it.
+const MAX_HEAD_DIM: usize = 128;
 /// Query heads of a KV head are columns of one tensor-core product.
 const MAX_QUERIES_PER_KV: usize = 8;
 
@@ -77,8 +79,8 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     if !config.hidden_size.is_multiple_of(16) {
         return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
     }
-    if !config.head_dim.is_multiple_of(64) || config.head_dim > 128 {
-        return refuse(format!("head_dim {} is neither 64 nor 128", config.head_dim));
+    if config.head_dim > MAX_HEAD_DIM {
+        return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
     }
     let queries = config.num_heads / config.num_kv_heads;
     if queries > MAX_QUERIES_PER_KV {
@@ -96,6 +98,7 @@ pub fn program(layout: &Layout, columns: usize) -> Program<'static> {
         ("LP_HEADS", c.num_heads),
         ("LP_KV_HEADS", c.num_kv_heads),
         ("LP_HEAD_DIM", c.head_dim),
+        ("LP_HEAD_WIDTH", layout.head_width()),
         ("LP_INTERMEDIATE", c.intermediate_size),
         ("LP_VOCAB", c.vocab_size),
         ("LP_WINDOW", c.sliding_window.unwrap_or(0)),

@@ -42,6 +42,7 @@ pub struct TileRows {
 pub struct Layout {
     plan: ModelPlan,
     blocks: usize,
+    head_width: usize,
 }
 
 impl Panel {
@@ -96,15 +97,20 @@ impl Panel {
 }
 
 impl Layout {
-    /// The stream of a model that was planned for GPUs.
-    pub fn new(plan: &ModelPlan, blocks: usize) -> Self {
-        assert!(blocks > 0, "a grid without blocks");
-        Self { plan: plan.clone(), blocks }
+    /// The stream of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
+    pub fn new(plan: &ModelPlan, blocks: usize, head_width: usize) -> Self {
+        assert!(blocks > 0 && head_width <= plan.config.head_dim, "{blocks} blocks, heads of {head_width}");
+        Self { plan: plan.clone(), blocks, head_width }
     }
 
     /// The plan.
     pub fn plan(&self) -> &ModelPlan {
         &self.plan
+    }
+
+    /// Dimensions of a head that are not padding.
+    pub fn head_width(&self) -> usize {
+        self.head_width
     }
 
     /// Thread blocks that share the stream.
@@ -207,7 +213,7 @@ pub(crate) mod tests {
         [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down, Product::LmHead];
 
     pub(crate) fn layout(config: &ModelConfig, blocks: usize) -> Layout {
-        Layout::new(&ModelPlan::for_backend(Backend::Cuda, config, 1).unwrap(), blocks)
+        Layout::new(&ModelPlan::for_backend(Backend::Cuda, config, 1).unwrap(), blocks, config.head_dim)
     }
 
     pub(crate) fn config(heads: usize, kv: usize, intermediate: usize, vocab: usize) -> ModelConfig {

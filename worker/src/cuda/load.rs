@@ -12,6 +12,7 @@ use super::compile::Compiler;
 use super::device::Gpu;
 use super::engine::{Engine, Pools, Sizes};
 use super::error::CudaError;
+use super::heads::{PaddedHeads, padded};
 use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
 use super::launch::Row;
 use super::layout::{Layout, best_blocks};
@@ -20,6 +21,7 @@ use super::memory::DeviceBuffer;
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::cpu::Source;
+use crate::cpu::rope::Rope;
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, PAGE_POSITIONS, Product, ROW_TILE};
@@ -85,8 +87,9 @@ pub fn load_with(
     let gpu = Gpu::open(request.rank)?;
     let compiler = Compiler::find()?;
     let plan = ModelPlan::for_backend(Backend::Cuda, &model.config, 1)?;
-    let blocks = options.blocks.unwrap_or_else(|| best_blocks(&plan, gpu.facts.sms)).min(gpu.facts.sms);
-    let layout = Layout::new(&plan, blocks);
+    let wide = ModelPlan::for_backend(Backend::Cuda, &padded(&model.config), 1)?;
+    let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
+    let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
     let kernels = kernels(&gpu, &compiler, &layout)?;
 
@@ -97,10 +100,12 @@ pub fn load_with(
         (None, Some((_, random))) => &**random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
+    let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
+    let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let weights = Weights::load(&gpu, &layout, source, max_context, threads, &mut |done| {
+    let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
         tell(Phase::PackingWeights, done, total);
     })?;
     tell(Phase::PackingWeights, total, total);

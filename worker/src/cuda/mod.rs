@@ -1,7 +1,7 @@
 //! The looped decoder on a GPU (Hopper): the host's side of the kernel in `worker/kernels`.
 //!
 //! [`load`] opens the GPU, compiles the kernel for the model ([`compile`]), packs the weights ([`layout`], [`pack`],
-//! [`weights`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`looped_decoder`], [`engine`]). The
+//! [`weights`], [`heads`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`looped_decoder`], [`engine`]). The
 //! driver is loaded when it is first asked for, so that the same binary runs on machines that have none.
 
 mod budget;
@@ -10,6 +10,7 @@ mod compile;
 mod device;
 mod engine;
 mod error;
+mod heads;
 mod kernel;
 mod launch;
 mod layout;

@@ -65,6 +65,7 @@ impl Weights {
         gpu: &Arc<Gpu>,
         layout: &Layout,
         source: &dyn Source,
+        rope: &Rope,
         positions: usize,
         threads: usize,
         progress: &mut dyn FnMut(u64),
@@ -75,7 +76,7 @@ impl Weights {
         let embedding = DeviceBuffer::uninitialised(gpu, embedding_bytes)?;
         upload(gpu, layout, source, threads.clamp(1, MAX_THREADS), &stream, &embedding, progress)?;
         let of = |values: &[f32]| DeviceBuffer::of(gpu, values);
-        let rope = rope_table(&Rope::new(c), c.head_dim, positions, threads);
+        let rope = rope_table(rope, [layout.head_width(), c.head_dim].map(|dim| dim / 2), positions, threads);
         Ok(Self {
             stream,
             embedding,
@@ -221,16 +222,15 @@ fn qk_norm(layout: &Layout, source: &dyn Source) -> Vec<f32> {
     .collect()
 }
 
-/// (cosine, sine) of every angle at every position.
-fn rope_table(rope: &Rope, head_dim: usize, positions: usize, threads: usize) -> Vec<[f32; 2]> {
-    let half = head_dim / 2;
-    let mut table = vec![[0.0; 2]; positions * half];
+/// (cosine, sine) of every angle at every position; padding is not turned. `[real, half]`: angles of a head, and with padding.
+fn rope_table(rope: &Rope, [real, half]: [usize; 2], positions: usize, threads: usize) -> Vec<[f32; 2]> {
+    let mut table = vec![[1.0, 0.0]; positions * half];
     let share = positions.div_ceil(threads.clamp(1, MAX_THREADS)).max(1);
     std::thread::scope(|scope| {
         for (part, rows) in table.chunks_mut(share * half).enumerate() {
             scope.spawn(move || {
                 for (row, turns) in rows.chunks_exact_mut(half).enumerate() {
-                    rope.turns((part * share + row) as u32, turns);
+                    rope.turns((part * share + row) as u32, &mut turns[..real]);
                 }
             });
         }
@@ -266,8 +266,10 @@ mod tests {
     #[test]
     fn the_table_of_angles_does_not_depend_on_the_threads() {
         let rope = Rope::new(&config(4, 2, 384, 768));
-        let table = rope_table(&rope, 64, 100, 1);
-        assert_eq!(table, rope_table(&rope, 64, 100, 7));
+        let table = rope_table(&rope, [32, 32], 100, 1);
+        assert_eq!(table, rope_table(&rope, [32, 32], 100, 7));
+        let padded = rope_table(&rope, [32, 40], 100, 7);
+        assert!(padded[99 * 40..][..32] == table[99 * 32..] && padded[99 * 40 + 32..].iter().all(|t| *t == [1.0, 0.0]));
         let mut turns = [[0.0; 2]; 32];
         rope.turns(99, &mut turns);
         assert_eq!(table[99 * 32..], turns);

@@ -6,8 +6,9 @@
 use crate::bench::Shape;
 use crate::cuda::cache::Cache;
 use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
+use crate::cuda::heads::padded;
 use crate::cuda::kernel::{VARIANTS, check_shape, program};
-use crate::cuda::layout::{best_blocks, tests::layout};
+use crate::cuda::layout::{Layout, best_blocks, tests::layout};
 use crate::model::ModelConfig;
 
 /// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
@@ -45,9 +46,9 @@ fn every_shape_compiles_and_its_resources_are_told() {
             eprintln!("{name}: refused");
             continue;
         }
-        let blocks = best_blocks(layout(&config, 1).plan(), SMS);
+        let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         for columns in VARIANTS {
-            let layout = layout(&config, blocks);
+            let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
             let (binary, cached) =
                 compiler.build(&program(&layout, columns), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");

@@ -207,8 +207,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kWarps * Shared::slots; i++) {
-      mbarrier_init(shared + Shared::full + 8 * i, 1);
+    for (u32 i = 0; i < kRings * Shared::slots; i++) {
+      mbarrier_init(shared + Shared::full + 16 * i, 1);
+      mbarrier_init(shared + Shared::full + 16 * i + 8, 1);
       mbarrier_init(shared + Shared::empty + 8 * i, 1);
     }
     for (int i = 0; i < 2; i++) {

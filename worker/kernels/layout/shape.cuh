@@ -13,6 +13,8 @@ constexpr int kHeadWidth = kHeadDim;
 constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
 
 constexpr int kRowTile = 16, kKStep = 16, kFragment = 512;  // rows, columns and bytes of an A fragment
+/// A leaf is worked on in parts of so many k16 steps; no chunk of the stream crosses from one into the next.
+constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;
 constexpr int kQueriesPerKv = kHeads / kKvHeads, kDimTiles = kHeadDim / 16;
 static_assert(kQueriesPerKv * kKvHeads == kHeads && kQueriesPerKv <= 8, "query heads of a KV head are the columns of one n8 tile");

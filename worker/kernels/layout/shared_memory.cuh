@@ -8,29 +8,25 @@ constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
 constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
 static_assert(kColumns == 1 || (kColumns % 2 == 0 && kColumns <= 8), "1, 2, 4 or 8 columns");
 
-/// A chunk of the stream: some k16 steps of a unit's leaf, or K or V of a leaf of positions.
-#ifdef LP_SLOT_BYTES
-constexpr u32 kSlotBytes = LP_SLOT_BYTES;
-#else
-constexpr u32 kSlotBytes = kLeafV > 4096 ? kLeafV : 4096;
-#endif
-static_assert(kSlotBytes >= kLeafV && kSlotBytes % 1024 == 0, "K or V of a leaf fits a slot, and so does a k16 step of two tiles");
+/// Rings of the stream. Where every product has 16 leaves two warps share a ring, and chunks are twice as long: memory likes that better.
+constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeaves == 16;
+constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
+/// A chunk of the stream: some k16 steps of a unit's leaf, or K and V of a leaf of positions, or one of them.
+constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
+constexpr u32 kLeafChunks = kLeafBytes <= kSlotBytes ? 1 : 2;
+static_assert(kLeafV <= kSlotBytes, "K or V of a leaf fits a slot");
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;     // partials of a set of two tiles: [tile][leaf][column][row] f32
 
 struct Shared {
-#ifdef LP_SLOTS
-  static constexpr u32 slots = LP_SLOTS;
-#else
-  // Of a warp's ring. Up to 196 KiB of shared memory the first-level cache keeps 60 KiB, above it 28: at one column nobody misses them.
-  static constexpr u32 slots = (kColumns == 1 ? 192u : 160u) * 1024 / kWarps / kSlotBytes;
-#endif
+  // Up to 196 KiB of shared memory the first-level cache keeps 60 KiB, above it 28: at one column nobody misses them.
+  static constexpr u32 slots = (kColumns == 1 ? 192u : 160u) * 1024 / kRings / kSlotBytes;
   static_assert(slots >= 2, "K and V of a leaf are in the ring together");
-  static constexpr u32 ring = 0;                                               // [warp][slots]
-  static constexpr u32 partials = ring + kWarps * slots * kSlotBytes;          // [2 sets]
+  static constexpr u32 ring = 0;                                               // [ring][slots]
+  static constexpr u32 partials = ring + kRings * slots * kSlotBytes;          // [2 sets]
   static constexpr u32 squares = partials + 2 * kSetBytes;                     // [2][leaf][column] f32 sums of squares
-  static constexpr u32 full = squares + 2 * kMaxLeaves * kColumns * 4;         // [warp][slots] mbarriers
-  static constexpr u32 empty = full + kWarps * slots * 8;
-  static constexpr u32 partials_full = empty + kWarps * slots * 8;             // [2]
+  static constexpr u32 full = squares + 2 * kMaxLeaves * kColumns * 4;         // [ring][slots][2] mbarriers
+  static constexpr u32 empty = full + kRings * slots * 16;                     // [ring][slots]
+  static constexpr u32 partials_full = empty + kRings * slots * 8;             // [2]
   static constexpr u32 partials_empty = partials_full + 16;
   static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
   static constexpr u32 quad_leaf = sampled + 16;                               // [warp][2] addresses of K and V of its attention leaf

@@ -56,21 +56,29 @@ LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& 
   return false;
 }
 
-/// Streams the pages of this block's items, four at a time: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this
-/// step appends is patched in by the consumer.
+/// Items go in turn to the four warps of a quad each: a round of items is one for each ring.
+constexpr u32 kItemRings = kRings / 4;
+/// Items of this block in a layer.
+LP_DEVICE u32 block_items(const Rows& rows, u32 layer) {
+  const u32 items = rows.items_before(rows.count), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
+  return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
+}
+
+/// Streams the pages of this block's items: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this step appends is
+/// patched in by the consumer.
 LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows& rows, u32 layer) {
-  for (u32 j = 0;; j += 4) {
+  for (u32 j = 0;; j += kItemRings) {
     u32 index;
     Item item;
-    const bool on = producer.lane() < kWarps && block_item(rows, layer, j + producer.lane() / 4, index, item);
+    const bool on = producer.lane() < kRings && block_item(rows, layer, j + producer.lane() / 4, index, item);
     if (!any_lane(on)) return;
     const u8* leaf = nullptr;
     if (on) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
       leaf = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head) + producer.lane() % 4 * kLeafBytes;
     }
-    producer.issue<true>(on, leaf, kLeafV);
-    producer.issue<true>(on, leaf + kLeafV, kLeafV);
+#pragma unroll
+    for (u32 c = 0; c < kLeafChunks; c++) producer.issue<true>(on, leaf + c * kLeafV, kLeafBytes / kLeafChunks);
   }
 }
 
@@ -110,8 +118,8 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
 
 /// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its maximum and sum to
 /// the end of its V as [query head][2].
-constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kSlotBytes ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
-static_assert(kQueriesPerKv * kOutputStride <= kSlotBytes, "outputs of a leaf fit where its K was");
+constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
+static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
 LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
@@ -207,7 +215,8 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
   u32 index;
   Item item;
   for (u32 j = quad; block_item(rows, layer, j, index, item); j += 4) {
-    const u32 k_leaf = consumer.wait(), k_slot = consumer.keep(), v_leaf = consumer.wait(), v_slot = consumer.keep();
+    const u32 chunk = consumer.next + j / kItemRings * kLeafChunks;
+    const u32 k_leaf = consumer.wait(chunk), v_leaf = kLeafChunks == 1 ? k_leaf + kLeafV : consumer.wait(chunk + 1);
     if (lane == 0) {
       store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8, k_leaf);
       store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8 + 4, v_leaf);
@@ -242,9 +251,11 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
     }
     fence_async_shared();  // orders what was written to the slots before the copies that use them again
     barrier_sync(1 + quad, 128);
-    consumer.release_slot(false, k_slot);
-    consumer.release_slot(false, v_slot);
+#pragma unroll
+    for (u32 c = 0; c < kLeafChunks; c++) consumer.release(chunk + c, false);
   }
+  const u32 items = block_items(rows, layer), first = consumer.ring() / 4;
+  consumer.next += (items > first ? (items - first + kItemRings - 1) / kItemRings : 0) * kLeafChunks;
 }
 
 /// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the

@@ -59,20 +59,26 @@ template <int STEPS> LP_DEVICE float get_fragments(const Launch& launch, const u
   return sum;
 }
 
+/// Where a chunk of the stream that begins at k16 step `begin` of a leaf ends.
+template <int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
+  const int part = begin / kPartSteps * kPartSteps + kPartSteps, full = begin + (int)kSlotBytes / (WIDTH * kFragment);
+  return part < full ? (part < STEPS ? part : STEPS) : (full < STEPS ? full : STEPS);
+}
 /// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream.
-template <int STEPS, int WIDTH> LP_DEVICE void multiply_steps(Consumer& consumer, const u32 (*b)[2], float (*acc)[4]) {
-  constexpr int CHUNK = kSlotBytes / (WIDTH * kFragment);
+template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, const u32 (*b)[2], float (*acc)[4]) {
+  if constexpr (BEGIN < STEPS) {
+    constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
+    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + (threadIdx.x & 31) * 16;
 #pragma unroll
-  for (int begin = 0; begin < STEPS; begin += CHUNK) {
-    const u32 base = consumer.wait() + (threadIdx.x & 31) * 16;
+    for (int k = BEGIN; k < END; k++)
 #pragma unroll
-    for (int k = begin; k < STEPS && k < begin + CHUNK; k++)
-#pragma unroll
-      for (int n = 0; n < WIDTH; n++) mma_m16n8k16(acc[n], load_shared_16(base + ((k - begin) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
+      for (int n = 0; n < WIDTH; n++) mma_m16n8k16(acc[n], load_shared_16(base + ((k - BEGIN) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
     bool never = false;
 #pragma unroll
     for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
-    consumer.release(never);
+    consumer.release(chunk, never);
+    consumer.next += kRingWarps;
+    multiply_steps<STEPS, WIDTH, END>(consumer, b, acc);
   }
 }
 
@@ -123,7 +129,7 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 
 /// The same for down, whose leaf is too long for registers: its activations are fetched 16 k blocks at a time.
 template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site) {
-  constexpr int PART = 16, REST = P::leaf_steps % PART;
+  constexpr int PART = kPartSteps, REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
 #pragma unroll 1

@@ -1,66 +1,25 @@
 //! Launches on a GPU: what they read is copied in front of them, what they answer is watched in mapped memory.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
 use super::kernel::Kernel;
-use super::launch::{LAUNCH_LOGITS, Launch, REPORT_WORDS, Report, Row, site_name};
+use super::launch::{LAUNCH_LOGITS, Launch, Report, Row, site_name};
 use super::looped_decoder::Launcher;
-use super::memory::{DeviceBuffer, PinnedBuffer};
+use super::mailbox::Mailbox;
+use super::memory::PinnedBuffer;
+use super::pools::{MOST_STEPS, Pools, Sizes};
 use super::weights::Weights;
 use crate::decoder::Fault;
 
-/// Steps of one launch at most.
-pub const MOST_STEPS: usize = 256;
 /// How often a wait asks the driver whether the kernel still runs.
 const ASK_EVERY: Duration = Duration::from_millis(2);
 /// Share of the time of the last step that a wait for the next one sleeps through, in percent.
 const SLEEP_PERCENT: u32 = 70;
 /// Shorter sleeps than this end late.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(200);
-
-/// Sizes of an [`Engine`], fixed at load.
-#[derive(Debug, Clone, Copy)]
-pub struct Sizes {
-    /// This rank.
-    pub rank: usize,
-    /// Sequences.
-    pub max_slots: usize,
-    /// Rows of a step.
-    pub max_batch_tokens: usize,
-    /// Pages of the longest sequence.
-    pub slot_pages: usize,
-    /// Pages of the pool.
-    pub kv_pages: usize,
-    /// Decoder layers.
-    pub layers: usize,
-    /// Logits of a row as the kernel writes them.
-    pub kernel_vocab: usize,
-    /// Logits of a row as the sampler reads them, at least `kernel_vocab`.
-    pub padded_vocab: usize,
-    /// Longest time without a token.
-    pub wait_limit: Duration,
-}
-
-/// The GPU memory that only launches use.
-#[derive(Debug)]
-pub struct Pools {
-    /// The KV pool.
-    pub kv: DeviceBuffer,
-    /// Scales of K, where the model normalises heads.
-    pub k_scale: DeviceBuffer,
-    /// Exchange words of each kernel.
-    pub words: Vec<DeviceBuffer>,
-    /// `[slot][page]` u32
-    pub page_table: DeviceBuffer,
-    /// `[columns][kernel_vocab]` f32
-    pub logits: DeviceBuffer,
-    /// `[max_batch_tokens]` rows
-    pub rows: DeviceBuffer,
-}
 
 /// Where a launch under way puts its tokens.
 #[derive(Debug, Clone, Copy)]
@@ -82,11 +41,7 @@ pub struct Engine {
     host_pages: PinnedBuffer<u32>,
     host_rows: PinnedBuffer<Row>,
     host_logits: PinnedBuffer<f32>,
-    tokens: PinnedBuffer<u64>,
-    control: PinnedBuffer<u32>,
-    report: PinnedBuffer<u32>,
-    /// Addresses of `tokens`, `control` and `report` on the GPU.
-    mapped: [u64; 3],
+    mailbox: Mailbox,
     stream: Stream,
     launches: Vec<Ticket>,
     /// Nothing of `launches` is under way any more.
@@ -100,13 +55,6 @@ pub struct Engine {
     since: Instant,
 }
 
-impl Sizes {
-    /// Words of the token ring: a launch of many steps, or one step's launches.
-    fn ring(&self, columns: usize) -> usize {
-        (MOST_STEPS * columns).max(self.max_batch_tokens.next_multiple_of(columns))
-    }
-}
-
 impl Engine {
     /// An engine that waits for launches.
     ///
@@ -118,9 +66,6 @@ impl Engine {
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
             PinnedBuffer::zeroed(gpu, len)
         }
-        let (tokens, control, report) =
-            (pinned(&gpu, sizes.ring(columns))?, pinned(&gpu, 2)?, pinned(&gpu, REPORT_WORDS)?);
-        let mapped = [tokens.device_address()?, control.device_address()?, report.device_address()?];
         Ok(Self {
             host_pages: pinned(&gpu, sizes.max_slots * sizes.slot_pages)?,
             host_rows: pinned(&gpu, sizes.max_batch_tokens)?,
@@ -130,10 +75,7 @@ impl Engine {
             kernels,
             weights,
             pools,
-            tokens,
-            control,
-            report,
-            mapped,
+            mailbox: Mailbox::new(&gpu, sizes.ring(columns))?,
             launches: Vec::new(),
             finished: true,
             rows_used: 0,
@@ -154,11 +96,9 @@ impl Engine {
     }
 
     fn failed(&self, error: CudaError) -> Fault {
-        // What the kernel said before it trapped is worth more than what the driver says of it.
-        fence(Ordering::Acquire);
-        let words = std::array::from_fn(|i| load_u32(&self.report, i));
         let (rank, step) = (self.sizes.rank, self.steps);
-        match Report::of(&words) {
+        // What the kernel said before it trapped is worth more than what the driver says of it.
+        match self.mailbox.report() {
             Some(Report { block, thread, site, expected, seen }) => {
                 let site = format!("{} (site {site})", site_name(site));
                 Fault::KernelWait { rank, step, block, thread, site, expected, seen }
@@ -203,8 +143,7 @@ impl Engine {
         for step in 0..steps {
             let tag = self.tag(epoch, step);
             for word in 0..columns {
-                // Anything but the tag that is waited for.
-                store_u64(&self.tokens, start + step as usize * columns + word, u64::from(!tag) << 32);
+                self.mailbox.expect(start + step as usize * columns + word, tag);
             }
         }
         let offset = first_row * size_of::<Row>();
@@ -223,9 +162,9 @@ impl Engine {
             page_table: self.pools.page_table.address(),
             logits: self.pools.logits.address(),
             rows: self.pools.rows.address() + offset as u64,
-            tokens: self.mapped[0] + start as u64 * 8,
-            control: self.mapped[1],
-            report: self.mapped[2],
+            tokens: self.mailbox.tokens_address(start),
+            control: self.mailbox.control_address(),
+            report: self.mailbox.report_address(),
             row_count: rows.len() as u32,
             steps,
             epoch,
@@ -244,8 +183,7 @@ impl Engine {
     fn start_over(&mut self) {
         self.launches.clear();
         (self.rows_used, self.tokens_used, self.finished) = (0, 0, false);
-        store_u32(&self.control, 0, 0);
-        store_u32(&self.control, 1, 0);
+        self.mailbox.start_over();
         self.steps += 1;
         self.since = Instant::now();
     }
@@ -258,7 +196,7 @@ impl Engine {
     fn has_step(&self, ticket: Ticket, step: u32) -> bool {
         let tag = self.tag(ticket.epoch, step);
         let first = ticket.start + step as usize * ticket.columns;
-        (first..first + ticket.rows).all(|word| (load_u64(&self.tokens, word) >> 32) as u32 == tag)
+        (first..first + ticket.rows).all(|word| self.mailbox.token(word).0 == tag)
     }
 
     /// Looks again and again, asking the driver now and then; `false` if the kernels ended without it.
@@ -334,10 +272,10 @@ impl Launcher for Engine {
         if !self.has_step(ticket, step) {
             self.pace();
         }
-        let ended = || (1..=step).contains(&load_u32(&self.control, 1));
+        let ended = || (1..=step).contains(&self.mailbox.steps_run());
         let found = self.wait_until(|| self.has_step(ticket, step) || ended(), self.sizes.wait_limit)?;
         if !self.has_step(ticket, step) {
-            let run = load_u32(&self.control, 1);
+            let run = self.mailbox.steps_run();
             if !found && run == 0 {
                 let problem = format!("the kernel ended without the tokens of step {step}");
                 return Err(Fault::Broken { rank: self.sizes.rank, problem });
@@ -351,7 +289,7 @@ impl Launcher for Engine {
     }
 
     fn stop(&mut self) {
-        store_u32(&self.control, 0, 1);
+        self.mailbox.stop();
     }
 
     fn finish(&mut self) -> Result<(), Fault> {
@@ -368,41 +306,16 @@ impl Launcher for Engine {
                 false => std::thread::sleep(SHORTEST_SLEEP / 4),
             }
         }
-        fence(Ordering::Acquire);
         self.finished = true;
         Ok(())
     }
 
     fn token(&self, launch: usize, step: u32, column: usize) -> u32 {
         let ticket = self.launches[launch];
-        load_u64(&self.tokens, ticket.start + step as usize * ticket.columns + column) as u32
+        self.mailbox.token(ticket.start + step as usize * ticket.columns + column).1
     }
 
     fn logits(&mut self, rows: usize) -> &mut [f32] {
         &mut self.host_logits[..rows * self.sizes.padded_vocab]
     }
-}
-
-#[allow(unsafe_code)]
-fn load_u64(buffer: &PinnedBuffer<u64>, index: usize) -> u64 {
-    // SAFETY: the word is in the buffer, which the driver aligned to a page; the kernel writes it whole.
-    unsafe { AtomicU64::from_ptr(buffer.pointer(index)) }.load(Ordering::Acquire)
-}
-
-#[allow(unsafe_code)]
-fn store_u64(buffer: &PinnedBuffer<u64>, index: usize, value: u64) {
-    // SAFETY: as in `load_u64`.
-    unsafe { AtomicU64::from_ptr(buffer.pointer(index)) }.store(value, Ordering::Release);
-}
-
-#[allow(unsafe_code)]
-fn load_u32(buffer: &PinnedBuffer<u32>, index: usize) -> u32 {
-    // SAFETY: as in `load_u64`.
-    unsafe { AtomicU32::from_ptr(buffer.pointer(index)) }.load(Ordering::Acquire)
-}
-
-#[allow(unsafe_code)]
-fn store_u32(buffer: &PinnedBuffer<u32>, index: usize, value: u32) {
-    // SAFETY: as in `load_u64`.
-    unsafe { AtomicU32::from_ptr(buffer.pointer(index)) }.store(value, Ordering::Release);
 }

@@ -6,25 +6,23 @@ use std::time::Instant;
 
 use half::bf16;
 
-use super::budget::{KvWish, Needs};
 use super::cache::Cache;
 use super::compile::Compiler;
 use super::device::Gpu;
-use super::engine::{Engine, Pools, Sizes};
+use super::engine::Engine;
 use super::error::CudaError;
 use super::heads::{PaddedHeads, padded};
 use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
-use super::launch::Row;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
-use super::memory::DeviceBuffer;
+use super::pools::Memory;
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::cpu::Source;
 use crate::cpu::rope::Rope;
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::{Checkpoint, ModelConfig, Tensor};
-use crate::plan::{Backend, KvLayout, ModelPlan, PAGE_POSITIONS, Product, ROW_TILE};
+use crate::plan::{Backend, ModelPlan};
 use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.
@@ -184,7 +182,7 @@ impl Model {
 /// All variants, compiled at the same time.
 fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let kernels = std::thread::scope(|scope| {
+    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
         let load = |columns| {
             scope.spawn({
                 let cache = &cache;
@@ -197,7 +195,7 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
     });
-    let kernels: Vec<Kernel> = kernels_or_error(kernels)?;
+    let kernels = kernels?;
     for kernel in &kernels {
         let from = if kernel.cached { "from the cache" } else { "compiled" };
         tracing::info!(
@@ -211,92 +209,6 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
     }
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
     Ok(kernels)
-}
-
-fn kernels_or_error(kernels: Vec<Result<Kernel, CudaError>>) -> Result<Vec<Kernel>, CudaError> {
-    kernels.into_iter().collect()
-}
-
-/// Sizes and bytes of everything that is allocated.
-struct Memory {
-    sizes: Sizes,
-    needs: Needs,
-    words: Vec<u64>,
-    k_scale_page: u64,
-    columns: usize,
-    slots: usize,
-}
-
-impl Memory {
-    fn plan(layout: &Layout, request: &LoadRequest, max_context: usize, kernels: &[Kernel]) -> Self {
-        let c = &layout.plan().config;
-        let slot_pages = KvLayout::pages_for(max_context);
-        // A window that begins within a page reaches into one more.
-        let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
-        let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(c, visible)).collect();
-        let columns = VARIANTS.into_iter().max().unwrap_or(1);
-        let sizes = Sizes {
-            rank: request.rank,
-            max_slots: request.max_slots,
-            max_batch_tokens: request.max_batch_tokens,
-            slot_pages,
-            kv_pages: 0,
-            layers: c.num_layers,
-            kernel_vocab: layout.panel(Product::LmHead).tiles * ROW_TILE,
-            padded_vocab: layout.plan().padded_vocab,
-            wait_limit: request.wait_limit,
-        };
-        let heads = c.num_layers * c.num_kv_heads;
-        let k_scale_page = if c.qk_norm { (heads * PAGE_POSITIONS * 4) as u64 } else { 0 };
-        let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>();
-        let needs = Needs {
-            weights: layout.bytes() as u64,
-            embedding: if c.tied_embeddings { 0 } else { (c.vocab_size * c.hidden_size * 2) as u64 },
-            kv_page: (heads * PAGE_POSITIONS * c.head_dim * 2 * 2) as u64 + k_scale_page,
-            words: words.iter().sum(),
-            logits: (columns * sizes.kernel_vocab * 4) as u64,
-            rope: Weights::rope_bytes(layout, max_context) as u64,
-            workspace: (table + Weights::vector_bytes(layout)) as u64,
-        };
-        Self { sizes, needs, words, k_scale_page, columns, slots: request.max_slots }
-    }
-
-    /// Decides on the KV pages, and says what goes where.
-    fn fit(&mut self, request: &LoadRequest, gpu: &Gpu) -> Result<(), LoadError> {
-        let (free, _) = gpu.memory()?;
-        let wish = KvWish {
-            pages: request.kv_pages as u64,
-            bytes_limit: request.kv_bytes_limit,
-            useful_pages: self.sizes.slot_pages as u64 * self.slots as u64,
-        };
-        let pages = self.needs.pages(&wish, free)?;
-        self.sizes.kv_pages = pages as usize;
-        tracing::info!("GPU {}, {}, memory:\n{}", gpu.facts.ordinal, gpu.facts.name, self.needs.table(pages, free));
-        if u32::try_from(pages).is_err() {
-            return Err(LoadError::Request(format!("{pages} KV pages are more than page numbers can name")));
-        }
-        Ok(())
-    }
-
-    fn pools(&self, gpu: &Arc<Gpu>, poison: bool) -> Result<Pools, CudaError> {
-        let pages = self.sizes.kv_pages;
-        let pool = DeviceBuffer::uninitialised(gpu, pages * (self.needs.kv_page - self.k_scale_page) as usize)?;
-        let k_scale = DeviceBuffer::uninitialised(gpu, pages * self.k_scale_page as usize)?;
-        // Positions that a row does not see count for nothing, whatever their memory holds: tests say so with NaN.
-        [&pool, &k_scale].into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
-        Ok(Pools {
-            kv: pool,
-            k_scale,
-            words: self
-                .words
-                .iter()
-                .map(|bytes| DeviceBuffer::zeroed(gpu, *bytes as usize))
-                .collect::<Result<_, _>>()?,
-            page_table: DeviceBuffer::zeroed(gpu, self.slots * self.sizes.slot_pages * 4)?,
-            logits: DeviceBuffer::zeroed(gpu, self.columns * self.sizes.kernel_vocab * 4)?,
-            rows: DeviceBuffer::zeroed(gpu, self.sizes.max_batch_tokens * size_of::<Row>())?,
-        })
-    }
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

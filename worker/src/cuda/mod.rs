@@ -16,8 +16,10 @@ mod launch;
 mod layout;
 mod load;
 mod looped_decoder;
+mod mailbox;
 mod memory;
 mod pack;
+mod pools;
 mod random;
 mod read_limit;
 #[cfg(test)]

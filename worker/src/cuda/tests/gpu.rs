@@ -12,7 +12,7 @@ use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Options, load_with, probe};
-use crate::decoder::{Decoder, Device, LoadRequest};
+use crate::decoder::{Decoder, Device, Fault, LoadRequest};
 use crate::model::ModelConfig;
 use crate::plan::KvLayout;
 
@@ -253,4 +253,37 @@ fn a_larger_random_model_agrees_with_the_cpu_backend() {
         eprintln!("tied {tied_embeddings}, heads of {head_dim}: relative L2 error {last:.5}");
         assert!(last <= LOGITS_RELATIVE_L2, "{last}");
     }
+}
+
+/// Set: this process is the one whose kernel fails.
+const CHILD: &str = "LOOPLANE_TEST_KERNEL_FAILS";
+
+/// A row that names another of its sequence in the launch, which is not there: its K and V never come. A failed kernel takes
+/// its process's GPU along, so this is a process of its own.
+#[test]
+fn a_wait_that_fails_is_reported_with_its_place() {
+    if !gpu() {
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let this = std::env::current_exe().unwrap();
+        let name = "cuda::tests::gpu::a_wait_that_fails_is_reported_with_its_place";
+        let child = std::process::Command::new(this).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output();
+        let child = child.unwrap();
+        let told = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success() && told.contains("waited too long for K and V of this step"), "{told}");
+        return;
+    }
+    let mut decoder = load("llama-gqa", &Options::default());
+    let engine = &mut decoder.decoder.launcher;
+    engine.enter().unwrap();
+    engine.write_pages(0, 0, &[3]).unwrap();
+    let rows = [
+        Row { token: 1, flags: ROW_SAMPLE, ..Row::default() },
+        Row { token: 2, slot: 1, position: 5, first_row: 1, first_position: 4, last_position: 5, ..Row::default() },
+    ];
+    let fault = engine.launch(&rows, 1, false).and_then(|_| engine.finish()).unwrap_err();
+    eprintln!("{fault}");
+    assert!(matches!(fault, Fault::KernelWait { site, .. } if site.contains("site 12")));
+    std::mem::forget(decoder);
 }

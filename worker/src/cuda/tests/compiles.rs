@@ -12,7 +12,7 @@ use crate::cuda::layout::{Layout, best_blocks, tests::layout};
 use crate::model::ModelConfig;
 
 /// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
-const MOST_SPILLED: u32 = 2500;
+const MOST_SPILLED: u32 = 2048;
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
 
@@ -36,7 +36,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             return;
         }
     };
-    let shapes = [Shape::Tiny, Shape::B1, Shape::B3, Shape::B8, Shape::B70];
+    let shapes = [Shape::Tiny, Shape::B1, Shape::B3, Shape::B8];
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());

@@ -40,6 +40,14 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
 }
 
+/// With LP_TRACE, the clock at stage `stage` of a layer in the last step: Launch::trace is [block][warp][layer][16].
+LP_DEVICE void stamp(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
+#ifdef LP_TRACE
+  if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
+    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = clock64();
+#endif
+}
+
 LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
   Producer producer(launch, shared);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
@@ -81,21 +89,31 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
+      stamp(launch, step, warp, layer, 0);
       if (Epilogue::sets<Qkv>()) {
         get_hidden(Words::attention_x, tag, 0, kSiteAttentionX);
+        stamp(launch, step, warp, layer, 1);
         multiply<Qkv>(consumer, partials, b);
       }
+      stamp(launch, step, warp, layer, 2);
       attend(launch, consumer, shared, rows, layer, tag);
+      stamp(launch, step, warp, layer, 3);
       merge_pages(launch, rows, warp, tag);
+      stamp(launch, step, warp, layer, 4);
       if (Epilogue::sets<O>()) {
         if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + Words::attention_out, warp * O::leaf_steps, tag, active, b, kSiteAttentionOut);
+        stamp(launch, step, warp, layer, 5);
         multiply<O>(consumer, partials, b);
       }
+      stamp(launch, step, warp, layer, 6);
       if (Epilogue::sets<GateUp>()) {
         get_hidden(Words::mlp_x, tag, 1, kSiteMlpX);
+        stamp(launch, step, warp, layer, 7);
         multiply<GateUp>(consumer, partials, b);
       }
+      stamp(launch, step, warp, layer, 8);
       multiply_fetching<Down>(consumer, partials, launch.words + Words::activation, tag, active, kSiteActivation);
+      stamp(launch, step, warp, layer, 9);
     }
     if (!sampling) return;
     if (Epilogue::sets<Head>()) {
@@ -174,13 +192,17 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       epilogue.query_key_value(rows, layer, active, tag);
+      stamp(launch, step, kEpilogue + warp, layer, 0);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
       epilogue.add_residual<O>(Words::mlp_x, 2 * layer + 1, active, tag);
+      stamp(launch, step, kEpilogue + warp, layer, 1);
       epilogue.gate_up(active, tag);
+      stamp(launch, step, kEpilogue + warp, layer, 2);
       epilogue.add_residual<Down>(Words::attention_x, 2 * layer + 2, active, tag + 1);
+      stamp(launch, step, kEpilogue + warp, layer, 3);
     }
     if (!sampling) {
       step++;

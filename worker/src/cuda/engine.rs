@@ -48,7 +48,8 @@ pub struct Engine {
     finished: bool,
     rows_used: usize,
     tokens_used: usize,
-    epoch: u32,
+    /// The next tag.
+    pub(super) epoch: u32,
     /// Steps in the life of the worker.
     steps: u64,
     last_step: Duration,

@@ -187,6 +187,22 @@ fn passes_and_grids_do_not_touch_a_bit() {
     }
 }
 
+/// Tags start again, in passes of either kernel and within what a sequence needs.
+#[test]
+fn the_wrap_of_the_tags_does_not_touch_a_bit() {
+    if !gpu() {
+        return;
+    }
+    let tokens: Vec<u32> = (0..150).map(|i| (i * 37 + 5) % 768).collect();
+    let mut decoder = load("llama-gqa", &Options::default());
+    let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+    for (rows, before) in [(8, 30), (1, 300), (1, 4)] {
+        decoder.decoder.launcher.epoch = u32::MAX - before;
+        assert!(bits(&logits(&mut decoder, 1, &tokens, rows)) == reference, "{before} tags before the wrap");
+        assert!(decoder.decoder.launcher.epoch < 1000, "the tags have started again");
+    }
+}
+
 /// Requests that decode together, in launches of many steps or with the host drawing some: each as if it were alone.
 #[test]
 fn plans_yield_the_tokens_of_teacher_forced_passes() {

@@ -19,7 +19,9 @@ const ASK_EVERY: Duration = Duration::from_millis(2);
 /// Share of the time of the last step that a wait for the next one sleeps through, in percent.
 const SLEEP_PERCENT: u32 = 70;
 /// Shorter sleeps than this end late.
-const SHORTEST_SLEEP: Duration = Duration::from_micros(200);
+const SHORTEST_SLEEP: Duration = Duration::from_micros(400);
+/// Between two looks at whether passes of prompt tokens have ended, which take milliseconds.
+const LOOK_EVERY: Duration = Duration::from_micros(50);
 
 /// Where a launch under way puts its tokens.
 #[derive(Debug, Clone, Copy)]
@@ -53,6 +55,8 @@ pub struct Engine {
     /// Steps in the life of the worker.
     steps: u64,
     last_step: Duration,
+    /// What the next step takes at least.
+    expected: Duration,
     since: Instant,
 }
 
@@ -84,6 +88,7 @@ impl Engine {
             epoch: 1,
             steps: 0,
             last_step: Duration::ZERO,
+            expected: Duration::ZERO,
             since: Instant::now(),
         })
     }
@@ -228,7 +233,7 @@ impl Engine {
 
     /// Leaves the core to others while nothing can have come.
     fn pace(&self) {
-        let sleep = (self.last_step / 100 * SLEEP_PERCENT).saturating_sub(self.since.elapsed());
+        let sleep = (self.expected / 100 * SLEEP_PERCENT).saturating_sub(self.since.elapsed());
         if sleep >= SHORTEST_SLEEP {
             std::thread::sleep(sleep);
         }
@@ -285,7 +290,9 @@ impl Launcher for Engine {
         }
         self.steps += u64::from(step > 0);
         let now = Instant::now();
-        self.last_step = now - std::mem::replace(&mut self.since, now);
+        let took = now - std::mem::replace(&mut self.since, now);
+        // A step that began with its launch, or was seen late, says little about the next.
+        self.expected = took.min(std::mem::replace(&mut self.last_step, took));
         Ok(true)
     }
 
@@ -303,8 +310,7 @@ impl Launcher for Engine {
             }
             match waited < SHORTEST_SLEEP {
                 true => std::thread::yield_now(),
-                // A pass of prompt tokens takes milliseconds.
-                false => std::thread::sleep(SHORTEST_SLEEP / 4),
+                false => std::thread::sleep(LOOK_EVERY),
             }
         }
         self.finished = true;

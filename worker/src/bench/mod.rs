@@ -214,7 +214,8 @@ impl Bench<'_> {
         if let Reader::Cuda(_) = self.reader {
             // They are one launch. When the host saw each of its tokens says less than how long all of them took.
             let mean = |of: fn(&StepTime) -> Duration| times.iter().map(of).sum::<Duration>() / steps;
-            times.fill(StepTime { step: mean(|time| time.step), wait: mean(|time| time.wait) });
+            let mean = StepTime { step: mean(|time| time.step), wait: mean(|time| time.wait) };
+            times.fill(mean);
         }
         let window = self.config.sliding_window.map_or(u64::MAX, |window| window as u64);
         let mut seen = 0;

@@ -40,11 +40,22 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
 }
 
-/// With LP_TRACE, the clock at stage `stage` of a layer in the last step: Launch::trace is [block][warp][layer][16].
-LP_DEVICE void stamp(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
+/// A warp is at stage `stage` of a layer. With LP_TRACE it notes the clock, in the last step: Launch::trace is [block][warp][layer][16]. With
+/// LP_DELAYS, a seed, it is held up now and then, which must change nothing but time.
+LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
 #ifdef LP_TRACE
   if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
     launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = clock64();
+#endif
+#ifdef LP_DELAYS
+  u32 hash = (((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + LP_DELAYS * 0x9e3779b9u;
+  hash = (hash ^ hash >> 16) * 0x85ebca6bu;
+  hash = (hash ^ hash >> 13) * 0xc2b2ae35u;
+  hash ^= hash >> 16;
+  // One in 16 is held up for up to 30 us, and one in 4096 for 2 ms.
+  const long long until = clock64() + (hash % 4096 == 0 ? 4000000 : hash % 16 == 0 ? hash >> 16 : 0);
+  while (clock64() < until) {}
+  __syncwarp();
 #endif
 }
 
@@ -55,15 +66,18 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
     const u8* weights = launch.weights;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
+      reached(launch, step, kProducer, layer, 0);
       producer.stream<Qkv, false>(weights);
       if (layer == 0) {
         wait_sampled(launch, shared, step);
         fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
       }
+      reached(launch, step, kProducer, layer, 1);
       stream_pages(producer, launch, rows, layer);
       // Fewer bytes in flight while attention is being waited for: three exchanges in a row queue behind them.
       producer.stream<O, true>(weights + kOOffset);
       producer.stream<GateUp, false>(weights + kGateUpOffset);
+      reached(launch, step, kProducer, layer, 2);
       producer.stream<Down, false>(weights + kDownOffset);
     }
     if (sampling) producer.stream<Head, false>(weights);
@@ -89,31 +103,31 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
-      stamp(launch, step, warp, layer, 0);
+      reached(launch, step, warp, layer, 0);
       if (Epilogue::sets<Qkv>()) {
         get_hidden(Words::attention_x, tag, 0, kSiteAttentionX);
-        stamp(launch, step, warp, layer, 1);
+        reached(launch, step, warp, layer, 1);
         multiply<Qkv>(consumer, partials, b);
       }
-      stamp(launch, step, warp, layer, 2);
+      reached(launch, step, warp, layer, 2);
       attend(launch, consumer, shared, rows, layer, tag);
-      stamp(launch, step, warp, layer, 3);
+      reached(launch, step, warp, layer, 3);
       merge_pages(launch, rows, warp, tag);
-      stamp(launch, step, warp, layer, 4);
+      reached(launch, step, warp, layer, 4);
       if (Epilogue::sets<O>()) {
         if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + Words::attention_out, warp * O::leaf_steps, tag, active, b, kSiteAttentionOut);
-        stamp(launch, step, warp, layer, 5);
+        reached(launch, step, warp, layer, 5);
         multiply<O>(consumer, partials, b);
       }
-      stamp(launch, step, warp, layer, 6);
+      reached(launch, step, warp, layer, 6);
       if (Epilogue::sets<GateUp>()) {
         get_hidden(Words::mlp_x, tag, 1, kSiteMlpX);
-        stamp(launch, step, warp, layer, 7);
+        reached(launch, step, warp, layer, 7);
         multiply<GateUp>(consumer, partials, b);
       }
-      stamp(launch, step, warp, layer, 8);
+      reached(launch, step, warp, layer, 8);
       multiply_fetching<Down>(consumer, partials, launch.words + Words::activation, tag, active, kSiteActivation);
-      stamp(launch, step, warp, layer, 9);
+      reached(launch, step, warp, layer, 9);
     }
     if (!sampling) return;
     if (Epilogue::sets<Head>()) {
@@ -192,17 +206,17 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       epilogue.query_key_value(rows, layer, active, tag);
-      stamp(launch, step, kEpilogue + warp, layer, 0);
+      reached(launch, step, kEpilogue + warp, layer, 0);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
       epilogue.add_residual<O>(Words::mlp_x, 2 * layer + 1, active, tag);
-      stamp(launch, step, kEpilogue + warp, layer, 1);
+      reached(launch, step, kEpilogue + warp, layer, 1);
       epilogue.gate_up(active, tag);
-      stamp(launch, step, kEpilogue + warp, layer, 2);
+      reached(launch, step, kEpilogue + warp, layer, 2);
       epilogue.add_residual<Down>(Words::attention_x, 2 * layer + 2, active, tag + 1);
-      stamp(launch, step, kEpilogue + warp, layer, 3);
+      reached(launch, step, kEpilogue + warp, layer, 3);
     }
     if (!sampling) {
       step++;

@@ -4,9 +4,13 @@
 serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
-# Every test.
+# Every test. The one that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc.
 test:
-    cargo test --workspace
+    LOOPLANE_NVRTC="$(.ci/nvrtc)" cargo test --workspace
+
+# The tests that need a GPU; without one they fail.
+gpu:
+    LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
 
 # What CI runs.
 ci:

@@ -10,6 +10,7 @@ use std::{
 };
 
 use clap::{Arg, Args, Command, ValueEnum, builder::Resettable};
+use looplane_proto::worker::v1::load_request;
 
 use crate::{
     group::{GroupConfig, Waits},
@@ -38,9 +39,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME", env = "LOOPLANE_SERVED_MODEL_NAME")]
     pub served_model_name: Option<String>,
 
-    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16)
-    #[arg(long, value_name = "N", default_value_t = 2, env = "LOOPLANE_TP")]
-    pub tp: u32,
+    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16) [default: 2 on CPUs, 1 on a GPU]
+    #[arg(long, value_name = "N", env = "LOOPLANE_TP")]
+    pub tp: Option<u32>,
 
     /// Where the workers compute
     #[arg(long, value_enum, default_value_t = Device::Auto, env = "LOOPLANE_DEVICE")]
@@ -74,9 +75,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_KV_PAGES")]
     pub kv_pages: u32,
 
-    /// Bound on the KV cache of each worker in MiB, where --kv-pages is 0
-    #[arg(long, value_name = "MIB", default_value_t = 4096, env = "LOOPLANE_KV_MEMORY_MIB")]
-    pub kv_memory_mib: u32,
+    /// Bound on the KV cache of each worker in MiB, where --kv-pages is 0 [default: 4096 on CPUs, what is left on a GPU]
+    #[arg(long, value_name = "MIB", env = "LOOPLANE_KV_MEMORY_MIB")]
+    pub kv_memory_mib: Option<u32>,
 
     /// Bound on prompt and output of one sequence in tokens; 0: the model's own
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_MAX_CONTEXT")]
@@ -179,19 +180,17 @@ impl ServeArgs {
         let value = |option, value: &dyn ToString, rule: &str| {
             Err(ConfigError::Value { option, value: value.to_string(), rule: rule.into() })
         };
-        if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
-            return value("--tp", &self.tp, "1, 2, 4, 8 or 16");
-        }
-        if self.device == Device::Cuda {
-            return value("--device", &"cuda", "cpu or auto: this build has no GPU backend");
+        let tp = self.tp.unwrap_or(if self.device == Device::Cuda { 1 } else { 2 });
+        if !matches!(tp, 1 | 2 | 4 | 8 | 16) {
+            return value("--tp", &tp, "1, 2, 4, 8 or 16");
         }
         let cores = thread::available_parallelism().map_or(1, |count| count.get() as u32);
-        let threads = self.threads.unwrap_or((cores / self.tp).max(1));
+        let threads = self.threads.unwrap_or((cores / tp).max(1));
         for (option, count) in [
             ("--threads", u64::from(threads)),
             ("--max-slots", self.max_slots.into()),
             ("--steps-per-plan", self.steps_per_plan.into()),
-            ("--kv-memory-mib", self.kv_memory_mib.into()),
+            ("--kv-memory-mib", self.kv_memory_mib.unwrap_or(1).into()),
             ("--max-queued-requests", self.max_queued_requests),
             ("--max-queued-tokens", self.max_queued_tokens),
             ("--max-concurrent-requests", self.max_concurrent_requests.into()),
@@ -234,14 +233,19 @@ impl ServeArgs {
                     ..Limits::default()
                 },
                 kv_pages: self.kv_pages,
-                kv_bytes_limit: u64::from(self.kv_memory_mib) << 20,
+                kv_bytes_limit: u64::from(self.kv_memory_mib.unwrap_or(0)) << 20,
+                device: match self.device {
+                    Device::Auto => load_request::Device::Auto,
+                    Device::Cpu => load_request::Device::Cpu,
+                    Device::Cuda => load_request::Device::Cuda,
+                },
                 max_context: self.max_context,
                 waits: Waits {
                     step: Duration::from_secs(self.step_limit_seconds.into()),
                     drain: Duration::from_secs(self.drain_seconds.into()),
                     ..Waits::default()
                 },
-                ..GroupConfig::new(model_dir, self.tp)
+                ..GroupConfig::new(model_dir, tp)
             },
         })
     }
@@ -340,12 +344,20 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_computes_alone_and_keeps_what_memory_is_left() {
+        let group = |options: &[&str]| parse(&[&["--model", &fixture()], options].concat()).check().unwrap().group;
+        let ranks = |options: &[&str]| group(options).tensor_parallel;
+        assert_eq!((ranks(&[]), ranks(&["--device", "cuda"]), ranks(&["--device", "cuda", "--tp", "4"])), (2, 1, 4));
+        assert_eq!(group(&["--device", "cuda"]).device, load_request::Device::Cuda);
+        assert_eq!((group(&[]).kv_bytes_limit, group(&["--kv-memory-mib", "3"]).kv_bytes_limit), (0, 3 << 20));
+    }
+
+    #[test]
     fn what_cannot_work_is_said_in_one_sentence() {
         for (arguments, says) in [
             (["--tp", "3"], "--tp is 3, but must be 1, 2, 4, 8 or 16"),
             (["--threads", "0"], "--threads is 0, but must be at least 1"),
             (["--max-slots", "513"], "--max-batch-tokens is 512, but must be at least --max-slots, which is 513"),
-            (["--device", "cuda"], "this build has no GPU backend"),
             (["--max-connections", "0"], "--max-connections is 0"),
             (["--step-limit-seconds", "0"], "--step-limit-seconds is 0"),
             (["--served-model-name", ""], "--served-model-name"),

@@ -13,7 +13,7 @@ use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use looplane_loadtest::LoadtestArgs;
 use looplane_server::{
-    config::{Config, ServeArgs, file_arguments, without_empty_variables},
+    config::{Config, Device, ServeArgs, file_arguments, without_empty_variables},
     engine::{EngineHandle, EngineState},
     group::{self, ProcessLauncher},
     http,
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     };
     start_log(matches!(cli.command, Command::Worker(_)));
     match cli.command {
-        Command::Serve(args) => match args.check() {
+        Command::Serve(args) => match with_gpu(*args).check() {
             Ok(config) => finish(runtime().and_then(|runtime| runtime.block_on(run_server(config)))),
             Err(error) => report(&error.into(), EXIT_USAGE),
         },
@@ -91,6 +91,14 @@ fn parse() -> anyhow::Result<Cli> {
         words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
     }
     Ok(Cli::from_arg_matches(&command.get_matches_from(words)).unwrap_or_else(|error| error.exit()))
+}
+
+/// A GPU that nobody has ruled out computes the model alone, unless the group's size is given.
+fn with_gpu(mut args: ServeArgs) -> ServeArgs {
+    if args.device == Device::Auto && args.tp.is_none() && looplane_worker::cuda::probe(0).is_ok() {
+        args.tp = Some(1);
+    }
+    args
 }
 
 /// Logs go to standard error: standard output is for what the user asked for.

@@ -165,6 +165,16 @@ impl Batch {
         &self.step
     }
 
+    /// Steps that are left of the plan, the next one included.
+    pub fn steps_left(&self) -> u32 {
+        self.steps - self.steps_run
+    }
+
+    /// The last position at which the sequence in `slot` can compute a row: then it ends, or has no page.
+    pub fn last_position(&self, slot: u32) -> u32 {
+        u32::try_from(self.slot(slot).last_position(self.limits.max_context)).unwrap_or(u32::MAX)
+    }
+
     /// What follows now. `agreed` is the newest plan version that all ranks are known to hold: the minimum of what they
     /// offered in the last exchange. A plan with rows runs at least its first step before the next takes over.
     pub fn boundary(&self, agreed: u64) -> Boundary {

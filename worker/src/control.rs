@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::batch::PlanFault;
 use crate::convert;
+use crate::cuda::CudaError;
 use crate::decoder::{Decoder, Fault, Load, LoadError, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 
 /// Largest plan on the wire: 256 sequences admitted at once with 128k tokens each are under it.
@@ -305,10 +306,12 @@ fn load_status(error: &LoadError) -> Status {
     let message = error.to_string();
     match error {
         LoadError::TooLarge { .. } => Status::resource_exhausted(message),
-        LoadError::System { .. } => Status::internal(message),
-        LoadError::Config(_) | LoadError::Checkpoint(_) | LoadError::Plan(_) | LoadError::Request(_) => {
-            Status::invalid_argument(message)
-        }
+        LoadError::System { .. } | LoadError::Cuda(CudaError::Call { .. }) => Status::internal(message),
+        LoadError::Config(_)
+        | LoadError::Checkpoint(_)
+        | LoadError::Plan(_)
+        | LoadError::Request(_)
+        | LoadError::Cuda(_) => Status::invalid_argument(message),
     }
 }
 
@@ -316,7 +319,9 @@ fn fault_status(fault: &Fault) -> Status {
     match fault {
         Fault::Load(error) => load_status(error),
         Fault::Plan(_) => Status::invalid_argument(fault.to_string()),
-        Fault::WaitLimit { .. } => Status::deadline_exceeded(fault.to_string()),
+        Fault::WaitLimit { .. } | Fault::KernelWait { .. } | Fault::KernelSilent { .. } => {
+            Status::deadline_exceeded(fault.to_string())
+        }
         _ => Status::internal(fault.to_string()),
     }
 }

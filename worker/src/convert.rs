@@ -5,7 +5,7 @@ use std::time::Duration;
 use looplane_proto::worker::v1;
 
 use crate::batch::{Admit, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
-use crate::decoder::{LoadError, LoadRequest, Loaded, Outcome, Progress};
+use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
 
@@ -33,9 +33,12 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
     if r.max_batch_tokens < r.max_slots {
         return wrong(format!("max_batch_tokens {} is under max_slots {}", r.max_batch_tokens, r.max_slots));
     }
-    if r.kv_pages == 0 && r.kv_bytes_limit == 0 {
-        return wrong("neither kv_pages nor kv_bytes_limit is given".into());
-    }
+    let device = match v1::load_request::Device::try_from(r.device) {
+        Ok(v1::load_request::Device::Auto) => Device::Auto,
+        Ok(v1::load_request::Device::Cpu) => Device::Cpu,
+        Ok(v1::load_request::Device::Cuda) => Device::Cuda,
+        Err(_) => return wrong(format!("device is {}, which this worker does not know", r.device)),
+    };
     Ok(LoadRequest {
         model_dir: request.model_dir.into(),
         rank: request.rank as usize,
@@ -47,6 +50,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         kv_bytes_limit: request.kv_bytes_limit,
         wait_limit: Duration::from_millis(request.wait_limit_ms.into()),
         max_context: request.max_context as usize,
+        device,
     })
 }
 
@@ -265,7 +269,7 @@ mod tests {
             (|r| r.threads = 0, "threads"),
             (|r| r.max_slots = 0, "max_slots"),
             (|r| r.max_batch_tokens = 3, "max_batch_tokens 3"),
-            (|r| r.kv_pages = 0, "kv_bytes_limit"),
+            (|r| r.device = 9, "device is 9"),
             (|r| r.wait_limit_ms = 0, "wait_limit_ms"),
         ] {
             let mut wrong = valid.clone();

@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault};
+use crate::cuda::CudaError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::ConfigError;
 use crate::plan::PlanError;
@@ -39,12 +40,26 @@ pub struct LoadRequest {
     pub max_batch_tokens: usize,
     /// KV pages to allocate; 0: as `kv_bytes_limit` allows.
     pub kv_pages: usize,
-    /// Bound on the bytes of the KV cache of this rank where `kv_pages` is 0.
+    /// Bound on the bytes of the KV cache of this rank where `kv_pages` is 0; 0: the backend's own.
     pub kv_bytes_limit: u64,
     /// Longest wait for another rank inside a step.
     pub wait_limit: Duration,
     /// Bound on positions of one sequence; 0: the model's own.
     pub max_context: usize,
+    /// Where to compute.
+    pub device: Device,
+}
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Device {
+    /// A GPU if there is one that can, else CPU sockets.
+    #[default]
+    Auto,
+    /// CPU sockets.
+    Cpu,
+    /// A GPU.
+    Cuda,
 }
 
 /// What was loaded; meanings as in worker/v1 `Loaded`.
@@ -132,6 +147,9 @@ pub enum LoadError {
         /// What there is instead, in words.
         available: String,
     },
+    /// The GPU cannot be used, or not for this model.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The machine refused something.
     #[error("{what}: {source}")]
     System {
@@ -185,6 +203,47 @@ pub enum Fault {
         expected: u64,
         /// The epoch last seen.
         seen: u64,
+        /// How long.
+        waited_ms: u64,
+    },
+    /// A call of the GPU's driver failed.
+    #[error("rank {rank}, step {step}: {error}")]
+    Cuda {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker.
+        step: u64,
+        /// What failed.
+        error: CudaError,
+    },
+    /// A thread of the GPU's kernel waited past its limit.
+    #[error(
+        "rank {rank}, step {step}: block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
+         last seen {seen}"
+    )]
+    KernelWait {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker, or one soon after it.
+        step: u64,
+        /// Thread block.
+        block: u32,
+        /// Thread in it.
+        thread: u32,
+        /// What was waited for, with the number that the kernel has for it.
+        site: String,
+        /// Tag or parity waited for.
+        expected: u32,
+        /// What was there.
+        seen: u32,
+    },
+    /// The GPU's kernel neither delivers nor fails.
+    #[error("rank {rank}, step {step}: the GPU delivered nothing for {waited_ms} ms")]
+    KernelSilent {
+        /// This rank.
+        rank: usize,
+        /// Step in the life of the worker.
+        step: u64,
         /// How long.
         waited_ms: u64,
     },

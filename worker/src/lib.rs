@@ -1,8 +1,8 @@
 //! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
 //!
 //! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
-//! plans into the rows of each step, `cpu` runs the loop with the functions of `math`, `sampling` draws the tokens, `control`
-//! speaks worker/v1, `bench` measures.
+//! plans into the rows of each step, `backend` chooses between `cpu`, which runs the loop with the functions of `math`, and
+//! `cuda`, `sampling` draws the tokens, `control` speaks worker/v1, `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -12,11 +12,13 @@ use std::sync::Arc;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tokio::net::UnixListener;
 
+pub mod backend;
 pub mod batch;
 pub mod bench;
 pub mod control;
 pub mod convert;
 pub mod cpu;
+pub mod cuda;
 pub mod decoder;
 pub mod math;
 pub mod model;
@@ -42,9 +44,9 @@ pub struct WorkerArgs {
     pub parent: Option<u32>,
 }
 
-/// Serves one worker with the CPU backend, as [`run_with`] does.
+/// Serves one worker with the backend that its load request asks for, as [`run_with`] does.
 pub fn run(args: &WorkerArgs) -> ExitCode {
-    run_with(args, Arc::new(|request, progress| Ok(Box::new(cpu::load(request, progress)?))))
+    run_with(args, Arc::new(backend::load))
 }
 
 /// Serves one worker until its run ends and says how the process should exit: 0 after a drain, [`EXIT_FAULT`] after a fault,

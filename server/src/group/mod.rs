@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use looplane_proto::worker::v1::load_request;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -42,8 +43,10 @@ pub struct GroupConfig {
     pub limits: Limits,
     /// KV pages of each rank; 0: as many as the slots may need, within `kv_bytes_limit`.
     pub kv_pages: u32,
-    /// Bytes of each rank's KV cache where `kv_pages` is 0.
+    /// Bytes of each rank's KV cache where `kv_pages` is 0; 0: the worker's own bound.
     pub kv_bytes_limit: u64,
+    /// Where the workers compute.
+    pub device: load_request::Device,
     /// Bound on the positions of one sequence; 0: the model's own.
     pub max_context: u32,
     /// How long what may take.
@@ -101,7 +104,8 @@ impl GroupConfig {
             threads: 1,
             limits: Limits::default(),
             kv_pages: 0,
-            kv_bytes_limit: 4 << 30,
+            kv_bytes_limit: 0,
+            device: load_request::Device::Auto,
             max_context: 0,
             waits: Waits::default(),
             max_failed_starts: 5,

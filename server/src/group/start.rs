@@ -179,6 +179,7 @@ async fn load(
         kv_bytes_limit: config.kv_bytes_limit,
         wait_limit_ms: u32::try_from(config.waits.step.as_millis()).unwrap_or(u32::MAX),
         max_context: config.max_context,
+        device: config.device.into(),
     };
     let limit = config.waits.load;
     let silent = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

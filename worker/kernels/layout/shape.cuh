@@ -5,6 +5,11 @@
 constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
 constexpr int kIntermediate = LP_INTERMEDIATE, kVocab = LP_VOCAB, kBlocks = LP_BLOCKS, kColumns = LP_COLUMNS;
 constexpr int kWindow = LP_WINDOW;  // positions a row attends to; 0: all
+#ifdef LP_HEAD_WIDTH
+constexpr int kHeadWidth = LP_HEAD_WIDTH;  // dimensions of a head that are not padding: what scores and norms divide by
+#else
+constexpr int kHeadWidth = kHeadDim;
+#endif
 constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
 
 constexpr int kRowTile = 16, kKStep = 16, kFragment = 512;  // rows, columns and bytes of an A fragment

@@ -8,7 +8,7 @@ constexpr double square_root(double x) {
   for (int i = 0; i < 40; i++) r = 0.5 * (r + x / r);
   return r;
 }
-constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadDim));  // scores in powers of two
+constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadWidth));  // scores in powers of two
 constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xff800000u);
 
 /// The rows of a step, from shared memory.
@@ -113,7 +113,7 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   if (kDimTiles == 4 && lane >= 16) sum = 0;
 #pragma unroll
   for (int d = 4; d < 32; d *= 2) sum += shuffle_xor(sum, d);
-  return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadDim) + __uint_as_float(LP_EPS));
+  return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
 }
 
 /// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its maximum and sum to
@@ -135,7 +135,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
       float q[kDimTiles];
 #pragma unroll
       for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
-      const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadDim) + __uint_as_float(LP_EPS));
+      const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
       const float first = shuffle(mine, 8 * t), second = shuffle(mine, 8 * t + 4);
       const float upper = load_relaxed_f32(stored + g), lower = load_relaxed_f32(stored + g + 8);
       scale[0] = kScoreScale * first * upper;

@@ -197,6 +197,14 @@ impl Slot {
         })
     }
 
+    /// The last position that can be computed: the token sampled there is the last of the output or of the context, or the
+    /// next position has no page.
+    pub(super) fn last_position(&self, max_context: usize) -> usize {
+        // The token sampled at position p is the sequence's (p + 2)th.
+        let longest = (self.prompt_tokens + self.max_tokens).min(max_context);
+        longest.saturating_sub(2).min((self.pages.len() * PAGE_POSITIONS).saturating_sub(1))
+    }
+
     /// `rows` more positions have been computed.
     pub(super) fn advance(&mut self, rows: usize) {
         self.computed += rows;

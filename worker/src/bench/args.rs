@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 
 use super::BenchError;
+use crate::decoder::Device;
 use crate::model::ModelConfig;
 use crate::model::config::{Architecture, Rope};
 
@@ -50,10 +51,14 @@ pub struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub steps: u32,
 
-    /// Memory that read bandwidth is measured over, in MiB; must be far above the caches
-    #[arg(long, value_name = "MIB", default_value_t = 1024, env = "LOOPLANE_BENCH_READ_MIB",
+    /// Memory that read bandwidth is measured over, in MiB; must be far above the caches [default: 1024, on a GPU 8192]
+    #[arg(long, value_name = "MIB", env = "LOOPLANE_BENCH_READ_MIB",
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    pub read_mib: u32,
+    pub read_mib: Option<u32>,
+
+    /// Thread blocks of the GPU's kernel [default: what suits the model]
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BLOCKS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub blocks: Option<u32>,
 
     /// Write the figures to this file too
     #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_JSON")]
@@ -87,17 +92,6 @@ pub enum Shape {
 pub enum WeightSource {
     /// Made up, from a fixed seed.
     Random,
-}
-
-/// Where to compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Device {
-    /// The best that this machine has.
-    Auto,
-    /// CPU sockets.
-    Cpu,
-    /// GPUs.
-    Cuda,
 }
 
 impl Shape {
@@ -150,8 +144,8 @@ impl BenchArgs {
     /// Names the option to change.
     pub fn check(&self) -> Result<usize, BenchError> {
         let refuse = |option, value: String, rule| Err(BenchError::Value { option, value, rule });
-        if self.device == Device::Cuda {
-            return refuse("--device", "cuda".into(), "cpu or auto: this build has no GPU backend");
+        if self.device == Device::Cuda && self.tp != 1 {
+            return refuse("--tp", self.tp.to_string(), "1: a GPU computes a model alone");
         }
         if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
             return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");

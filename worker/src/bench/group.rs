@@ -9,13 +9,17 @@ use tokio::sync::mpsc::Receiver;
 
 use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
-use crate::cpu::{Options, RandomSource, load_with};
-use crate::decoder::{Decoder, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
+use crate::cpu::RandomSource;
+use crate::cuda::NormalSource;
+use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
+use crate::model::ModelConfig;
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
 /// Most prompt tokens of one step.
 const PREFILL_ROWS: u32 = 512;
+/// Of the weights that are made up.
+const SEED: u64 = 1;
 /// Longest wait of a rank for another.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
@@ -23,8 +27,12 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 pub struct Setup<'a> {
     /// `rank` is filled in.
     pub model_dir: &'a std::path::Path,
-    /// Weights to make up.
-    pub random: Option<RandomSource>,
+    /// Dimensions to make weights up for.
+    pub random: Option<ModelConfig>,
+    /// On a GPU.
+    pub on_gpu: bool,
+    /// Thread blocks there, where not as many as suit the model.
+    pub blocks: Option<usize>,
     /// Ranks.
     pub ranks: usize,
     /// Threads of each.
@@ -89,10 +97,11 @@ impl Group {
             kv_bytes_limit: 0,
             wait_limit: WAIT_LIMIT,
             max_context: positions,
+            device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
         };
-        let options = Options { random: setup.random.clone(), ..Options::default() };
-        let load = |rank| load_with(&LoadRequest { rank, ..request.clone() }, &options, &mut |_| ());
-        let mut decoders = (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?;
+        let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
+        let (mut decoders, streams): (Vec<_>, Vec<u64>) =
+            (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
         decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
         let position_bytes =
@@ -100,8 +109,8 @@ impl Group {
         let mut group = Self {
             notes: decoders[0].loaded().notes.clone(),
             traffic: Traffic {
-                weight_bytes: decoders.iter().map(|rank| rank.stream_bytes()).sum(),
-                position_bytes: decoders.iter().map(|rank| position_bytes(rank)).sum(),
+                weight_bytes: streams.into_iter().sum(),
+                position_bytes: decoders.iter().map(|rank| position_bytes(&**rank)).sum(),
             },
             runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
             feeds: Vec::new(),
@@ -116,7 +125,7 @@ impl Group {
             let (sink, out) = outcome_stream(Arc::new(Vitals::default()));
             group.feeds.push(feed);
             group.outcomes.push(out);
-            group.ranks.push(std::thread::spawn(move || Box::new(decoder).run(source, sink)));
+            group.ranks.push(std::thread::spawn(move || decoder.run(source, sink)));
         }
         Ok(group)
     }
@@ -200,4 +209,23 @@ impl Group {
             logprobs: None,
         }
     }
+}
+
+/// A rank, and the bytes of weights that stream through it in a step.
+fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, u64), BenchError> {
+    if setup.on_gpu {
+        let random = setup.random.as_ref().map(|config| {
+            let source: Arc<dyn crate::cpu::Source + Send> = Arc::new(NormalSource::new(config, SEED));
+            (config.clone(), source)
+        });
+        let options = crate::cuda::Options { random, blocks: setup.blocks, ..Default::default() };
+        let decoder = crate::cuda::load_with(request, &options, &mut |_| ())?;
+        let stream = decoder.stream_bytes();
+        return Ok((Box::new(decoder), stream));
+    }
+    let random = setup.random.as_ref().map(|config| RandomSource { config: config.clone(), seed: SEED });
+    let options = crate::cpu::Options { random, ..Default::default() };
+    let decoder = crate::cpu::load_with(request, &options, &mut |_| ())?;
+    let stream = decoder.stream_bytes();
+    Ok((Box::new(decoder), stream))
 }

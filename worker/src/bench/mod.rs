@@ -10,17 +10,21 @@ mod report;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-pub use args::{BenchArgs, Device, Shape, WeightSource};
+pub use crate::decoder::Device;
+pub use args::{BenchArgs, Shape, WeightSource};
 pub use report::{BatchReport, Read, Report};
 
-use crate::cpu::{RandomSource, ReadBandwidth, ReadError};
+use crate::cpu::{ReadBandwidth, ReadError};
+use crate::cuda::{self, CudaError, ReadLimit};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
 use group::{Group, Setup, StepTime};
 
-/// Steps of one batch between two read passes.
-const ROUND_STEPS: u32 = 8;
+/// Steps of one batch between two read passes: on CPUs, and on a GPU, where they are one launch.
+const ROUND_STEPS: [u32; 2] = [8, 64];
+/// Memory that read bandwidth is measured over where nobody says otherwise, in MiB: on CPUs, and on a GPU.
+const READ_MIB: [u32; 2] = [1024, 8192];
 /// Read passes at one time.
 const ROUND_PASSES: usize = 2;
 /// Steps of each batch before the first that counts.
@@ -56,6 +60,9 @@ pub enum BenchError {
     /// The read limit cannot be measured.
     #[error(transparent)]
     Read(#[from] ReadError),
+    /// The GPU cannot be used, or its read limit not be measured.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The thread that feeds the ranks could not be set up.
     #[error("cannot start the feed of the ranks: {0}")]
     Runtime(std::io::Error),
@@ -75,12 +82,13 @@ pub enum BenchError {
 /// An option cannot work, or the model is refused.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let threads = args.check()?;
+    let on_gpu = args.device == Device::Cuda || (args.device == Device::Auto && args.tp == 1 && cuda::probe(0).is_ok());
     let shape = args.shape.unwrap_or(Shape::B1);
     let (config, random, model) = match &args.model {
         Some(dir) => (ModelConfig::from_dir(dir)?, None, dir.display().to_string()),
         None => {
             let config = shape.config();
-            (config.clone(), Some(RandomSource { config, seed: 1 }), shape.name().to_owned())
+            (config.clone(), Some(config), shape.name().to_owned())
         }
     };
     // Each batch decodes slot 0; the token that the prompt yields counts too.
@@ -88,6 +96,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let setup = Setup {
         model_dir: args.model.as_deref().unwrap_or(Path::new("")),
         random,
+        on_gpu,
+        blocks: args.blocks.map(|blocks| blocks as usize),
         ranks: args.tp,
         threads,
         slots: args.batch.iter().copied().max().unwrap_or(1),
@@ -95,7 +105,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         max_steps,
     };
     let random_weights = setup.random.is_some();
-    let (group, reader) = (Group::load(&setup)?, reader(args, threads)?);
+    let (group, reader) = (Group::load(&setup)?, Reader::new(args, threads, on_gpu)?);
     let (notes, weight_bytes) = (group.notes.clone(), group.traffic.weight_bytes);
     let measured = Bench { args, group, reader, config, positions: vec![args.context; setup.slots as usize] };
     let (series, read) = measured.run(max_steps)?;
@@ -107,8 +117,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         version: env!("CARGO_PKG_VERSION"),
         model,
         random_weights,
-        device: "cpu",
-        processor: processor(),
+        device: if on_gpu { "cuda" } else { "cpu" },
+        processor: if on_gpu { Some(cuda::probe(0)?.name) } else { processor() },
         tensor_parallel: args.tp,
         threads,
         notes,
@@ -126,15 +136,41 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-fn reader(args: &BenchArgs, threads: usize) -> Result<ReadBandwidth, BenchError> {
-    Ok(ReadBandwidth::new(args.tp * threads, (args.read_mib as usize) << 20, false)?)
+/// What measures the read limit.
+enum Reader {
+    Cpu(ReadBandwidth),
+    Cuda(ReadLimit),
+}
+
+impl Reader {
+    fn new(args: &BenchArgs, threads: usize, on_gpu: bool) -> Result<Self, BenchError> {
+        let bytes = (args.read_mib.unwrap_or(READ_MIB[usize::from(on_gpu)]) as usize) << 20;
+        Ok(match on_gpu {
+            false => Self::Cpu(ReadBandwidth::new(args.tp * threads, bytes, false)?),
+            true => Self::Cuda(ReadLimit::new(0, bytes)?),
+        })
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Cpu(reader) => reader.bytes(),
+            Self::Cuda(reader) => reader.bytes(),
+        }
+    }
+
+    fn pass(&mut self) -> Result<Duration, BenchError> {
+        Ok(match self {
+            Self::Cpu(reader) => reader.pass(),
+            Self::Cuda(reader) => reader.pass()?,
+        })
+    }
 }
 
 /// A run under way.
 struct Bench<'a> {
     args: &'a BenchArgs,
     group: Group,
-    reader: ReadBandwidth,
+    reader: Reader,
     config: ModelConfig,
     /// By slot: the position of the row that is next.
     positions: Vec<u32>,
@@ -159,21 +195,28 @@ impl Bench<'_> {
         let of_batch = |batch: &u32| Series { batch: *batch, times: Vec::new(), kv_bytes: 0 };
         let mut series: Vec<_> = self.args.batch.iter().map(of_batch).collect();
         let mut passes = Vec::new();
-        for first in (0..self.args.steps).step_by(ROUND_STEPS as usize) {
+        let round = ROUND_STEPS[usize::from(matches!(self.reader, Reader::Cuda(_)))];
+        for first in (0..self.args.steps).step_by(round as usize) {
             for of in &mut series {
-                self.read(&mut passes);
-                let (times, kv_bytes) = self.decode(of.batch, ROUND_STEPS.min(self.args.steps - first))?;
+                self.read(&mut passes)?;
+                let (times, kv_bytes) = self.decode(of.batch, round.min(self.args.steps - first))?;
                 of.times.extend(times);
                 of.kv_bytes += kv_bytes;
             }
         }
-        self.read(&mut passes);
+        self.read(&mut passes)?;
         self.group.finish()?;
         Ok((series, Read::new(self.reader.bytes() as u64, passes)))
     }
 
     fn decode(&mut self, batch: u32, steps: u32) -> Result<(Vec<StepTime>, u64), BenchError> {
-        let times = self.group.decode(batch, steps)?;
+        let mut times = self.group.decode(batch, steps)?;
+        if let Reader::Cuda(_) = self.reader {
+            // They are one launch. When the host saw each of its tokens says less than how long all of them took.
+            let mean = |of: fn(&StepTime) -> Duration| times.iter().map(of).sum::<Duration>() / steps;
+            let mean = StepTime { step: mean(|time| time.step), wait: mean(|time| time.wait) };
+            times.fill(mean);
+        }
         let window = self.config.sliding_window.map_or(u64::MAX, |window| window as u64);
         let mut seen = 0;
         for position in &mut self.positions[..batch as usize] {
@@ -184,10 +227,13 @@ impl Bench<'_> {
         Ok((times, seen * self.group.traffic.position_bytes))
     }
 
-    fn read(&mut self, passes: &mut Vec<Duration>) {
+    fn read(&mut self, passes: &mut Vec<Duration>) -> Result<(), BenchError> {
         std::thread::sleep(SETTLE);
-        passes.extend((0..ROUND_PASSES).map(|_| self.reader.pass()));
+        for _ in 0..ROUND_PASSES {
+            passes.push(self.reader.pass()?);
+        }
         std::thread::sleep(SETTLE);
+        Ok(())
     }
 }
 

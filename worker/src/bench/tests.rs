@@ -21,7 +21,8 @@ fn args(line: &str) -> BenchArgs {
 fn figures_are_what_the_plan_says_and_agree_with_each_other() {
     for tp in [1, 2] {
         let json = tempfile::NamedTempFile::new().unwrap();
-        let options = "--shape tiny --weights random --threads 1 --read-mib 2 --batch 1,3 --context 70 --steps 10";
+        let options =
+            "--shape tiny --device cpu --weights random --threads 1 --read-mib 2 --batch 1,3 --context 70 --steps 10";
         let args = args(&format!("{options} --tp {tp} --json {}", json.path().display()));
         let report = run(&args).unwrap();
 
@@ -63,13 +64,10 @@ fn figures_are_what_the_plan_says_and_agree_with_each_other() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
-    assert_eq!(
-        refused("--shape tiny --device cuda"),
-        "--device is cuda, but must be cpu or auto: this build has no GPU backend"
-    );
+    assert_eq!(refused("--shape tiny --device cuda --tp 2"), "--tp is 2, but must be 1: a GPU computes a model alone");
     assert_eq!(refused("--shape tiny --tp 3"), "--tp is 3, but must be 1, 2, 4, 8 or 16");
     assert!(refused("--model /nowhere").contains("/nowhere/config.json"));
-    let long = refused("--shape tiny --threads 1 --context 131072");
+    let long = refused("--shape tiny --device cpu --threads 1 --context 131072");
     assert!(long.contains("131072"), "{long}");
     let both = Command::try_parse_from(["bench", "--model", "/x", "--shape", "1b"]);
     assert!(both.is_err_and(|error| error.kind() == clap::error::ErrorKind::ArgumentConflict));
@@ -80,7 +78,8 @@ fn a_checkpoint_is_measured_with_its_own_weights() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let model = std::fs::read_dir(dir).unwrap().flatten().find(|entry| entry.path().join("config.json").is_file());
     let model = model.expect("the fixtures hold checkpoints").path();
-    let line = format!("--model {} --threads 1 --read-mib 1 --batch 2 --context 9 --steps 3", model.display());
+    let line =
+        format!("--model {} --device cpu --threads 1 --read-mib 1 --batch 2 --context 9 --steps 3", model.display());
     let report = run(&args(&line)).unwrap();
     assert!(!report.random_weights && report.batches[0].times_batch_1.is_none());
 }

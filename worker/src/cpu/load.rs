@@ -289,6 +289,7 @@ mod tests {
             kv_bytes_limit: 1 << 20,
             wait_limit: Duration::from_secs(1),
             max_context: 0,
+            device: crate::decoder::Device::Cpu,
         }
     }
 

@@ -135,7 +135,7 @@ impl LoopedDecoder {
 }
 
 /// What the sampler needs to know of a row's sequence.
-fn row_input(batch: &Batch, row: usize) -> RowInput<'_> {
+pub(crate) fn row_input(batch: &Batch, row: usize) -> RowInput<'_> {
     let slot = batch.slot(batch.step().rows[row].slot);
     RowInput {
         params: slot.sampling(),

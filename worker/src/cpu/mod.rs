@@ -19,11 +19,11 @@ mod norm;
 mod phases;
 mod product;
 mod read_bandwidth;
-mod rope;
+pub(crate) mod rope;
 mod shm;
 mod team;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod tolerance;
 mod wait;
@@ -32,5 +32,6 @@ mod weights;
 pub use budget::OVERHEAD_BYTES;
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
 pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
+pub(crate) use looped_decoder::row_input;
 pub use read_bandwidth::{ReadBandwidth, ReadError};
 pub use weights::{RandomSource, Source};

@@ -3,6 +3,6 @@
 
 mod arrangements;
 mod fixtures;
-mod group;
+pub(crate) mod group;
 
 pub use group::Tap;

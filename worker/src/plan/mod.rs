@@ -25,9 +25,16 @@ pub const ROW_TILE: usize = 16;
 pub const K_STEP: usize = 16;
 /// Most leaves of one product, and most ranks.
 pub const MAX_LEAVES: usize = 16;
-/// Leaves of the products over the hidden size (q, k, v, gate, up, LM head). Tensor parallelism cuts their rows, never
-/// their K, so no cut needs a leaf boundary, and one leaf keeps one chain of accumulators in registers.
-pub const HIDDEN_LEAVES: usize = 1;
+
+/// What computes a plan. Tensor parallelism never cuts the K of the products over the hidden size, so the number of their
+/// leaves is the backend's to choose; so are the places where values round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// A team of threads: one leaf over the hidden size keeps one chain of accumulators in registers.
+    Cpu,
+    /// A GPU: each warp of a thread block sums a leaf.
+    Cuda,
+}
 
 /// How the K dimension of one product is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +52,8 @@ pub struct Leaves {
 pub struct ModelPlan {
     /// Dimensions.
     pub config: ModelConfig,
+    /// What computes it.
+    pub backend: Backend,
     /// Ranks: 1, 2, 4, 8 or 16.
     pub tensor_parallel: usize,
     /// q, k, v, gate, up and LM head: K is the hidden size.
@@ -111,6 +120,17 @@ pub enum PlanError {
     },
 }
 
+impl Backend {
+    /// Leaves of the products over the hidden size (q, k, v, gate, up, LM head).
+    fn hidden_leaves(self, config: &ModelConfig) -> usize {
+        match self {
+            Self::Cpu => 1,
+            // Whole k16 steps, so that no leaf over the hidden size is padded.
+            Self::Cuda => most_leaves((config.hidden_size / K_STEP).max(1)),
+        }
+    }
+}
+
 impl Leaves {
     fn of(total: usize, count: usize) -> Self {
         let len = total / count;
@@ -134,11 +154,19 @@ impl Leaves {
 }
 
 impl ModelPlan {
-    /// Cuts a model for a group of `tensor_parallel` ranks.
+    /// Cuts a model for a group of `tensor_parallel` ranks on CPU sockets.
     ///
     /// # Errors
     /// The group size does not divide what it has to.
     pub fn new(config: &ModelConfig, tensor_parallel: usize) -> Result<Self, PlanError> {
+        Self::for_backend(Backend::Cpu, config, tensor_parallel)
+    }
+
+    /// Cuts a model for a group of `tensor_parallel` ranks.
+    ///
+    /// # Errors
+    /// The group size does not divide what it has to.
+    pub fn for_backend(backend: Backend, config: &ModelConfig, tensor_parallel: usize) -> Result<Self, PlanError> {
         if !tensor_parallel.is_power_of_two() || tensor_parallel > MAX_LEAVES {
             return Err(PlanError::GroupSize(tensor_parallel));
         }
@@ -156,8 +184,9 @@ impl ModelPlan {
             return Err(PlanError::Intermediate { tensor_parallel, intermediate: config.intermediate_size });
         }
         Ok(Self {
+            backend,
             tensor_parallel,
-            hidden: Leaves::of(config.hidden_size, HIDDEN_LEAVES),
+            hidden: Leaves::of(config.hidden_size, backend.hidden_leaves(config)),
             heads,
             intermediate,
             padded_vocab: config.vocab_size.next_multiple_of(MAX_LEAVES * ROW_TILE),
@@ -295,6 +324,17 @@ pub(crate) mod tests {
         assert_eq!(one.padded_vocab, 1024);
         assert_eq!(one.intermediate.padded_column(25), 33);
         assert_eq!([1, 2, 3, 12, 16, 96, 1 << 40].map(most_leaves), [1, 2, 1, 4, 16, 16, 16]);
+    }
+
+    #[test]
+    fn a_gpu_cuts_the_hidden_size_into_leaves_of_whole_steps() {
+        for (hidden, count, len) in [(4096, 16, 256), (2048, 16, 128), (896, 8, 112), (256, 16, 16), (16, 1, 16)] {
+            let config = ModelConfig { hidden_size: hidden, ..config(16, 4, 384, 1000) };
+            let plan = ModelPlan::for_backend(Backend::Cuda, &config, 1).unwrap();
+            assert_eq!(plan.hidden, Leaves { count, len, padded: len });
+            let cpu = ModelPlan::new(&config, 1).unwrap();
+            assert_eq!((plan.heads, plan.intermediate), (cpu.heads, cpu.intermediate));
+        }
     }
 
     #[test]

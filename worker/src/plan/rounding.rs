@@ -2,15 +2,23 @@
 
 use sha2::{Digest, Sha256};
 
-use super::{K_STEP, MAX_LEAVES, ModelPlan, PAGE_POSITIONS, ROW_TILE};
+use super::{Backend, K_STEP, MAX_LEAVES, ModelPlan, PAGE_POSITIONS, ROW_TILE};
 
 /// A place where an fp32 value is rounded to bf16 (to nearest, ties to even): the inputs of the products. Everything else
-/// stays fp32 on the CPU backend: the residual stream, q, K and V with their pages, scores and probabilities of attention,
-/// sums of squares, logits.
+/// stays fp32: the residual stream, scores of attention, sums of squares, logits; on CPUs also q, K and V with their pages,
+/// and the probabilities of attention, which on a GPU are inputs of tensor-core products too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RoundingPoint {
     /// The normalised hidden state before q, k, v.
     AttentionInput,
+    /// q after rotation.
+    Query,
+    /// k after rotation, as the KV cache keeps it.
+    Key,
+    /// v, as the KV cache keeps it.
+    Value,
+    /// The weight of a position in attention, relative to the largest of its leaf.
+    Probability,
     /// The output of attention before o_proj, normalised by its sum.
     AttentionOutput,
     /// The normalised hidden state before gate and up.
@@ -21,7 +29,7 @@ pub enum RoundingPoint {
     LmHeadInput,
 }
 
-/// All rounding points, in the order in which a token passes them.
+/// The rounding points of the CPU backend, in the order in which a token passes them.
 pub const ROUNDING: [RoundingPoint; 5] = [
     RoundingPoint::AttentionInput,
     RoundingPoint::AttentionOutput,
@@ -30,8 +38,31 @@ pub const ROUNDING: [RoundingPoint; 5] = [
     RoundingPoint::LmHeadInput,
 ];
 
+/// The rounding points of the GPU backend, in the order in which a token passes them. All round once.
+pub const CUDA_ROUNDING: [RoundingPoint; 9] = [
+    RoundingPoint::AttentionInput,
+    RoundingPoint::Query,
+    RoundingPoint::Key,
+    RoundingPoint::Value,
+    RoundingPoint::Probability,
+    RoundingPoint::AttentionOutput,
+    RoundingPoint::MlpInput,
+    RoundingPoint::MlpProduct,
+    RoundingPoint::LmHeadInput,
+];
+
+impl Backend {
+    /// Where this backend rounds, and to how many bf16 at each place.
+    pub fn rounding(self) -> Vec<(RoundingPoint, usize)> {
+        match self {
+            Self::Cpu => ROUNDING.map(|point| (point, point.parts())).to_vec(),
+            Self::Cuda => CUDA_ROUNDING.map(|point| (point, 1)).to_vec(),
+        }
+    }
+}
+
 impl RoundingPoint {
-    /// How many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and `low = bf16(x - high)`, which
+    /// On CPUs: how many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and `low = bf16(x - high)`, which
     /// keep 16 bits of its significand; the product adds the terms of both for each k, high first.
     ///
     /// Split is what the accuracy of the logits asks for (0.01 relative L2, see the decoder's tests): all that bears on
@@ -40,6 +71,7 @@ impl RoundingPoint {
         match self {
             Self::AttentionInput | Self::AttentionOutput | Self::LmHeadInput => 2,
             Self::MlpInput | Self::MlpProduct => 1,
+            Self::Query | Self::Key | Self::Value | Self::Probability => panic!("CPUs do not round here"),
         }
     }
 }
@@ -53,7 +85,7 @@ impl ModelPlan {
     pub fn hash(&self) -> [u8; 32] {
         let c = &self.config;
         let mut hasher = Sha256::new();
-        let rounding = ROUNDING.map(|point| (point, point.parts()));
+        let rounding = self.backend.rounding();
         // Debug text of plain enums and integers is stable; floats go in by their bits.
         hasher.update(format!("looplane plan {ARITHMETIC} tree:neighbours-first rounding:{rounding:?}\n"));
         hasher.update(format!("tiles:{ROW_TILE},{K_STEP},{MAX_LEAVES},{PAGE_POSITIONS}\n"));
@@ -96,6 +128,18 @@ mod tests {
         let domain = ModelPlan::new(&base, 1).unwrap().bit_domain("cpu", "avx512bf16", "0123abcd");
         let hash = domain.strip_prefix("cpu-avx512bf16-0123abcd-");
         assert!(hash.is_some_and(|hash| hash.len() == 12), "{domain}");
+    }
+
+    #[test]
+    fn the_hash_of_a_cpu_plan_is_what_it_was_and_a_gpus_is_another() {
+        let base = config(16, 4, 384, 768);
+        let hex = |plan: &ModelPlan| plan.bit_domain("", "", "").trim_start_matches('-').to_owned();
+        assert_eq!(hex(&ModelPlan::new(&base, 1).unwrap()), "5452cf5e2a86");
+        let narrow = ModelConfig { hidden_size: 48, ..base };
+        let [cpu, cuda] =
+            [Backend::Cpu, Backend::Cuda].map(|backend| ModelPlan::for_backend(backend, &narrow, 1).unwrap());
+        // One leaf over 48 columns on either: what differs is the rounding.
+        assert!(cpu.hidden == cuda.hidden && hex(&cpu) != hex(&cuda));
     }
 
     #[test]

@@ -1,0 +1,78 @@
+//! Which backend computes: a GPU where there is one that can, else CPU sockets.
+
+use crate::decoder::{Decoder, Device, LoadError, LoadRequest, Progress};
+use crate::model::ModelConfig;
+use crate::{cpu, cuda};
+
+/// Bytes of a rank's KV cache on CPUs where nobody says otherwise.
+const CPU_KV_BYTES: u64 = 4 << 30;
+
+/// Loads a rank on the device that is asked for.
+///
+/// # Errors
+/// The model is refused or does not fit, or the GPU that was asked for cannot be used.
+pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> {
+    if on_gpu(request)? {
+        return Ok(Box::new(cuda::load(request, progress)?));
+    }
+    let limit = if request.kv_bytes_limit == 0 { CPU_KV_BYTES } else { request.kv_bytes_limit };
+    Ok(Box::new(cpu::load(&LoadRequest { kv_bytes_limit: limit, ..request.clone() }, progress)?))
+}
+
+/// Whether the rank is to run on a GPU; the log says which, or why not.
+fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
+    match request.device {
+        Device::Cpu => return Ok(false),
+        Device::Cuda => return Ok(true),
+        Device::Auto => {}
+    }
+    let config = ModelConfig::from_dir(&request.model_dir)?;
+    let usable = cuda::probe(request.rank)
+        .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
+        .map_err(LoadError::from)
+        .and_then(|gpu| cuda::check(request, &config).map(|()| gpu));
+    match &usable {
+        Ok(gpu) => tracing::info!("--device auto: GPU {}, {}", gpu.ordinal, gpu.name),
+        Err(LoadError::Cuda(cuda::CudaError::NoDriver)) => tracing::info!("--device auto: CPU, as there is no GPU"),
+        Err(reason) => tracing::warn!("--device auto: CPU ({reason})"),
+    }
+    Ok(usable.is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn request(device: Device, tensor_parallel: usize) -> LoadRequest {
+        LoadRequest {
+            model_dir: concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/llama-gqa").into(),
+            rank: tensor_parallel - 1,
+            tensor_parallel,
+            threads: 1,
+            max_slots: 2,
+            max_batch_tokens: 8,
+            kv_pages: 4,
+            kv_bytes_limit: 0,
+            wait_limit: Duration::from_secs(1),
+            max_context: 0,
+            device,
+        }
+    }
+
+    #[test]
+    fn auto_never_fails_for_want_of_a_gpu_and_cuda_says_what_is_missing() {
+        // Two ranks: refused on a machine with a GPU, too.
+        for device in [Device::Auto, Device::Cpu] {
+            let loaded = load(&request(device, 2), &mut |_| ()).unwrap();
+            assert!(loaded.loaded().bit_domain.starts_with("cpu-"));
+        }
+        let refusal = load(&request(Device::Cuda, 2), &mut |_| ()).err().expect("two ranks are refused").to_string();
+        assert!(refusal.contains("--tp 1") && refusal.contains("--device cpu"), "{refusal}");
+        if let Err(missing) = cuda::probe(0) {
+            let refusal = load(&request(Device::Cuda, 1), &mut |_| ()).err().expect("there is no GPU").to_string();
+            assert_eq!(refusal, missing.to_string());
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! What a launch of the kernel is given, and what it answers: the same structs as in kernels/layout/launch.cuh.
+
+use bytemuck::{Pod, Zeroable};
+
+/// [`Row::flags`]: the row's logits are needed.
+pub const ROW_SAMPLE: u32 = 1;
+/// [`Launch::flags`]: the logits are written to memory.
+pub const LAUNCH_LOGITS: u32 = 1;
+/// Words of [`Launch::report`].
+pub const REPORT_WORDS: usize = 16;
+/// The token of a row that computed nothing in a step.
+pub const NO_TOKEN: u32 = u32::MAX;
+
+/// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct Row {
+    /// Token to embed.
+    pub token: u32,
+    /// Its position.
+    pub position: u32,
+    /// Row of the page table.
+    pub slot: u32,
+    /// First row of the same sequence in this launch.
+    pub first_row: u32,
+    /// Its position.
+    pub first_position: u32,
+    /// [`ROW_SAMPLE`].
+    pub flags: u32,
+    /// With more than one step: past it the row idles.
+    pub last_position: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+/// The kernel's parameter. Addresses are the GPU's.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct Launch {
+    /// The stream of weights.
+    pub weights: u64,
+    /// `[2 * layers + 1][hidden]` bf16
+    pub gamma: u64,
+    /// `[vocab][hidden]` bf16, or 0 where the LM head is the embedding.
+    pub embedding: u64,
+    /// `[layers][rows of q, k, v]` f32
+    pub bias: u64,
+    /// `[layers][2][head_dim]` f32
+    pub qk_norm: u64,
+    /// `[positions][head_dim / 2][2]` f32
+    pub rope: u64,
+    /// The KV pool.
+    pub kv: u64,
+    /// `[layer][page][kv head][64]` f32
+    pub k_scale: u64,
+    /// Words of the exchanges.
+    pub words: u64,
+    /// `[slot][page_stride]` u32
+    pub page_table: u64,
+    /// `[columns][vocabulary padded to tiles]` f32
+    pub logits: u64,
+    /// `[row_count]` [`Row`]
+    pub rows: u64,
+    /// Of the sampler.
+    pub sampling: u64,
+    /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
+    pub tokens: u64,
+    /// Mapped: `[0]` set by the host to end the launch; `[1]` steps run, written last.
+    pub control: u64,
+    /// Mapped: [`REPORT_WORDS`] words, why a wait failed.
+    pub report: u64,
+    /// Where a timeline goes, or 0.
+    pub trace: u64,
+    /// Rows.
+    pub row_count: u32,
+    /// Most steps.
+    pub steps: u32,
+    /// Tag of the first layer of the first step.
+    pub epoch: u32,
+    /// Entries of a row of the page table.
+    pub page_stride: u32,
+    /// Pages of the pool.
+    pub kv_pages: u32,
+    /// [`LAUNCH_LOGITS`].
+    pub flags: u32,
+    /// 0
+    pub reserved: [u32; 2],
+}
+
+/// Why a wait in the kernel failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Report {
+    /// Thread block.
+    pub block: u32,
+    /// Thread in it.
+    pub thread: u32,
+    /// Place in the kernel; [`site_name`] has words for it.
+    pub site: u32,
+    /// Tag or parity waited for.
+    pub expected: u32,
+    /// What was there.
+    pub seen: u32,
+}
+
+impl Report {
+    /// Reads it; `None` if no wait failed.
+    pub fn of(words: &[u32; REPORT_WORDS]) -> Option<Self> {
+        let [set, block, thread, site, expected, seen, ..] = *words;
+        (set != 0).then_some(Self { block, thread, site, expected, seen })
+    }
+}
+
+/// What was waited for at a site of the kernel (kernels/sync/wait.cuh).
+pub fn site_name(site: u32) -> &'static str {
+    match site {
+        1 => "a slot of the ring to be released",
+        2 => "an earlier chunk of the stream to land",
+        3 => "a chunk of the stream",
+        4 => "room for partial sums",
+        5 => "partial sums",
+        6 => "the tokens of the step before",
+        10 => "the input of attention",
+        11 => "a query",
+        12 => "K and V of this step",
+        13 => "the result of a page",
+        14 => "the output of attention",
+        15 => "the input of the MLP",
+        16 => "the activation of the MLP",
+        17 => "the input of the LM head",
+        18 => "the best tokens of all blocks",
+        _ => "an unnamed site",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structs_are_as_long_as_the_kernels() {
+        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 17 * 8 + 8 * 4));
+    }
+
+    #[test]
+    fn every_site_of_the_kernel_has_a_name() {
+        let source = include_str!("../../kernels/sync/wait.cuh");
+        let sites = source.split_once("enum Site").unwrap().1.split_once('{').unwrap().1.split_once('}').unwrap().0;
+        let mut number = 0;
+        for site in sites.split(',').map(str::trim).filter(|site| !site.is_empty()) {
+            number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
+            assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
+        }
+        assert_eq!(number, 18);
+    }
+
+    #[test]
+    fn a_report_that_is_not_set_is_none() {
+        let mut words = [0; REPORT_WORDS];
+        words[1] = 3;
+        assert_eq!(Report::of(&words), None);
+        words[..6].copy_from_slice(&[1, 2, 3, 18, 5, 6]);
+        assert_eq!(Report::of(&words), Some(Report { block: 2, thread: 3, site: 18, expected: 5, seen: 6 }));
+    }
+}

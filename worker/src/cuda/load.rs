@@ -1,0 +1,265 @@
+//! From a load request to a GPU that is ready to run.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use half::bf16;
+
+use super::cache::Cache;
+use super::compile::Compiler;
+use super::device::Gpu;
+use super::engine::Engine;
+use super::error::CudaError;
+use super::heads::{PaddedHeads, padded};
+use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
+use super::layout::{Layout, best_blocks};
+use super::looped_decoder::LoopedDecoder;
+use super::pools::Memory;
+use super::weights::Weights;
+use crate::batch::{Batch, Limits};
+use crate::cpu::Source;
+use crate::cpu::rope::Rope;
+use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::model::{Checkpoint, ModelConfig, Tensor};
+use crate::plan::{Backend, ModelPlan};
+use crate::sampling::{Sampler, SamplerShape};
+
+/// What a load request leaves open.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// Thread blocks; `None`: as many as suit model and GPU.
+    pub blocks: Option<usize>,
+    /// Weights of these dimensions in place of a checkpoint's; `model_dir` is not looked at.
+    pub random: Option<(ModelConfig, Arc<dyn Source + Send>)>,
+    /// Fill the KV pool with NaN.
+    pub poison: bool,
+}
+
+/// A loaded rank on a GPU.
+pub struct CudaDecoder {
+    pub(super) decoder: LoopedDecoder<Engine>,
+    loaded: Loaded,
+    stream_bytes: u64,
+    gpu: Arc<Gpu>,
+}
+
+/// The model, and where its weights come from.
+struct Model {
+    config: ModelConfig,
+    checkpoint: Option<Checkpoint>,
+    digest: String,
+}
+
+/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving pages
+/// back in between would read them again from the system.
+struct Mapped<'a>(&'a Checkpoint);
+
+impl Source for Mapped<'_> {
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
+        self.0.read(tensor, rows, columns, out);
+    }
+}
+
+/// Loads a rank from a checkpoint.
+///
+/// # Errors
+/// The GPU cannot be used, the model is refused, or does not fit.
+pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<CudaDecoder, LoadError> {
+    load_with(request, &Options::default(), progress)
+}
+
+/// Loads a rank, with options.
+///
+/// # Errors
+/// The GPU cannot be used, the model is refused, or does not fit.
+pub fn load_with(
+    request: &LoadRequest,
+    options: &Options,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<CudaDecoder, LoadError> {
+    let mut tell = |phase, bytes_done, bytes_total| progress(Progress { phase, bytes_done, bytes_total });
+    tell(Phase::ReadingConfig, 0, 0);
+    let model = Model::open(request, options)?;
+    check(request, &model.config)?;
+    let gpu = Gpu::open(request.rank)?;
+    let compiler = Compiler::find()?;
+    let plan = ModelPlan::for_backend(Backend::Cuda, &model.config, 1)?;
+    let wide = ModelPlan::for_backend(Backend::Cuda, &padded(&model.config), 1)?;
+    let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
+    let layout = Layout::new(&wide, blocks, model.config.head_dim);
+    let max_context = model.config.context(request.max_context)?;
+    let kernels = kernels(&gpu, &compiler, &layout)?;
+
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels);
+    memory.fit(request, &gpu)?;
+    let source: &dyn Source = match (&model.checkpoint, &options.random) {
+        (Some(checkpoint), _) => &Mapped(checkpoint),
+        (None, Some((_, random))) => &**random,
+        (None, None) => unreachable!("without random weights there is a checkpoint"),
+    };
+    let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
+    let rope = Rope::new(&model.config);
+    let pools = memory.pools(&gpu, options.poison)?;
+    let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
+        tell(Phase::PackingWeights, done, total);
+    })?;
+    tell(Phase::PackingWeights, total, total);
+    let seconds = begun.elapsed().as_secs_f64();
+    tracing::info!("packed {:.2} GB in {seconds:.2} s on {threads} threads", total as f64 / 1e9);
+
+    tell(Phase::Allocating, 0, 0);
+    let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    notes.push(describe(&gpu, &compiler, &layout, &kernels));
+    let config = &model.config;
+    let loaded = Loaded {
+        architecture: config.architecture.name().to_owned(),
+        vocab_size: config.vocab_size,
+        max_context,
+        num_layers: config.num_layers,
+        hidden_size: config.hidden_size,
+        kv_pages: memory.sizes.kv_pages,
+        weight_bytes: total,
+        kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
+        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(SOURCE, &HEADERS)),
+        notes,
+        model_digest: model.digest,
+    };
+    let sampler = Sampler::new(SamplerShape {
+        vocab_size: config.vocab_size,
+        padded_vocab: plan.padded_vocab,
+        tensor_parallel: 1,
+        rank: 0,
+        max_rows: request.max_slots,
+    });
+    let batch = Batch::new(Limits {
+        max_slots: request.max_slots,
+        max_batch_tokens: request.max_batch_tokens,
+        kv_pages: memory.sizes.kv_pages,
+        max_context,
+        vocab_size: config.vocab_size,
+    });
+    let launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
+    let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
+    Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
+}
+
+/// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
+///
+/// # Errors
+/// Why not.
+pub fn check(request: &LoadRequest, config: &ModelConfig) -> Result<(), LoadError> {
+    if request.tensor_parallel != 1 || request.rank != 0 {
+        let refusal = format!(
+            "tensor parallelism {}: the GPU backend computes a model on one GPU (--tp 1); use --device cpu",
+            request.tensor_parallel
+        );
+        return Err(LoadError::Request(refusal));
+    }
+    if request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
+        return Err(LoadError::Request(format!(
+            "{} slots and {} batch tokens do not fit together",
+            request.max_slots, request.max_batch_tokens
+        )));
+    }
+    Ok(check_shape(config)?)
+}
+
+impl Model {
+    fn open(request: &LoadRequest, options: &Options) -> Result<Self, LoadError> {
+        if let Some((config, _)) = &options.random {
+            return Ok(Self { config: config.clone(), checkpoint: None, digest: "random".into() });
+        }
+        let (config, text) = ModelConfig::with_text(&request.model_dir)?;
+        let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
+        let digest = checkpoint.digest(&text);
+        Ok(Self { config, checkpoint: Some(checkpoint), digest })
+    }
+}
+
+/// All variants, compiled at the same time.
+fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
+    let (begun, cache) = (Instant::now(), Cache::from_environment());
+    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
+        let load = |columns| {
+            scope.spawn({
+                let cache = &cache;
+                move || Kernel::load(gpu, compiler, cache, layout, columns)
+            })
+        };
+        let loading = VARIANTS.map(load);
+        loading
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    });
+    let kernels = kernels?;
+    for kernel in &kernels {
+        let from = if kernel.cached { "from the cache" } else { "compiled" };
+        tracing::info!(
+            "kernel of {} columns {from}: {} bytes of shared memory, {}",
+            kernel.columns,
+            kernel.shared_bytes(),
+            kernel.resources.map_or("resources not told".into(), |of| {
+                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+            })
+        );
+    }
+    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
+    Ok(kernels)
+}
+
+fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {
+    let facts = &gpu.facts;
+    let spilled: u32 = kernels.iter().filter_map(|kernel| kernel.resources).map(|of| of.spilled).sum();
+    format!(
+        "GPU {}: {}, {} blocks on {} multiprocessors, driver for CUDA {}.{}, NVRTC {}, {spilled} bytes of registers spilled",
+        facts.ordinal,
+        facts.name,
+        layout.blocks(),
+        facts.sms,
+        facts.driver.0,
+        facts.driver.1,
+        compiler.version_text(),
+    )
+}
+
+impl CudaDecoder {
+    /// Bytes of weights that stream through this rank in one decode step.
+    pub fn stream_bytes(&self) -> u64 {
+        self.stream_bytes
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+}
+
+impl Decoder for CudaDecoder {
+    fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    fn fabric_handle(&self) -> String {
+        String::new()
+    }
+
+    fn join(&mut self, fabric_handles: &[String]) -> Result<(), Fault> {
+        match fabric_handles {
+            [alone] if alone.is_empty() => Ok(()),
+            others => Err(Fault::Join {
+                rank: self.decoder.rank,
+                problem: format!("{} handles came for a rank that is alone", others.len()),
+            }),
+        }
+    }
+
+    fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
+        let rank = self.decoder.rank;
+        self.decoder.launcher.enter().map_err(|error| Fault::Cuda { rank, step: 0, error })?;
+        self.decoder.run(plans, &outcomes)
+    }
+}

@@ -1,0 +1,283 @@
+//! The loop on the host's side: plans become launches, the tokens of launches become outcomes.
+//!
+//! A step of sequences that only decode, drawn by the kernel, runs as one launch of as many steps as the plan has left: the
+//! host follows its tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for
+//! each run of rows that fits one, a later launch seeing K and V of the earlier ones.
+
+use std::time::Instant;
+
+use super::launch::{NO_TOKEN, ROW_SAMPLE, Row};
+use crate::batch::{Batch, Boundary, Plan, Slot, Step};
+use crate::cpu::row_input;
+use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
+use crate::sampling::{Alone, MIN_TEMPERATURE, ParallelFor, Sampled, Sampler};
+
+/// Most threads that sample on the host.
+const SAMPLING_THREADS: usize = 8;
+
+/// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
+pub trait Launcher: Send {
+    /// Rows of a launch at most.
+    fn columns(&self) -> usize;
+
+    /// Steps of a launch at most.
+    fn most_steps(&self) -> u32;
+
+    /// Sets entries of a slot's page table from `first` on, for launches after this. No launch is under way.
+    fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault>;
+
+    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and none
+    /// is under way. `logits`: they are wanted.
+    fn launch(&mut self, rows: &[Row], steps: u32, logits: bool) -> Result<usize, Fault>;
+
+    /// Keeps the logits of a column of the launch put last, as the `place`-th row of [`Self::logits`].
+    fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault>;
+
+    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before.
+    fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault>;
+
+    /// Asks the launch under way to end soon.
+    fn stop(&mut self);
+
+    /// Waits until no launch is under way. Tokens and logits stay until the next launch.
+    fn finish(&mut self) -> Result<(), Fault>;
+
+    /// The token that the kernel drew.
+    fn token(&self, launch: usize, step: u32, column: usize) -> u32;
+
+    /// Kept logits, `[rows][padded vocabulary]`.
+    fn logits(&mut self, rows: usize) -> &mut [f32];
+}
+
+/// A loaded rank, ready to run.
+pub struct LoopedDecoder<L> {
+    /// The GPU.
+    pub launcher: L,
+    /// The sequences.
+    pub batch: Batch,
+    /// Draws what the kernel does not.
+    pub sampler: Sampler,
+    /// This rank.
+    pub rank: usize,
+}
+
+/// Where the token of a sampled row will be.
+enum Draw {
+    Kernel { launch: usize, column: usize },
+    Host,
+}
+
+impl<L: Launcher> LoopedDecoder<L> {
+    /// Runs plans until their stream has ended and nothing is left to compute. Between plans that have work no kernel runs.
+    ///
+    /// # Errors
+    /// A plan breaks a rule, the GPU fails, or the server is gone.
+    pub fn run(mut self, mut plans: PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let result = self.follow(&mut plans, outcomes);
+        if result.is_err() {
+            // Giving memory back waits for the kernel, which may never end. The process does, and takes it along.
+            std::mem::forget(self);
+        }
+        result
+    }
+
+    fn follow(&mut self, plans: &mut PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let mut agreed = 0;
+        loop {
+            match self.batch.boundary(agreed) {
+                Boundary::Apply(version) => {
+                    self.apply(&plans.take(version)?)?;
+                    if self.batch.step().rows.is_empty() {
+                        outcomes.send(Outcome { version, ..Outcome::default() })?;
+                    }
+                }
+                Boundary::Step => {
+                    match self.loops() {
+                        true => self.many_steps(plans, outcomes)?,
+                        false => self.one_step(outcomes)?,
+                    }
+                    agreed = plans.newest();
+                }
+                Boundary::Idle => match plans.wait_next()? {
+                    Some(version) => agreed = version,
+                    None => return Ok(()),
+                },
+            }
+        }
+    }
+
+    fn apply(&mut self, plan: &Plan) -> Result<(), Fault> {
+        self.batch.apply(plan)?;
+        for (index, grant) in plan.grants.iter().enumerate() {
+            // Pages granted by later grants of the same plan come after these.
+            let later = plan.grants[index + 1..].iter().filter(|other| other.slot == grant.slot);
+            let later: usize = later.map(|other| other.pages.len()).sum();
+            let pages = self.batch.slot(grant.slot).pages();
+            self.launcher.write_pages(grant.slot, pages.len() - later - grant.pages.len(), &grant.pages)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the step, and those after it, can run as one launch.
+    fn loops(&self) -> bool {
+        let step = self.batch.step();
+        step.rows.len() <= self.launcher.columns()
+            && step.samples.len() == step.rows.len()
+            && step.rows.iter().all(|row| drawn_by_kernel(self.batch.slot(row.slot)))
+    }
+
+    fn many_steps(&mut self, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let mut since = Instant::now();
+        let mut rows = device_rows(self.batch.step(), 0..self.batch.step().rows.len());
+        rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
+        let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
+        let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
+        let launch = self.launcher.launch(&rows, steps, false)?;
+        let column_of = |slot| rows.iter().position(|row| row.slot == slot).expect("a decoding row, since none joins");
+        let mut stopped = false;
+        for step in 0..steps {
+            // Rows end, and none comes back: the tokens of steps that only the kernel runs are of no use.
+            if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step)? {
+                break;
+            }
+            let batch_step = self.batch.step();
+            let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
+            let tokens = slots.map(|slot| self.launcher.token(launch, step, column_of(slot)));
+            let sampled: Vec<Sampled> = tokens.map(plain).collect();
+            let now = Instant::now();
+            self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
+            if !stopped && plans.newest() > self.batch.version() {
+                // Steps that run before the kernel sees it still count.
+                self.launcher.stop();
+                stopped = true;
+            }
+        }
+        self.launcher.stop();
+        self.launcher.finish()
+    }
+
+    fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let begun = Instant::now();
+        let step = self.batch.step();
+        let columns = self.launcher.columns();
+        let mut draws = Vec::with_capacity(step.samples.len());
+        let mut on_host = Vec::new();
+        for first in (0..step.rows.len()).step_by(columns) {
+            let range = first..(first + columns).min(step.rows.len());
+            let sampled = || step.samples.iter().copied().filter(|row| range.contains(row));
+            let of_host = |row: usize| !drawn_by_kernel(self.batch.slot(step.rows[row].slot));
+            let launch = self.launcher.launch(&device_rows(step, range.clone()), 1, sampled().any(of_host))?;
+            for row in sampled() {
+                if of_host(row) {
+                    self.launcher.keep_logits(row - first, on_host.len())?;
+                    on_host.push(row);
+                    draws.push(Draw::Host);
+                } else {
+                    draws.push(Draw::Kernel { launch, column: row - first });
+                }
+            }
+        }
+        self.launcher.finish()?;
+        let inputs: Vec<_> = on_host.iter().map(|row| row_input(&self.batch, *row)).collect();
+        let mut drawn = match inputs.len() {
+            0 => [].iter(),
+            rows => {
+                let logits = self.launcher.logits(rows);
+                let drawn = self.sampler.sample(&inputs, logits, &mut Alone::default(), &Threads);
+                drawn.unwrap_or_else(|never| match never {}).iter()
+            }
+        };
+        let sampled: Vec<Sampled> = draws
+            .into_iter()
+            .map(|draw| match draw {
+                Draw::Kernel { launch, column } => plain(self.launcher.token(launch, 0, column)),
+                Draw::Host => drawn.next().expect("the sampler draws a token for every row").clone(),
+            })
+            .collect();
+        self.complete(&sampled, begun.elapsed(), outcomes)
+    }
+
+    /// Moves the batch on by a step, and reports it.
+    fn complete(
+        &mut self,
+        sampled: &[Sampled],
+        step_time: std::time::Duration,
+        outcomes: &OutcomeSink,
+    ) -> Result<(), Fault> {
+        if let Some(token) = sampled.iter().map(|of| of.token).find(|token| *token == NO_TOKEN) {
+            let problem = format!("the kernel drew {token} for a row that it was to compute");
+            return Err(Fault::Broken { rank: self.rank, problem });
+        }
+        let step = self.batch.step();
+        let mut outcome = Outcome {
+            version: step.version,
+            step: step.number,
+            ran_step: true,
+            rows: step.rows.len(),
+            step_time,
+            ..Outcome::default()
+        };
+        let slots = step.samples.iter().map(|row| step.rows[*row].slot);
+        let sequences: Vec<u64> = slots.map(|slot| self.batch.slot(slot).sequence()).collect();
+        let finished = self.batch.complete(sampled);
+        let tokens = sequences.into_iter().zip(sampled).zip(finished);
+        outcome.tokens = tokens
+            .map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish })
+            .collect();
+        outcomes.send(outcome)
+    }
+}
+
+/// Whether the kernel draws the token itself: the largest logit, with nothing that changes or reports logits.
+fn drawn_by_kernel(slot: &Slot) -> bool {
+    let params = slot.sampling();
+    params.temperature < MIN_TEMPERATURE
+        && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+        && params.logit_bias.is_empty()
+        && slot.logprobs().is_none()
+        && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
+}
+
+/// Rows of a step as one launch of one step takes them.
+fn device_rows(step: &Step, range: std::ops::Range<usize>) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::with_capacity(range.len());
+    for (index, row) in step.rows[range].iter().enumerate() {
+        let (first_row, first_position) = match rows.last() {
+            Some(before) if before.slot == row.slot => (before.first_row, before.first_position),
+            _ => (index as u32, row.position),
+        };
+        rows.push(Row {
+            token: row.token,
+            position: row.position,
+            slot: row.slot,
+            first_row,
+            first_position,
+            flags: if row.sample { ROW_SAMPLE } else { 0 },
+            last_position: row.position,
+            reserved: 0,
+        });
+    }
+    rows
+}
+
+fn plain(token: u32) -> Sampled {
+    Sampled { token, logprob: None, top: Vec::new() }
+}
+
+/// The sampler's work on a few threads of the host.
+struct Threads;
+
+impl ParallelFor for Threads {
+    fn for_each(&self, units: usize, work: &(dyn Fn(usize) + Sync)) {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(SAMPLING_THREADS).min(units).max(1);
+        let part = move |thread: usize| (thread..units).step_by(threads).for_each(work);
+        std::thread::scope(|scope| {
+            let part = &part;
+            (1..threads).for_each(|thread| {
+                scope.spawn(move || part(thread));
+            });
+            part(0);
+        });
+    }
+}

@@ -1,0 +1,35 @@
+//! The looped decoder on a GPU (Hopper): the host's side of the kernel in `worker/kernels`.
+//!
+//! [`load`] opens the GPU, compiles the kernel for the model ([`compile`]), packs the weights ([`layout`], [`pack`],
+//! [`weights`], [`heads`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`looped_decoder`], [`engine`]). The
+//! driver is loaded when it is first asked for, so that the same binary runs on machines that have none.
+
+mod budget;
+mod cache;
+mod compile;
+mod device;
+mod engine;
+mod error;
+mod heads;
+mod kernel;
+mod launch;
+mod layout;
+mod load;
+mod looped_decoder;
+mod mailbox;
+mod memory;
+mod pack;
+mod pools;
+mod random;
+mod read_limit;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+pub use cache::CACHE_VARIABLE;
+pub use compile::{Compiler, NVRTC_VARIABLE};
+pub use device::{Facts, probe};
+pub use error::CudaError;
+pub use load::{CudaDecoder, Options, check, load, load_with};
+pub use random::NormalSource;
+pub use read_limit::ReadLimit;

@@ -1,0 +1,158 @@
+//! What launches need beside the weights: how much of it, whether that fits, and the memory itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::budget::{KvWish, Needs};
+use super::device::Gpu;
+use super::error::CudaError;
+use super::kernel::{Kernel, VARIANTS};
+use super::launch::Row;
+use super::layout::Layout;
+use super::memory::DeviceBuffer;
+use super::weights::Weights;
+use crate::decoder::{LoadError, LoadRequest};
+use crate::plan::{KvLayout, PAGE_POSITIONS, Product, ROW_TILE};
+
+/// Steps of one launch at most.
+pub const MOST_STEPS: usize = 256;
+
+/// Counts of an engine, fixed at load.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// This rank.
+    pub rank: usize,
+    /// Sequences.
+    pub max_slots: usize,
+    /// Rows of a step.
+    pub max_batch_tokens: usize,
+    /// Pages of the longest sequence.
+    pub slot_pages: usize,
+    /// Pages of the pool.
+    pub kv_pages: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Logits of a row as the kernel writes them.
+    pub kernel_vocab: usize,
+    /// Logits of a row as the sampler reads them, at least `kernel_vocab`.
+    pub padded_vocab: usize,
+    /// Longest time without a token.
+    pub wait_limit: Duration,
+}
+
+/// The GPU memory that only launches use.
+#[derive(Debug)]
+pub struct Pools {
+    /// The KV pool.
+    pub kv: DeviceBuffer,
+    /// Scales of K, where the model normalises heads.
+    pub k_scale: DeviceBuffer,
+    /// Exchange words of each kernel.
+    pub words: Vec<DeviceBuffer>,
+    /// `[slot][page]` u32
+    pub page_table: DeviceBuffer,
+    /// `[columns][kernel_vocab]` f32
+    pub logits: DeviceBuffer,
+    /// `[max_batch_tokens]` rows
+    pub rows: DeviceBuffer,
+}
+
+/// Sizes and bytes of everything that is allocated.
+#[derive(Debug)]
+pub struct Memory {
+    /// Counts.
+    pub sizes: Sizes,
+    /// Bytes.
+    pub needs: Needs,
+    words: Vec<u64>,
+    k_scale_page: u64,
+    columns: usize,
+    slots: usize,
+}
+
+impl Memory {
+    /// What a request takes, but for the number of KV pages.
+    pub fn plan(layout: &Layout, request: &LoadRequest, max_context: usize, kernels: &[Kernel]) -> Self {
+        let c = &layout.plan().config;
+        let slot_pages = KvLayout::pages_for(max_context);
+        // A window that begins within a page reaches into one more.
+        let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
+        let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(c, visible)).collect();
+        let columns = VARIANTS.into_iter().max().unwrap_or(1);
+        let sizes = Sizes {
+            rank: request.rank,
+            max_slots: request.max_slots,
+            max_batch_tokens: request.max_batch_tokens,
+            slot_pages,
+            kv_pages: 0,
+            layers: c.num_layers,
+            kernel_vocab: layout.panel(Product::LmHead).tiles * ROW_TILE,
+            padded_vocab: layout.plan().padded_vocab,
+            wait_limit: request.wait_limit,
+        };
+        let heads = c.num_layers * c.num_kv_heads;
+        let k_scale_page = if c.qk_norm { (heads * PAGE_POSITIONS * 4) as u64 } else { 0 };
+        let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>();
+        let needs = Needs {
+            weights: layout.bytes() as u64,
+            embedding: if c.tied_embeddings { 0 } else { (c.vocab_size * c.hidden_size * 2) as u64 },
+            kv_page: (heads * PAGE_POSITIONS * c.head_dim * 2 * 2) as u64 + k_scale_page,
+            words: words.iter().sum(),
+            logits: (columns * sizes.kernel_vocab * 4) as u64,
+            rope: Weights::rope_bytes(layout, max_context) as u64,
+            workspace: (table + Weights::vector_bytes(layout)) as u64,
+        };
+        Self { sizes, needs, words, k_scale_page, columns, slots: request.max_slots }
+    }
+
+    /// Decides on the KV pages, and says what goes where.
+    ///
+    /// # Errors
+    /// It does not fit.
+    pub fn fit(&mut self, request: &LoadRequest, gpu: &Gpu) -> Result<(), LoadError> {
+        let (free, _) = gpu.memory()?;
+        let wish = KvWish {
+            pages: request.kv_pages as u64,
+            bytes_limit: request.kv_bytes_limit,
+            useful_pages: self.sizes.slot_pages as u64 * self.slots as u64,
+        };
+        let pages = self.needs.pages(&wish, free)?;
+        self.sizes.kv_pages = pages as usize;
+        tracing::info!("GPU {}, {}, memory:\n{}", gpu.facts.ordinal, gpu.facts.name, self.needs.table(pages, free));
+        if u32::try_from(pages).is_err() {
+            return Err(LoadError::Request(format!("{pages} KV pages are more than page numbers can name")));
+        }
+        Ok(())
+    }
+
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// The GPU has less than it said.
+    pub fn pools(&self, gpu: &Arc<Gpu>, poison: bool) -> Result<Pools, CudaError> {
+        let pages = self.sizes.kv_pages;
+        let pool = DeviceBuffer::uninitialised(gpu, pages * (self.needs.kv_page - self.k_scale_page) as usize)?;
+        let k_scale = DeviceBuffer::uninitialised(gpu, pages * self.k_scale_page as usize)?;
+        // Positions that a row does not see count for nothing, whatever their memory holds: tests say so with NaN.
+        [&pool, &k_scale].into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
+        Ok(Pools {
+            kv: pool,
+            k_scale,
+            words: self
+                .words
+                .iter()
+                .map(|bytes| DeviceBuffer::zeroed(gpu, *bytes as usize))
+                .collect::<Result<_, _>>()?,
+            page_table: DeviceBuffer::zeroed(gpu, self.slots * self.sizes.slot_pages * 4)?,
+            logits: DeviceBuffer::zeroed(gpu, self.columns * self.sizes.kernel_vocab * 4)?,
+            rows: DeviceBuffer::zeroed(gpu, self.sizes.max_batch_tokens * size_of::<Row>())?,
+        })
+    }
+}
+
+impl Sizes {
+    /// Words of the token ring: a launch of many steps, or one step's launches.
+    pub fn ring(&self, columns: usize) -> usize {
+        (MOST_STEPS * columns).max(self.max_batch_tokens.next_multiple_of(columns))
+    }
+}

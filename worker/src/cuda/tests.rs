@@ -1,0 +1,5 @@
+//! What needs more than one module: the kernel's source, and the loop over a model of its own.
+
+mod compiles;
+mod gpu;
+mod plans;

@@ -1,0 +1,65 @@
+//! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
+//!
+//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that it was
+//! skipped.
+
+use crate::bench::Shape;
+use crate::cuda::cache::Cache;
+use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
+use crate::cuda::heads::padded;
+use crate::cuda::kernel::{VARIANTS, check_shape, program};
+use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::model::ModelConfig;
+
+/// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
+const MOST_SPILLED: u32 = 2048;
+/// Multiprocessors of an H200.
+const SMS: usize = 132;
+
+fn fixtures() -> Vec<(String, ModelConfig)> {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let entries = std::fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().join("config.json").is_file());
+    let mut all: Vec<_> = entries
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), ModelConfig::from_dir(&entry.path()).unwrap()))
+        .collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+#[test]
+fn every_shape_compiles_and_its_resources_are_told() {
+    let compiler = match Compiler::find() {
+        Ok(compiler) => compiler,
+        Err(missing) => {
+            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
+            eprintln!("skipped: {missing}");
+            return;
+        }
+    };
+    let shapes = [Shape::Tiny, Shape::B1, Shape::B3, Shape::B8];
+    let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::at(folder.path());
+    let mut over = Vec::new();
+    for (name, config) in shapes.chain(fixtures()) {
+        if check_shape(&config).is_err() {
+            eprintln!("{name}: refused");
+            continue;
+        }
+        let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
+        for columns in VARIANTS {
+            let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
+            let (binary, cached) =
+                compiler.build(&program(&layout, columns), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
+            let resources = Resources::of("looped_decoder", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            eprintln!("{name}, {columns} columns, {blocks} blocks: {resources:?}");
+            if resources.spilled > MOST_SPILLED {
+                over.push(format!("{name}, {columns} columns: {} bytes", resources.spilled));
+            }
+            let again = compiler.build(&program(&layout, columns), &cache).unwrap();
+            assert_eq!(again, (binary, true));
+        }
+    }
+    assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
+}

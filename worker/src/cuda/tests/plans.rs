@@ -1,0 +1,419 @@
+//! The loop against a model that is nothing but its page table: what a row finds in the pages of its sequence decides the next
+//! token, so that a wrong page, position, row or order shows.
+
+use std::sync::{Arc, Mutex};
+
+use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk};
+use crate::cuda::launch::{NO_TOKEN, ROW_SAMPLE, Row};
+use crate::cuda::looped_decoder::{Launcher, LoopedDecoder};
+use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
+use crate::plan::{KvLayout, PAGE_POSITIONS};
+use crate::sampling::{Sampler, SamplerShape, SamplingParams};
+
+const VOCAB: usize = 300;
+const PADDED: usize = 512;
+const COLUMNS: usize = 8;
+const CONTEXT: usize = 512;
+const SLOTS: usize = 12;
+const BATCH_TOKENS: usize = 64;
+
+/// One sequence to run.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    pub max_tokens: u32,
+    pub min_tokens: u32,
+    pub stop_tokens: Vec<u32>,
+    pub sampling: SamplingParams,
+    pub logprobs: Option<u32>,
+}
+
+impl Request {
+    pub fn greedy(prompt: &[u32], max_tokens: u32) -> Self {
+        let sampling = SamplingParams::greedy();
+        Self { prompt: prompt.to_vec(), max_tokens, min_tokens: 0, stop_tokens: Vec::new(), sampling, logprobs: None }
+    }
+
+    pub fn pages(&self) -> u32 {
+        KvLayout::pages_for(self.prompt.len() + self.max_tokens as usize) as u32
+    }
+
+    pub fn admit(&self, slot: u32, sequence: u64) -> Admit {
+        Admit {
+            slot,
+            sequence,
+            tokens: self.prompt.clone(),
+            prompt_tokens: self.prompt.len() as u32,
+            max_tokens: self.max_tokens,
+            min_tokens: self.min_tokens,
+            stop_tokens: self.stop_tokens.clone(),
+            sampling: self.sampling.clone(),
+            logprobs: self.logprobs,
+        }
+    }
+}
+
+/// Plans that run all requests, a slot each: chunks of prompts mixed with decoding, then decoding in plans of `steps`. Pages
+/// are dealt from the top down.
+pub fn plans(requests: &[Request], chunk: usize, rows: usize, steps: u32) -> Vec<Plan> {
+    let mut top: u32 = requests.iter().map(Request::pages).sum();
+    let mut computed = vec![0; requests.len()];
+    let mut plans: Vec<Plan> = Vec::new();
+    let mut decoding = 0;
+    while decoding < requests.iter().map(|request| request.max_tokens).max().unwrap_or(0) {
+        let mut plan = Plan { version: plans.len() as u64 + 1, steps, ..Plan::default() };
+        if plans.is_empty() {
+            for (slot, request) in requests.iter().enumerate() {
+                plan.admit.push(request.admit(slot as u32, slot as u64));
+                top -= request.pages();
+                // In two grants: pages are appended.
+                let pages: Vec<u32> = (top..top + request.pages()).rev().collect();
+                let (first, rest) = pages.split_at(1);
+                for pages in [first, rest] {
+                    plan.grants.push(PageGrant { slot: slot as u32, pages: pages.to_vec() });
+                }
+            }
+        }
+        let mut room = rows - requests.len();
+        for (slot, request) in requests.iter().enumerate() {
+            let len = (request.prompt.len() - computed[slot]).min(chunk).min(room);
+            if len > 0 {
+                plan.prefill.push(PrefillChunk { slot: slot as u32, start: computed[slot] as u32, len: len as u32 });
+                computed[slot] += len;
+                room -= len;
+            }
+            if computed[slot] == request.prompt.len() {
+                plan.decode.push(slot as u32);
+            }
+        }
+        // A plan runs one step at least.
+        decoding += u32::from(plan.prefill.is_empty());
+        plans.push(plan);
+    }
+    plans
+}
+
+/// Runs plans; `eager`: each as soon as there is room, else once the one before is over.
+pub fn drive(
+    decoder: impl FnOnce(PlanSource, OutcomeSink) -> Result<(), Fault> + Send + 'static,
+    plans: Vec<Plan>,
+    eager: bool,
+) -> Vec<Outcome> {
+    let (feed, source) = plan_stream();
+    let (sink, mut out) = outcome_stream(Arc::new(Vitals::default()));
+    let worker = std::thread::spawn(move || decoder(source, sink));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let mut outcomes: Vec<Outcome> = Vec::new();
+    runtime.block_on(async {
+        for plan in plans {
+            let (version, steps) = (plan.version, plan.steps);
+            if !feed.push(plan).await {
+                break;
+            }
+            let over =
+                |outcome: &Outcome| outcome.version == version && (outcome.step + 1 == steps || !outcome.ran_step);
+            while !eager && !outcomes.last().is_some_and(over) {
+                // A plan whose sequences all end says nothing more.
+                match tokio::time::timeout(std::time::Duration::from_millis(300), out.recv()).await {
+                    Ok(Some(outcome)) => outcomes.push(outcome),
+                    _ => break,
+                }
+            }
+        }
+    });
+    drop(feed);
+    while let Some(outcome) = out.blocking_recv() {
+        outcomes.push(outcome);
+    }
+    worker.join().unwrap().unwrap_or_else(|fault| panic!("{fault}"));
+    outcomes
+}
+
+/// Tokens of each sequence, and how it ended.
+pub fn replies(outcomes: &[Outcome], sequences: usize) -> Vec<(Vec<u32>, Option<Finish>)> {
+    let mut replies = vec![(Vec::new(), None); sequences];
+    for token in outcomes.iter().flat_map(|outcome| &outcome.tokens) {
+        let (tokens, finish) = &mut replies[token.sequence as usize];
+        assert_eq!(*finish, None, "sequence {} goes on after its end", token.sequence);
+        tokens.push(token.sampled.token);
+        *finish = token.finish;
+    }
+    replies
+}
+
+/// What became of a launch, for tests to look at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Launched {
+    rows: usize,
+    steps: u32,
+    run: u32,
+}
+
+struct Fake {
+    tables: Vec<Vec<u32>>,
+    /// Tokens by page and position: what K and V are here.
+    memory: Vec<u32>,
+    launches: Vec<(Vec<Row>, u32, Vec<Vec<u32>>)>,
+    finished: bool,
+    last_step: u32,
+    logits: Vec<f32>,
+    log: Arc<Mutex<Vec<Launched>>>,
+}
+
+fn next_token(tokens: impl Iterator<Item = u32>) -> u32 {
+    let hash =
+        tokens.fold(7u64, |hash, token| (hash ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23));
+    (hash >> 20) as u32 % VOCAB as u32
+}
+
+impl Fake {
+    fn new(pages: usize, log: Arc<Mutex<Vec<Launched>>>) -> Self {
+        Self {
+            tables: vec![vec![u32::MAX; KvLayout::pages_for(CONTEXT)]; SLOTS],
+            memory: vec![u32::MAX; pages * PAGE_POSITIONS],
+            launches: Vec::new(),
+            finished: true,
+            last_step: 0,
+            logits: vec![0.0; SLOTS * PADDED],
+            log,
+        }
+    }
+
+    fn place(&self, slot: u32, position: u32) -> usize {
+        let (page, within) = (position as usize / PAGE_POSITIONS, position as usize % PAGE_POSITIONS);
+        self.tables[slot as usize][page] as usize * PAGE_POSITIONS + within
+    }
+
+    fn run_step(&mut self, launch: usize) {
+        let (rows, _, done) = &self.launches[launch];
+        let (step, rows) = (done.len() as u32, rows.clone());
+        let active = |row: &Row| step == 0 || row.position + step <= row.last_position;
+        let token = |this: &Self, index: usize, row: &Row| match step {
+            0 => row.token,
+            _ => this.launches[launch].2[step as usize - 1][index],
+        };
+        for (index, row) in rows.iter().enumerate().filter(|(_, row)| active(row)) {
+            let place = self.place(row.slot, row.position + step);
+            self.memory[place] = token(self, index, row);
+        }
+        let tokens = rows.iter().map(|row| {
+            if !active(row) || row.flags & ROW_SAMPLE == 0 {
+                return NO_TOKEN;
+            }
+            next_token((0..=row.position + step).map(|position| self.memory[self.place(row.slot, position)]))
+        });
+        let tokens = tokens.collect();
+        self.launches[launch].2.push(tokens);
+    }
+}
+
+impl Launcher for Fake {
+    fn columns(&self) -> usize {
+        COLUMNS
+    }
+
+    fn most_steps(&self) -> u32 {
+        10
+    }
+
+    fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault> {
+        assert!(self.finished, "pages change under a launch");
+        self.tables[slot as usize][first..first + pages.len()].copy_from_slice(pages);
+        Ok(())
+    }
+
+    fn launch(&mut self, rows: &[Row], steps: u32, _logits: bool) -> Result<usize, Fault> {
+        assert!(!rows.is_empty() && rows.len() <= COLUMNS && (1..=10).contains(&steps));
+        for (index, row) in rows.iter().enumerate() {
+            let (back, first) = (row.position - row.first_position, row.first_row as usize);
+            assert_eq!(
+                (index - first, rows[first].slot, rows[first].position),
+                (back as usize, row.slot, row.first_position)
+            );
+            assert!(first == 0 || rows[first - 1].slot != row.slot);
+        }
+        if std::mem::replace(&mut self.finished, false) {
+            self.launches.clear();
+            self.last_step = steps;
+        }
+        assert!(steps == 1 || self.launches.is_empty(), "several steps beside another launch");
+        self.launches.push((rows.to_vec(), steps, Vec::new()));
+        if steps == 1 {
+            self.run_step(self.launches.len() - 1);
+        }
+        Ok(self.launches.len() - 1)
+    }
+
+    fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault> {
+        let token = self.launches.last().unwrap().2[0][column];
+        self.logits[place * PADDED..][..PADDED].fill(f32::NAN);
+        self.logits[place * PADDED..][..VOCAB].fill(-1.0);
+        self.logits[place * PADDED + token as usize] = 9.0;
+        Ok(())
+    }
+
+    fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault> {
+        assert_eq!(launch, 0);
+        if step >= self.last_step {
+            return Ok(false);
+        }
+        while self.launches[0].2.len() <= step as usize {
+            self.run_step(0);
+        }
+        Ok(true)
+    }
+
+    fn stop(&mut self) {
+        self.last_step = self.last_step.min(self.launches[0].2.len() as u32 + 2);
+    }
+
+    fn finish(&mut self) -> Result<(), Fault> {
+        let run = |of: &(Vec<Row>, u32, Vec<Vec<u32>>)| of.2.len() as u32;
+        // Steps that nobody waits for write to memory all the same.
+        while self.launches[0].1 > 1 && run(&self.launches[0]) < self.last_step {
+            self.run_step(0);
+        }
+        let launched = self.launches.iter().map(|of| Launched { rows: of.0.len(), steps: of.1, run: run(of) });
+        self.log.lock().unwrap().extend(launched);
+        self.finished = true;
+        Ok(())
+    }
+
+    fn token(&self, launch: usize, step: u32, column: usize) -> u32 {
+        self.launches[launch].2[step as usize][column]
+    }
+
+    fn logits(&mut self, rows: usize) -> &mut [f32] {
+        &mut self.logits[..rows * PADDED]
+    }
+}
+
+/// What a sequence has to yield.
+fn expected(request: &Request) -> (Vec<u32>, Option<Finish>) {
+    let mut tokens = request.prompt.clone();
+    loop {
+        let next = next_token(tokens.iter().copied());
+        tokens.push(next);
+        let count = (tokens.len() - request.prompt.len()) as u32;
+        let output = || tokens[request.prompt.len()..].to_vec();
+        if count > request.min_tokens && request.stop_tokens.contains(&next) {
+            return (output(), Some(Finish::Stop));
+        }
+        if count == request.max_tokens {
+            return (output(), Some(Finish::Length));
+        }
+    }
+}
+
+fn request(index: u32, prompt: usize, max_tokens: u32) -> Request {
+    let prompt: Vec<u32> = (0..prompt as u32).map(|i| (index * 97 + i * 31) % VOCAB as u32).collect();
+    Request::greedy(&prompt, max_tokens)
+}
+
+fn run(requests: &[Request], plans: Vec<Plan>, eager: bool) -> (Vec<Outcome>, Vec<Launched>) {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let pages: u32 = requests.iter().map(Request::pages).sum();
+    let limits = Limits {
+        max_slots: SLOTS,
+        max_batch_tokens: BATCH_TOKENS,
+        kv_pages: pages as usize,
+        max_context: CONTEXT,
+        vocab_size: VOCAB,
+    };
+    let shape = SamplerShape { vocab_size: VOCAB, padded_vocab: PADDED, tensor_parallel: 1, rank: 0, max_rows: SLOTS };
+    let decoder = LoopedDecoder {
+        launcher: Fake::new(pages as usize, log.clone()),
+        batch: Batch::new(limits),
+        sampler: Sampler::new(shape),
+        rank: 0,
+    };
+    let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
+    let log = log.lock().unwrap().clone();
+    (outcomes, log)
+}
+
+#[test]
+fn every_sequence_yields_its_tokens_whatever_the_plans() {
+    let mut requests: Vec<_> = (0..SLOTS as u32).map(|i| request(i, 1 + (i as usize * 29) % 150, 5 + i * 7)).collect();
+    // A stop token that comes, one that may not yet be drawn, and log-probabilities.
+    requests[3].stop_tokens = vec![expected(&requests[3]).0[4]];
+    requests[5].logprobs = Some(3);
+    requests[7].max_tokens = 1;
+    for few in [1, 3, SLOTS] {
+        for (chunk, steps, eager) in [(7, 4, true), (64, 16, false), (1, 1, true), (30, 50, true)] {
+            let few = &requests[..few];
+            let (outcomes, _) = run(few, plans(few, chunk, BATCH_TOKENS, steps), eager);
+            let expected: Vec<_> = few.iter().map(expected).collect();
+            assert_eq!(replies(&outcomes, few.len()), expected, "{} by {chunk}, plans of {steps}, {eager}", few.len());
+            let mut last = (0, 0);
+            for outcome in &outcomes {
+                let this = (outcome.version, outcome.step);
+                assert!(this == (last.0 + 1, 0) || this == (last.0, last.1 + 1), "{this:?} after {last:?}");
+                last = this;
+            }
+        }
+    }
+}
+
+#[test]
+fn decoding_is_one_launch_and_what_needs_the_host_is_not() {
+    let alone = [request(1, 20, 30)];
+    let (_, launched) = run(&alone, plans(&alone, 64, BATCH_TOKENS, 40), false);
+    // 20 prompt tokens in three launches; the 29 tokens that follow in launches of up to ten steps.
+    let prompt = launched.iter().take(3).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
+    assert_eq!(prompt, [(8, 1), (8, 1), (4, 1)]);
+    let decode: Vec<_> = launched[3..].iter().map(|of| (of.rows, of.run)).collect();
+    assert_eq!(decode, [(1, 10), (1, 10), (1, 9)]);
+
+    let mut suppressed = alone.clone();
+    suppressed[0].stop_tokens = vec![299];
+    suppressed[0].min_tokens = 3;
+    let (outcomes, launched) = run(&suppressed, plans(&suppressed, 64, BATCH_TOKENS, 40), false);
+    assert_eq!(replies(&outcomes, 1), [expected(&suppressed[0])]);
+    // Two more tokens may not be a stop token: the host draws them.
+    assert_eq!(launched[3..].iter().take(3).map(|of| of.steps).collect::<Vec<_>>(), [1, 1, 10]);
+}
+
+#[test]
+fn a_newer_plan_ends_a_launch_and_a_slot_changes_hands() {
+    let requests = [request(1, 10, 60), request(2, 90, 20), request(3, 70, 30)];
+    let mut all = plans(&requests[..2], 64, BATCH_TOKENS, 16);
+    all.truncate(6);
+    // Slot 0 is cancelled, and its pages and one of its own go to the next sequence, in another order.
+    let held: Vec<u32> =
+        all[0].grants.iter().filter(|grant| grant.slot == 0).flat_map(|grant| grant.pages.clone()).collect();
+    let pages: Vec<u32> = held.iter().rev().copied().collect();
+    assert_eq!((pages.len(), requests[2].pages()), (2, 2));
+    let mut version = all.len() as u64;
+    let mut next = |plan: Plan| {
+        version += 1;
+        Plan { version, steps: 16, ..plan }
+    };
+    all.push(next(Plan {
+        release: vec![0],
+        admit: vec![requests[2].admit(0, 2)],
+        grants: vec![PageGrant { slot: 0, pages }],
+        prefill: vec![PrefillChunk { slot: 0, start: 0, len: 60 }],
+        decode: vec![1],
+        ..Plan::default()
+    }));
+    all.push(next(Plan {
+        prefill: vec![PrefillChunk { slot: 0, start: 60, len: 10 }],
+        decode: vec![0, 1],
+        ..Plan::default()
+    }));
+    for _ in 0..40 {
+        all.push(next(Plan { decode: vec![0, 1], ..Plan::default() }));
+    }
+    for eager in [true, false] {
+        let (outcomes, launched) = run(&requests, all.clone(), eager);
+        let got = replies(&outcomes, 3);
+        let cancelled = expected(&requests[0]).0;
+        assert_eq!(got[0].0, cancelled[..got[0].0.len()]);
+        assert_eq!(got[0].1.is_none(), eager, "cancelled before its end");
+        assert_eq!(got[1..], [expected(&requests[1]), expected(&requests[2])]);
+        if eager {
+            assert!(launched.iter().any(|of| of.steps > 3 && of.run == 3), "none was stopped: {launched:?}");
+        }
+    }
+}

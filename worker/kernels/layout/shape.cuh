@@ -28,8 +28,11 @@ constexpr int most_leaves(int n) {
 
 /// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a group (a tile, or a pair of gate and up) is dealt
 /// to a block whole.
-template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP> struct Product {
+/// Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never cut by tensor parallelism, and wide passes
+/// cannot hold what a tree of 16 leaves leaves open.
+template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = false> struct Product {
   static constexpr int tiles = TILES, leaves = LEAVES, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS, groups = TILES / GROUP;
+  static constexpr bool ascending = ASCENDING;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
@@ -41,9 +44,9 @@ constexpr int kHeadLeaves = most_leaves(kHeads), kDownLeaves = most_leaves(kInte
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
 using Qkv = Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1>;
 using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1>;
-using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2>;
+using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2, true>;
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1>;
-using Head = Product<(kVocab + 15) / 16, kHiddenLeaves, kHiddenSteps, 1>;
+using Head = Product<(kVocab + 15) / 16, kHiddenLeaves, kHiddenSteps, 1, true>;
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
 

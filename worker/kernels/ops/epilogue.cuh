@@ -1,4 +1,4 @@
-// Epilogue: adds the leaves of a row tile, applies what follows the product (norm, bias, rope, silu, residual) and publishes the result
+// Epilogue: adds the leaves of a row tile in the product's order, applies what follows the product (norm, bias, rope, silu, residual) and publishes the result
 // as a k block of the next product. Lane = (tile of the set, row).
 #pragma once
 
@@ -31,7 +31,13 @@ struct Epilogue {
       float leaf[P::leaves];
 #pragma unroll
       for (int w = 0; w < P::leaves; w++) leaf[w] = load_shared_f32(from + w * kColumns * 64);
-      y[c] = tree_sum<P::leaves>(leaf);
+      if constexpr (P::ascending) {
+        y[c] = leaf[0];
+#pragma unroll
+        for (int w = 1; w < P::leaves; w++) y[c] += leaf[w];
+      } else {
+        y[c] = tree_sum<P::leaves>(leaf);
+      }
       if (squares >= 0) {
         float q = row() < kHiddenLeaves ? load_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + row()) * kColumns + column(c)) * 4) : 0;
 #pragma unroll

@@ -227,7 +227,10 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
       continue;
     }
     const bool stopped = choose(launch, epilogue, step, active, token);
-    if (warp == 0 && (threadIdx.x & 31) == 0 && stopped && step + 2 < last_step(shared)) store_shared_u32(shared + Shared::last_step, step + 2);
+    if (warp == 0 && (threadIdx.x & 31) == 0 && stopped && step + 2 < last_step(shared)) {
+      store_shared_u32(shared + Shared::last_step, step + 2);
+      if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
+    }
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }

@@ -27,7 +27,7 @@ struct Launch {
   const Row* rows;        // [row_count]
   const void* sampling;   // of the sampler
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
-  u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps run, written last
+  u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps that it runs, once that is known; at the latest when it ends
   u32* report;            // mapped: why a wait failed
   long long* trace;
   u32 row_count, steps, epoch, page_stride, kv_pages, flags, reserved0, reserved1;

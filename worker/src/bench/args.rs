@@ -73,6 +73,9 @@ pub enum Shape {
     /// TinyLlama-like: hidden 2048, 16 layers, vocabulary 32000.
     #[value(name = "1b")]
     B1,
+    /// Llama 3.2 1B: as 1b, with the vocabulary of 128256 and tied embeddings.
+    #[value(name = "llama-1b")]
+    Llama1B,
     /// Llama 3.2 3B.
     #[value(name = "3b")]
     B3,
@@ -100,6 +103,7 @@ impl Shape {
         match self {
             Self::Tiny => "tiny",
             Self::B1 => "1b",
+            Self::Llama1B => "llama-1b",
             Self::B3 => "3b",
             Self::B8 => "8b",
             Self::B70 => "70b",
@@ -112,6 +116,7 @@ impl Shape {
         let (hidden_size, num_layers, heads, head_dim, intermediate_size, vocab_size) = match self {
             Self::Tiny => (256, 2, (16, 4), 16, 512, 1024),
             Self::B1 => (2048, 16, (32, 8), 64, 8192, 32_000),
+            Self::Llama1B => (2048, 16, (32, 8), 64, 8192, 128_256),
             Self::B3 => (3072, 28, (24, 8), 128, 8192, 128_256),
             Self::B8 => (4096, 32, (32, 8), 128, 14_336, 128_256),
             Self::B70 => (8192, 80, (64, 8), 128, 28_672, 128_256),
@@ -132,7 +137,7 @@ impl Shape {
             sliding_window: None,
             qkv_bias: false,
             qk_norm: false,
-            tied_embeddings: self == Self::B3,
+            tied_embeddings: matches!(self, Self::Llama1B | Self::B3),
         }
     }
 }

@@ -65,7 +65,7 @@ pub struct Launch {
     pub sampling: u64,
     /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
     pub tokens: u64,
-    /// Mapped: `[0]` set by the host to end the launch; `[1]` steps run, written last.
+    /// Mapped: `[0]` set by the host to end the launch; `[1]` steps that it runs, once that is known; at the latest when it ends.
     pub control: u64,
     /// Mapped: [`REPORT_WORDS`] words, why a wait failed.
     pub report: u64,

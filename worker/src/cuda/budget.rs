@@ -81,7 +81,7 @@ impl Needs {
         if pages == 0 {
             let least = self.kv_page.div_ceil(MIB);
             let available = format!("--kv-memory-mib is {}: {least} would be enough for one", wish.bytes_limit / MIB);
-            return Err(LoadError::TooLarge { what: "a KV page", needed: self.kv_page, available });
+            return Err(LoadError::TooLarge { what: "KV pages", needed: self.kv_page, available });
         }
         if wish.bytes_limit > 0 && pages > most {
             let needed = self.fixed().saturating_add(pages.saturating_mul(self.kv_page));

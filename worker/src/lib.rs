@@ -20,6 +20,8 @@ pub mod convert;
 pub mod cpu;
 pub mod cuda;
 pub mod decoder;
+#[cfg(test)]
+mod golden;
 pub mod math;
 pub mod model;
 pub mod plan;

@@ -19,11 +19,6 @@
 /// | mistral-window | 0.0080 | 0.0074 | 0.0073 | 0.0034 | 0.00003 |
 pub const LOGITS_RELATIVE_L2: f64 = 1e-2;
 
-/// A greedy step is decided if its margin, that of the largest recorded logit over the second, exceeds this many times the
-/// largest error of a logit at that very step. Two, because the error eats the margin from both sides: the first may have
-/// become smaller by it and the second, or any other, larger.
-pub const MARGIN_ERRORS: f64 = 2.0;
-
 /// Least share of greedy steps that must be decided, or the comparison of tokens would say little. Measured: 0.922
 /// (mistral-window), 0.932 (llama-gqa), 0.943 (qwen2-bias), 0.948 (llama-tied), 0.953 (llama-mha16), 0.964
 /// (llama31-scaled), 0.995 (qwen3-qknorm); with one error in place of two it would be 0.964 and more.

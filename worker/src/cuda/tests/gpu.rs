@@ -4,8 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use safetensors::SafeTensors;
-
 use super::plans::{Request, drive, plans, replies};
 use crate::cpu::RandomSource;
 use crate::cpu::tests::group::{self as cpu, Arrangement};
@@ -13,6 +11,7 @@ use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Options, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest};
+use crate::golden;
 use crate::model::ModelConfig;
 use crate::plan::KvLayout;
 
@@ -20,8 +19,6 @@ use crate::plan::KvLayout;
 const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
 /// Bound on the relative L2 error of a position's logits against fp32: bf16 keeps 8 bits, and these models are shallow.
 const LOGITS_RELATIVE_L2: f64 = 0.03;
-/// Positions at the end of a prompt whose logits are recorded.
-const RECORDED: usize = 16;
 
 fn gpu() -> bool {
     let found = probe(0);
@@ -93,60 +90,30 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|value| value.to_bits()).collect()).collect()
 }
 
-#[derive(serde::Deserialize)]
-struct Expected {
-    prompts: Vec<Prompt>,
-}
-
-#[derive(serde::Deserialize)]
-struct Prompt {
-    ids: Vec<u32>,
-    greedy: Vec<u32>,
-    margin: Vec<f64>,
-}
-
 fn check_fixture(name: &str) {
     if !gpu() {
         return;
     }
-    let dir = request(name).model_dir;
-    let expected: Expected = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
-    let tensors = std::fs::read(dir.join("expected.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&tensors).unwrap();
     let mut decoder = load(name, &Options::default());
     let (mut worst, mut squares, mut count, mut decided, mut steps) = (0.0f64, 0.0, 0, 0, 0);
-    for (index, prompt) in expected.prompts.iter().enumerate() {
-        let recorded: Vec<f32> =
-            bytemuck::pod_collect_to_vec(tensors.tensor(&format!("logits.{index}")).unwrap().data());
-        let vocab = recorded.len() / RECORDED;
-        let all: Vec<u32> = prompt.ids.iter().chain(&prompt.greedy).copied().collect();
-        let got = logits(&mut decoder, 0, &all, 8);
-        let length = prompt.ids.len();
-        let mut off = 0.0f64;
-        for (expected, got) in recorded.chunks_exact(vocab).zip(&got[length - RECORDED..]) {
-            let pairs = || expected.iter().zip(got).map(|(e, g)| (f64::from(*e), f64::from(*g)));
-            let size: f64 = pairs().map(|(e, _)| e * e).sum();
-            let error: f64 = pairs().map(|(e, g)| (e - g).powi(2)).sum();
-            off = pairs().map(|(e, g)| (e - g).abs()).fold(off, f64::max);
-            let relative = (error / size).sqrt();
-            assert!(relative.is_finite(), "{name}, prompt {index}");
-            worst = worst.max(relative);
-            squares += relative * relative;
-            count += 1;
+    for (index, prompt) in golden::read(&request(name).model_dir).iter().enumerate() {
+        let got = logits(&mut decoder, 0, &prompt.tokens(), 8);
+        let errors = prompt.errors(prompt.ends().map(|end| got[end - 1].as_slice()));
+        for error in &errors {
+            assert!(error.relative_l2.is_finite(), "{name}, prompt {index}");
+            worst = worst.max(error.relative_l2);
+            squares += error.relative_l2.powi(2);
         }
-        for (step, (token, margin)) in prompt.greedy.iter().zip(&prompt.margin).enumerate() {
-            steps += 1;
-            if *margin > 2.0 * off {
-                decided += 1;
-                assert_eq!(
-                    largest(&got[length - 1 + step]),
-                    *token,
-                    "{name} prompt {index} step {step}, margin {margin}"
-                );
-            }
+        count += errors.len();
+        let sure = prompt.decided(&errors);
+        for step in &sure {
+            let token = largest(&got[prompt.ids.len() - 1 + step]);
+            assert_eq!(token, prompt.greedy[*step], "{name} prompt {index} step {step}");
         }
+        decided += sure.len();
+        steps += prompt.greedy.len();
     }
-    let rms = (squares / f64::from(count)).sqrt();
+    let rms = (squares / count as f64).sqrt();
     eprintln!("{name}: relative L2 error {rms:.5} (worst {worst:.5}), {decided} of {steps} greedy steps decided");
     assert!(worst <= LOGITS_RELATIVE_L2, "{name}: relative L2 error {worst}");
 }

@@ -12,6 +12,10 @@ test:
 gpu:
     LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
 
+# The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
+tsan:
+    bash worker/kernels/tests/sync/run.sh
+
 # What CI runs.
 ci:
     bash .ci/run

@@ -69,6 +69,9 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
   if constexpr (BEGIN < STEPS) {
     constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
     const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + (threadIdx.x & 31) * 16;
+#ifdef LP_RELEASE_EARLY
+    consumer.release(chunk, false);  // negative control
+#endif
 #pragma unroll
     for (int k = BEGIN; k < END; k++)
 #pragma unroll
@@ -76,7 +79,9 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
     bool never = false;
 #pragma unroll
     for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
+#ifndef LP_RELEASE_EARLY
     consumer.release(chunk, never);
+#endif
     consumer.next += kRingWarps;
     multiply_steps<STEPS, WIDTH, END>(consumer, b, acc);
   }

@@ -63,7 +63,7 @@ struct Producer {
     while (any_lane(todo)) {
       if (!todo) continue;
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.
-      if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), chunk / Shared::slots & 1 ^ 1)) {
+      if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
         if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
         continue;
       }

@@ -1,0 +1,119 @@
+// The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer warp gets the fragments that
+// the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY` is the negative control: slots are given back before
+// they are read. See run.sh.
+#include "emulated.h"
+
+#include "../../layout/shape.cuh"
+#include "../../layout/launch.cuh"
+#include "../../layout/words.cuh"
+#include "../../layout/shared_memory.cuh"
+#include "../../sync/wait.cuh"
+#include "../../sync/ring.cuh"
+#include "../../ops/product.cuh"
+
+constexpr int kRounds = 6;  // layers
+
+template <class P> int sets() { return (P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x) + 1) / 2; }
+
+/// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the weights, over 16.
+template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
+  if (leaf >= P::leaves) return;
+  const int end = P::first_tile(blockIdx.x + 1);
+  for (int unit = P::first_tile(blockIdx.x); unit < end; unit += 2) {
+    const int width = unit + 1 < end ? 2 : 1;
+    for (int k = leaf * P::leaf_steps; k < (leaf + 1) * P::leaf_steps; k++)
+      for (int tile = 0; tile < width; tile++)
+        all.push_back((u32)((offset + ((u64)unit * P::steps + k * width + tile) * kFragment) / 16));
+  }
+}
+
+int main() {
+  static u32 report[16];
+  Launch launch{};
+  launch.report = report;
+  std::vector<u8> weights(kLayerBytes);
+  for (u64 at = 0; at < weights.size(); at += 16) {
+    const u32 word = (u32)(at / 16);
+    std::memcpy(weights.data() + at, &word, 4);
+  }
+  for (u32 i = 0; i < kRings * Shared::slots; i++) {
+    mbarrier_init(Shared::full + 16 * i, 1);
+    mbarrier_init(Shared::full + 16 * i + 8, 1);
+    mbarrier_init(Shared::empty + 8 * i, 1);
+  }
+  for (u32 i = 0; i < 2; i++) {
+    mbarrier_init(Shared::partials_full + 8 * i, kWarps);
+    mbarrier_init(Shared::partials_empty + 8 * i, kEpilogueWarps);
+  }
+
+  const u32 block = kBlocks - 1;
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  std::thread copier([] { copies.run(); });
+  Warp producer(kRings);
+  for (u32 lane = 0; lane < kRings; lane++)
+    threads.emplace_back([&, lane] {
+      threadIdx.x = kProducer * 32 + lane;
+      blockIdx.x = block;
+      warp_of_lane = &producer;
+      Producer stream(launch, 0);
+      for (int round = 0; round < kRounds; round++) {
+        stream.stream<Qkv, false>(weights.data());
+        stream.stream<O, true>(weights.data() + kOOffset);
+        stream.stream<GateUp, false>(weights.data() + kGateUpOffset);
+        stream.stream<Down, false>(weights.data() + kDownOffset);
+      }
+    });
+  for (u32 warp = 0; warp < kWarps; warp++)
+    threads.emplace_back([&, warp] {
+      threadIdx.x = warp * 32;
+      blockIdx.x = block;
+      Warp alone(1);
+      warp_of_lane = &alone;
+      std::vector<u32> seen, expected;
+      seen_fragments = &seen;
+      Consumer consumer(launch, 0, warp);
+      Partials partials(launch, 0, warp);
+      constexpr int kSteps = kHiddenSteps > O::leaf_steps ? kHiddenSteps : O::leaf_steps;
+      u32 b[kSteps > Down::leaf_steps ? kSteps : Down::leaf_steps][2] = {};
+      for (int round = 0; round < kRounds; round++) {
+        multiply<Qkv>(consumer, partials, b);
+        multiply<O>(consumer, partials, b);
+        multiply<GateUp>(consumer, partials, b);
+        multiply<Down>(consumer, partials, b);
+        expect<Qkv>(expected, 0, warp);
+        expect<O>(expected, kOOffset, warp);
+        expect<GateUp>(expected, kGateUpOffset, warp);
+        expect<Down>(expected, kDownOffset, warp);
+      }
+      if (seen != expected) wrong++;
+    });
+  for (u32 e = 0; e < kEpilogueWarps; e++)
+    threads.emplace_back([&, e] {
+      threadIdx.x = (kEpilogue + e) * 32;
+      blockIdx.x = block;
+      Warp alone(1);
+      warp_of_lane = &alone;
+      const int all = kRounds * (sets<Qkv>() + sets<O>() + sets<GateUp>() + sets<Down>());
+      float sum = 0;
+      for (int set = 0; set < all; set++) {
+        wait_barrier(launch, Shared::partials_full + 8 * (set & 1), set >> 1 & 1, kSitePartialsFull);
+        for (u32 at = 0; at < kSetBytes / 2; at += 4) {
+          float v;
+          std::memcpy(&v, shared_bytes + Shared::partials + (set & 1) * kSetBytes + at, 4);
+          sum += v;
+        }
+        mbarrier_arrive(Shared::partials_empty + 8 * (set & 1));
+      }
+      if (sum != sum) wrong++;
+    });
+  for (std::thread& thread : threads) thread.join();
+  {
+    std::lock_guard held(copies.lock);
+    copies.over = true;
+    copies.more.notify_all();
+  }
+  copier.join();
+  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's\n", (int)kRings, Shared::slots, kSlotBytes, kRounds, wrong.load());
+  return wrong != 0;
+}

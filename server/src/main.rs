@@ -137,6 +137,10 @@ fn report(error: &anyhow::Error, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
+fn counted(count: u32, one: &str, several: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { several })
+}
+
 async fn run_server(config: Config) -> anyhow::Result<()> {
     let signals = Signals { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? };
     let text = Arc::new(Text::load(&config.group.model_dir)?);
@@ -145,11 +149,11 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
     let url = base_url(listener.local_addr()?);
     let group = &config.group;
     say(&format!(
-        "Looplane {}: loading {} into {} worker processes, {} compute threads each",
+        "Looplane {}: loading {} into {}, {} each",
         env!("CARGO_PKG_VERSION"),
         group.model_dir.display(),
-        group.tensor_parallel,
-        group.threads,
+        counted(group.tensor_parallel, "worker process", "worker processes"),
+        counted(group.threads, "compute thread", "compute threads"),
     ));
 
     let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));

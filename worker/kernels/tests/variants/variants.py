@@ -1,0 +1,361 @@
+"""Variants of the looped decoder, side by side on one GPU: builds the kernel with different `-D`s, checks it against torch, compares bits, times.
+
+    variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
+    variants.py build 8b --name slow --defines=-DLP_UNPACED
+    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,slow --context 512,8192; variants.py trace 8b --batch 8
+
+`check`, `bits`, `time` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
+with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature.
+"""
+import argparse, ctypes, os, struct, subprocess, sys, time
+
+KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PAGE, COLUMNS, LIMIT_GBS = 64, (1, 8), 4653
+
+
+def most_leaves(n):
+    leaves = 1
+    while leaves < 16 and n % (2 * leaves) == 0:
+        leaves *= 2
+    return leaves
+
+
+class Shape:
+    """Dimensions, and what follows from them as in layout/shape.cuh."""
+
+    def __init__(self, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, blocks=128, window=0, bias=0, norm=0, tied=0):
+        self.__dict__.update({k: v for k, v in locals().items() if k != "self"})
+        self.eps, self.group, self.dim_tiles = 1e-5, heads // kv_heads, head_dim // 16
+        self.down_leaves = most_leaves(intermediate)
+        self.down_steps = (intermediate // self.down_leaves + 15) // 16
+        # (row tiles, k16 steps, tiles that are dealt together)
+        self.qkv = ((heads + 2 * kv_heads) * self.dim_tiles, hidden // 16, 1)
+        self.o = (hidden // 16, heads * self.dim_tiles, 1)
+        self.gate_up = (2 * self.down_leaves * self.down_steps, hidden // 16, 2)
+        self.down = (hidden // 16, self.down_leaves * self.down_steps, 1)
+        self.head = ((vocab + 15) // 16, hidden // 16, 1)
+
+    def defines(self, columns):
+        names = dict(LAYERS=self.layers, HIDDEN=self.hidden, HEADS=self.heads, KV_HEADS=self.kv_heads, HEAD_DIM=self.head_dim, INTERMEDIATE=self.intermediate,
+                     VOCAB=self.vocab, BLOCKS=self.blocks, WINDOW=self.window, QKV_BIAS=self.bias, QK_NORM=self.norm, TIED=self.tied,
+                     EPS=struct.unpack("<I", struct.pack("<f", self.eps))[0], COLUMNS=columns)
+        return [f"-DLP_{name}={value}" for name, value in names.items()]
+
+    def units(self, product):
+        """(first tile, tiles) of every unit, block by block."""
+        tiles, _, group = product
+        for block in range(self.blocks):
+            first, end = (b * (tiles // group) // self.blocks * group for b in (block, block + 1))
+            for tile in range(first, end, 2):
+                yield tile, min(2, end - tile)
+
+
+SHAPES = {
+    "8b": {}, "llama-1b": dict(layers=16, hidden=2048, head_dim=64, intermediate=8192, tied=1),
+    "gqa": dict(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=384, vocab=768),
+    "tied": dict(layers=2, hidden=128, heads=4, kv_heads=1, head_dim=64, intermediate=320, vocab=768, tied=1),
+    "window": dict(layers=3, hidden=128, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, window=48),
+    "mha": dict(layers=2, hidden=128, heads=16, kv_heads=16, head_dim=64, intermediate=256, vocab=768),
+    "bias": dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, bias=1),
+    "norm": dict(layers=2, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=768, norm=1),
+    "odd": dict(layers=2, hidden=512, heads=8, kv_heads=2, intermediate=1376, vocab=5000, bias=1, norm=1),
+}
+SMALL = ["gqa", "tied", "window", "mha", "bias", "norm", "odd"]
+GRIDS = (128, 132, 64, 8)
+
+
+def cubin(args, name, columns, variant="", blocks=128):
+    grid = "" if blocks == 128 else f"_{blocks}"
+    return os.path.join(args.dir, f"{name}_{columns}{grid}{variant and '_' + variant}.cubin")
+
+
+def build(args):
+    for name in args.shapes:
+        for blocks in GRIDS if name in args.grids else (128,):
+            for columns in COLUMNS:
+                out = cubin(args, name, columns, args.name, blocks)
+                command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}",
+                           *Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split(), "-o", out, os.path.join(KERNELS, "looped_decoder.cu")]
+                done = subprocess.run(command, capture_output=True, text=True)
+                told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
+                print(os.path.basename(out), *told, sep=": ", flush=True)
+                if done.returncode:
+                    sys.exit(1)
+
+
+def gpu():
+    """torch and the driver, only where they are needed."""
+    global torch, driver
+    import torch
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.zeros(1, device="cuda")
+    driver = ctypes.CDLL("libcuda.so.1")
+
+
+def checked(result, what):
+    if result:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(name))
+        raise RuntimeError(f"{what}: {name.value}")
+
+
+def fragments(weight):
+    """[rows, k] -> [row tiles * k16 steps, 256] in the register order of mma.m16n8k16's A."""
+    rows, k = weight.shape
+    return weight.view(rows // 16, 2, 8, k // 16, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).reshape(rows // 16 * (k // 16), 256)
+
+
+class Model:
+    """Random weights, packed and plain."""
+
+    def __init__(self, shape, deviation=0.02, plain=True, positions=1024):
+        s, self.shape, device = shape, shape, "cuda"
+        torch.manual_seed(1)
+        order = torch.tensor([s.head_dim // 2 * half + 8 * tile + row for tile in range(s.dim_tiles) for half in range(2) for row in range(8)], device=device)
+        sizes = [p[0] * p[1] * 256 for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
+        self.packed = torch.empty(s.layers * sum(sizes[:4]) + sizes[4], dtype=torch.bfloat16, device=device)
+        self.bias = torch.zeros(s.layers, s.qkv[0] * 16, device=device)
+        self.norms = torch.ones(s.layers, 2, s.head_dim, device=device)
+        self.layers, self.used, out_scale = [], 0, (2 * s.layers) ** -0.5
+        weight = lambda *size, scale=1.0: torch.empty(*size, dtype=torch.bfloat16, device=device).normal_(0, deviation) * scale
+        orders = [self.order(p) for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
+        pad = s.down_steps * 16 - s.intermediate // s.down_leaves
+        rows = lambda x: torch.nn.functional.pad(x.view(s.down_leaves, s.intermediate // s.down_leaves, -1), (0, 0, 0, pad)).reshape(-1, 16, s.hidden)
+        turned = lambda x, heads: x.view(heads, s.head_dim, -1)[:, order]
+        joined = lambda q, k, v: torch.cat([turned(q, s.heads).reshape(s.kv_heads, s.group * s.head_dim, -1), turned(k, s.kv_heads), v.view(s.kv_heads, s.head_dim, -1)], 1)
+        for layer in range(s.layers):
+            w = dict(q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden), v=weight(s.kv_heads * s.head_dim, s.hidden),
+                     o=weight(s.hidden, s.heads * s.head_dim, scale=out_scale), gate=weight(s.intermediate, s.hidden), up=weight(s.intermediate, s.hidden), down=weight(s.hidden, s.intermediate, scale=out_scale))
+            w.update({"b" + n: torch.randn(w[n].shape[0], device=device) * 0.3 * s.bias for n in "qkv"})
+            w.update({"n" + n: 1 + 0.3 * torch.randn(s.head_dim, device=device) * s.norm for n in "qk"})
+            self.bias[layer] = joined(*(w["b" + n][:, None] for n in "qkv")).reshape(-1)
+            self.norms[layer, 0], self.norms[layer, 1] = w["nq"][order], w["nk"][order]
+            self.put(joined(w["q"], w["k"], w["v"]).reshape(-1, s.hidden), orders[0])
+            self.put(w["o"], orders[1])
+            self.put(torch.stack([rows(w["gate"]), rows(w["up"])], 1).reshape(-1, s.hidden), orders[2])
+            self.put(torch.nn.functional.pad(w["down"].view(s.hidden, s.down_leaves, -1), (0, pad)).reshape(s.hidden, -1), orders[3])
+            if plain:
+                self.layers.append(w)
+        self.head = weight(s.vocab, s.hidden)
+        self.put(torch.nn.functional.pad(self.head, (0, 0, 0, -s.vocab % 16)), orders[4])
+        self.embedding = self.head if s.tied else weight(s.vocab, s.hidden)
+        self.gamma = (1 + 0.1 * torch.randn(2 * s.layers + 1, s.hidden, device=device)).bfloat16()
+        pairs = s.head_dim // 2
+        angles = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * 500000.0 ** (-torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
+        self.rope = torch.stack([angles.cos(), angles.sin()], 2).float().contiguous()
+        self.bytes = self.packed.numel() * 2
+
+    def order(self, product):
+        """Fragments of a product in the order in which they lie in memory."""
+        steps = torch.arange(product[1])[:, None]
+        return torch.cat([((tile + torch.arange(width)[None]) * product[1] + steps).reshape(-1) for tile, width in self.shape.units(product)]).cuda()
+
+    def put(self, weight, order):
+        ordered = fragments(weight)[order].reshape(-1)
+        self.packed[self.used : self.used + ordered.numel()] = ordered
+        self.used += ordered.numel()
+
+    def reference(self, tokens, rounded=True):
+        """fp32 logits of every position; `rounded`: bf16 where the kernel rounds."""
+        s, n, device = self.shape, len(tokens), "cuda"
+        r = (lambda x: x.bfloat16().float()) if rounded else (lambda x: x)
+        inverse = lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True) + s.eps)
+        cos, sin, pairs = self.rope[:n, None, :, 0], self.rope[:n, None, :, 1], s.head_dim // 2
+        turn = lambda x: torch.cat([x[..., :pairs] * cos - x[..., pairs:] * sin, x[..., pairs:] * cos + x[..., :pairs] * sin], -1)
+        at = torch.arange(n, device=device)
+        seen = at[None] <= at[:, None]
+        if s.window:
+            seen &= at[None] > at[:, None] - s.window
+        h = self.embedding[tokens].float()
+        for layer, w in enumerate(self.layers):
+            x, scale = r(h * self.gamma[2 * layer].float()), inverse(h)
+            q, k, v = ((x @ w[m].float().T * scale + w["b" + m]).view(n, -1, s.head_dim) for m in "qkv")
+            if s.norm:
+                q, k = q * inverse(q) * w["nq"], k * inverse(k) * w["nk"]
+            q, k, v = r(turn(q)), r(turn(k)).repeat_interleave(s.group, 1), r(v).repeat_interleave(s.group, 1)
+            scores = (torch.einsum("ihd,jhd->hij", q, k) / s.head_dim**0.5).masked_fill(~seen, float("-inf"))
+            h = h + r(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)).reshape(n, -1) @ w["o"].float().T
+            x, scale = r(h * self.gamma[2 * layer + 1].float()), inverse(h)
+            h = h + r(torch.nn.functional.silu(x @ w["gate"].float().T * scale) * (x @ w["up"].float().T * scale)) @ w["down"].float().T
+        return (r(h * self.gamma[2 * s.layers].float()) @ self.head.float().T) * inverse(h)
+
+
+class Kernel:
+    """A kernel with its memory: the launches of looped_decoder.cu. KV pages begin full of NaN."""
+
+    def __init__(self, model, columns, path, pages=64, slots=8):
+        s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
+        module, self.function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
+        checked(driver.cuModuleGetFunction(ctypes.byref(self.function), module, b"looped_decoder"), "cuModuleGetFunction")
+        checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, b"looped_decoder_needs"), "cuModuleGetGlobal")
+        told = (ctypes.c_uint64 * 4)()
+        checked(driver.cuMemcpyDtoH_v2(told, needs, ctypes.c_size_t(32)), "cuMemcpyDtoH")
+        self.shared, self.threads, words, page_words = told
+        checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
+        self.stride, per_slot = pages // slots, pages // slots
+        full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
+        self.words = torch.zeros(words + page_words * columns * self.stride * s.kv_heads, dtype=torch.uint8, device="cuda")
+        self.kv = full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
+        self.k_scale = full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
+        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int().view(slots, per_slot).cuda()
+        self.logits = full(columns * s.head[0] * 16, torch.float32).view(columns, -1)
+        self.rows = torch.zeros(columns * 8, dtype=torch.int32, device="cuda")
+        self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
+
+    def launch(self, rows, steps=1, logits=True, stop=0, trace=None):
+        """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row, first_position, sample, last."""
+        m, flat = self.model, []
+        for row in rows:
+            flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
+        self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
+        self.host.zero_()
+        self.host[8] = stop
+        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, None]
+        base = self.host.data_ptr()
+        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
+        parameter = struct.pack("<17Q8I", *pointers, len(rows), steps, self.epoch, self.stride, self.pages, int(logits), 0, 0)
+        self.epoch += steps * (m.shape.layers + 1)
+        buffer = ctypes.create_string_buffer(parameter, len(parameter))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        checked(driver.cuLaunchCooperativeKernel(self.function, m.shape.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, arguments), "cuLaunchCooperativeKernel")
+        end.record()
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            report = self.host[:4].view(torch.int32)[1:6].tolist()
+            print("failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
+            os._exit(1)
+        self.ms, self.ran = begin.elapsed_time(end), int(self.host[8]) >> 32
+        return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
+
+    def prompt(self, tokens, slot=0, chunk=None):
+        """Runs a prompt in passes; the next token, and the logits it came from."""
+        chunk, n = chunk or self.columns, len(tokens)
+        for first in range(0, n, chunk):
+            count = min(chunk, n - first)
+            rows = [dict(token=int(tokens[first + i]), position=first + i, slot=slot, first_row=0, first_position=first, sample=int(first + i == n - 1)) for i in range(count)]
+            out = self.launch(rows)
+        return int(out[0, count - 1]), self.logits[count - 1, : self.model.shape.vocab].clone()
+
+
+def decoding(token, position, slot=0, row=0, **more):
+    return dict(token=token, position=position, slot=slot, first_row=row, first_position=position, **more)
+
+
+def prompt_of(shape, length, seed=7):
+    return torch.randint(0, shape.vocab - 1, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def deviation(shape):
+    return 0.08 if shape.hidden < 1000 else 0.02
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+def check(args):
+    """Logits against torch; the same bits for passes of 1, 5 and 8 rows, and for several steps with another row beside."""
+    for name in args.shapes:
+        shape, n = Shape(**SHAPES[name]), 150
+        model, tokens = Model(shape, deviation(shape)), prompt_of(shape, n)
+        one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in COLUMNS)
+        exact, rounded = model.reference(tokens.cuda(), False)[-1], model.reference(tokens.cuda())[-1]
+        token, logits = one.prompt(tokens)
+        same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
+        steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
+        last = one.logits[0].clone()
+        beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
+        same += [torch.equal(last, eight.logits[0]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        one.launch([decoding(token, n)], steps=20, stop=1)
+        print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {one.ran}", flush=True)
+
+
+def bits(args):
+    """The same bits on every grid, beside NaN, and in 200 repeats beside others."""
+    for name in args.shapes:
+        base = None
+        for blocks in GRIDS:
+            model = Model(Shape(**SHAPES[name], blocks=blocks), 0.08)
+            s, n = model.shape, 100
+            nan, tokens = s.vocab - 1, prompt_of(s, n)
+            model.embedding[nan] = float("nan")
+            for columns in COLUMNS:
+                kernel = Kernel(model, columns, cubin(args, name, columns, args.name, blocks))
+                token, logits = kernel.prompt(tokens)
+                out = kernel.launch([decoding(token, n)], steps=5)[:, 0].tolist()
+                got = (logits, kernel.logits[0, : s.vocab].clone(), out)
+                base = base or got
+                print(f"{name}, {blocks} blocks, {columns} columns: {[torch.equal(got[0], base[0]), torch.equal(got[1], base[1]), out == base[2]]}", flush=True)
+            if blocks != 128:
+                continue
+            wrong = 0
+            for batch, place in [(b, p) for b in range(2, 9) for p in {0, b // 2, b - 1}]:
+                others = iter(range(1, 8))
+                rows = [decoding(token, n, 0, i) if i == place else decoding(nan, i * 7, next(others), i) for i in range(batch)]
+                out = kernel.launch(rows, steps=5)[:, place].tolist()
+                wrong += not (torch.equal(kernel.logits[place, : s.vocab], base[1]) and out == base[2])
+            for repeat in range(200):
+                kernel.launch([decoding(token, n)] + [decoding(5 + repeat, 30 + repeat % 60, i, i) for i in range(1, 8)], steps=5)
+                wrong += not torch.equal(kernel.logits[0, : s.vocab], base[1])
+            print(f"{name}: wrong beside NaN or others: {wrong}", flush=True)
+
+
+def time_(args):
+    """Median of 5 launches of 64 steps, for each variant."""
+    for name in args.shapes:
+        contexts = [int(c) for c in args.context.split(",")]
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(contexts) + 128)
+        s, steps = model.shape, 64
+        for columns in COLUMNS:
+            for variant in args.variants.split(","):
+                for context in contexts:
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=8 * ((context + 127) // PAGE + 1))
+                    kernel.kv.normal_(0, 0.2)
+                    rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
+                    times = sorted(kernel.launch(rows, steps, logits=False) is not None and kernel.ms / steps for _ in range(5))
+                    moved = model.bytes + s.layers * s.kv_heads * s.head_dim * 4 * columns * (context + steps / 2)
+                    rate = moved / times[2] / 1e6
+                    print(f"{name} {variant or 'plain':10} batch {columns} context {context}: {times[2]:.3f} ms, {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
+
+
+def trace(args):
+    """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
+    for name in args.shapes:
+        context = int(args.context)
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
+        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, "trace"), pages=8 * ((context + 127) // PAGE + 1))
+        kernel.kv.normal_(0, 0.2)
+        stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
+        for _ in range(3):
+            kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(args.batch)], steps=8, logits=False, trace=stamps)
+        microseconds = stamps[:, :16, 2:-2].double().cpu() / 1755
+        stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
+        print(f"{name}, batch {args.batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["build", "check", "bits", "time", "trace"])
+    parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small"])
+    parser.add_argument("--dir", default=".", help="where the .cubin files are")
+    parser.add_argument("--name", default="", help="of the variant to build, or to check")
+    parser.add_argument("--defines", default="", help="for nvcc")
+    parser.add_argument("--grids", nargs="*", default=[], help="shapes to build for all grids, which `bits` wants")
+    parser.add_argument("--variants", default="", help="names to time, by commas; an empty one is the plain build")
+    parser.add_argument("--context", default="512")
+    parser.add_argument("--batch", type=int, default=1, choices=COLUMNS)
+    args = parser.parse_args()
+    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else [shape])]
+    if args.action != "build":
+        gpu()
+    {"build": build, "check": check, "bits": bits, "time": time_, "trace": trace}[args.action](args)
+
+
+if __name__ == "__main__":
+    main()

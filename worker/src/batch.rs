@@ -21,7 +21,7 @@ mod slot;
 use std::ops::Range;
 
 use crate::plan::PAGE_POSITIONS;
-use crate::sampling::Sampled;
+use crate::sampling::{RowInput, Sampled};
 
 pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
 pub use slot::Slot;
@@ -173,6 +173,22 @@ impl Batch {
     /// The last position at which the sequence in `slot` can compute a row: then it ends, or has no page.
     pub fn last_position(&self, slot: u32) -> u32 {
         u32::try_from(self.slot(slot).last_position(self.limits.max_context)).unwrap_or(u32::MAX)
+    }
+
+    /// What the sampler needs to know of the sequence of row `row` of the step.
+    ///
+    /// # Panics
+    /// If the step has no such row.
+    pub fn row_input(&self, row: usize) -> RowInput<'_> {
+        let slot = self.slot(self.step.rows[row].slot);
+        RowInput {
+            params: slot.sampling(),
+            position: u32::try_from(slot.tokens().len()).expect("a position, because the context limit is a u32"),
+            prompt: slot.prompt(),
+            generated: slot.generated(),
+            suppress: if slot.stop_forbidden() { slot.stop_tokens() } else { &[] },
+            logprobs: slot.logprobs(),
+        }
     }
 
     /// What follows now. `agreed` is the newest plan version that all ranks are known to hold: the minimum of what they

@@ -25,6 +25,7 @@ mod golden;
 pub mod math;
 pub mod model;
 pub mod plan;
+pub mod rope;
 pub mod sampling;
 
 use decoder::{Fault, Load};

@@ -9,10 +9,10 @@ use tokio::sync::mpsc::Receiver;
 
 use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
-use crate::cpu::RandomSource;
 use crate::cuda::NormalSource;
 use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
+use crate::model::source::RandomSource;
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
@@ -215,7 +215,7 @@ impl Group {
 fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, u64), BenchError> {
     if setup.on_gpu {
         let random = setup.random.as_ref().map(|config| {
-            let source: Arc<dyn crate::cpu::Source + Send> = Arc::new(NormalSource::new(config, SEED));
+            let source: Arc<dyn crate::model::source::Source + Send> = Arc::new(NormalSource::new(config, SEED));
             (config.clone(), source)
         });
         let options = crate::cuda::Options { random, blocks: setup.blocks, ..Default::default() };

@@ -12,9 +12,9 @@ use super::isa::{FlushDenormals, Isa};
 use super::lanes::{LANES, LINE};
 use super::norm::{head_norm, rms_norm};
 use super::product::{Columns, Panel, product};
-use super::rope::{Rope, rotate};
 use crate::math::{exp, ln, silu};
 use crate::plan::{Leaves, PAGE_POSITIONS};
+use crate::rope::{Rope, rotate};
 
 /// Width of the heads that are rotated and attended with: not a power of two, so that its root is not exact.
 const HEAD_DIM: usize = 48;

@@ -9,14 +9,15 @@ use super::isa::Isa;
 use super::looped_decoder::{AGREEMENT_WORDS, LoopedDecoder};
 use super::memory::OutOfMemory;
 use super::phases::{Activations, Shard};
-use super::rope::Rope;
 use super::team::{Placement, Team, TeamError};
-use super::weights::{RandomSource, Source, Weights};
+use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
 use crate::plan::{KvLayout, ModelPlan, PAGE_POSITIONS, RankPlan};
+use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
 /// How often a load tells its progress, in bytes.

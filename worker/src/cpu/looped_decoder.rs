@@ -8,7 +8,7 @@ use super::phases::{Activations, Pass, Shard};
 use super::team::Team;
 use crate::batch::{Batch, Boundary};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
-use crate::sampling::{Exchange, ParallelFor, RowInput, Sampled, Sampler};
+use crate::sampling::{Exchange, ParallelFor, Sampled, Sampler};
 
 /// Words that go in front of the sampler's in every exchange: the newest plan a rank holds.
 pub const AGREEMENT_WORDS: usize = 2;
@@ -104,7 +104,7 @@ impl LoopedDecoder {
         if let Some(tap) = &self.tap {
             tap(step, logits);
         }
-        let inputs: Vec<_> = step.samples.iter().map(|row| row_input(&self.batch, *row)).collect();
+        let inputs: Vec<_> = step.samples.iter().map(|row| self.batch.row_input(*row)).collect();
         let mut exchange = Agreement {
             fabric: &mut self.fabric,
             place: Place { step: self.steps, layer: None, what: "sampling" },
@@ -131,19 +131,6 @@ impl LoopedDecoder {
             outcome.tokens = sequences.into_iter().zip(sampled).zip(finished).map(token).collect();
         }
         Ok(outcome)
-    }
-}
-
-/// What the sampler needs to know of a row's sequence.
-pub(crate) fn row_input(batch: &Batch, row: usize) -> RowInput<'_> {
-    let slot = batch.slot(batch.step().rows[row].slot);
-    RowInput {
-        params: slot.sampling(),
-        position: u32::try_from(slot.tokens().len()).expect("a position, because the context limit is a u32"),
-        prompt: slot.prompt(),
-        generated: slot.generated(),
-        suppress: if slot.stop_forbidden() { slot.stop_tokens() } else { &[] },
-        logprobs: slot.logprobs(),
     }
 }
 

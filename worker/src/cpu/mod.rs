@@ -2,7 +2,7 @@
 //! other ranks.
 //!
 //! [`load`] packs the shard and takes all memory; [`CpuDecoder`] then runs plans. The loop is [`looped_decoder`]; the
-//! arithmetic is in [`product`], [`attention`], [`norm`] and [`rope`], the machinery in [`team`] and [`fabric`].
+//! arithmetic is in [`product`], [`attention`], [`norm`] and [`crate::rope`], the machinery in [`team`] and [`fabric`].
 
 mod ahead;
 mod attention;
@@ -19,7 +19,6 @@ mod norm;
 mod phases;
 mod product;
 mod read_bandwidth;
-pub(crate) mod rope;
 mod shm;
 mod team;
 #[cfg(test)]
@@ -32,6 +31,4 @@ mod weights;
 pub use budget::OVERHEAD_BYTES;
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
 pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
-pub(crate) use looped_decoder::row_input;
 pub use read_bandwidth::{ReadBandwidth, ReadError};
-pub use weights::{RandomSource, Source};

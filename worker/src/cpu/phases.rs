@@ -18,13 +18,13 @@ use super::lanes::LANES;
 use super::memory::Disjoint;
 use super::norm::rms_norm;
 use super::product::{MAX_COLUMNS, Panel, product};
-use super::rope::Rope;
 use super::team::Team;
 use super::weights::Weights;
 use crate::batch::Batch;
 use crate::decoder::Fault;
 use crate::plan::tree::tree_sum_rows;
 use crate::plan::{KvLayout, MAX_LEAVES, ModelPlan, Product, RankPlan};
+use crate::rope::Rope;
 
 pub use activations::Activations;
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::cpu::Source;
+use crate::model::source::Source;
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 
 /// Widths of the kernel's heads are multiples of this.
@@ -93,7 +93,7 @@ impl Source for PaddedHeads<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::RandomSource;
+    use crate::model::source::RandomSource;
 
     #[test]
     fn padded_heads_hold_every_weight_once_and_pairs_of_a_rotation_stay_half_a_head_apart() {

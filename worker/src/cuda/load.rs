@@ -18,11 +18,11 @@ use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
-use crate::cpu::Source;
-use crate::cpu::rope::Rope;
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, ModelPlan};
+use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.

@@ -8,7 +8,6 @@ use std::time::Instant;
 
 use super::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::batch::{Batch, Boundary, Plan, Slot, Step};
-use crate::cpu::row_input;
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
 use crate::sampling::{Alone, MIN_TEMPERATURE, ParallelFor, Sampled, Sampler};
 
@@ -178,7 +177,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             }
         }
         self.launcher.finish()?;
-        let inputs: Vec<_> = on_host.iter().map(|row| row_input(&self.batch, *row)).collect();
+        let inputs: Vec<_> = on_host.iter().map(|row| self.batch.row_input(*row)).collect();
         let mut drawn = match inputs.len() {
             0 => [].iter(),
             rows => {

@@ -5,8 +5,8 @@ use std::ops::Range;
 use half::bf16;
 
 use super::layout::{FRAGMENT_BYTES, Layout, Panel};
-use crate::cpu::Source;
 use crate::model::Tensor;
+use crate::model::source::Source;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Product, ROW_TILE};
 
@@ -169,7 +169,7 @@ fn write_fragment(rows: &[u32], row_words: usize, first: usize, out: &mut [u32])
 mod tests {
     use super::super::layout::tests::{config, layout};
     use super::*;
-    use crate::cpu::RandomSource;
+    use crate::model::source::RandomSource;
     use crate::model::{LayerTensor, ModelConfig};
 
     fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::cpu::Source;
+use crate::model::source::Source;
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 
 /// Standard deviation of every matrix, but for those whose results are added to the residual stream.

@@ -11,10 +11,10 @@ use super::error::CudaError;
 use super::layout::Layout;
 use super::memory::{DeviceBuffer, PinnedBuffer};
 use super::pack::{Job, Packer};
-use crate::cpu::Source;
-use crate::cpu::rope::Rope;
+use crate::model::source::Source;
 use crate::model::{LayerTensor, Tensor};
 use crate::plan::Product;
+use crate::rope::Rope;
 
 /// Bytes of a job, and of a pinned buffer, unless one unit is larger.
 const JOB_BYTES: usize = 8 << 20;
@@ -242,8 +242,8 @@ fn rope_table(rope: &Rope, [real, half]: [usize; 2], positions: usize, threads: 
 mod tests {
     use super::super::layout::tests::{config, layout};
     use super::*;
-    use crate::cpu::RandomSource;
     use crate::model::ModelConfig;
+    use crate::model::source::RandomSource;
 
     #[test]
     fn vectors_follow_the_packed_rows() {

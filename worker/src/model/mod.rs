@@ -1,7 +1,8 @@
-//! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice.
+//! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice (or weights made up from a seed).
 
 pub mod checkpoint;
 pub mod config;
+pub mod source;
 pub mod tensors;
 
 pub use checkpoint::Checkpoint;

@@ -1,8 +1,8 @@
 """Variants of the looped decoder, side by side on one GPU: builds the kernel with different `-D`s, checks it against torch, compares bits, times.
 
     variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
-    variants.py build 8b --name slow --defines=-DLP_UNPACED
-    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,slow --context 512,8192; variants.py trace 8b --batch 8
+    variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
+    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
 
 `check`, `bits`, `time` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
 with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature.

@@ -7,9 +7,9 @@ use crate::cpu::lanes::LANES;
 use crate::cpu::memory::Disjoint;
 use crate::cpu::norm::head_norm;
 use crate::cpu::product::MAX_COLUMNS;
-use crate::cpu::rope::rotate;
 use crate::decoder::Fault;
 use crate::plan::{PAGE_POSITIONS, Product};
+use crate::rope::rotate;
 
 impl Pass<'_> {
     /// attention_input = RMSNorm(residual)

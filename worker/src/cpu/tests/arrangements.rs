@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::group::{Arrangement, Reply, Request, fixture, run};
-use crate::cpu::{Isa, RandomSource};
+use crate::cpu::Isa;
+use crate::model::source::RandomSource;
 use crate::sampling::SamplingParams;
 
 const MODELS: [&str; 4] = ["llama-mha16", "llama-gqa", "qwen2-bias", "mistral-window"];

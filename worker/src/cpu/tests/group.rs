@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk, Step};
-use crate::cpu::{CpuDecoder, Isa, Options, RandomSource, load_with};
+use crate::cpu::{CpuDecoder, Isa, Options, load_with};
 use crate::decoder::{Decoder, LoadRequest, Outcome, Vitals, outcome_stream, plan_stream};
+use crate::model::source::RandomSource;
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::plans::{Request, drive, plans, replies};
-use crate::cpu::RandomSource;
 use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
@@ -13,6 +12,7 @@ use crate::cuda::{CudaDecoder, Options, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest};
 use crate::golden;
 use crate::model::ModelConfig;
+use crate::model::source::RandomSource;
 use crate::plan::KvLayout;
 
 /// Set: a machine without a GPU fails the tests.
@@ -222,7 +222,8 @@ fn a_larger_random_model_agrees_with_the_cpu_backend() {
     for (tied_embeddings, head_dim) in [(false, 128), (true, 128), (false, 32), (true, 96)] {
         let config = ModelConfig { tied_embeddings, head_dim, ..shape.clone() };
         let source = RandomSource { config: config.clone(), seed: 3 };
-        let random: (ModelConfig, Arc<dyn crate::cpu::Source + Send>) = (config.clone(), Arc::new(source.clone()));
+        let random: (ModelConfig, Arc<dyn crate::model::source::Source + Send>) =
+            (config.clone(), Arc::new(source.clone()));
         let mut decoder = load("random", &Options { random: Some(random), ..Options::default() });
         let got = logits(&mut decoder, 0, &tokens, 8);
         let arrangement = Arrangement { random: Some(source), ..Arrangement::default() };

@@ -20,7 +20,7 @@ const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
 /// Bound on the relative L2 error of a position's logits against fp32: bf16 keeps 8 bits, and these models are shallow.
 const LOGITS_RELATIVE_L2: f64 = 0.03;
 
-fn gpu() -> bool {
+pub(super) fn gpu() -> bool {
     let found = probe(0);
     if let Err(why) = &found {
         assert!(std::env::var_os(REQUIRE_GPU).is_none(), "{why}");

@@ -24,7 +24,7 @@ const BF16_ERRORS: f64 = 1.1;
 /// Least share of greedy steps that must be decided, or the comparison of tokens would say little.
 const DECIDED_SHARE: f64 = 0.9;
 
-fn gpu() -> bool {
+pub(super) fn gpu() -> bool {
     let found = probe(0);
     if let Err(why) = &found {
         assert!(std::env::var_os(REQUIRE_GPU).is_none(), "{why}");

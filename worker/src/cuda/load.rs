@@ -16,7 +16,7 @@ use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
-use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape};
+use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -180,9 +180,14 @@ impl Model {
     }
 }
 
-/// All variants, compiled at the same time.
+/// All variants that take the model, compiled at the same time.
 fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
+    if let Err(problem) = check_wide(layout) {
+        tracing::info!(
+            "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
+        );
+    }
     let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
         let load = |variant| {
             scope.spawn({
@@ -190,7 +195,7 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
                 move || Kernel::load(gpu, compiler, cache, layout, variant)
             })
         };
-        let loading = VARIANTS.map(load);
+        let loading: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).map(load).collect();
         loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))

@@ -2,7 +2,6 @@
 // (Salmon et al., SC 2011), key = seed, counter = (block, position, 0, 0); block 16 g + b of the g-th 64 ids holds the ids at
 // b, b + 16, b + 32 and b + 48.
 #pragma once
-#include "exact_math.cuh"
 
 namespace sampling {
 

@@ -1,11 +1,10 @@
 // Passes of a block over the logits of its own tiles: candidates, sums before a pivot, lists of the best.
 #pragma once
-#include "sampling_layout.cuh"
 
 namespace sampling {
 
-LP_DEVICE const float* raw_logits(const Scratch& s, u32 r) { return s.memory.logits + (u64)r * kPadded; }
-LP_DEVICE const float* values(const Scratch& s, u32 r) { return s.rows[r].flags & kProcessed ? s.memory.processed + (u64)r * kPadded : raw_logits(s, r); }
+LP_DEVICE const float* raw_logits(const Scratch& s, u32 r) { return s.launch.logits + (u64)r * kPadded; }
+LP_DEVICE const float* values(const Scratch& s, u32 r) { return s.rows[r].flags & kProcessed ? s.launch.processed + (u64)r * kPadded : raw_logits(s, r); }
 
 // The best token so far by an upper bound of value and noise. The noise itself costs double-precision logarithms, so it is
 // evaluated once, at the end; `next` says which tokens could not be told from the best without it.
@@ -233,9 +232,9 @@ LP_DEVICE void publish_list(u32 thread, const Scratch& s, u32 r, u32 list, u32 t
     }
     warp_sync();
   }
-  u8* to = s.memory.words + list_at(tag & 1, r, list, s.block) + lane * 16;
-  if (lane < n || lane == 0) st_relaxed(to, Word{(u32)(low >> 32), token_of(low), tag, n});
-  if (lane + 32 < n) st_relaxed(to + 32 * 16, Word{(u32)(high >> 32), token_of(high), tag, n});
+  u8* to = s.launch.words + list_at(tag & 1, r, list, s.block) + lane * 16;
+  if (lane < n || lane == 0) store_relaxed_16(to, (u32)(low >> 32), token_of(low), tag, n);
+  if (lane + 32 < n) store_relaxed_16(to + 32 * 16, (u32)(high >> 32), token_of(high), tag, n);
 }
 
 }  // namespace sampling

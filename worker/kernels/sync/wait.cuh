@@ -8,9 +8,11 @@ constexpr long long kWaitLimit = 1000000000;
 enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled,
+  kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,  // as sampling::Kind
 };
 
-LP_DEVICE void wait_failed(const Launch& launch, u32 site, u32 expected, u32 seen) {
+/// `launch`: of any kernel.
+template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 expected, u32 seen) {
   volatile u32* report = launch.report;
   report[1] = blockIdx.x;
   report[2] = threadIdx.x;

@@ -2,8 +2,6 @@
 // functions (and those of ptx.cuh and wait.cuh that the sampler uses) on a host's fibers.
 #pragma once
 
-#define LP_CALL __device__ __noinline__  // used often: code size and the caller's registers count
-
 namespace sampling {
 
 LP_DEVICE u32 bits(float v) { return __float_as_uint(v); }

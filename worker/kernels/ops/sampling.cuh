@@ -47,7 +47,7 @@ LP_DEVICE void begin_row(RowState& row, const RowSampling& p, u32 position, u32 
 
 // The launch and its rows into the block's memory. The host hears of rows that do not sample at once.
 LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thread) {
-  for (u32 r = thread; r < kRows; r += kThreads) {
+  for (u32 r = thread; r < launch.row_count; r += kThreads) {
     s.found[r] = Found{};
     RowState& row = s.rows[r];
     row.token = kNone;
@@ -56,7 +56,6 @@ LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thr
     row.logprob_stage = kNoLogprobs;
     row.flags = 0;
     row.top_count = 0;
-    if (r >= launch.row_count) continue;
     const Row of = launch.rows[r];
     if (of.flags & kRowSample && of.position <= of.last_position) begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot);
     else if (block == 0) store_system_u64(launch.tokens + r, (u64)launch.tag << 32 | kNone);
@@ -73,17 +72,16 @@ LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thr
 // The rows, a bit each, for which f holds. Whole warp; a lane looks at every 32nd row.
 template <class F> LP_DEVICE u64 rows_where(u32 thread, const Scratch& s, F f) {
   u64 rows = 0;
-#pragma unroll
-  for (u32 first = 0; first < kRows; first += 32) {
+  for (u32 first = 0; first < s.launch.row_count; first += 32) {
     const u32 r = first + lane_of(thread);
-    rows |= (u64)ballot(r < kRows && f(s.rows[r < kRows ? r : 0])) << first;
+    rows |= (u64)ballot(r < s.launch.row_count && f(s.rows[r])) << first;
   }
   return rows;
 }
 LP_DEVICE u64 pending(u32 thread, const Scratch& s) { return rows_where(thread, s, [](const RowState& row) { return row.says != 0; }); }
 
 // Writes the logits after bias, penalties and suppression of the rows that have such.
-LP_CALL void process(u32 thread, const Scratch& s) {
+LP_DEVICE void process(u32 thread, const Scratch& s) {
   const u64 rows = rows_where(thread, s, [](const RowState& row) { return row.stage > kDone && row.flags & kProcessed; });
   if (rows == 0) return;
   const Ids own = own_ids(s.block);
@@ -148,7 +146,7 @@ template <class F> LP_DEVICE void deal_kinds(u32 thread, const Scratch& s, u32 a
 constexpr u32 kListKinds = 1u << kDrawList | 1u << kTopList;
 
 // The passes and lists of one exchange.
-LP_CALL void scan(u32 thread, Scratch& s, u32 tag) {
+LP_DEVICE void scan(u32 thread, Scratch& s, u32 tag) {
   const u64 raw = rows_where(thread, s, [](const RowState& row) { return (row.says & 1u << kRaw) != 0; });
   const u64 passes = rows_where(thread, s, [](const RowState& row) { return (row.says & (1u << kBest | 1u << kOther)) != 0; });
   deal(thread, passes, [&](u32 r, u32 part, u32 parts) { if (s.rows[r].stage <= kNear) scan_all(thread, s, r, part, parts); else scan_pivot(thread, s, r, part, parts); });
@@ -157,7 +155,7 @@ LP_CALL void scan(u32 thread, Scratch& s, u32 tag) {
 }
 
 // A warp tells all blocks what its block found for one row. Orders it before their conclusion (grid).
-LP_CALL void publish(u32 thread, Scratch& s, u32 r, u32 tag) {
+LP_DEVICE void publish(u32 thread, Scratch& s, u32 r, u32 tag) {
   const RowState& row = s.rows[r];
   const Found& found = s.found[r];
   const u32 kind = lane_of(thread);
@@ -196,11 +194,11 @@ LP_DEVICE void draw(u32 thread, Scratch& s) {
     scan(thread, s, tag);
     sync();
 #pragma unroll 1
-    for (u32 r = warp_of(thread); r < kRows; r += kWarps) if (rows >> r & 1) publish(thread, s, r, tag);
+    for (u32 r = warp_of(thread); r < s.launch.row_count; r += kWarps) if (rows >> r & 1) publish(thread, s, r, tag);
     deal_kinds(thread, s, ~0u, [&](u32 r, u32 kind) { listen(thread, s, r, kind, tag); });
     sync();
 #pragma unroll 1
-    for (u32 r = warp_of(thread); r < kRows; r += kWarps) {
+    for (u32 r = warp_of(thread); r < s.launch.row_count; r += kWarps) {
       if (!(rows >> r & 1)) continue;
       if (lane_of(thread) == 0) conclude(s.rows[r], s.said[r]);
       warp_sync();

@@ -8,7 +8,7 @@ constexpr u32 kHeads = (kBlocks + 31) / 32;        // blocks a lane reads of
 LP_DEVICE bool listed(const RowState& row) { return row.top_k > 0 && row.top_k <= kMaxListed; }
 
 // Waits for a word: orders what a block found before what is concluded from it (grid).
-LP_CALL Quad wait_word(const Scratch& s, const u8* p, u32 tag, u32 kind) {
+LP_DEVICE Quad wait_word(const Scratch& s, const u8* p, u32 tag, u32 kind) {
   Quad v = load_relaxed_16(p);
   if (v.z == tag) return v;
   const long long begun = clock64();
@@ -30,7 +30,7 @@ LP_DEVICE void gather(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, Qu
 // The best of them and its value. `floor`: a key that the largest values of at least k blocks reach (0 if there are not so many
 // blocks), so that what ranks below is not among the best k; only if k is over 0.
 struct Winner { Place place; u64 entry; u32 floor; };
-LP_CALL Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, u32 k) {
+LP_DEVICE Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, u32 k) {
   Quad w[kHeads];
   gather(thread, s, r, kind, tag, w);
   u64 mine = 0;
@@ -55,7 +55,7 @@ LP_CALL Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 ta
   return Winner{place, best, floor};
 }
 struct Amount { u64 weight; u32 tokens; };
-LP_CALL Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag) {
+LP_DEVICE Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag) {
   Quad w[kHeads];
   gather(thread, s, r, kind, tag, w);
   Amount a{0, 0};
@@ -66,7 +66,7 @@ LP_CALL Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag
 
 // The best `limit` of all blocks' lists: lane l holds the l-th best in `low` and the (32 + l)-th in `high`. Whole warp.
 struct List { u64 low, high; u32 length; };
-LP_CALL List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 limit, u32 tag) {
+LP_DEVICE List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 limit, u32 tag) {
   constexpr u32 kListBytes = kMaxListed * 16;
   const u32 lane = lane_of(thread);
   const u8* p = s.launch.words + list_at(tag & 1, r, list, lane);
@@ -163,7 +163,7 @@ LP_DEVICE u32 floor_rank(const RowState& row) {
 }
 
 // One warp reads what all blocks say of one kind of a row.
-LP_CALL void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
+LP_DEVICE void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
   RowState& row = s.rows[r];
   Said& said = s.said[r][kind == kDrawList ? kBest : kind == kTopList ? kRaw : kind];
   const u32 lane = lane_of(thread);
@@ -282,7 +282,7 @@ LP_DEVICE u32 next_kinds(const RowState& row) {
   return says;
 }
 
-LP_CALL void conclude(RowState& row, const Said* said) {
+LP_DEVICE void conclude(RowState& row, const Said* said) {
   switch (row.stage) {
     case kDraw: drawn(row, said[kBest].place.token); break;
     case kFirst: conclude_first(row, said); break;
@@ -302,7 +302,7 @@ LP_DEVICE float logprob(const RowState& row, float value) { return sub(value == 
 
 // The block that owns the token counts it, tells the host, and makes the row that of the next step. No block reads the row any more: every one has
 // taken part in an exchange since it did.
-LP_CALL void deliver(u32 thread, const Scratch& s, u32 r) {
+LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   const RowState& row = s.rows[r];
   const SamplerLaunch& launch = s.launch;
   const u32 lane = lane_of(thread), token = row.token;

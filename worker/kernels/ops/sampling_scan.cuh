@@ -57,7 +57,7 @@ template <class F> LP_DEVICE u64 settle(const Candidate& c, const Noise& noise, 
   return best;
 }
 // All tokens of a lane's share whose noise could reach `need`, evaluated.
-LP_CALL u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold, u32 part, u32 parts, u32 lane, float need) {
+LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold, u32 part, u32 parts, u32 lane, float need) {
   const float scale = row.scale;
   const Noise noise = row.noise;
   u64 best = 0;
@@ -78,7 +78,7 @@ LP_CALL u64 draw_again(const float* logits, const RowState& row, const Ids& own,
 LP_DEVICE u64 after_high(const RowState& row) { return entry(row.high.value, row.high.token) + 1; }
 
 // A warp's part of the pass of kDraw, kFirst and kNear: the best by value and noise, and the largest value. Adds them to what is found.
-LP_CALL void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
+LP_DEVICE void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   const float* logits = values(s, r);
   const Ids own = own_ids(s.block);
@@ -115,7 +115,7 @@ LP_CALL void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
 
 // A warp's part of the passes that look at a pivot. kCheck: number and weight of the tokens that rank before it (and of all), the
 // best of those by value and noise. kSelect: their number, and a random token on either side of the pivot.
-LP_CALL void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
+LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   Found& found = s.found[r];
   const float* logits = values(s, r);
@@ -187,7 +187,7 @@ LP_DEVICE void scan_raw(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
 
 // The two best of this lane's tokens that rank after `last` and not below `floor`.
 struct Two { u64 first, second; };
-LP_CALL Two best_after(const float* logits, float scale, const Ids& own, u32 lane, u64 last, u32 floor) {
+LP_DEVICE Two best_after(const float* logits, float scale, const Ids& own, u32 lane, u64 last, u32 floor) {
   Two best{0, 0};
 #pragma unroll 8
   for (u32 id = own.first + lane; id < own.end; id += 32) {

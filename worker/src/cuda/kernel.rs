@@ -1,6 +1,6 @@
 //! The looped decoder's kernel for one model: its constants, its binary, and how it is launched.
 
-use std::ffi::{CString, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::result;
@@ -142,16 +142,27 @@ impl Module {
         Ok(function)
     }
 
+    /// The numbers that a kernel tells of itself.
+    ///
+    /// # Errors
+    /// They are not there.
     #[allow(unsafe_code)]
-    fn needs(&self) -> Result<[u64; 4], CudaError> {
+    pub fn needs<const N: usize>(&self, name: &CStr) -> Result<[u64; N], CudaError> {
         // SAFETY: the module is loaded for as long as `self` lives.
-        let found = unsafe { result::module::get_global(self.raw, c"looped_decoder_needs".to_owned()) };
+        let found = unsafe { result::module::get_global(self.raw, name.to_owned()) };
         let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut needs = [0u64; 4];
-        assert_eq!(bytes, size_of_val(&needs), "the source has four numbers there");
+        let mut needs = [0u64; N];
+        assert_eq!(bytes, size_of_val(&needs), "the source has {N} numbers there");
         // SAFETY: the range is the global's.
         checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut needs, address) })?;
         Ok(needs)
+    }
+}
+
+impl Module {
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
     }
 }
 
@@ -181,7 +192,7 @@ impl Kernel {
     ) -> Result<Self, CudaError> {
         let (binary, cached) = compiler.build(&program(layout, columns), cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let [shared_bytes, threads, fixed_words, page_words] = module.needs()?;
+        let [shared_bytes, threads, fixed_words, page_words] = module.needs(c"looped_decoder_needs")?;
         let does_not_fit =
             |problem: String| Err(CudaError::Kernel { kernel: format!("{NAME} of {columns} columns"), problem });
         if shared_bytes > gpu.facts.shared_bytes as u64 {

@@ -117,6 +117,18 @@ impl DeviceBuffer {
         checked("cuMemcpyHtoDAsync", copied)
     }
 
+    /// Sets `bytes` bytes from `offset` on, in the stream's order.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn fill_async(&self, offset: usize, bytes: usize, byte: u8, stream: &Stream) -> Result<(), CudaError> {
+        assert!(offset + bytes <= self.bytes, "{offset} + {bytes} of {}", self.bytes);
+        // SAFETY: the range is in this buffer.
+        let set = unsafe { result::memset_d8_async(self.address + offset as u64, byte, bytes, stream.raw) };
+        checked("cuMemsetD8Async", set)
+    }
+
     /// Copies from byte `offset` to `values` in the stream's order.
     ///
     /// # Errors

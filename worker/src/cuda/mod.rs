@@ -22,6 +22,7 @@ mod pack;
 mod pools;
 mod random;
 mod read_limit;
+mod sampler;
 #[cfg(test)]
 mod tests;
 mod weights;

@@ -12,7 +12,6 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define LP_DEVICE static inline
-#define LP_CALL static
 struct alignas(16) Quad { u32 x, y, z, w; };
 
 namespace emulated {

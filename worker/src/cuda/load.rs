@@ -7,7 +7,7 @@ use std::time::Instant;
 use half::bf16;
 
 use super::cache::Cache;
-use super::compile::Compiler;
+use super::compile::{Compiler, Resources};
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
@@ -16,6 +16,7 @@ use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
+use super::sampler::{self, Sampler, SamplerKernel};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -23,7 +24,6 @@ use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, ModelPlan};
 use crate::rope::Rope;
-use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.
 #[derive(Clone, Default)]
@@ -89,9 +89,9 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = kernels(&gpu, &compiler, &layout)?;
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -101,6 +101,7 @@ pub fn load_with(
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
+    let sampler = Sampler::new(sampler, &memory.sizes)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
@@ -123,17 +124,10 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(SOURCE, &HEADERS)),
+        bit_domain: plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler)),
         notes,
         model_digest: model.digest,
     };
-    let sampler = Sampler::new(SamplerShape {
-        vocab_size: config.vocab_size,
-        padded_vocab: plan.padded_vocab,
-        tensor_parallel: 1,
-        rank: 0,
-        max_rows: request.max_slots,
-    });
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -141,8 +135,8 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
-    let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
+    let launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
     Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
 }
 
@@ -179,10 +173,16 @@ impl Model {
     }
 }
 
-/// All variants, compiled at the same time.
-fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
+/// What decides the bits of a result beside the plan: the sources and the compiler.
+fn arithmetic(compiler: &Compiler) -> String {
+    compiler.arithmetic(SOURCE, &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
+}
+
+/// All variants and the sampler, compiled at the same time.
+fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
+    let (vocab_size, most_columns) = (layout.plan().config.vocab_size, VARIANTS.into_iter().max().unwrap_or(1));
+    let (kernels, sampler) = std::thread::scope(|scope| {
         let load = |columns| {
             scope.spawn({
                 let cache = &cache;
@@ -190,25 +190,32 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
             })
         };
         let loading = VARIANTS.map(load);
-        loading
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_columns);
+        let kernels: Result<Vec<Kernel>, CudaError> = loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+            .collect();
+        (kernels, sampler)
     });
-    let kernels = kernels?;
+    let (kernels, sampler) = (kernels?, sampler?);
+    let told = |resources: Option<Resources>| {
+        resources.map_or("resources not told".into(), |of| {
+            format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+        })
+    };
+    let from = |cached| if cached { "from the cache" } else { "compiled" };
     for kernel in &kernels {
-        let from = if kernel.cached { "from the cache" } else { "compiled" };
         tracing::info!(
-            "kernel of {} columns {from}: {} bytes of shared memory, {}",
+            "kernel of {} columns {}: {} bytes of shared memory, {}",
             kernel.columns,
+            from(kernel.cached),
             kernel.shared_bytes(),
-            kernel.resources.map_or("resources not told".into(), |of| {
-                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
-            })
+            told(kernel.resources)
         );
     }
+    tracing::info!("sampler {}: {}", from(sampler.cached), told(sampler.resources));
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok(kernels)
+    Ok((kernels, sampler))
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

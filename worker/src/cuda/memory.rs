@@ -136,6 +136,7 @@ impl DeviceBuffer {
     ///
     /// # Safety
     /// Nobody looks at `values`, and they stay where they are, until the stream has come that far.
+    #[cfg(test)]
     #[allow(unsafe_code)]
     pub unsafe fn read_async<T: Pod>(&self, offset: usize, values: &mut [T], stream: &Stream) -> Result<(), CudaError> {
         assert!(offset + size_of_val(values) <= self.bytes, "{offset} + {} of {}", size_of_val(values), self.bytes);

@@ -99,13 +99,18 @@ pub struct RowLogprobs {
 pub struct SamplerLaunch {
     /// `[rows][vocabulary padded to tiles]` f32
     pub logits: u64,
-    processed: u64,
-    counts: u64,
-    words: u64,
-    sampling: u64,
+    /// This and the three after it are the sampler's own.
+    pub processed: u64,
+    /// `[slots][padded vocabulary]` u32
+    pub counts: u64,
+    /// Words of the exchanges.
+    pub words: u64,
+    /// `[slots]` of parameters.
+    pub sampling: u64,
     /// `[row_count]` [`Row`](super::launch::Row): those of the next step come to stand there.
     pub rows: u64,
-    stopped: u64,
+    /// u32 of the sampler: not 0 once the launches of the chain are to do nothing.
+    pub stopped: u64,
     /// Mapped: `[row_count]` of tag << 32 | token.
     pub tokens: u64,
     /// Mapped: `[row_count]` [`RowLogprobs`].
@@ -365,7 +370,12 @@ impl Sampler {
     /// What the public fields of `launch` point to is as they say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
     pub unsafe fn launch(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
-        assert!(launch.row_count as usize <= self.kernel.rows, "{} rows for a sampler of {}", launch.row_count, self.kernel.rows);
+        assert!(
+            launch.row_count as usize <= self.kernel.rows,
+            "{} rows for a sampler of {}",
+            launch.row_count,
+            self.kernel.rows
+        );
         let mut launch = SamplerLaunch {
             processed: self.processed.address(),
             counts: self.counts.address(),

@@ -9,6 +9,7 @@ use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
 use crate::cuda::kernel::{VARIANTS, check_shape, program};
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::cuda::sampler;
 use crate::model::ModelConfig;
 
 /// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
@@ -60,6 +61,13 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let again = compiler.build(&program(&layout, columns), &cache).unwrap();
             assert_eq!(again, (binary, true));
         }
+    }
+    for (vocab, blocks, rows) in [(128_256, SMS, 64), (151_936, SMS, 8), (768, SMS, 64), (40, 8, 1)] {
+        let (binary, _) =
+            compiler.build(&sampler::program(vocab, blocks, rows), &cache).unwrap_or_else(|e| panic!("{e}"));
+        let resources = Resources::of("sampler", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+        eprintln!("sampler of {rows} rows, {vocab} tokens, {blocks} blocks: {resources:?}");
+        assert_eq!(resources.spilled, 0, "{}", binary.log);
     }
     assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
 }

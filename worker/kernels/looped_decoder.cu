@@ -32,6 +32,8 @@ LP_DEVICE bool samples(const Launch& launch) {
   return false;
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
+/// Of the two sets of vectors the one that a step writes.
+LP_DEVICE u32 set_of(u32 shared, u32 step) { return (load_shared_u32(shared + Shared::first_set) + step) & 1; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 /// Waits until the tokens of the step before are known: orders their sampling, K and V of that step and a stop before this step (grid, by the
@@ -88,11 +90,11 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
   Consumer consumer(launch, shared, warp);
   Partials partials(launch, shared, warp);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  u32 b[kHiddenSteps > O::leaf_steps ? kHiddenSteps : O::leaf_steps][2];
+  u32 b[kHiddenSteps > kPartSteps ? kHiddenSteps : kPartSteps][2];
   u32 active;
-  const auto get_hidden = [&](u64 vector, u32 tag, int squares, u32 site) {
+  const auto get_hidden = [&](u32 vector, int squares, u32 site) {
     if (warp >= kHiddenLeaves) return;
-    const float sum = get_fragments<kHiddenSteps>(launch, launch.words + vector, warp * kHiddenSteps, tag, active, b, site);
+    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + vector + warp * HiddenVector::leaf_bytes, active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   };
   for (u32 step = 0;; step++) {
@@ -100,38 +102,44 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
     const Rows rows = rows_of(launch, step);
     active = rows.mask();
     if (step >= last_step(shared) || !active) return;
+    u32 vectors = vectors_of(set_of(shared, step), 0);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
+    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes) {
       const u32 tag = tag_of(launch, step) + layer;
       reached(launch, step, warp, layer, 0);
       if (Epilogue::sets<Qkv>()) {
-        get_hidden(Words::attention_x, tag, 0, kSiteAttentionX);
+        get_hidden(vectors + Vectors::attention_x, 0, kSiteAttentionX);
         reached(launch, step, warp, layer, 1);
         multiply<Qkv>(consumer, partials, b);
       }
       reached(launch, step, warp, layer, 2);
       attend(launch, consumer, shared, rows, layer, tag);
       reached(launch, step, warp, layer, 3);
-      merge_pages(launch, rows, warp, tag);
+      merge_pages(launch, rows, warp, tag, launch.words + vectors + Vectors::attention_out);
       reached(launch, step, warp, layer, 4);
       if (Epilogue::sets<O>()) {
-        if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + Words::attention_out, warp * O::leaf_steps, tag, active, b, kSiteAttentionOut);
-        reached(launch, step, warp, layer, 5);
-        multiply<O>(consumer, partials, b);
+        const u8* input = launch.words + vectors + Vectors::attention_out;
+        if constexpr (O::leaf_steps <= kPartSteps) {
+          if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, active, b, kSiteAttentionOut);
+          reached(launch, step, warp, layer, 5);
+          multiply<O>(consumer, partials, b);
+        } else {
+          multiply_fetching<O>(consumer, partials, input, active, kSiteAttentionOut);
+        }
       }
       reached(launch, step, warp, layer, 6);
       if (Epilogue::sets<GateUp>()) {
-        get_hidden(Words::mlp_x, tag, 1, kSiteMlpX);
+        get_hidden(vectors + Vectors::mlp_x, 1, kSiteMlpX);
         reached(launch, step, warp, layer, 7);
         multiply<GateUp>(consumer, partials, b);
       }
       reached(launch, step, warp, layer, 8);
-      multiply_fetching<Down>(consumer, partials, launch.words + Words::activation, tag, active, kSiteActivation);
+      multiply_fetching<Down>(consumer, partials, launch.words + vectors + Vectors::activation, active, kSiteActivation);
       reached(launch, step, warp, layer, 9);
     }
     if (!sampling) return;
     if (Epilogue::sets<Head>()) {
-      get_hidden(Words::attention_x, tag_of(launch, step) + kLayers, 0, kSiteHeadX);
+      get_hidden(vectors + Vectors::attention_x, 0, kSiteHeadX);
       multiply<Head>(consumer, partials, b);
     }
   }
@@ -157,7 +165,8 @@ LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 ac
     }
   }
   if (launch.flags & kLaunchUndrawn) return false;
-  fence_gpu();  // K and V of this step before its token words
+  fence_gpu();  // K and V of this step, and cleared vectors, before its token words
+  __syncwarp();
   bool stopped = false;
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
@@ -182,7 +191,7 @@ LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 ac
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read
+  fence_gpu();  // token words before K and V of this step are read, and before the cleared vectors are used
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
@@ -203,23 +212,27 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     const Rows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    if (!epilogue.second()) epilogue.embed(token, active, tag_of(launch, step));
+    u32 vectors = vectors_of(set_of(shared, step), 0), unused = vectors_of(set_of(shared, step + 1), 0);
+    if (!epilogue.second()) epilogue.embed(token, active, vectors);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
-      const u32 tag = tag_of(launch, step) + layer;
-      epilogue.query_key_value(rows, layer, active, tag);
+    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes, unused += Vectors::bytes) {
+      epilogue.query_key_value(rows, layer, active, tag_of(launch, step) + layer);
       reached(launch, step, kEpilogue + warp, layer, 0);
+      epilogue.clear(unused);
+      epilogue.warm(vectors + Vectors::bytes);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(Words::mlp_x, 2 * layer + 1, active, tag);
+      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, tag);
+      epilogue.gate_up(active, vectors);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(Words::attention_x, 2 * layer + 2, active, tag + 1);
+      epilogue.add_residual<Down>(vectors + Vectors::bytes + Vectors::attention_x, 2 * layer + 2, active);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
+    epilogue.clear(unused);
+    epilogue.warm(vectors_of(set_of(shared, step + 1), 0));
     if (!sampling) {
       step++;
       break;
@@ -236,11 +249,15 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
-  if (blockIdx.x == 0 && threadIdx.x == kEpilogue * 32 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
+  if (threadIdx.x == kEpilogue * 32) {
+    store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
+    if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
+  }
 }
 
-/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item.
-extern "C" __device__ const u64 looped_decoder_needs[4] = {Shared::bytes, kThreads, Words::page, Words::page_bytes};
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
+/// bytes of words to zero before a launch, pages of an item.
+extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
   if (launch.stopped && *launch.stopped) return;
@@ -260,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     }
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     store_shared_u32(shared + Shared::last_step, launch.steps);
+    store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4));
     fence_mbarrier_init();
   }
   __syncthreads();

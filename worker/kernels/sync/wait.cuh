@@ -37,6 +37,28 @@ constexpr bool kAblateWaits = true;  // what do the exchanges cost? wrong result
 constexpr bool kAblateWaits = false;
 #endif
 
+/// Calls `get(j)` for j < N until nothing is missing. It loads what it does not have yet and returns kThere, or, if that has not been written, its offset from `base`.
+/// While something is missing, a word that one lane misses, the last of its words, stands for all (polling them all slows the stream).
+constexpr u32 kThere = ~0u;
+template <int N, class Get> LP_DEVICE void poll(const Launch& launch, const u8* base, Get get, u32 site) {
+  long long begun = 0;
+  while (true) {
+    u32 missing = kThere;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const u32 at = get(j);
+      if (at != kThere) missing = at;
+    }
+    const u32 waiting = __ballot_sync(kAllLanes, missing != kThere);
+    if (kAblateWaits || waiting == 0) break;
+    if (begun == 0) begun = clock64();
+    if ((int)(threadIdx.x & 31) == __ffs(waiting) - 1)
+      while (load_relaxed_u32(base + missing) == 0)
+        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, (u32)(base + missing - launch.words), 0);
+    __syncwarp();
+  }
+}
+
 /// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's missing word
 /// stands for all (polling them all slows the stream). Lanes that are not `active` get zeros.
 template <int N> LP_DEVICE void poll_words(const Launch& launch, const u8* base, u32 stride, u32 tag, bool active, u32* x, u32* y, u32* extra, u32 site) {

@@ -51,6 +51,10 @@ pub struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub steps: u32,
 
+    /// Measure the time from a prompt of so many tokens to its first token, too
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_PROMPT", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub prompt: Option<u32>,
+
     /// Memory that read bandwidth is measured over, in MiB; must be far above the caches [default: 1024, on a GPU 8192]
     #[arg(long, value_name = "MIB", env = "LOOPLANE_BENCH_READ_MIB",
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]

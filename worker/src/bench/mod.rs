@@ -8,11 +8,11 @@ mod group;
 mod report;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
 pub use args::{BenchArgs, Shape, WeightSource};
-pub use report::{BatchReport, Read, Report};
+pub use report::{BatchReport, PromptReport, Read, Report};
 
 use crate::cpu::{ReadBandwidth, ReadError};
 use crate::cuda::{self, CudaError, ReadLimit};
@@ -30,6 +30,8 @@ const READ_MIB: [u32; 2] = [1024, 8192];
 const ROUND_PASSES: usize = 2;
 /// Steps of each batch before the first that counts.
 const WARM_UP_STEPS: u32 = 2;
+/// Times that a prompt is computed; the first does not count.
+const PROMPT_RUNS: u32 = 6;
 /// Idle threads are asleep after this long, and disturb nobody.
 const SETTLE: Duration = Duration::from_millis(10);
 
@@ -106,12 +108,13 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         max_steps,
         sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
         logprobs: args.logprobs,
+        prompt: args.prompt,
     };
     let random_weights = setup.random.is_some();
     let (group, reader) = (Group::load(&setup)?, Reader::new(args, threads, on_gpu)?);
     let (notes, weight_bytes) = (group.notes.clone(), group.traffic.weight_bytes);
     let measured = Bench { args, group, reader, config, positions: vec![args.context; setup.slots as usize] };
-    let (series, read) = measured.run(max_steps)?;
+    let (series, prompt, read) = measured.run(max_steps)?;
     let batches = series.iter().map(|of| {
         let kv_bytes = of.kv_bytes / u64::from(args.steps);
         BatchReport::new(of.batch, &of.times, weight_bytes, kv_bytes, &read)
@@ -128,6 +131,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         context: args.context,
         steps: args.steps,
         batches: batches.collect(),
+        prompt,
         read,
     };
     report.relate();
@@ -188,7 +192,7 @@ struct Series {
 }
 
 impl Bench<'_> {
-    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Read), BenchError> {
+    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Option<PromptReport>, Read), BenchError> {
         for slot in 0..self.positions.len() as u32 {
             self.group.prefill(slot, self.args.context, max_steps + 1)?;
         }
@@ -208,8 +212,23 @@ impl Bench<'_> {
             }
         }
         self.read(&mut passes)?;
+        let prompt = self.args.prompt.map(|tokens| self.prompt(tokens)).transpose()?;
         self.group.finish()?;
-        Ok((series, Read::new(self.reader.bytes() as u64, passes)))
+        Ok((series, prompt, Read::new(self.reader.bytes() as u64, passes)))
+    }
+
+    /// Computes a prompt in a slot of its own again and again.
+    fn prompt(&mut self, tokens: u32) -> Result<PromptReport, BenchError> {
+        let slot = self.positions.len() as u32;
+        let mut times = Vec::new();
+        for run in 0..PROMPT_RUNS {
+            std::thread::sleep(SETTLE);
+            let begun = Instant::now();
+            self.group.prefill(slot, tokens, 1)?;
+            times.extend((run > 0).then(|| begun.elapsed()));
+            self.group.release(slot)?;
+        }
+        Ok(PromptReport::new(tokens, times))
     }
 
     fn decode(&mut self, batch: u32, steps: u32) -> Result<(Vec<StepTime>, u64), BenchError> {

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
 use super::kernel::Kernel;
-use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, Report, Row, site_name};
+use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
 use super::mailbox::Mailbox;
 use super::memory::PinnedBuffer;
+use super::passes::{Passes, Width};
 use super::pools::{MOST_STEPS, Pools, Sizes};
 use super::sampler::{Sampler, SamplerLaunch};
 use super::weights::Weights;
@@ -34,6 +35,7 @@ const STEPS_AHEAD: u32 = 4;
 struct Ticket {
     /// First of its `[steps][columns]` words.
     start: usize,
+    /// 0: no row samples, and no token is written.
     columns: usize,
     rows: usize,
     epoch: u32,
@@ -46,8 +48,8 @@ impl Ticket {
     }
 }
 
-/// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the next. The host puts them into the stream
-/// some steps ahead, so that nothing waits for it.
+/// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the next.
+/// The host puts them into the stream some steps ahead, so that nothing waits for it.
 struct Chain {
     ticket: Ticket,
     variant: usize,
@@ -64,6 +66,7 @@ pub struct Engine {
     /// By columns, ascending.
     kernels: Vec<Kernel>,
     sampler: Sampler,
+    passes: Passes,
     weights: Weights,
     pools: Pools,
     host_pages: PinnedBuffer<u32>,
@@ -102,7 +105,9 @@ impl Engine {
         pools: Pools,
     ) -> Result<Self, CudaError> {
         let gpu = kernels[0].gpu().clone();
-        let columns = kernels.iter().map(|kernel| kernel.columns).max().unwrap_or(1);
+        let widths: Vec<Width> = kernels.iter().map(|kernel| kernel.variant.width).collect();
+        let passes = Passes::new(&widths, sizes.max_batch_tokens);
+        let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
             PinnedBuffer::zeroed(gpu, len)
         }
@@ -115,9 +120,10 @@ impl Engine {
             sizes,
             kernels,
             sampler,
+            passes,
             weights,
             pools,
-            mailbox: Mailbox::new(&gpu, sizes.ring(columns))?,
+            mailbox,
             launches: Vec::new(),
             chain: None,
             finished: true,
@@ -176,10 +182,11 @@ impl Engine {
             self.start_over();
         }
         let epoch = self.next_epoch(steps)?;
-        let variant = self.kernels.iter().position(|kernel| kernel.columns >= rows.len());
-        let variant =
-            variant.expect("a kernel with as many columns, because no more rows are launched than the widest has");
-        let columns = self.kernels[variant].columns;
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let holds = |width: Width| width.columns >= rows.len() && (width.samples || !samples);
+        let variant = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        let variant = variant.expect("a kernel that holds the rows, because passes are chosen so");
+        let columns = if samples { self.kernels[variant].variant.columns() } else { 0 };
         let (first_row, start) = (self.rows_used, self.tokens_used);
         self.rows_used += rows.len();
         self.tokens_used += steps as usize * columns;
@@ -218,7 +225,7 @@ impl Engine {
             ..Launch::default()
         };
         self.launches.push(ticket);
-        if sampled {
+        if sampled && samples {
             self.chain = Some(Chain { ticket, variant, decoder: launch, steps, put: 0 });
             self.extend(STEPS_AHEAD)?;
             return Ok(self.launches.len() - 1);
@@ -318,8 +325,8 @@ impl Engine {
 }
 
 impl Launcher for Engine {
-    fn columns(&self) -> usize {
-        self.kernels.last().map_or(1, |kernel| kernel.columns)
+    fn passes(&self) -> &Passes {
+        &self.passes
     }
 
     fn most_steps(&self) -> u32 {

@@ -12,11 +12,12 @@ use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
 use super::heads::{PaddedHeads, padded};
-use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
+use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
+use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -175,22 +176,24 @@ impl Model {
 
 /// What decides the bits of a result beside the plan: the sources and the compiler.
 fn arithmetic(compiler: &Compiler) -> String {
-    compiler.arithmetic(SOURCE, &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
+    compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
 }
 
 /// All variants and the sampler, compiled at the same time.
 fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let (vocab_size, most_columns) = (layout.plan().config.vocab_size, VARIANTS.into_iter().max().unwrap_or(1));
+    let vocab_size = layout.plan().config.vocab_size;
+    let sampling = VARIANTS.iter().map(|variant| variant.width).filter(|width| width.samples);
+    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
     let (kernels, sampler) = std::thread::scope(|scope| {
-        let load = |columns| {
+        let load = |variant| {
             scope.spawn({
                 let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, columns)
+                move || Kernel::load(gpu, compiler, cache, layout, variant)
             })
         };
         let loading = VARIANTS.map(load);
-        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_columns);
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
         let kernels: Result<Vec<Kernel>, CudaError> = loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -207,7 +210,7 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<
     for kernel in &kernels {
         tracing::info!(
             "kernel of {} columns {}: {} bytes of shared memory, {}",
-            kernel.columns,
+            kernel.variant.columns(),
             from(kernel.cached),
             kernel.shared_bytes(),
             told(kernel.resources)

@@ -72,8 +72,8 @@ impl Mailbox {
     /// The log-probabilities of the token at `index`, once [`Self::token`] has given it: the kernel wrote them before it.
     #[allow(unsafe_code)]
     pub fn logprobs(&self, index: usize) -> RowLogprobs {
-        // SAFETY: the record is in the buffer; its writer was done before the token, and writes again only after the host has said that
-        // it expects another.
+        // SAFETY: the record is in the buffer; its writer was done before the token, and writes again only after the host has
+        // said that it expects another.
         unsafe { self.logprobs.pointer(index).read_volatile() }
     }
 

@@ -19,12 +19,14 @@ mod looped_decoder;
 mod mailbox;
 mod memory;
 mod pack;
+mod passes;
 mod pools;
 mod random;
 mod read_limit;
 mod sampler;
 #[cfg(test)]
 mod tests;
+mod variants;
 mod weights;
 
 pub use cache::CACHE_VARIABLE;

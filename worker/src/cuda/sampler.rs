@@ -1,7 +1,8 @@
-//! The sampler on a GPU, the host's side of `kernels/sampler.cu`: how the tokens of each slot are drawn, and launches that draw them.
+//! The sampler on a GPU, the host's side of `kernels/sampler.cu`: how the tokens of each slot are drawn, and launches that
+//! draw them.
 //!
-//! What a sequence asks for is copied to the GPU when it enters its slot, and stays; what it has generated is counted there, for sequences
-//! with penalties. The structs are those of `kernels/layout/sampler.cuh`.
+//! What a sequence asks for is copied to the GPU when it enters its slot, and stays; what it has generated is counted there,
+//! for sequences with penalties. The structs are those of `kernels/layout/sampler.cuh`.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -201,7 +202,7 @@ impl SamplerKernel {
         let (blocks, rows) = (gpu.facts.sms, columns.min(MOST_ROWS));
         let (binary, cached) = compiler.build(&program(vocab_size, blocks, rows), cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let [threads, words_bytes] = module.needs(c"sampler_needs")?;
+        let [threads, words_bytes]: [u64; 2] = module.needs(NAME)?;
         Ok(Self {
             resources: Resources::of(NAME, &binary.log),
             cached,
@@ -310,8 +311,8 @@ impl Sampler {
             bias: list(first_bias),
             suppress: list(first_suppressed),
         };
-        // SAFETY: what is copied is written again only for a slot that was released meanwhile, which takes a plan after a step of
-        // this one, and so a wait for the stream; or before a copy behind this one, of what then is right.
+        // SAFETY: what is copied is written again only for a slot that was released meanwhile, which takes a plan after a
+        // step of this one, and so a wait for the stream; or before a copy behind this one, of what then is right.
         unsafe {
             let (at, of) = (slot * size_of::<RowSampling>(), &self.host_sampling[slot..=slot]);
             self.sampling.write_async(at, of, stream)?;
@@ -352,8 +353,8 @@ impl Sampler {
             (&raw mut count).cast(),
         ];
         let blocks = count.div_ceil(COUNT_THREADS).clamp(1, self.kernel.blocks);
-        // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and tokens are written
-        // again only after the stream was waited for.
+        // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and tokens are
+        // written again only after the stream was waited for.
         let launched = unsafe {
             let (grid, block) = ((blocks, 1, 1), (COUNT_THREADS, 1, 1));
             result::launch_kernel(self.kernel.count, grid, block, 0, stream.raw, &mut parameters)
@@ -385,7 +386,8 @@ impl Sampler {
             ..launch
         };
         let mut parameters = [(&raw mut launch).cast::<c_void>()];
-        // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what it points to.
+        // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what it
+        // points to.
         let launched = unsafe {
             let (grid, block) = ((self.kernel.blocks, 1, 1), (self.kernel.threads, 1, 1));
             result::launch_cooperative_kernel(self.kernel.sample, grid, block, 0, stream.raw, &mut parameters)

@@ -2,7 +2,7 @@
 
     variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
-    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
+    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8 --name trace
     variants.py chain 8b llama-1b                        # sampled steps beside greedy ones in the loop
 
 `check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
@@ -327,9 +327,9 @@ def check(args):
         token, logits = one.prompt(tokens)
         same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
         steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
-        last = one.logits[0].clone()
+        last = one.logits[0, : shape.vocab].clone()
         beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
-        same += [torch.equal(last, eight.logits[0]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        same += [torch.equal(last, eight.logits[0, : shape.vocab]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
         one.launch([decoding(token, n)], steps=20, stop=1)
         print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {one.ran}", flush=True)
 
@@ -407,18 +407,21 @@ def chain(args):
 
 
 def trace(args):
-    """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
+    """Means of the stages of a layer, of a build with -DLP_TRACE."""
     for name in args.shapes:
         context = int(args.context)
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
-        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, "trace"), pages=8 * ((context + 127) // PAGE + 1))
+        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, args.name), pages=8 * ((context + 127) // PAGE + 1))
         kernel.kv.normal_(0, 0.2)
         stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
         for _ in range(3):
             kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(args.batch)], steps=8, logits=False, trace=stamps)
-        microseconds = stamps[:, :16, 2:-2].double().cpu() / 1755
+        microseconds = stamps[:, :, 2:-2].double().cpu() / 1755
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
-        print(f"{name}, batch {args.batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+        consumers, epilogue = microseconds[:, :16], microseconds[:, 17:19].amax(1)
+        print(f"{name} {args.name}, batch {args.batch}: " + ", ".join(f"{stage} {(consumers[..., i + 1] - consumers[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+        last = {"qkv": (2, 0), "o": (6, 1), "gate/up": (8, 2), "down": (9, 3)}
+        print("    last warp to published: " + ", ".join(f"{phase} {(epilogue[..., e] - consumers[..., c].amax(1)).mean():.2f}" for phase, (c, e) in last.items()))
 
 
 def main():

@@ -130,7 +130,8 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
   }
 }
 
-/// LM head: the best token of every column over the whole vocabulary into `token`; true if the host wants the launch to end.
+/// LM head: logits, and unless the sampler draws, the best token of every column over the whole vocabulary into `token`; true if the host wants the
+/// launch to end.
 LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 active, u32* token) {
   const int lane = threadIdx.x & 31, first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
   const u32 tag = tag_of(launch, step);
@@ -148,6 +149,7 @@ LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 ac
       if (on && launch.flags & kLaunchLogits) launch.logits[(u64)epilogue.column(c) * (Head::tiles * 16) + id] = logit;
     }
   }
+  if (launch.flags & kLaunchUndrawn) return false;
   fence_gpu();  // K and V of this step, and cleared vectors, before its token words
   __syncwarp();
   bool stopped = false;
@@ -234,7 +236,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
   }
   if (threadIdx.x == kEpilogue * 32) {
     store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
-    if (blockIdx.x == 0) store_system_u32(launch.control + 1, step);
+    if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
   }
 }
 
@@ -243,6 +245,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
 extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
+  if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)

@@ -172,6 +172,8 @@ LP_DEVICE u32 load_system_u32(const u32* p) {
 }
 LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+/// Orders everything this thread saw before it (system).
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 LP_DEVICE void trap() { asm volatile("trap;"); }

@@ -4,13 +4,15 @@
 /// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
 constexpr long long kWaitLimit = 1000000000;
 
-/// Where a wait is; named in worker/src/cuda/launch.rs.
+/// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
+  kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
 };
 
-LP_DEVICE void wait_failed(const Launch& launch, u32 site, u32 expected, u32 seen) {
+/// `launch`: of any kernel.
+template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 expected, u32 seen) {
   volatile u32* report = launch.report;
   report[1] = blockIdx.x;
   report[2] = threadIdx.x;

@@ -64,6 +64,18 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BLOCKS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub blocks: Option<u32>,
 
+    /// How tokens are drawn: 0 for the most likely one
+    #[arg(long, value_name = "T", default_value_t = 0.0, env = "LOOPLANE_BENCH_TEMPERATURE", value_parser = at_least_0)]
+    pub temperature: f32,
+
+    /// Share of the probability that is drawn from
+    #[arg(long, value_name = "P", default_value_t = 1.0, env = "LOOPLANE_BENCH_TOP_P", value_parser = share)]
+    pub top_p: f32,
+
+    /// Log-probabilities of each token, and of this many likely ones
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_LOGPROBS", value_parser = clap::value_parser!(u32).range(0..=20))]
+    pub logprobs: Option<u32>,
+
     /// Write the figures to this file too
     #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_JSON")]
     pub json: Option<PathBuf>,
@@ -162,6 +174,16 @@ impl BenchArgs {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(self.threads.unwrap_or((cores / self.tp).max(1)))
     }
+}
+
+fn at_least_0(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|value: &f32| value.is_finite() && *value >= 0.0);
+    value.ok_or_else(|| "must be a number of at least 0".to_owned())
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|value: &f32| *value > 0.0 && *value <= 1.0);
+    value.ok_or_else(|| "must be a number over 0 and at most 1".to_owned())
 }
 
 fn at_least_1(text: &str) -> Result<usize, String> {

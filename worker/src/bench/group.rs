@@ -43,6 +43,10 @@ pub struct Setup<'a> {
     pub context: u32,
     /// Steps that each sequence can be decoded for.
     pub max_steps: u32,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Log-probabilities are wanted, and of how many likely tokens.
+    pub logprobs: Option<u32>,
     /// Tokens of a prompt that one more sequence has.
     pub prompt: Option<u32>,
 }
@@ -78,6 +82,8 @@ pub struct Group {
     version: u64,
     vocab: u32,
     pages_a_slot: u32,
+    sampling: SamplingParams,
+    logprobs: Option<u32>,
 }
 
 impl Group {
@@ -122,6 +128,8 @@ impl Group {
             version: 0,
             vocab: decoders[0].loaded().vocab_size as u32,
             pages_a_slot: pages_a_slot as u32,
+            sampling: setup.sampling.clone(),
+            logprobs: setup.logprobs,
         };
         for decoder in decoders {
             let (feed, source) = plan_stream();
@@ -216,8 +224,8 @@ impl Group {
             max_tokens,
             min_tokens: 0,
             stop_tokens: Vec::new(),
-            sampling: SamplingParams::greedy(),
-            logprobs: None,
+            sampling: SamplingParams { seed: u64::from(slot), ..self.sampling.clone() },
+            logprobs: self.logprobs,
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::cuda::{self, CudaError, ReadLimit};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
+use crate::sampling::SamplingParams;
 use group::{Group, Setup, StepTime};
 
 /// Steps of one batch between two read passes: on CPUs, and on a GPU, where they are one launch.
@@ -105,6 +106,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         slots: args.batch.iter().copied().max().unwrap_or(1),
         context: args.context,
         max_steps,
+        sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
+        logprobs: args.logprobs,
         prompt: args.prompt,
     };
     let random_weights = setup.random.is_some();

@@ -92,18 +92,29 @@ impl Module {
         Ok(function)
     }
 
+    /// The numbers that a kernel tells of itself.
+    ///
+    /// # Errors
+    /// They are not there.
     #[allow(unsafe_code)]
-    fn needs(&self, kernel: &str) -> Result<Needs, CudaError> {
+    pub fn needs<T: Pod>(&self, kernel: &str) -> Result<T, CudaError> {
         let name = CString::new(format!("{kernel}_needs")).unwrap_or_default();
         // SAFETY: the module is loaded for as long as `self` lives.
         let found = unsafe { result::module::get_global(self.raw, name) };
         let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut needs = [Needs::zeroed()];
+        let mut needs = [T::zeroed()];
         assert_eq!(bytes, size_of_val(&needs), "the source of {kernel} has these numbers there");
         // SAFETY: the range is the global's.
         checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut needs, address) })?;
         let [needs] = needs;
         Ok(needs)
+    }
+}
+
+impl Module {
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
     }
 }
 
@@ -132,7 +143,7 @@ impl Kernel {
     ) -> Result<Self, CudaError> {
         let (binary, cached) = compiler.build(&variant.program(layout), cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let needs = module.needs(variant.name())?;
+        let needs: Needs = module.needs(variant.name())?;
         let does_not_fit = |problem: String| {
             Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
         };

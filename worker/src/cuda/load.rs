@@ -7,7 +7,7 @@ use std::time::Instant;
 use half::bf16;
 
 use super::cache::Cache;
-use super::compile::Compiler;
+use super::compile::{Compiler, Resources};
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
@@ -16,6 +16,7 @@ use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
+use super::sampler::{self, Sampler, SamplerKernel};
 use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
@@ -24,7 +25,6 @@ use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, ModelPlan};
 use crate::rope::Rope;
-use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.
 #[derive(Clone, Default)]
@@ -90,9 +90,9 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = kernels(&gpu, &compiler, &layout)?;
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -102,6 +102,7 @@ pub fn load_with(
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
+    let sampler = Sampler::new(sampler, &memory.sizes)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
@@ -124,17 +125,10 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(&SOURCES.concat(), &HEADERS)),
+        bit_domain: plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler)),
         notes,
         model_digest: model.digest,
     };
-    let sampler = Sampler::new(SamplerShape {
-        vocab_size: config.vocab_size,
-        padded_vocab: plan.padded_vocab,
-        tensor_parallel: 1,
-        rank: 0,
-        max_rows: request.max_slots,
-    });
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -142,8 +136,8 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
-    let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
+    let launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
     Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
 }
 
@@ -180,41 +174,57 @@ impl Model {
     }
 }
 
-/// All variants that take the model, compiled at the same time.
-fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
+/// What decides the bits of a result beside the plan: the sources and the compiler.
+fn arithmetic(compiler: &Compiler) -> String {
+    compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
+}
+
+/// All variants and the sampler, compiled at the same time.
+fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     if let Err(problem) = check_wide(layout) {
         tracing::info!(
             "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
         );
     }
-    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
+    let vocab_size = layout.plan().config.vocab_size;
+    let variants: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect();
+    let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
+    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
+    let (kernels, sampler) = std::thread::scope(|scope| {
         let load = |variant| {
             scope.spawn({
                 let cache = &cache;
                 move || Kernel::load(gpu, compiler, cache, layout, variant)
             })
         };
-        let loading: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).map(load).collect();
-        loading
+        let loading: Vec<_> = variants.into_iter().map(load).collect();
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
+        let kernels: Result<Vec<Kernel>, CudaError> = loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+            .collect();
+        (kernels, sampler)
     });
-    let kernels = kernels?;
+    let (kernels, sampler) = (kernels?, sampler?);
+    let told = |resources: Option<Resources>| {
+        resources.map_or("resources not told".into(), |of| {
+            format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+        })
+    };
+    let from = |cached| if cached { "from the cache" } else { "compiled" };
     for kernel in &kernels {
-        let from = if kernel.cached { "from the cache" } else { "compiled" };
         tracing::info!(
-            "kernel of {} columns {from}: {} bytes of shared memory, {}",
+            "kernel of {} columns {}: {} bytes of shared memory, {}",
             kernel.variant.columns(),
+            from(kernel.cached),
             kernel.shared_bytes(),
-            kernel.resources.map_or("resources not told".into(), |of| {
-                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
-            })
+            told(kernel.resources)
         );
     }
+    tracing::info!("sampler {}: {}", from(sampler.cached), told(sampler.resources));
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok(kernels)
+    Ok((kernels, sampler))
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

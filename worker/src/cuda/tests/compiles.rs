@@ -8,6 +8,7 @@ use crate::cuda::cache::Cache;
 use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::cuda::sampler;
 use crate::cuda::variants::{VARIANTS, check_shape, check_wide};
 use crate::model::ModelConfig;
 
@@ -70,6 +71,13 @@ fn every_shape_compiles_and_its_resources_are_told() {
             assert_eq!(again, (binary, true));
             wide += usize::from(columns > 8);
         }
+    }
+    for (vocab, blocks, rows) in [(128_256, SMS, 64), (151_936, SMS, 8), (768, SMS, 64), (40, 8, 1)] {
+        let (binary, _) =
+            compiler.build(&sampler::program(vocab, blocks, rows), &cache).unwrap_or_else(|e| panic!("{e}"));
+        let resources = Resources::of("sampler", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+        eprintln!("sampler of {rows} rows, {vocab} tokens, {blocks} blocks: {resources:?}");
+        assert_eq!(resources.spilled, 0, "{}", binary.log);
     }
     assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
     assert_eq!(wide, 9, "three widths of 1b, llama-1b and 8b");

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 
@@ -16,7 +16,7 @@ use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
-use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape, check_wide};
+use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -189,10 +189,12 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
         );
     }
     let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
-        let load = |variant| {
-            scope.spawn({
-                let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, variant)
+        let load = |variant: Variant| {
+            let cache = &cache;
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant)?;
+                tell(&kernel, begun.elapsed());
+                Ok(kernel)
             })
         };
         let loading: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).map(load).collect();
@@ -202,19 +204,21 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
             .collect()
     });
     let kernels = kernels?;
-    for kernel in &kernels {
-        let from = if kernel.cached { "from the cache" } else { "compiled" };
-        tracing::info!(
-            "kernel of {} columns {from}: {} bytes of shared memory, {}",
-            kernel.variant.columns(),
-            kernel.shared_bytes(),
-            kernel.resources.map_or("resources not told".into(), |of| {
-                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
-            })
-        );
-    }
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
     Ok(kernels)
+}
+
+fn tell(kernel: &Kernel, took: Duration) {
+    tracing::info!(
+        "kernel of {} columns {} in {:.2} s: {} bytes of shared memory, {}",
+        kernel.variant.columns(),
+        if kernel.cached { "from the cache" } else { "compiled" },
+        took.as_secs_f64(),
+        kernel.shared_bytes(),
+        kernel.resources.map_or("resources not told".into(), |of| {
+            format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+        })
+    );
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

@@ -29,8 +29,7 @@ LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
   return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
 }
 LP_DEVICE bool samples(const Launch& launch) {
-  if (kPrompt) return false;
-  for (u32 r = 0; r < launch.row_count; r++)
+  for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
     if (launch.rows[r].flags & kRowSample) return true;
   return false;
 }

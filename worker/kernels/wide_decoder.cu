@@ -74,7 +74,8 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
       producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
       producer.stream<DownCut>(weights + kDownOffset);
     }
-    if (sampling) producer.stream_own<HeadOwn>(weights);
+    if (!sampling) return;
+    producer.stream_own<HeadOwn>(weights);
   }
 }
 
@@ -93,7 +94,8 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
       input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
       input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
     }
-    if (sampling) input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    if (!sampling) return;
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
   }
 }
 
@@ -108,7 +110,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
       find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
     }
-    if (sampling) find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+    if (!sampling) return;
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
   }
 }
 

@@ -359,8 +359,8 @@ def wide(args):
         lengths = torch.randint(1, args.longest, (slots,), generator=torch.Generator().manual_seed(11)).tolist()
         lengths[:4] = [1, 64, 65, args.longest]
         prompts = {slot: prompt_of(shape, length, slot) for slot, length in enumerate(lengths)}
-        pages = slots * ((max(lengths) + 64) // PAGE + 1)
-        narrow = Kernel(model, 8, cubin(args, name, 8, args.name), pages, slots)
+        room = dict(slots=slots + 32, pages=(slots + 32) * ((max(lengths) + 64) // PAGE + 1))  # the last are for the rows of NaN
+        narrow = Kernel(model, 8, cubin(args, name, 8, args.name), **room)
         want = narrow.prompts(prompts)
         decoded = {}
         for first in range(0, slots, 8):
@@ -370,7 +370,7 @@ def wide(args):
                 decoded[first + i] = out[:, i].tolist(), narrow.logits[i, : shape.vocab].clone()
 
         def compare(kernel, order, what, steps=steps, stop=0):
-            rows = [decoding(nan, 3, slots - 1 - i, i) if slot is None else decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(order)]
+            rows = [decoding(nan, 3, slots + i, i) if slot is None else decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(order)]
             out = kernel.launch(rows, steps, stop=stop)
             tokens = sum(out[: kernel.ran, i].tolist() != decoded[slot][0][: kernel.ran] for i, slot in enumerate(order) if slot is not None)
             logits = sum(not torch.equal(kernel.logits[i, : shape.vocab], decoded[slot][1]) for i, slot in enumerate(order) if slot is not None and slot % 5)
@@ -379,7 +379,7 @@ def wide(args):
         for columns in WIDE:
             if columns not in args.columns:
                 continue
-            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), pages, slots)
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), **room)
             got = kernel.prompts(prompts)
             wrong = [slot for slot in range(slots) if got[slot][0] != want[slot][0] or not torch.equal(got[slot][1], want[slot][1])]
             print(f"{name}, {columns} columns: prompts with other bits: {wrong}", flush=True)
@@ -391,8 +391,8 @@ def wide(args):
             differ = sum(not torch.equal(kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3), out) for out in [kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3)] for _ in range(args.repeats))
             print(f"{name}, {columns} columns: repeats that differ: {differ} of {args.repeats}", flush=True)
         if PROMPT in args.columns:
-            decode = Kernel(model, 64, cubin(args, name, 64, args.name), pages, slots)
-            kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), pages, slots, decode)
+            decode = Kernel(model, 64, cubin(args, name, 64, args.name), **room)
+            kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), **room, beside=decode)
             kernel.prompts({slot: tokens[:-1] for slot, tokens in prompts.items()}, last=False)
             order = list(range(64))
             out = decode.launch([decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
@@ -401,15 +401,28 @@ def wide(args):
 
 
 def time_(args):
-    """Median of 5 launches of 64 steps, for each variant."""
+    """Median of 5 launches of 64 steps, for each variant; of 128 columns, of prompts of 2048 tokens."""
     for name in args.shapes:
         contexts = [int(c) for c in args.context.split(",")]
-        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(contexts) + 128)
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
         s, steps = model.shape, 64
         for columns in args.columns:
             for variant in args.variants.split(","):
+                if columns == PROMPT:
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=32, slots=1)
+                    times = []
+                    for _ in range(6):
+                        passes = []
+                        for first in range(0, 2048, columns):
+                            kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(columns)], logits=False)
+                            passes.append(kernel.ms)
+                        times.append(passes)
+                    passes = sorted(times[1:], key=sum)[2]
+                    print(f"{name} {variant or 'plain':10} prompt of 2048 tokens: {sum(passes):.1f} ms; first pass {passes[0]:.2f}, last {passes[-1]:.2f}", flush=True)
+                    continue
                 for context in contexts:
-                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=max(8, columns) * ((context + 127) // PAGE + 1), slots=max(8, columns))
+                    slots = max(8, columns)
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
                     kernel.kv.normal_(0, 0.2)
                     rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
                     times = sorted(kernel.launch(rows, steps, logits=False) is not None and kernel.ms / steps for _ in range(5))
@@ -421,16 +434,21 @@ def time_(args):
 def trace(args):
     """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
     for name in args.shapes:
-        context = int(args.context)
+        context, batch = int(args.context), args.batch
+        slots = max(8, batch)
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
-        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, "trace"), pages=8 * ((context + 127) // PAGE + 1))
+        kernel = Kernel(model, batch, cubin(args, name, batch, "trace"), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
         kernel.kv.normal_(0, 0.2)
         stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
+        rows = [decoding(17 + i, context - 1, i, i) for i in range(batch)]
         for _ in range(3):
-            kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(args.batch)], steps=8, logits=False, trace=stamps)
-        microseconds = stamps[:, :16, 2:-2].double().cpu() / 1755
+            kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
+        consumers = 16 if batch in NARROW else 8
+        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1755
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
-        print(f"{name}, batch {args.batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+        if batch not in NARROW:
+            stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
+        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
 
 
 def main():

@@ -13,11 +13,16 @@
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
 #include "layout/launch.cuh"
+#include "layout/rows.cuh"
 #include "layout/words.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
+#include "sync/reached.cuh"
 #include "sync/ring.cuh"
+#include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
+#include "ops/best.cuh"
+#include "ops/softmax.cuh"
 #include "ops/attention.cuh"
 #include "ops/epilogue.cuh"
 
@@ -38,25 +43,6 @@ LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::la
 /// token words and the fences on both sides of them).
 LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
-}
-
-/// A warp is at stage `stage` of a layer. With LP_TRACE it notes the clock, in the last step: Launch::trace is [block][warp][layer][16]. With
-/// LP_DELAYS, a seed, it is held up now and then, which must change nothing but time.
-LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
-#ifdef LP_TRACE
-  if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
-    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = clock64();
-#endif
-#ifdef LP_DELAYS
-  u32 hash = (((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + LP_DELAYS * 0x9e3779b9u;
-  hash = (hash ^ hash >> 16) * 0x85ebca6bu;
-  hash = (hash ^ hash >> 13) * 0xc2b2ae35u;
-  hash ^= hash >> 16;
-  // One in 16 is held up for up to 30 us, and one in 4096 for 2 ms.
-  const long long until = clock64() + (hash % 4096 == 0 ? 4000000 : hash % 16 == 0 ? hash >> 16 : 0);
-  while (clock64() < until) {}
-  __syncwarp();
-#endif
 }
 
 LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
@@ -237,8 +223,9 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
   if (blockIdx.x == 0 && threadIdx.x == kEpilogue * 32) store_system_u32(launch.control + 1, step);
 }
 
-/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item.
-extern "C" __device__ const u64 looped_decoder_needs[4] = {Shared::bytes, kThreads, Words::page, Words::page_bytes};
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
+/// bytes of words to zero before a launch, pages of an item.
+extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
   const u32 shared = shared_address(shared_memory);

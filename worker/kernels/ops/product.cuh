@@ -5,11 +5,6 @@ template <int V> struct Constant {
   static constexpr int value = V;
 };
 
-template <int N> LP_DEVICE float tree_sum(const float* v) {
-  if constexpr (N == 1) return v[0];
-  else return tree_sum<N / 2>(v) + tree_sum<N / 2>(v + N / 2);
-}
-
 /// B fragments of STEPS k blocks of a vector, from block `first` on, for the columns of `active`; returns the sum of squares of this
 /// lane's column over them: by eights as a tree, the eights in order. With one column the 32 lanes share the words and hand them out.
 template <int STEPS> LP_DEVICE float get_fragments(const Launch& launch, const u8* vector, int first, u32 tag, u32 active, u32 (*b)[2], u32 site) {

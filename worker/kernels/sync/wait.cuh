@@ -6,8 +6,8 @@ constexpr long long kWaitLimit = 1000000000;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs.
 enum Site : u32 {
-  kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken,
-  kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled,
+  kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
+  kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
 };
 
 LP_DEVICE void wait_failed(const Launch& launch, u32 site, u32 expected, u32 seen) {

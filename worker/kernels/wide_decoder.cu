@@ -19,6 +19,7 @@
 #include "wide/stream.cuh"
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
+#include "ops/softmax.cuh"
 #include "wide/attention.cuh"
 #include "wide/epilogue.cuh"
 #include "wide/head.cuh"

@@ -21,7 +21,7 @@ const NAME: &str = "looped_decoder";
 /// The kernel's source, with what it includes.
 pub const SOURCE: &str = include_str!("../../kernels/looped_decoder.cu");
 /// The source's includes, by the names it has for them.
-pub const HEADERS: [(&str, &str); 14] = [
+pub const HEADERS: [(&str, &str); 15] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
     ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
@@ -34,6 +34,7 @@ pub const HEADERS: [(&str, &str); 14] = [
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
     ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
     ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
+    ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
     ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
 ];

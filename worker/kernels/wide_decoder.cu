@@ -19,6 +19,7 @@
 #include "wide/stream.cuh"
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
+#include "ops/softmax.cuh"
 #include "wide/attention.cuh"
 #include "wide/epilogue.cuh"
 #include "wide/head.cuh"
@@ -29,8 +30,7 @@ LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
   return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
 }
 LP_DEVICE bool samples(const Launch& launch) {
-  if (kPrompt) return false;
-  for (u32 r = 0; r < launch.row_count; r++)
+  for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
     if (launch.rows[r].flags & kRowSample) return true;
   return false;
 }
@@ -75,7 +75,8 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
       producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
       producer.stream<DownCut>(weights + kDownOffset);
     }
-    if (sampling) producer.stream_own<HeadOwn>(weights);
+    if (!sampling) return;
+    producer.stream_own<HeadOwn>(weights);
   }
 }
 
@@ -94,7 +95,8 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
       input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
       input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
     }
-    if (sampling) input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    if (!sampling) return;
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
   }
 }
 
@@ -109,7 +111,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
       find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
     }
-    if (sampling) find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+    if (!sampling) return;
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
   }
 }
 

@@ -22,6 +22,7 @@
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"
+#include "ops/softmax.cuh"
 #include "ops/attention.cuh"
 #include "ops/epilogue.cuh"
 

@@ -19,6 +19,7 @@
 #include "wide/stream.cuh"
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
+#include "ops/softmax.cuh"
 #include "wide/attention.cuh"
 #include "wide/epilogue.cuh"
 #include "wide/head.cuh"
@@ -29,8 +30,7 @@ LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
   return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
 }
 LP_DEVICE bool samples(const Launch& launch) {
-  if (kPrompt) return false;
-  for (u32 r = 0; r < launch.row_count; r++)
+  for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
     if (launch.rows[r].flags & kRowSample) return true;
   return false;
 }
@@ -75,7 +75,8 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
       producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
       producer.stream<DownCut>(weights + kDownOffset);
     }
-    if (sampling) producer.stream_own<HeadOwn>(weights);
+    if (!sampling) return;
+    producer.stream_own<HeadOwn>(weights);
   }
 }
 
@@ -94,7 +95,8 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
       input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
       input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
     }
-    if (sampling) input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    if (!sampling) return;
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
   }
 }
 
@@ -109,7 +111,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
       find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
     }
-    if (sampling) find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+    if (!sampling) return;
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
   }
 }
 
@@ -204,7 +207,7 @@ struct Team {
       sum_unit<HeadOwn>(consumer, unit, width, sum);
       if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
-    return choice.exchange(step, stop);
+    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
   }
 
  private:
@@ -237,6 +240,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       break;
     }
     const bool stopped = team.head(step, choice);
+    if (launch.flags & kLaunchUndrawn) return;
     if (blockIdx.x == 0 && threadIdx.x < kColumns) {
       const u32 row = threadIdx.x;
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
@@ -258,9 +262,8 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
 /// before a launch, pages of an item.
 extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages};
 
-/// Launch::sampling, if not null, points to a u32: if that is not 0 the launch does nothing.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
-  if (launch.sampling && *static_cast<const u32*>(launch.sampling)) return;
+  if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
   if (!kPrompt)
     for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)

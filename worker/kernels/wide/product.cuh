@@ -55,43 +55,42 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
 /// A unit of a block's own tiles with all of K, leaves ascending. `width` tiles; of fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   constexpr int R = C::columns / 2, STEPS = 4;
-  float leaf[2][R];
   const u32 fragments = unit * (C::steps * 2 * kFragment) + (threadIdx.x & 31) * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
   const u32 columns = C::split_columns ? (consumer.warp >> 2) * (C::columns / 8 * 256) : 0;
-  u32 stage = 0, input = 0;
+#pragma unroll
+  for (int i = 0; i < R; i++) sum[0][i] = sum[1][i] = 0;
 #pragma unroll 1
-  for (int k = 0; k < C::P::steps; k += STEPS) {
-    const bool first = k % C::P::leaf_steps == 0;
-    if (first) {
+  for (int n = 0; n < C::P::leaves; n++) {
+    float leaf[2][R];
 #pragma unroll
-      for (int i = 0; i < R; i++) leaf[0][i] = leaf[1][i] = 0;
-    }
-    if (k % kInputSteps == 0) input = consumer.wait_input() + columns;
-    if (k % C::steps == 0) stage = consumer.wait() + fragments;
-    Quad a[STEPS][2];
+    for (int i = 0; i < R; i++) leaf[0][i] = leaf[1][i] = 0;
+    u32 stage = 0, input = 0;
+#pragma unroll 1
+    for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
+      if (k % kInputSteps == 0) input = consumer.wait_input() + columns;
+      if (k % C::steps == 0) stage = consumer.wait() + fragments;
+      Quad a[STEPS][2];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const u32 from = stage + (k % C::steps + i) * stride;
-      a[i][0] = width > 0 ? load_shared_16(from) : Quad{0, 0, 0, 0};
-      a[i][1] = width > 0 ? load_shared_16(from + second) : Quad{0, 0, 0, 0};
-    }
-    pin<R>(leaf[0]);
-    pin<R>(leaf[1]);
-    wgmma_fence();
+      for (int i = 0; i < STEPS; i++) {
+        const u32 from = stage + (k % C::steps + i) * stride;
+        a[i][0] = width > 0 ? load_shared_16(from) : Quad{0, 0, 0, 0};
+        a[i][1] = width > 0 ? load_shared_16(from + second) : Quad{0, 0, 0, 0};
+      }
+      pin<R>(leaf[0]);
+      pin<R>(leaf[1]);
+      wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      wgmma<C::columns>(leaf[0], a[i][0], input + (k % kInputSteps + i) * kStepBytes);
-      wgmma<C::columns>(leaf[1], a[i][1], input + (k % kInputSteps + i) * kStepBytes);
+      for (int i = 0; i < STEPS; i++) {
+        wgmma<C::columns>(leaf[0], a[i][0], input + (k % kInputSteps + i) * kStepBytes);
+        wgmma<C::columns>(leaf[1], a[i][1], input + (k % kInputSteps + i) * kStepBytes);
+      }
+      wgmma_finish();
+      pin<R>(leaf[0]);
+      pin<R>(leaf[1]);
+      if ((k + STEPS) % C::steps == 0) consumer.release();
+      if ((k + STEPS) % kInputSteps == 0) consumer.release_input();
     }
-    wgmma_finish();
-    pin<R>(leaf[0]);
-    pin<R>(leaf[1]);
-    if ((k + STEPS) % C::steps == 0) consumer.release();
-    if ((k + STEPS) % kInputSteps == 0) consumer.release_input();
-    if ((k + STEPS) % C::P::leaf_steps == 0) {
-      const bool only = k < C::P::leaf_steps;
 #pragma unroll
-      for (int i = 0; i < R; i++) sum[0][i] = only ? leaf[0][i] : sum[0][i] + leaf[0][i], sum[1][i] = only ? leaf[1][i] : sum[1][i] + leaf[1][i];
-    }
+    for (int i = 0; i < R; i++) sum[0][i] += leaf[0][i], sum[1][i] += leaf[1][i];
   }
 }

@@ -171,11 +171,6 @@ impl Kernel {
         self.needs.fixed_words + self.needs.item_words * items
     }
 
-    /// Shared memory of a block, in bytes.
-    pub fn shared_bytes(&self) -> u64 {
-        self.needs.shared_bytes
-    }
-
     /// How many blocks the GPU runs at the same time: in whole clusters, where the kernel asks for clusters.
     #[allow(unsafe_code)]
     fn resident_blocks(&self) -> Result<u32, CudaError> {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 
@@ -193,13 +193,19 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<
     let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
     let (kernels, sampler) = std::thread::scope(|scope| {
         let load = |variant| {
-            scope.spawn({
-                let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, variant)
+            let cache = &cache;
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant)?;
+                let columns = kernel.variant.columns();
+                tell(&format!("kernel of {columns} columns"), kernel.cached, begun.elapsed(), kernel.resources);
+                Ok(kernel)
             })
         };
         let loading: Vec<_> = variants.into_iter().map(load).collect();
         let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
+        if let Ok(sampler) = &sampler {
+            tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
+        }
         let kernels: Result<Vec<Kernel>, CudaError> = loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -207,24 +213,19 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<
         (kernels, sampler)
     });
     let (kernels, sampler) = (kernels?, sampler?);
-    let told = |resources: Option<Resources>| {
+    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
+    Ok((kernels, sampler))
+}
+
+fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) {
+    tracing::info!(
+        "{what} {} in {:.2} s: {}",
+        if cached { "from the cache" } else { "compiled" },
+        took.as_secs_f64(),
         resources.map_or("resources not told".into(), |of| {
             format!("{} registers, {} bytes spilled", of.registers, of.spilled)
         })
-    };
-    let from = |cached| if cached { "from the cache" } else { "compiled" };
-    for kernel in &kernels {
-        tracing::info!(
-            "kernel of {} columns {}: {} bytes of shared memory, {}",
-            kernel.variant.columns(),
-            from(kernel.cached),
-            kernel.shared_bytes(),
-            told(kernel.resources)
-        );
-    }
-    tracing::info!("sampler {}: {}", from(sampler.cached), told(sampler.resources));
-    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok((kernels, sampler))
+    );
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

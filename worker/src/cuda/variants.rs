@@ -32,7 +32,7 @@ pub const VARIANTS: [Variant; 5] =
 pub const SOURCES: [&str; 2] =
     [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 22] = [
+pub const HEADERS: [(&str, &str); 23] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -44,6 +44,7 @@ pub const HEADERS: [(&str, &str); 22] = [
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
+    ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
     ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),

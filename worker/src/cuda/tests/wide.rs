@@ -1,5 +1,6 @@
 //! Passes of every width on a GPU: a sequence has the bits that it has alone in narrow passes, whatever is computed beside it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -293,46 +294,36 @@ fn two_hundred_repeats_have_the_same_bits() {
     }
 }
 
-/// Another order of additions shows, or these tests would not: down_proj's second and third leaf change places, which changes
-/// no product and no sum but for its rounding.
+/// A model whose hidden dimensions of the second and the third leaf have changed places: what it computes is the same, but for the
+/// order in which leaves add up.
+struct Swapped(RandomSource);
+
+impl Source for Swapped {
+    fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
+        let leaf = self.0.config.hidden_size / 16;
+        let other = |place: usize| match place / leaf {
+            1 => place + leaf,
+            2 => place - leaf,
+            _ => place,
+        };
+        let by_rows = matches!(tensor, Tensor::Layer(_, LayerTensor::AttentionOut | LayerTensor::Down));
+        for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
+            if by_rows {
+                self.0.read(tensor, other(row)..other(row) + 1, columns.clone(), out);
+                continue;
+            }
+            for (column, out) in columns.clone().map(other).zip(out) {
+                self.0.read(tensor, row..row + 1, column..column + 1, std::slice::from_mut(out));
+            }
+        }
+    }
+}
+
+/// Another order of additions shows, or these tests would not.
 #[test]
 fn two_leaves_in_each_others_place_do_touch_bits() {
     if !gpu() {
         return;
-    }
-    struct Swapped(RandomSource);
-    impl Source for Swapped {
-        fn read(
-            &self,
-            tensor: Tensor,
-            rows: std::ops::Range<usize>,
-            columns: std::ops::Range<usize>,
-            out: &mut [bf16],
-        ) {
-            let leaf = self.0.config.intermediate_size / 16;
-            let other = |place: usize| match place / leaf {
-                1 => place + leaf,
-                2 => place - leaf,
-                _ => place,
-            };
-            let Tensor::Layer(_, kind) = tensor else { return self.0.read(tensor, rows, columns, out) };
-            match kind {
-                LayerTensor::Gate | LayerTensor::Up => {
-                    for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
-                        self.0.read(tensor, other(row)..other(row) + 1, columns.clone(), out);
-                    }
-                }
-                LayerTensor::Down => {
-                    for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
-                        for (column, out) in columns.clone().zip(out) {
-                            let place = other(column);
-                            self.0.read(tensor, row..row + 1, place..place + 1, std::slice::from_mut(out));
-                        }
-                    }
-                }
-                _ => self.0.read(tensor, rows, columns, out),
-            }
-        }
     }
     let config = llama_1b();
     let sequence = tokens(2, 100);
@@ -345,7 +336,7 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     let values = |bits: &Bits| bits.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect::<Vec<_>>();
     let (a, b) = (values(&plain.1[0]), values(&swapped.1[0]));
     let error = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / a.iter().map(|a| a * a).sum::<f64>();
-    assert!(error > 0.0 && error.sqrt() < 0.02, "relative L2 difference {}", error.sqrt());
+    assert!(error > 0.0 && error.sqrt() < 1e-3, "relative L2 difference {}", error.sqrt());
 }
 
 /// Greedy requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside them,

@@ -4,6 +4,9 @@
 // shares of a set meet in shared memory. The columns (row, query head) of a group are up to four n8 tiles: sets divide them, or, of a single tile, as
 // of a row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
 //
+// A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too. But it may wait for a stage only when what was
+// in the same slot before has landed, or parities would alias; so before it goes on it waits until the other set has seen all pages of its item land.
+//
 // Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in narrow passes.
 #pragma once
 
@@ -330,12 +333,13 @@ LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
 
 /// The set's shares of an item, four columns at a time, of which each warp then has one.
 template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const Rows& rows, const AttentionItem& item, const Share<TILES>& share, u32 first, u32 columns, u32 tag) {
-  constexpr u32 kRound = kSetWarps, kShareBytes = kRound * kHeadDim * 4, kSetBytes = kSpanShares * (kShareBytes + kRound * 8);
+  constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without bank conflicts
+  constexpr u32 kShareBytes = kRound * kColumnBytes, kSetBytes = kSpanShares * (kShareBytes + kRound * 8);
   static_assert(kSets * kSetBytes <= Shared::scratch, "shares fit the receive buffer");
   const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, set = consumer.warp / kSetWarps, number = consumer.warp % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetBytes, sums = outputs + kSpanShares * kShareBytes;
   const bool alone = spans_of(rows, item.last) == 1;
-  const auto at = [&](u32 share, u32 column, u32 dim) { return outputs + share * kShareBytes + (column * kHeadDim + (dim ^ column * 8)) * 4; };
+  const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
   for (u32 r = 0; r < TILES * 8 / kRound; r++) {
     if (first + r * kRound >= columns) break;
@@ -344,11 +348,11 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < kDimTiles; j++) store_shared_f32(at(number, t % 2 * 2 + (i & 1), 16 * j + g + 8 * (i >> 1)), share.out[n][j][i]);
+        for (int j = 0; j < kDimTiles; j++) store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[n][j][i]);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const u32 to = sums + (number * kRound + t % 2 * 2 + c) * 8;
-        if (g == 0) store_shared_f32(to, share.reference[n][c]), store_shared_f32(to + 4, share.total[n][c]);
+        const u32 sum = sums + (number * kRound + t % 2 * 2 + c) * 8;
+        if (g == 0) store_shared_f32(sum, share.reference[n][c]), store_shared_f32(sum + 4, share.total[n][c]);
       }
     }
     barrier_sync(2 + set, kSetWarps * 32);
@@ -359,7 +363,7 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
         m.reference = load_shared_f32(sums + (share * kRound + number) * 8);
         m.total = load_shared_f32(sums + (share * kRound + number) * 8 + 4);
 #pragma unroll
-        for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(at(share, number, lane * kLaneDims + i));
+        for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(from + share * kShareBytes + i * 4);
         return m;
       };
       Merged span = part(0), rest = part(2);
@@ -374,16 +378,19 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
   }
 }
 
-/// TILES tiles, from column `first` on, of an item: this warp's pages of it.
-template <int TILES> LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns) {
+/// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
+template <int TILES, class BEGIN, class LANDED>
+LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = threadIdx.x & 3, begin = group_begin(rows, item.last), number = consumer.warp % kSetWarps;
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
+  begin_stages();
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
     if (i % kSpanShares != number) {
       consumer.wait();
+      if (i + 1 == item.pages) landed();
       consumer.release();
       continue;
     }
@@ -391,11 +398,12 @@ template <int TILES> LP_DEVICE void attend_span(Consumer& consumer, const Rows& 
     float k[kPageLeaves][2];
     if constexpr (kQkNorm) fetch_k_scale(launch, rows, item, layer, page, k);
     const u32 stage = consumer.wait();
+    if (i + 1 == item.pages) landed();
     const bool whole = base >= low && base + kPage - 1 <= earliest;
     if (!whole) clear_unseen(stage, [&](u32 at) { return base + at >= low && base + at <= high; });
     const bool never = share.add_page(stage, whole, [&](u32 at, u32 n, u32 c) { return base + at >= low && base + at <= earliest + (first + 8 * n + 2 * t + c) / kQueriesPerKv; }, k);
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
-    consumer.release(never);
+    consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
   merge_shares<TILES>(consumer, rows, item, share, first, columns, tag);
 }
@@ -424,17 +432,26 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer, u32 tag, 
   const u32 set = consumer.warp / kSetWarps;
   AttentionItems items(rows);
   u32 ready = ~0u, turn = 0;
+  bool others = false;  // the item before was the other set's
   for (AttentionItem item; items.next(item); turn++) {
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
-    const u32 mine = tiles == 1 ? set == turn % kSets : set ? tiles / 2 : (tiles + 1) / 2, first = tiles > 1 && set ? (tiles + 1) / 2 * 8 : 0;
-    if (mine && ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
-    if (mine == 2) {
-      attend_span<2>(consumer, rows, item, layer, tag, first, columns);
-    } else if (mine == 1) {
-      attend_span<1>(consumer, rows, item, layer, tag, first, columns);
-    } else {
-      for (u32 i = 0; i < item.pages; i++) consumer.wait(), consumer.release();
+    const bool alone = tiles == 1;
+    if (alone && set != turn % kSets) {
+      consumer.skip(item.pages);
+      others = true;
+      continue;
     }
+    if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
+    const auto landed = [&] {
+      if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
+    };
+    const auto begin = [&] {
+      if (others) barrier_sync(4 + (set ^ 1), kConsumerThreads);
+      others = false;
+    };
+    const u32 half = (tiles + 1) / 2, mine = set && !alone ? tiles - half : half, first = set && !alone ? half * 8 : 0;
+    if (mine == 2) attend_span<2>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
+    else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }
   merge_spans(consumer, rows, tag);
   fence_async_shared();  // orders the scratch before what the pair sends there

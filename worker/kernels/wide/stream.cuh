@@ -126,10 +126,15 @@ struct Consumer {
   }
   /// Gives the stage back and moves on. All lanes must have used (not only requested) what they read: an arrive overtakes loads of its own
   /// warp that are still queued. `never` is false, but the compiler cannot know if it is computed from every result.
-  LP_DEVICE void release(bool never = false) {
+  /// `warps`: for how many consumer warps; the others skip it.
+  LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * slot + (never ? 8192 : 0));
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * slot + (never ? 8192 : 0), warps);
     if (++slot == kStages) slot = 0, phase ^= 1;
+  }
+  /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.
+  LP_DEVICE void skip(u32 stages) {
+    for (slot += stages; slot >= kStages; slot -= kStages) phase ^= 1;
   }
   /// The same for the slots of activations.
   LP_DEVICE u32 wait_input() {

@@ -157,10 +157,16 @@ struct Team {
     float sum[QkvCut::columns / 2];
     sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp, layer, 1);
-    const Projection projection(launch, place, rows, shared, warp);
+    Projection projection(place, warp);
     bool mine = place.on;
-    if constexpr (kPrompt) receive.begin();  // attention's scratch
-    else mine = receive.exchange<QkvCut, Order::kRaw>(place, sum);
+    if constexpr (kPrompt) {
+      projection.fetch_angles(launch, rows, shared);
+      receive.begin();  // attention's scratch
+    } else {
+      mine = receive.exchange<QkvCut, Order::kRaw>(place, sum, [&](bool mine) {
+        if (mine) projection.fetch_angles(launch, rows, shared);
+      });
+    }
     reached(launch, step, warp, layer, 2);
     wait_norm(0);
     if (mine) projection.write(launch, shared, layer, sum);
@@ -217,7 +223,7 @@ struct Team {
     const Place place = place_of<C>(warp);
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
-    receive.exchange<C, Order::kRows>(place, sum);
+    receive.exchange<C, Order::kRows>(place, sum, [](bool) {});
     hidden.add<C>(receive);
   }
 };

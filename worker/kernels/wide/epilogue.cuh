@@ -6,33 +6,37 @@ LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) { return load_share
 /// Position of a column's new K and V in the pool; ~0 if the column idles.
 LP_DEVICE u32 place_in_pool(u32 shared, u32 column) { return load_shared_u32(shared + Shared::place + column * 4); }
 
-/// Which values of q, k or v a warp has after qkv, and the angles of its rows and columns, fetched while the pair exchanges partial sums.
+/// Which values of q, k or v a warp has after qkv.
 struct Projection {
   static constexpr int kColumnGroups = QkvCut::columns / 8;
   int tile, kv_head, head, piece;  // head: queries, then k, then v; piece: tile of the head
   u32 first_column;
-  float angles[kColumnGroups][2][2];  // of columns 2 t and 2 t + 1: cosine, sine
+  float angles[kColumnGroups][2][2];  // of columns 2 t and 2 t + 1: cosine, sine; fetched while the pair exchanges partial sums
 
-  LP_DEVICE Projection(const Launch& launch, const Place& place, const Rows& rows, u32 shared, u32 warp)
+  LP_DEVICE Projection(const Place& place, u32 warp)
       : tile(QkvCut::first_tile() + place.tile), first_column(QkvCut::split == Split::kColumns ? (warp >> 2) * QkvCut::columns : 0) {
-    const int within = tile % kQkvTiles, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int within = tile % kQkvTiles;
     kv_head = tile / kQkvTiles;
     head = within / kDimTiles;
     piece = within % kDimTiles;
+  }
+  LP_DEVICE void fetch_angles(const Launch& launch, const Rows& rows, u32 shared) {
+    if (head > kQueriesPerKv) return;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const u8* turn = (const u8*)launch.rope + (piece * 8 + g) * 8;
 #pragma unroll
     for (int j = 0; j < kColumnGroups; j++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const u32 column = first_column + 8 * j + 2 * t + c;
-        angles[j][c][0] = 1, angles[j][c][1] = 0;
-        if (!place.on || head > kQueriesPerKv || place_in_pool(shared, column) == ~0u) continue;
-        const u32* turn = (const u32*)launch.rope + ((u64)rows.position(column) * (kHeadDim / 2) + piece * 8 + g) * 2;
-        angles[j][c][0] = __uint_as_float(load_constant_u32(turn)), angles[j][c][1] = __uint_as_float(load_constant_u32(turn + 1));
+        const u32 column = first_column + 8 * j + 2 * t + c, position = place_in_pool(shared, column) == ~0u ? 0 : rows.position(column);
+        load_constant_8(turn + (u64)position * (kHeadDim * 4), angles[j][c]);
       }
   }
   /// Norm, bias and rope; q to this step's attention, k and v into their pages.
   LP_DEVICE void write(const Launch& launch, u32 shared, u32 layer, const float* sum) const {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    u8* pool = launch.kv + page_byte(layer, launch.kv_pages, 0, kv_head) + piece * kFragment;
+    const auto leaf = [&](u32 place) { return pool + (u64)(place / kPage) * (kKvHeads * 4 * kLeafBytes) + place % kPage / kLeafPositions * kLeafBytes; };
     float bias[2] = {0, 0}, scale[2] = {1, 1};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -75,7 +79,7 @@ struct Projection {
       } else if (head == kQueriesPerKv) {
         const u32 place = place_in_pool(shared, column + g), turned_low = transpose_8x8(low), turned_high = transpose_8x8(high);
         if (place != ~0u) {
-          u8* to = leaf_of(launch, layer, place) + piece * kFragment + fragment_byte(place % kLeafPositions, 2 * t);
+          u8* to = leaf(place) + fragment_byte(place % kLeafPositions, 2 * t);
           store_u32(to, turned_low);
           store_u32(to + 8, turned_high);
         }
@@ -84,17 +88,12 @@ struct Projection {
         for (int c = 0; c < 2; c++) {
           const u32 place = place_in_pool(shared, column + 2 * t + c);
           if (place == ~0u) continue;
-          u8* to = leaf_of(launch, layer, place) + kLeafV + piece * kFragment + fragment_byte(g, place % kLeafPositions);
+          u8* to = leaf(place) + kLeafV + fragment_byte(g, place % kLeafPositions);
           store_u16(to, low >> 16 * c);
           store_u16(to + 4, high >> 16 * c);
         }
       }
     }
-  }
-
- private:
-  LP_DEVICE u8* leaf_of(const Launch& launch, u32 layer, u32 place) const {
-    return launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) + place % kPage / kLeafPositions * kLeafBytes;
   }
 };
 

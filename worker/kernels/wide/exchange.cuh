@@ -53,8 +53,9 @@ struct Receive {
   /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their way to the peer.
   template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::odd_tiles * pieces<C>;
 
-  /// Adds the pair's partial sums of each row tile where it is owned. kRaw: true in a warp whose `sum` then is a finished tile. kRows: afterwards `rows8` reads them.
-  template <class C, Order ORDER> LP_DEVICE bool exchange(const Place& place, float* sum) {
+  /// Adds the pair's partial sums of each row tile where it is owned. kRaw: true in a warp whose `sum` then is a finished tile. kRows: afterwards `add_rows8` reads them.
+  /// `meanwhile` is done while sums are on their way.
+  template <class C, Order ORDER, class MEANWHILE> LP_DEVICE bool exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
     begin();
     const u32 group = warp >> 2, peer = half() ^ 1;
@@ -82,6 +83,7 @@ struct Receive {
       if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
       else mbarrier_arrive(shared + Shared::receive_full);
     }
+    meanwhile(on && mine);
     wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
     __syncwarp();
     if (!keeps_own<C, ORDER> && on && mine) {

@@ -406,7 +406,7 @@ def wide(args):
     """Rows of wide passes have the bits of narrow ones, whatever is beside them: prompts, decode, several steps, stops."""
     for name in args.shapes:
         shape = Shape(**SHAPES[name])
-        model, slots, steps = Model(shape, deviation(shape), plain=False), 64, 5
+        model, slots, steps = Model(shape, deviation(shape), plain=False, positions=args.longest + 64), 64, 5
         nan = shape.vocab - 1
         if not shape.tied:
             model.embedding[nan] = float("nan")

@@ -442,6 +442,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer, u32 tag, 
       continue;
     }
     if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
+    if (turn < kSets) reached(consumer.launch, rows.step, consumer.warp, layer, 10);
     const auto landed = [&] {
       if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
     };
@@ -453,6 +454,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer, u32 tag, 
     if (mine == 2) attend_span<2>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
     else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }
+  reached(consumer.launch, rows.step, consumer.warp, layer, 11);
   merge_spans(consumer, rows, tag);
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);

@@ -146,9 +146,6 @@ LP_DEVICE Quad load_constant_16(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-LP_DEVICE void load_constant_8(const void* p, float* v) {
-  asm volatile("ld.global.nc.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "l"(p));
-}
 LP_DEVICE u32 load_constant_u32(const u32* p) {
   u32 v;
   asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));

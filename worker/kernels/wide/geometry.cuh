@@ -54,6 +54,7 @@ enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divi
 /// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block owns its tiles with all of K.
 template <class PRODUCT, bool HALVES = true> struct Cut {
   using P = PRODUCT;
+  static constexpr bool halves = HALVES;
   static constexpr int pair_tiles = P::tiles / kPairs, even_tiles = pair_tiles / 2, odd_tiles = pair_tiles - even_tiles;
   static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;  // of a stage
   static constexpr Split split = kPrompt ? Split::kColumns : tiles > 4 ? Split::kTiles : Split::kLeaves;

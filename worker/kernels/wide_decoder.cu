@@ -246,7 +246,10 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       break;
     }
     const bool stopped = team.head(step, choice);
-    if (launch.flags & kLaunchUndrawn) return;
+    if (launch.flags & kLaunchUndrawn) {
+      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps end, too
+      return;
+    }
     if (blockIdx.x == 0 && threadIdx.x < kColumns) {
       const u32 row = threadIdx.x;
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;

@@ -135,8 +135,9 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
   if (blockIdx.x == 0 && threadIdx.x == kEpilogue * 32) store_system_u32(launch.control + 1, step);
 }
 
-/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item.
-extern "C" __device__ const u64 looped_decoder_needs[4] = {Shared::bytes, kThreads, Words::page, Words::page_bytes};
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
+/// bytes of words to zero before a launch, pages of an item.
+extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
   const u32 shared = shared_address(shared_memory);

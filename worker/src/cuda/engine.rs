@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
 use super::kernel::Kernel;
-use super::launch::{LAUNCH_LOGITS, Launch, Report, Row, site_name};
+use super::launch::{LAUNCH_LOGITS, Launch, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
 use super::mailbox::Mailbox;
 use super::memory::PinnedBuffer;
+use super::passes::{Passes, Width};
 use super::pools::{MOST_STEPS, Pools, Sizes};
 use super::weights::Weights;
 use crate::decoder::Fault;
@@ -28,6 +29,7 @@ const LOOK_EVERY: Duration = Duration::from_micros(50);
 struct Ticket {
     /// First of its `[steps][columns]` words.
     start: usize,
+    /// 0: no row samples, and no token is written.
     columns: usize,
     rows: usize,
     epoch: u32,
@@ -38,6 +40,7 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    passes: Passes,
     weights: Weights,
     pools: Pools,
     host_pages: PinnedBuffer<u32>,
@@ -67,7 +70,9 @@ impl Engine {
     /// There is not so much memory that can be locked.
     pub fn new(sizes: Sizes, kernels: Vec<Kernel>, weights: Weights, pools: Pools) -> Result<Self, CudaError> {
         let gpu = kernels[0].gpu().clone();
-        let columns = kernels.iter().map(|kernel| kernel.columns).max().unwrap_or(1);
+        let widths: Vec<Width> = kernels.iter().map(|kernel| kernel.variant.width).collect();
+        let passes = Passes::new(&widths, sizes.max_batch_tokens);
+        let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
             PinnedBuffer::zeroed(gpu, len)
         }
@@ -78,9 +83,10 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            passes,
             weights,
             pools,
-            mailbox: Mailbox::new(&gpu, sizes.ring(columns))?,
+            mailbox,
             launches: Vec::new(),
             finished: true,
             rows_used: 0,
@@ -138,10 +144,11 @@ impl Engine {
             self.start_over();
         }
         let epoch = self.next_epoch(steps)?;
-        let variant = self.kernels.iter().position(|kernel| kernel.columns >= rows.len());
-        let variant =
-            variant.expect("a kernel with as many columns, because no more rows are launched than the widest has");
-        let columns = self.kernels[variant].columns;
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let holds = |width: Width| width.columns >= rows.len() && (width.samples || !samples);
+        let variant = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        let variant = variant.expect("a kernel that holds the rows, because passes are chosen so");
+        let columns = if samples { self.kernels[variant].variant.columns() } else { 0 };
         let (first_row, start) = (self.rows_used, self.tokens_used);
         self.rows_used += rows.len();
         self.tokens_used += steps as usize * columns;
@@ -241,8 +248,8 @@ impl Engine {
 }
 
 impl Launcher for Engine {
-    fn columns(&self) -> usize {
-        self.kernels.last().map_or(1, |kernel| kernel.columns)
+    fn passes(&self) -> &Passes {
+        &self.passes
     }
 
     fn most_steps(&self) -> u32 {

@@ -12,10 +12,11 @@ use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
 use super::heads::{PaddedHeads, padded};
-use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
+use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
+use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -123,7 +124,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(SOURCE, &HEADERS)),
+        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(&SOURCES.concat(), &HEADERS)),
         notes,
         model_digest: model.digest,
     };
@@ -183,10 +184,10 @@ impl Model {
 fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
-        let load = |columns| {
+        let load = |variant| {
             scope.spawn({
                 let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, columns)
+                move || Kernel::load(gpu, compiler, cache, layout, variant)
             })
         };
         let loading = VARIANTS.map(load);
@@ -200,7 +201,7 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
         let from = if kernel.cached { "from the cache" } else { "compiled" };
         tracing::info!(
             "kernel of {} columns {from}: {} bytes of shared memory, {}",
-            kernel.columns,
+            kernel.variant.columns(),
             kernel.shared_bytes(),
             kernel.resources.map_or("resources not told".into(), |of| {
                 format!("{} registers, {} bytes spilled", of.registers, of.spilled)

@@ -2,12 +2,13 @@
 //!
 //! A step of sequences that only decode, drawn by the kernel, runs as one launch of as many steps as the plan has left: the
 //! host follows its tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for
-//! each run of rows that fits one, a later launch seeing K and V of the earlier ones.
+//! each of its passes ([`super::passes`]), a later launch seeing K and V of the earlier ones.
 
 use std::time::Instant;
 
 use super::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::batch::{Batch, Boundary, Plan, Slot, Step};
+use super::passes::Passes;
+use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
 use crate::sampling::{Alone, MIN_TEMPERATURE, ParallelFor, Sampled, Sampler};
 
@@ -16,8 +17,8 @@ const SAMPLING_THREADS: usize = 8;
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
 pub trait Launcher: Send {
-    /// Rows of a launch at most.
-    fn columns(&self) -> usize;
+    /// How the rows of a step become launches.
+    fn passes(&self) -> &Passes;
 
     /// Steps of a launch at most.
     fn most_steps(&self) -> u32;
@@ -120,14 +121,14 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
-        step.rows.len() <= self.launcher.columns()
+        step.rows.len() <= self.launcher.passes().columns()
             && step.samples.len() == step.rows.len()
             && step.rows.iter().all(|row| drawn_by_kernel(self.batch.slot(row.slot)))
     }
 
     fn many_steps(&mut self, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let mut since = Instant::now();
-        let mut rows = device_rows(self.batch.step(), 0..self.batch.step().rows.len());
+        let mut rows = device_rows(&self.batch.step().rows);
         rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
         let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
         let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
@@ -158,21 +159,22 @@ impl<L: Launcher> LoopedDecoder<L> {
     fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let begun = Instant::now();
         let step = self.batch.step();
-        let columns = self.launcher.columns();
+        let samples: Vec<bool> = step.rows.iter().map(|row| row.sample).collect();
         let mut draws = Vec::with_capacity(step.samples.len());
         let mut on_host = Vec::new();
-        for first in (0..step.rows.len()).step_by(columns) {
-            let range = first..(first + columns).min(step.rows.len());
-            let sampled = || step.samples.iter().copied().filter(|row| range.contains(row));
+        for pass in self.launcher.passes().of(&samples) {
             let of_host = |row: usize| !drawn_by_kernel(self.batch.slot(step.rows[row].slot));
-            let launch = self.launcher.launch(&device_rows(step, range.clone()), 1, sampled().any(of_host))?;
-            for row in sampled() {
+            let rows: Vec<_> = pass.iter().map(|row| step.rows[*row]).collect();
+            let logits = pass.iter().any(|row| samples[*row] && of_host(*row));
+            let launch = self.launcher.launch(&device_rows(&rows), 1, logits)?;
+            // Passes hold the rows that sample in the order of the step.
+            for (column, row) in pass.into_iter().enumerate().filter(|(_, row)| samples[*row]) {
                 if of_host(row) {
-                    self.launcher.keep_logits(row - first, on_host.len())?;
+                    self.launcher.keep_logits(column, on_host.len())?;
                     on_host.push(row);
                     draws.push(Draw::Host);
                 } else {
-                    draws.push(Draw::Kernel { launch, column: row - first });
+                    draws.push(Draw::Kernel { launch, column });
                 }
             }
         }
@@ -237,10 +239,10 @@ fn drawn_by_kernel(slot: &Slot) -> bool {
         && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
 }
 
-/// Rows of a step as one launch of one step takes them.
-fn device_rows(step: &Step, range: std::ops::Range<usize>) -> Vec<Row> {
-    let mut rows: Vec<Row> = Vec::with_capacity(range.len());
-    for (index, row) in step.rows[range].iter().enumerate() {
+/// Rows of a pass as a launch of one step takes them.
+fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::with_capacity(pass.len());
+    for (index, row) in pass.iter().enumerate() {
         let (first_row, first_position) = match rows.last() {
             Some(before) if before.slot == row.slot => (before.first_row, before.first_position),
             _ => (index as u32, row.position),

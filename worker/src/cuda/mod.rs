@@ -19,11 +19,13 @@ mod looped_decoder;
 mod mailbox;
 mod memory;
 mod pack;
+mod passes;
 mod pools;
 mod random;
 mod read_limit;
 #[cfg(test)]
 mod tests;
+mod variants;
 mod weights;
 
 pub use cache::CACHE_VARIABLE;

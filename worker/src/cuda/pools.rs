@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::budget::{KvWish, Needs};
 use super::device::Gpu;
 use super::error::CudaError;
-use super::kernel::{Kernel, VARIANTS};
+use super::kernel::Kernel;
 use super::launch::Row;
 use super::layout::Layout;
 use super::memory::DeviceBuffer;
@@ -51,7 +51,7 @@ pub struct Pools {
     pub words: Vec<DeviceBuffer>,
     /// `[slot][page]` u32
     pub page_table: DeviceBuffer,
-    /// `[columns][kernel_vocab]` f32
+    /// `[columns of the widest kernel that samples][kernel_vocab]` f32
     pub logits: DeviceBuffer,
     /// `[max_batch_tokens]` rows
     pub rows: DeviceBuffer,
@@ -78,7 +78,8 @@ impl Memory {
         // A window that begins within a page reaches into one more.
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(c, visible)).collect();
-        let columns = VARIANTS.into_iter().max().unwrap_or(1);
+        let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
+        let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
         let sizes = Sizes {
             rank: request.rank,
             max_slots: request.max_slots,
@@ -151,8 +152,9 @@ impl Memory {
 }
 
 impl Sizes {
-    /// Words of the token ring: a launch of many steps, or one step's launches.
+    /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one step's
+    /// launches, of which the last alone is not full.
     pub fn ring(&self, columns: usize) -> usize {
-        (MOST_STEPS * columns).max(self.max_batch_tokens.next_multiple_of(columns))
+        (MOST_STEPS * columns).max(self.max_batch_tokens + columns)
     }
 }

@@ -7,8 +7,8 @@ use crate::bench::Shape;
 use crate::cuda::cache::Cache;
 use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
-use crate::cuda::kernel::{VARIANTS, check_shape, program};
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::cuda::variants::{VARIANTS, check_shape};
 use crate::model::ModelConfig;
 
 /// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
@@ -47,17 +47,18 @@ fn every_shape_compiles_and_its_resources_are_told() {
             continue;
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
-        for columns in VARIANTS {
+        for variant in VARIANTS {
+            let columns = variant.columns();
             let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
             let (binary, cached) =
-                compiler.build(&program(&layout, columns), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
+                compiler.build(&variant.program(&layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
-            let resources = Resources::of("looped_decoder", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            let resources = Resources::of(variant.name(), &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
             eprintln!("{name}, {columns} columns, {blocks} blocks: {resources:?}");
             if resources.spilled > MOST_SPILLED {
                 over.push(format!("{name}, {columns} columns: {} bytes", resources.spilled));
             }
-            let again = compiler.build(&program(&layout, columns), &cache).unwrap();
+            let again = compiler.build(&variant.program(&layout), &cache).unwrap();
             assert_eq!(again, (binary, true));
         }
     }

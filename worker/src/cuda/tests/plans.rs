@@ -6,16 +6,24 @@ use std::sync::{Arc, Mutex};
 use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk};
 use crate::cuda::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::{Launcher, LoopedDecoder};
+use crate::cuda::passes::{Passes, Width};
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::{Sampler, SamplerShape, SamplingParams};
 
 const VOCAB: usize = 300;
 const PADDED: usize = 512;
-const COLUMNS: usize = 8;
 const CONTEXT: usize = 512;
 const SLOTS: usize = 12;
-const BATCH_TOKENS: usize = 64;
+const BATCH_TOKENS: usize = 160;
+
+/// Kernels, small ones so that a step takes many passes.
+const WIDTHS: [Width; 4] = [
+    Width { columns: 1, samples: true, time_us: 10 },
+    Width { columns: 4, samples: true, time_us: 12 },
+    Width { columns: 8, samples: true, time_us: 16 },
+    Width { columns: 16, samples: false, time_us: 20 },
+];
 
 /// One sequence to run.
 #[derive(Debug, Clone)]
@@ -157,6 +165,7 @@ struct Fake {
     finished: bool,
     last_step: u32,
     logits: Vec<f32>,
+    passes: Passes,
     log: Arc<Mutex<Vec<Launched>>>,
 }
 
@@ -175,6 +184,7 @@ impl Fake {
             finished: true,
             last_step: 0,
             logits: vec![0.0; SLOTS * PADDED],
+            passes: Passes::new(&WIDTHS, BATCH_TOKENS),
             log,
         }
     }
@@ -208,8 +218,8 @@ impl Fake {
 }
 
 impl Launcher for Fake {
-    fn columns(&self) -> usize {
-        COLUMNS
+    fn passes(&self) -> &Passes {
+        &self.passes
     }
 
     fn most_steps(&self) -> u32 {
@@ -223,7 +233,9 @@ impl Launcher for Fake {
     }
 
     fn launch(&mut self, rows: &[Row], steps: u32, _logits: bool) -> Result<usize, Fault> {
-        assert!(!rows.is_empty() && rows.len() <= COLUMNS && (1..=10).contains(&steps));
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let held = WIDTHS.iter().any(|width| rows.len() <= width.columns && (width.samples || !samples));
+        assert!(!rows.is_empty() && held && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
         for (index, row) in rows.iter().enumerate() {
             let (back, first) = (row.position - row.first_position, row.first_row as usize);
             assert_eq!(
@@ -359,10 +371,10 @@ fn every_sequence_yields_its_tokens_whatever_the_plans() {
 fn decoding_is_one_launch_and_what_needs_the_host_is_not() {
     let alone = [request(1, 20, 30)];
     let (_, launched) = run(&alone, plans(&alone, 64, BATCH_TOKENS, 40), false);
-    // 20 prompt tokens in three launches; the 29 tokens that follow in launches of up to ten steps.
-    let prompt = launched.iter().take(3).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
-    assert_eq!(prompt, [(8, 1), (8, 1), (4, 1)]);
-    let decode: Vec<_> = launched[3..].iter().map(|of| (of.rows, of.run)).collect();
+    // 20 prompt tokens in two launches; the 29 tokens that follow in launches of up to ten steps.
+    let prompt = launched.iter().take(2).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
+    assert_eq!(prompt, [(16, 1), (4, 1)]);
+    let decode: Vec<_> = launched[2..].iter().map(|of| (of.rows, of.run)).collect();
     assert_eq!(decode, [(1, 10), (1, 10), (1, 9)]);
 
     let mut suppressed = alone.clone();
@@ -371,7 +383,7 @@ fn decoding_is_one_launch_and_what_needs_the_host_is_not() {
     let (outcomes, launched) = run(&suppressed, plans(&suppressed, 64, BATCH_TOKENS, 40), false);
     assert_eq!(replies(&outcomes, 1), [expected(&suppressed[0])]);
     // Two more tokens may not be a stop token: the host draws them.
-    assert_eq!(launched[3..].iter().take(3).map(|of| of.steps).collect::<Vec<_>>(), [1, 1, 10]);
+    assert_eq!(launched[2..].iter().take(3).map(|of| of.steps).collect::<Vec<_>>(), [1, 1, 10]);
 }
 
 #[test]

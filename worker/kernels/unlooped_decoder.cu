@@ -27,7 +27,7 @@ struct Pass {
   float residual[kColumns][kHidden];
 };
 
-/// In the order of worker/src/cuda/unlooped.rs.
+/// In the order of worker/src/cuda/trace.rs.
 enum class Phase { kEmbed, kQueryKeyValue, kAttend, kMerge, kAttentionOut, kGateUp, kDown, kHead, kChoose, kCount };
 
 /// Products of a layer: their weights stream before the launch before has ended.
@@ -165,5 +165,6 @@ LP_LAUNCH(down, Phase::kDown)
 LP_LAUNCH(head, Phase::kHead)
 LP_LAUNCH(choose, Phase::kChoose)
 
-/// As in looped_decoder.cu, and bytes of a Pass.
-extern "C" __device__ const u64 unlooped_decoder_needs[5] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, sizeof(Pass)};
+/// As in looped_decoder.cu.
+extern "C" __device__ const u64 unlooped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
+extern "C" __device__ const u64 pass_bytes = sizeof(Pass);

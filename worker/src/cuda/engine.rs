@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
+use super::gauge::Gauged;
 use super::kernel::Kernel;
 use super::launch::{LAUNCH_LOGITS, Launch, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
@@ -12,6 +13,8 @@ use super::mailbox::Mailbox;
 use super::memory::PinnedBuffer;
 use super::passes::{Passes, Width};
 use super::pools::{MOST_STEPS, Pools, Sizes};
+use super::unlooped::UNLOOPED_STEPS;
+use super::variants::LoopMode;
 use super::weights::Weights;
 use crate::decoder::Fault;
 
@@ -40,6 +43,8 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    /// Others, while somebody measures.
+    pub(super) gauged: Option<Gauged>,
     passes: Passes,
     weights: Weights,
     pools: Pools,
@@ -83,6 +88,7 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            gauged: None,
             passes,
             weights,
             pools,
@@ -162,6 +168,9 @@ impl Engine {
         let offset = first_row * size_of::<Row>();
         // SAFETY: these rows are written again only after `finish`.
         unsafe { self.pools.rows.write_async(offset, &self.host_rows[first_row..self.rows_used], &self.stream)? };
+        let usual = &mut self.kernels[variant];
+        let instead = self.gauged.as_mut().map(|gauged| gauged.instead(usual.variant, steps)).transpose()?.flatten();
+        let (kernel, trace) = instead.unwrap_or((usual, 0));
         let launch = Launch {
             weights: self.weights.stream.address(),
             gamma: self.weights.gamma.address(),
@@ -178,6 +187,7 @@ impl Engine {
             tokens: self.mailbox.tokens_address(start),
             control: self.mailbox.control_address(),
             report: self.mailbox.report_address(),
+            trace,
             row_count: rows.len() as u32,
             steps,
             epoch,
@@ -188,7 +198,7 @@ impl Engine {
         };
         // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows name
         // slots and pages that the batch has checked.
-        unsafe { self.kernels[variant].launch(launch, &self.stream)? };
+        unsafe { kernel.launch(launch, &self.stream)? };
         self.launches.push(Ticket { start, columns, rows: rows.len(), epoch });
         Ok(self.launches.len() - 1)
     }
@@ -253,7 +263,10 @@ impl Launcher for Engine {
     }
 
     fn most_steps(&self) -> u32 {
-        MOST_STEPS as u32
+        match self.gauged.as_ref().map_or(LoopMode::On, Gauged::mode) {
+            LoopMode::On => MOST_STEPS as u32,
+            LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
+        }
     }
 
     #[allow(unsafe_code)]
@@ -322,7 +335,8 @@ impl Launcher for Engine {
             }
         }
         self.finished = true;
-        Ok(())
+        let collected = self.gauged.as_mut().map_or(Ok(()), Gauged::collect);
+        collected.map_err(|error| self.failed(error))
     }
 
     fn token(&self, launch: usize, step: u32, column: usize) -> u32 {

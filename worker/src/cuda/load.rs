@@ -11,18 +11,20 @@ use super::compile::Compiler;
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
+use super::gauge::{Gauge, Gauged};
 use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
-use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape};
+use super::trace::Phase as StepPhase;
+use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
-use crate::plan::{Backend, ModelPlan};
+use crate::plan::{Backend, ModelPlan, Product};
 use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
@@ -35,13 +37,15 @@ pub struct Options {
     pub random: Option<(ModelConfig, Arc<dyn Source + Send>)>,
     /// Fill the KV pool with NaN.
     pub poison: bool,
+    /// Whoever measures: other kernels, and times.
+    pub gauge: Option<Arc<Gauge>>,
 }
 
 /// A loaded rank on a GPU.
 pub struct CudaDecoder {
     pub(super) decoder: LoopedDecoder<Engine>,
     loaded: Loaded,
-    stream_bytes: u64,
+    layout: Layout,
     gpu: Arc<Gpu>,
 }
 
@@ -90,7 +94,7 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = kernels(&gpu, &compiler, &layout)?;
+    let kernels = load_kernels(&gpu, &compiler, &layout, &VARIANTS)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels);
     memory.fit(request, &gpu)?;
@@ -142,9 +146,13 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
+    if let Some(gauge) = &options.gauge {
+        let others = load_kernels(&gpu, &compiler, &layout, &gauge.variants(&VARIANTS))?;
+        launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
+    }
     let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
-    Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
+    Ok(CudaDecoder { decoder, loaded, layout, gpu })
 }
 
 /// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
@@ -180,17 +188,23 @@ impl Model {
     }
 }
 
-/// All variants, compiled at the same time.
-fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
+/// Variants, compiled at the same time.
+fn load_kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    layout: &Layout,
+    variants: &[Variant],
+) -> Result<Vec<Kernel>, CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
-        let load = |variant| {
+        let load = |variant: &Variant| {
+            let variant = *variant;
             scope.spawn({
                 let cache = &cache;
                 move || Kernel::load(gpu, compiler, cache, layout, variant)
             })
         };
-        let loading = VARIANTS.map(load);
+        let loading: Vec<_> = variants.iter().map(load).collect();
         loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -200,7 +214,8 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<K
     for kernel in &kernels {
         let from = if kernel.cached { "from the cache" } else { "compiled" };
         tracing::info!(
-            "kernel of {} columns {from}: {} bytes of shared memory, {}",
+            "{} of {} columns {from}: {} bytes of shared memory, {}",
+            kernel.variant.name(),
             kernel.variant.columns(),
             kernel.shared_bytes(),
             kernel.resources.map_or("resources not told".into(), |of| {
@@ -230,7 +245,21 @@ fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel])
 impl CudaDecoder {
     /// Bytes of weights that stream through this rank in one decode step.
     pub fn stream_bytes(&self) -> u64 {
-        self.stream_bytes
+        self.layout.bytes() as u64
+    }
+
+    /// How many of them a phase of the step streams.
+    pub fn phase_bytes(&self, phase: StepPhase) -> u64 {
+        let product = match phase {
+            StepPhase::QueryKeyValue => Product::QueryKeyValue,
+            StepPhase::AttentionOut => Product::AttentionOut,
+            StepPhase::GateUp => Product::GateUp,
+            StepPhase::Down => Product::Down,
+            StepPhase::Head => Product::LmHead,
+            StepPhase::Embed | StepPhase::Attend | StepPhase::Merge | StepPhase::Choose => return 0,
+        };
+        let times = if product == Product::LmHead { 1 } else { self.loaded.num_layers };
+        (times * self.layout.panel(product).bytes()) as u64
     }
 
     /// The GPU.

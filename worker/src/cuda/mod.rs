@@ -10,6 +10,7 @@ mod compile;
 mod device;
 mod engine;
 mod error;
+mod gauge;
 mod heads;
 mod kernel;
 mod launch;
@@ -25,6 +26,8 @@ mod random;
 mod read_limit;
 #[cfg(test)]
 mod tests;
+mod trace;
+mod unlooped;
 mod variants;
 mod weights;
 
@@ -32,6 +35,9 @@ pub use cache::CACHE_VARIABLE;
 pub use compile::{Compiler, NVRTC_VARIABLE};
 pub use device::{Facts, probe};
 pub use error::CudaError;
+pub use gauge::{Gauge, Noted};
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
 pub use read_limit::ReadLimit;
+pub use trace::{Phase, PhaseTime, Trace};
+pub use variants::LoopMode;

@@ -161,6 +161,14 @@ impl Group {
         self.run(Plan { decode: (0..batch).collect(), ..Plan::default() }, steps)
     }
 
+    /// Waits until the ranks have nothing left to do of what ran before.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn settle(&mut self) -> Result<(), BenchError> {
+        self.run(Plan::default(), 1).map(drop)
+    }
+
     /// Ends the stream of plans and waits for the ranks.
     ///
     /// # Errors

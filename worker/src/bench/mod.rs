@@ -88,9 +88,12 @@ pub enum BenchError {
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let threads = args.check()?;
     let on_gpu = args.device == Device::Cuda || (args.device == Device::Auto && args.tp == 1 && cuda::probe(0).is_ok());
+    let rule = "left out where no GPU computes";
     if let Some(path) = args.trace.as_ref().filter(|_| !on_gpu) {
-        let (option, value) = ("--trace", path.display().to_string());
-        return Err(BenchError::Value { option, value, rule: "left out where no GPU computes" });
+        return Err(BenchError::Value { option: "--trace", value: path.display().to_string(), rule });
+    }
+    if !on_gpu && args.loop_modes != [LoopMode::On] {
+        return Err(BenchError::Value { option: "--loop", value: "off".to_owned(), rule });
     }
     let shape = args.shape.unwrap_or(Shape::B1);
     let (config, random, model) = match &args.model {
@@ -253,6 +256,7 @@ impl Bench<'_> {
         self.read(&mut passes)?;
         for of in series.iter_mut().filter(|of| of.mode.is_some()) {
             let (_, kv_bytes) = self.decode(of, true, NOTED_STEPS)?;
+            self.group.settle()?;
             of.noted_kv_bytes = kv_bytes / u64::from(NOTED_STEPS);
             of.noted = self.gauge.as_ref().and_then(|gauge| gauge.take());
         }

@@ -138,7 +138,7 @@ impl Drop for Module {
 }
 
 impl Kernel {
-    /// Compiles (or finds) a variant for a model, loads it and checks that all its blocks run at the same time.
+    /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its blocks run at the same time.
     ///
     /// # Errors
     /// It does not compile, or does not fit the GPU.
@@ -148,8 +148,11 @@ impl Kernel {
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
+        defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
-        let (binary, cached) = compiler.build(&variant.program(layout), cache)?;
+        let mut program = variant.program(layout);
+        program.defines.extend(defines);
+        let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
         let needs: Needs = module.constant(&format!("{}_needs", variant.name()))?;
         let does_not_fit = |problem: String| {

@@ -39,6 +39,8 @@ pub struct Options {
     pub poison: bool,
     /// Whoever measures: other kernels, and times.
     pub gauge: Option<Arc<Gauge>>,
+    /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
+    pub defines: Vec<(&'static str, u64)>,
 }
 
 /// A loaded rank on a GPU.
@@ -94,7 +96,7 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = load_kernels(&gpu, &compiler, &layout, &VARIANTS)?;
+    let kernels = load_kernels(&gpu, &compiler, &layout, &VARIANTS, &options.defines)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels);
     memory.fit(request, &gpu)?;
@@ -148,7 +150,7 @@ pub fn load_with(
     });
     let mut launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
     if let Some(gauge) = &options.gauge {
-        let others = load_kernels(&gpu, &compiler, &layout, &gauge.variants(&VARIANTS))?;
+        let others = load_kernels(&gpu, &compiler, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
     let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
@@ -194,6 +196,7 @@ fn load_kernels(
     compiler: &Compiler,
     layout: &Layout,
     variants: &[Variant],
+    defines: &[(&'static str, u64)],
 ) -> Result<Vec<Kernel>, CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
@@ -201,7 +204,7 @@ fn load_kernels(
             let variant = *variant;
             scope.spawn({
                 let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, variant)
+                move || Kernel::load(gpu, compiler, cache, layout, variant, defines)
             })
         };
         let loading: Vec<_> = variants.iter().map(load).collect();

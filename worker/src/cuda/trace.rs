@@ -145,8 +145,8 @@ impl Trace {
         let note = |stage| self.at(block, PRODUCER, self.layers, stage).unwrap_or(0);
         let (clocks, times) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
         let rate = if clocks == 0 { 0.0 } else { times as f64 / clocks as f64 };
-        // Relative to the beginning of the launch of block 0, so that a double has room for fractions.
-        let origin = self.at(0, PRODUCER, self.layers, BEGUN + 1).unwrap_or(0);
+        // The shared time when block 0 has ended: a double has room for fractions of what is left.
+        let origin = self.at(0, PRODUCER, self.layers, ENDED + 1).unwrap_or(0);
         (note(BEGUN + 1) - origin) as f64 + (clock - note(BEGUN)) as f64 * rate
     }
 
@@ -199,7 +199,9 @@ impl Trace {
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        let mut events = Events { out, first: true };
+        let begun = (0..self.blocks).flat_map(|block| self.streamed(block)).map(|slice| slice.2);
+        let begun_ns = begun.fold(f64::INFINITY, f64::min);
+        let mut events = Events { out, first: true, begun_ns };
         events.out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;
         for block in 0..self.blocks {
             let sm = self.at(block, PRODUCER, self.layers, MULTIPROCESSOR).unwrap_or(0);
@@ -275,6 +277,8 @@ impl Slice {
 struct Events<'a, W> {
     out: &'a mut W,
     first: bool,
+    /// Where the timeline begins.
+    begun_ns: f64,
 }
 
 impl<W: Write> Events<'_, W> {
@@ -300,7 +304,7 @@ impl<W: Write> Events<'_, W> {
         to_ns: f64,
     ) -> io::Result<()> {
         self.separator()?;
-        let (ts, dur) = (from_ns / 1e3, (to_ns - from_ns) / 1e3);
+        let (ts, dur) = ((from_ns - self.begun_ns) / 1e3, (to_ns - from_ns) / 1e3);
         write!(
             self.out,
             r#"{{"ph":"X","name":"{name}","cat":"{kind}","pid":{process},"tid":{track},"ts":{ts:.3},"dur":{dur:.3},"args":{{"layer":{layer}}}}}"#
@@ -373,7 +377,7 @@ mod tests {
         let mut tracks = std::collections::HashMap::new();
         for event in events.iter().filter(|event| event["ph"] == "X") {
             let (ts, dur) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
-            let end = tracks.entry((event["pid"].as_i64(), event["tid"].as_i64())).or_insert(0.0);
+            let end = tracks.entry((event["pid"].as_i64(), event["tid"].as_i64())).or_insert(-1.0);
             assert!(ts + 2e-3 >= *end && dur > 0.0, "{event}");
             *end = ts + dur;
         }
@@ -382,7 +386,7 @@ mod tests {
             events.iter().filter(|event| event["name"] == "wait: down" && event["pid"] == 7 && event["tid"] == 1);
         let waits: Vec<_> =
             waits.map(|event| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap())).collect();
-        assert_eq!(waits, [(13.0, 5.0), (33.0, 5.0), (53.0, 5.0)]);
+        assert_eq!(waits, [(9.0, 5.0), (29.0, 5.0), (49.0, 5.0)]);
     }
 
     #[test]

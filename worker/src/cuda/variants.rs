@@ -106,7 +106,7 @@ impl Variant {
     /// The same pass in another mode, noting times or not; `None` where there is none.
     pub fn in_mode(self, mode: LoopMode, traced: bool) -> Option<Self> {
         let design = match (self.design, mode) {
-            (design, LoopMode::On) => design,
+            (Design::Narrow, LoopMode::On) => Design::Narrow,
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
             (Design::Unlooped { .. }, _) => return None,
         };

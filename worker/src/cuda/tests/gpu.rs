@@ -203,6 +203,56 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
     }
 }
 
+/// Warps that are held up, here and there for up to 2 ms, in the loop and between its launches.
+#[test]
+fn delays_change_nothing_but_time() {
+    if !gpu() {
+        return;
+    }
+    let tokens: Vec<u32> = (0..90).map(|i| (i * 37 + 5) % 768).collect();
+    for model in ["llama-gqa", "mistral-window"] {
+        let reference = bits(&logits(&mut load(model, &Options::default()), 0, &tokens, 8));
+        for seed in [1, 2] {
+            let defines = vec![("LP_DELAYS", seed)];
+            let mut decoder = load(model, &Options { defines, ..Options::default() });
+            for rows in [8, 1] {
+                assert!(
+                    bits(&logits(&mut decoder, 1, &tokens, rows)) == reference,
+                    "{model}, seed {seed}, {rows} rows"
+                );
+            }
+        }
+    }
+}
+
+/// What `just sanitize` runs under compute-sanitizer: passes of either width over two pages, and a launch of several steps, with time for tools
+/// that make a kernel slow.
+#[test]
+fn sanitized() {
+    if !gpu() {
+        return;
+    }
+    let options = Options { poison: true, defines: vec![("LP_PATIENCE", 1000)], ..Options::default() };
+    let request = LoadRequest { wait_limit: Duration::from_secs(600), ..request("llama-gqa") };
+    let mut decoder = load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"));
+    let tokens: Vec<u32> = (0..67).map(|i| (i * 37 + 5) % 768).collect();
+    let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+    assert!(bits(&logits(&mut decoder, 1, &tokens[..3], 1)) == reference[..3]);
+    let engine = &mut decoder.decoder.launcher;
+    let row = Row {
+        token: tokens[66],
+        position: 66,
+        first_position: 66,
+        last_position: 68,
+        flags: ROW_SAMPLE,
+        ..Row::default()
+    };
+    let launch = engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+    engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+    let last: Vec<f32> = reference[66].iter().map(|bits| f32::from_bits(*bits)).collect();
+    assert_eq!(engine.token(launch, 0, 0), largest(&last));
+}
+
 /// Tags start again, in passes of either kernel and within what a sequence needs.
 #[test]
 fn the_wrap_of_the_tags_does_not_touch_a_bit() {

@@ -13,11 +13,16 @@
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
 #include "layout/launch.cuh"
+#include "layout/rows.cuh"
 #include "layout/words.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
+#include "sync/reached.cuh"
 #include "sync/ring.cuh"
+#include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
+#include "ops/best.cuh"
+#include "ops/softmax.cuh"
 #include "ops/attention.cuh"
 #include "ops/epilogue.cuh"
 #include "ops/phases.cuh"
@@ -69,9 +74,10 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
     const Rows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
+    u32 vectors = vectors_of(set_of(shared, step), 0);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
-      const Place place{rows, layer, tag_of(launch, step) + layer, active};
+    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes) {
+      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors};
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -80,7 +86,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       phases.down(place);
     }
     if (!sampling) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active});
+    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors});
   }
 }
 
@@ -98,23 +104,27 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     const Rows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    if (!epilogue.second()) epilogue.embed(token, active, tag_of(launch, step));
+    u32 vectors = vectors_of(set_of(shared, step), 0), unused = vectors_of(set_of(shared, step + 1), 0);
+    if (!epilogue.second()) epilogue.embed(token, active, vectors);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
-      const u32 tag = tag_of(launch, step) + layer;
-      epilogue.query_key_value(rows, layer, active, tag);
+    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes, unused += Vectors::bytes) {
+      epilogue.query_key_value(rows, layer, active, tag_of(launch, step) + layer);
       reached(launch, step, kEpilogue + warp, layer, 0);
+      epilogue.clear(unused);
+      epilogue.warm(vectors + Vectors::bytes);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(Words::mlp_x, 2 * layer + 1, active, tag);
+      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, tag);
+      epilogue.gate_up(active, vectors);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(Words::attention_x, 2 * layer + 2, active, tag + 1);
+      epilogue.add_residual<Down>(vectors + Vectors::bytes + Vectors::attention_x, 2 * layer + 2, active);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
+    epilogue.clear(unused);
+    epilogue.warm(vectors_of(set_of(shared, step + 1), 0));
     if (!sampling) {
       step++;
       break;
@@ -124,7 +134,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
       continue;
     }
     offer_tokens(launch, epilogue, step);
-    const bool stopped = choose_tokens(launch, epilogue, step, active, token);
+    const bool stopped = !(launch.flags & kLaunchUndrawn) && choose_tokens(launch, epilogue, step, active, token);
     if (warp == 0 && (threadIdx.x & 31) == 0 && stopped && step + 2 < last_step(shared)) {
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
@@ -132,7 +142,10 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
-  if (blockIdx.x == 0 && threadIdx.x == kEpilogue * 32) store_system_u32(launch.control + 1, step);
+  if (threadIdx.x == kEpilogue * 32) {
+    store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
+    if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
+  }
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
@@ -140,6 +153,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
 extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
+  if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
@@ -148,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     begin_block(shared);
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     store_shared_u32(shared + Shared::last_step, launch.steps);
+    store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4));
     fence_mbarrier_init();
   }
   __syncthreads();

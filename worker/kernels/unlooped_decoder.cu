@@ -9,11 +9,16 @@
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
 #include "layout/launch.cuh"
+#include "layout/rows.cuh"
 #include "layout/words.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
+#include "sync/reached.cuh"
 #include "sync/ring.cuh"
+#include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
+#include "ops/best.cuh"
+#include "ops/softmax.cuh"
 #include "ops/attention.cuh"
 #include "ops/epilogue.cuh"
 #include "ops/phases.cuh"
@@ -22,6 +27,7 @@
 struct Pass {
   u64* tokens;
   u32 row_count, epoch, flags, step;
+  u32 vectors;          // the set that launches of the loop do not begin with: here nobody waits for a word, so none must be cleared
   u32 token[kColumns];  // to embed
   Row rows[kColumns];
   float residual[kColumns][kHidden];
@@ -74,9 +80,9 @@ template <class F> LP_DEVICE void each_residual(Epilogue& epilogue, Pass& pass, 
 
 template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, const Place& place, Pass& pass) {
   constexpr bool residual = PHASE == Phase::kAttentionOut || PHASE == Phase::kDown;
-  const u32 active = place.active, layer = place.layer, tag = place.tag;
+  const u32 active = place.active, layer = place.layer, vectors = place.vectors;
   Epilogue epilogue(launch, shared, warp);
-  if constexpr (PHASE == Phase::kQueryKeyValue) epilogue.query_key_value(place.rows, layer, active, tag);
+  if constexpr (PHASE == Phase::kQueryKeyValue) epilogue.query_key_value(place.rows, layer, active, place.tag);
   if (epilogue.second()) {
     if constexpr (residual) epilogue.skip(Epilogue::sets<O>());
     if constexpr (PHASE == Phase::kGateUp) epilogue.skip(Epilogue::sets<GateUp>());
@@ -87,12 +93,12 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   if constexpr (PHASE == Phase::kEmbed) {
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) token[c] = pass.token[epilogue.column(c)];
-    epilogue.embed(token, active, tag);
+    epilogue.embed(token, active, vectors);
   }
   if constexpr (residual) each_residual(epilogue, pass, [](float& here, float there) { here = there; });
-  if constexpr (PHASE == Phase::kAttentionOut) epilogue.add_residual<O>(Words::mlp_x, 2 * layer + 1, active, tag);
-  if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(active, tag);
-  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(Words::attention_x, 2 * layer + 2, active, tag + 1);
+  if constexpr (PHASE == Phase::kAttentionOut) epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active);
+  if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(active, vectors);
+  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(vectors + Vectors::bytes + Vectors::attention_x, 2 * layer + 2, active);
   if constexpr (residual || PHASE == Phase::kEmbed) each_residual(epilogue, pass, [](float here, float& there) { there = here; });
   if constexpr (PHASE == Phase::kHead) offer_tokens(launch, epilogue, place.rows.step);
   if constexpr (PHASE == Phase::kChoose) {
@@ -120,7 +126,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
   __syncthreads();
   launch_dependents();
   if (ahead && warp == kProducer) {
-    produce<PHASE>(captured, shared, Place{{}, layer, 0, 0});
+    produce<PHASE>(captured, shared, Place{{}, layer, 0, 0, 0});
     return;
   }
   wait_launch_before();
@@ -131,8 +137,9 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
   const u32 step = pass.step;
   barrier_sync(5, ahead ? kThreads - 32 : kThreads);
   const Rows rows = rows_of(launch, step);
-  const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask()};
+  const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask(), pass.vectors + layer * Vectors::bytes};
   if ((PHASE == Phase::kHead || PHASE == Phase::kChoose) && !samples(launch)) return;
+  if (PHASE == Phase::kChoose && launch.flags & kLaunchUndrawn) return;
   if (warp < kWarps) consume<PHASE>(launch, shared, warp, place);
   else if (warp == kProducer) produce<PHASE>(launch, shared, place);
   else finish<PHASE>(launch, shared, warp - kEpilogue, place, pass);
@@ -151,6 +158,7 @@ extern "C" __global__ void begin(const __grid_constant__ Launch launch, Pass* pa
   if (threadIdx.x > 0) return;
   pass->tokens = launch.tokens;
   pass->row_count = launch.row_count, pass->epoch = launch.epoch, pass->flags = launch.flags, pass->step = 0;
+  pass->vectors = vectors_of(load_relaxed_u32(launch.words + Words::first_set) ^ 1, 0);
 }
 
 #define LP_LAUNCH(NAME, PHASE) \

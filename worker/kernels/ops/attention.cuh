@@ -1,42 +1,7 @@
 // Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go to four
-// warps, which combine them into the page's result; results of pages meet in a merge. A leaf has its own maximum, sum and output,
-// so neither who computes it nor what else is in the batch touches a bit.
+// warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
-constexpr double square_root(double x) {
-  double r = x;
-  for (int i = 0; i < 40; i++) r = 0.5 * (r + x / r);
-  return r;
-}
-constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadWidth));  // scores in powers of two
-constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xff800000u);
-
-/// The rows of a step, from shared memory.
-struct Rows {
-  const Row* rows;
-  u32 count, step;
-
-  LP_DEVICE u32 position(u32 row) const { return rows[row].position + step; }
-  LP_DEVICE bool active(u32 row) const { return row < count && (step == 0 || position(row) <= rows[row].last_position); }
-  LP_DEVICE u32 mask() const {
-    u32 mask = 0;
-#pragma unroll
-    for (u32 r = 0; r < kColumns; r++) mask |= active(r) ? 1u << r : 0;
-    return mask;
-  }
-  LP_DEVICE u32 first_visible(u32 row) const {
-    const u32 p = position(row);
-    return kWindow && p + 1 > kWindow ? p + 1 - kWindow : 0;
-  }
-  LP_DEVICE u32 first_page(u32 row) const { return first_visible(row) / kPage; }
-  LP_DEVICE u32 pages(u32 row) const { return position(row) / kPage - first_page(row) + 1; }
-  /// Items of the rows before `row`; items of a row are [page][kv head].
-  LP_DEVICE u32 items_before(u32 row) const {
-    u32 items = 0;
-    for (u32 r = 0; r < row; r++) items += active(r) ? pages(r) * kKvHeads : 0;
-    return items;
-  }
-};
 struct Item {
   u32 row, page, kv_head;
 };
@@ -116,7 +81,7 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
 }
 
-/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its maximum and sum to
+/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its reference and sum to
 /// the end of its V as [query head][2].
 constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
 static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
@@ -174,6 +139,8 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
     for (int d = 4; d < 32; d *= 2)
 #pragma unroll
       for (int c = 0; c < 2; c++) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
+#pragma unroll
+    for (int c = 0; c < 2; c++) most[c] = ceilf(most[c]);
 #pragma unroll
     for (int i = 0; i < 4; i++) weight[i] = seen[i / 2] ? exp2_approx(score[i] - most[i & 1]) : 0;
 #pragma unroll
@@ -233,21 +200,20 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
     constexpr u32 words = kQueriesPerKv * kHeadDim / 8;
     for (u32 word = lane; word < words; word += 32) {
       const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8, dim = tile * 16 + word % 8;
-      float maximum[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
+      float reference[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) largest = fmaxf(largest, maximum[i] = load_shared_f32(sums[i] + head * 8));
+      for (int i = 0; i < 4; i++) largest = fmaxf(largest, reference[i] = load_shared_f32(sums[i] + head * 8));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (maximum[i] == kMinusInfinity) continue;
-        const float weight = exp2_approx(maximum[i] - largest);
+        if (reference[i] == kMinusInfinity) continue;  // its output is K still
+        const float scale = rescale(reference[i], largest);
         const u32 out = outputs[i] + head * kOutputStride + dim * 4;
-        total = fmaf(weight, load_shared_f32(sums[i] + head * 8 + 4), total);
-        low = fmaf(weight, load_shared_f32(out), low);
-        high = fmaf(weight, load_shared_f32(out + 32), high);
+        total = fmaf(scale, load_shared_f32(sums[i] + head * 8 + 4), total);
+        low = fmaf(scale, load_shared_f32(out), low);
+        high = fmaf(scale, load_shared_f32(out + 32), high);
       }
-      const float share = reciprocal_approx(total);
-      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low * share), __float_as_uint(high * share), tag,
-                       __float_as_uint(largest + log2_approx(total)));
+      // Even words carry the reference, odd ones the sum.
+      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low), __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
     }
     fence_async_shared();  // orders what was written to the slots before the copies that use them again
     barrier_sync(1 + quad, 128);
@@ -260,7 +226,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
 
 /// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
 /// first ones have leaves.
-LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag) {
+LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag, u8* attention_out) {
   const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
   for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
     const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;
@@ -268,12 +234,12 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;
     const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + pair * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
-    for (u32 begin = 0; begin < pages; begin += 16) {
+    for (u32 begin = 0; begin < pages; begin += kSpanPages) {
       u32 x[4], y[4], z[4];
-      const u32 mine = begin + share * 4, n = mine >= pages ? 0 : pages - mine < 4 ? pages - mine : 4;
-      // A lane with fewer than four pages left takes its last one again, without weight.
+      const u32 mine = begin + share, n = mine >= pages ? 0 : pages - mine < kSpanPages ? (pages - mine + 3) / 4 : 4;
+      // A lane with fewer than four pages left takes its last one again, and does not add it.
       long long begun = 0;
-      const auto fetch = [&](int i) { return words + (u64)(mine + ((u32)i < n ? i : n - 1)) * (kKvHeads * Words::page_bytes); };
+      const auto fetch = [&](int i) { return words + (u64)(mine + 4 * ((u32)i < n ? i : n - 1)) * (kKvHeads * Words::page_bytes); };
       while (true) {
         bool missing = false;
         u32 seen = 0;
@@ -290,40 +256,39 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
         if (begun == 0) begun = clock64();
         if (missing && clock64() - begun > kWaitLimit) wait_failed(launch, kSitePage, tag, seen);
       }
-      float now = largest;
+      // References are in even lanes, sums in odd ones.
+      float now = kMinusInfinity;
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if ((u32)i < n) now = fmaxf(now, __uint_as_float(z[i]));
-      const float keep = largest == kMinusInfinity ? 0 : exp2_approx(largest - now);
-      total *= keep;
-      low *= keep;
-      high *= keep;
+      now = fmaxf(now, shuffle_xor(now, 8));
+      now = fmaxf(now, shuffle_xor(now, 16));
+      now = fmaxf(largest, shuffle(now, lane & ~1));
+      float span_total = 0, span_low = 0, span_high = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if ((u32)i < n) {
-          const float weight = exp2_approx(__uint_as_float(z[i]) - now);
-          total += weight;
-          low = fmaf(weight, __uint_as_float(x[i]), low);
-          high = fmaf(weight, __uint_as_float(y[i]), high);
-        }
+      for (int i = 0; i < 4; i++) {
+        const float scale = rescale(__uint_as_float(shuffle(z[i], lane & ~1)), now);
+        if ((u32)i >= n) continue;
+        span_total = fmaf(scale, __uint_as_float(z[i]), span_total);
+        span_low = fmaf(scale, __uint_as_float(x[i]), span_low);
+        span_high = fmaf(scale, __uint_as_float(y[i]), span_high);
+      }
+#pragma unroll
+      for (int d = 8; d < 32; d *= 2) {
+        span_total += shuffle_xor(span_total, d);
+        span_low += shuffle_xor(span_low, d);
+        span_high += shuffle_xor(span_high, d);
+      }
+      const float keep = rescale(largest, now);
+      total = fmaf(keep, total, span_total);
+      low = fmaf(keep, low, span_low);
+      high = fmaf(keep, high, span_high);
       largest = now;
     }
-    float all = fmaxf(largest, shuffle_xor(largest, 8));
-    all = fmaxf(all, shuffle_xor(all, 16));
-    const float keep = largest == kMinusInfinity ? 0 : exp2_approx(largest - all);
-    total *= keep;
-    low *= keep;
-    high *= keep;
-#pragma unroll
-    for (int d = 8; d < 32; d *= 2) {
-      total += shuffle_xor(total, d);
-      low += shuffle_xor(low, d);
-      high += shuffle_xor(high, d);
-    }
-    const float inverse = reciprocal_approx(total);
+    const float inverse = reciprocal_approx(shuffle(total, lane | 1));
     low *= inverse;
     high *= inverse;
     const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
-    if (lane < 4) store_relaxed_16(launch.words + Words::attention_out + vector_word(head * kDimTiles + tile, row) + t * 16, bf16_pair(a, b), bf16_pair(c, d), tag, 0);
+    if (lane < 4) store_relaxed_8(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), ~bf16_pair(a, b), ~bf16_pair(c, d));
   }
 }

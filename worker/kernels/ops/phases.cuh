@@ -25,30 +25,14 @@ LP_DEVICE bool samples(const Launch& launch) {
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 
-/// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute.
+/// Of the two sets of vectors the one that a step writes.
+LP_DEVICE u32 set_of(u32 shared, u32 step) { return (load_shared_u32(shared + Shared::first_set) + step) & 1; }
+
+/// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
 struct Place {
   Rows rows;
-  u32 layer, tag, active;
+  u32 layer, tag, active, vectors;
 };
-
-/// A warp is at stage `stage` of a layer. With LP_TRACE it notes the clock, in the last step: Launch::trace is [block][warp][layer][16]. With
-/// LP_DELAYS, a seed, it is held up now and then, which must change nothing but time.
-LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
-#ifdef LP_TRACE
-  if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
-    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = clock64();
-#endif
-#ifdef LP_DELAYS
-  u32 hash = (((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + LP_DELAYS * 0x9e3779b9u;
-  hash = (hash ^ hash >> 16) * 0x85ebca6bu;
-  hash = (hash ^ hash >> 13) * 0xc2b2ae35u;
-  hash ^= hash >> 16;
-  // One in 16 is held up for up to 30 us, and one in 4096 for 2 ms.
-  const long long until = clock64() + (hash % 4096 == 0 ? 4000000 : hash % 16 == 0 ? hash >> 16 : 0);
-  while (clock64() < until) {}
-  __syncwarp();
-#endif
-}
 
 /// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
 /// it is: Launch::trace [block][producer][kLayers][8 + 2 end ..] and [12]. One thread a block calls it.
@@ -75,17 +59,17 @@ struct ConsumerPhases {
 
   LP_DEVICE void at(const Place& place, u32 stage) const { reached(launch, place.rows.step, warp, place.layer, stage); }
   /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
-  LP_DEVICE void get_hidden(const Place& place, u64 vector, int squares, u32 site, u32 (*b)[2]) {
+  LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
     if (warp >= kHiddenLeaves) return;
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const float sum = get_fragments<kHiddenSteps>(launch, launch.words + vector, warp * kHiddenSteps, place.tag, place.active, b, site);
+    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   }
   LP_DEVICE void query_key_value(const Place& place) {
     at(place, 0);
     if (!Epilogue::sets<Qkv>()) return;
     u32 b[kHiddenSteps][2];
-    get_hidden(place, Words::attention_x, 0, kSiteAttentionX, b);
+    get_hidden(place, Vectors::attention_x, 0, kSiteAttentionX, b);
     at(place, 1);
     multiply<Qkv>(consumer, partials, b);
   }
@@ -95,41 +79,47 @@ struct ConsumerPhases {
   }
   LP_DEVICE void merge(const Place& place) {
     at(place, 3);
-    merge_pages(launch, place.rows, warp, place.tag);
+    merge_pages(launch, place.rows, warp, place.tag, launch.words + place.vectors + Vectors::attention_out);
   }
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
     if (!Epilogue::sets<O>()) return;
-    u32 b[O::leaf_steps][2];
-    if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + Words::attention_out, warp * O::leaf_steps, place.tag, place.active, b, kSiteAttentionOut);
-    at(place, 5);
-    multiply<O>(consumer, partials, b);
+    const u8* input = launch.words + place.vectors + Vectors::attention_out;
+    if constexpr (O::leaf_steps <= kPartSteps) {
+      u32 b[O::leaf_steps][2];
+      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, place.active, b, kSiteAttentionOut);
+      at(place, 5);
+      multiply<O>(consumer, partials, b);
+    } else {
+      multiply_fetching<O>(consumer, partials, input, place.active, kSiteAttentionOut, [&] { at(place, 5); });
+    }
   }
   LP_DEVICE void gate_up(const Place& place) {
     at(place, 6);
     if (!Epilogue::sets<GateUp>()) return;
     u32 b[kHiddenSteps][2];
-    get_hidden(place, Words::mlp_x, 1, kSiteMlpX, b);
+    get_hidden(place, Vectors::mlp_x, 1, kSiteMlpX, b);
     at(place, 7);
     multiply<GateUp>(consumer, partials, b);
   }
   LP_DEVICE void down(const Place& place) {
     at(place, 8);
-    multiply_fetching<Down>(consumer, partials, launch.words + Words::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
+    multiply_fetching<Down>(consumer, partials, launch.words + place.vectors + Vectors::activation, place.active, kSiteActivation, [&] { at(place, 9); });
     at(place, 10);
   }
   LP_DEVICE void head(const Place& place) {
     at(place, 0);
     if (!Epilogue::sets<Head>()) return;
     u32 b[kHiddenSteps][2];
-    get_hidden(place, Words::attention_x, 0, kSiteHeadX, b);
+    get_hidden(place, Vectors::attention_x, 0, kSiteHeadX, b);
     at(place, 1);
     multiply<Head>(consumer, partials, b);
     at(place, 2);
   }
 };
 
-/// LM head: the best token of this block's rows for every column, to all blocks; with it whether the host wants the launch to end.
+/// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
+/// launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
   const int lane = threadIdx.x & 31, first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
   u32 stop = 0;
@@ -146,7 +136,9 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
       if (on && launch.flags & kLaunchLogits) launch.logits[(u64)epilogue.column(c) * (Head::tiles * 16) + id] = logit;
     }
   }
-  fence_gpu();  // K and V of this step before its token words
+  if (launch.flags & kLaunchUndrawn) return;
+  fence_gpu();  // K and V of this step, and cleared vectors, before its token words
+  __syncwarp();
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
@@ -177,7 +169,7 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read
+  fence_gpu();  // token words before K and V of this step are read, and before the cleared vectors are used
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);

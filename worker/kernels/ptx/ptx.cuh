@@ -32,6 +32,9 @@ LP_DEVICE u32 load_shared_u32(u32 address) {
 }
 LP_DEVICE void store_shared_f32(u32 address, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(address), "f"(v) : "memory"); }
 LP_DEVICE void store_shared_u32(u32 address, u32 v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory"); }
+LP_DEVICE void store_shared_16(u32 address, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 LP_DEVICE void store_shared_u16(u32 address, u32 v) { asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory"); }
 
 // ---- barriers and bulk copies ----
@@ -63,6 +66,9 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -71,6 +77,26 @@ LP_DEVICE u64 policy_evict_first() {
 LP_DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 LP_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LP_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- clusters ----
+
+/// The address in the shared memory of block `rank` of the cluster that `address` is in this block's.
+LP_DEVICE u32 map_shared(u32 address, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+/// Orders nothing: a release at cluster scope would wait for all that the block has stored (1 to 2 us under load).
+LP_DEVICE void mbarrier_arrive_remote(u32 barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// From this block's shared memory to another's, whose barrier counts the bytes.
+LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+LP_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+template <int N> LP_DEVICE void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---- global memory ----
 
@@ -83,11 +109,54 @@ LP_DEVICE void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
   asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
+/// Two words of 8 bytes.
+LP_DEVICE Quad load_relaxed_8x2(const u8* p) {
+  u64 a, b;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1},[%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+LP_DEVICE void store_relaxed_8(u8* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
+/// Four words of 4 bytes.
+LP_DEVICE Quad load_relaxed_4x4(const u8* p) {
+  Quad v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE u32 load_acquire_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE u32 load_relaxed_u32(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+LP_DEVICE u64 load_relaxed_u64(const void* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE void store_relaxed_u64(void* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+LP_DEVICE void store_relaxed_u32(void* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+/// Orders all that the thread did, or saw others do, before it.
+LP_DEVICE void add_release_u32(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+LP_DEVICE void store_16(u8* p, const Quad& v) { asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+LP_DEVICE void store_u32(u8* p, u32 v) { asm volatile("st.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_u16(u8* p, u32 v) { asm volatile("st.global.u16 [%0],%1;" ::"l"(p), "h"((u16)v) : "memory"); }
 LP_DEVICE float load_relaxed_f32(const float* p) {
   float v;
   asm volatile("ld.relaxed.gpu.global.f32 %0,[%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
+}
+LP_DEVICE Quad load_constant_16(const void* p) {
+  Quad v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+LP_DEVICE void load_constant_8(const void* p, float* v) {
+  asm volatile("ld.global.nc.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "l"(p));
 }
 LP_DEVICE u32 load_constant_u32(const u32* p) {
   u32 v;
@@ -106,6 +175,8 @@ LP_DEVICE u32 load_system_u32(const u32* p) {
 }
 LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+/// Orders everything this thread saw before it (system).
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 LP_DEVICE u64 global_nanoseconds() {

@@ -55,6 +55,10 @@ pub struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub steps: u32,
 
+    /// Measure the time from a prompt of so many tokens to its first token, too
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_PROMPT", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub prompt: Option<u32>,
+
     /// Memory that read bandwidth is measured over, in MiB; must be far above the caches [default: 1024, on a GPU 8192]
     #[arg(long, value_name = "MIB", env = "LOOPLANE_BENCH_READ_MIB",
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
@@ -63,6 +67,18 @@ pub struct BenchArgs {
     /// Thread blocks of the GPU's kernel [default: what suits the model]
     #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BLOCKS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub blocks: Option<u32>,
+
+    /// How tokens are drawn: 0 for the most likely one
+    #[arg(long, value_name = "T", default_value_t = 0.0, env = "LOOPLANE_BENCH_TEMPERATURE", value_parser = at_least_0)]
+    pub temperature: f32,
+
+    /// Share of the probability that is drawn from
+    #[arg(long, value_name = "P", default_value_t = 1.0, env = "LOOPLANE_BENCH_TOP_P", value_parser = share)]
+    pub top_p: f32,
+
+    /// Log-probabilities of each token, and of this many likely ones
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_LOGPROBS", value_parser = clap::value_parser!(u32).range(0..=20))]
+    pub logprobs: Option<u32>,
 
     /// How the phases of a step become launches on the GPU; several are measured in turns
     #[arg(
@@ -185,6 +201,16 @@ impl BenchArgs {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(self.threads.unwrap_or((cores / self.tp).max(1)))
     }
+}
+
+fn at_least_0(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|value: &f32| value.is_finite() && *value >= 0.0);
+    value.ok_or_else(|| "must be a number of at least 0".to_owned())
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|value: &f32| *value > 0.0 && *value <= 1.0);
+    value.ok_or_else(|| "must be a number over 0 and at most 1".to_owned())
 }
 
 fn at_least_1(text: &str) -> Result<usize, String> {

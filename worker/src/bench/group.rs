@@ -45,6 +45,12 @@ pub struct Setup<'a> {
     pub context: u32,
     /// Steps that each sequence can be decoded for.
     pub max_steps: u32,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Log-probabilities are wanted, and of how many likely tokens.
+    pub logprobs: Option<u32>,
+    /// Tokens of a prompt that one more sequence has.
+    pub prompt: Option<u32>,
 }
 
 /// What decoding reads, of all ranks together.
@@ -80,6 +86,8 @@ pub struct Group {
     version: u64,
     vocab: u32,
     pages_a_slot: u32,
+    sampling: SamplingParams,
+    logprobs: Option<u32>,
 }
 
 impl Group {
@@ -88,16 +96,17 @@ impl Group {
     /// # Errors
     /// The model is refused, or does not fit.
     pub fn load(setup: &Setup<'_>) -> Result<Self, BenchError> {
-        let positions = setup.context as usize + setup.max_steps as usize + 1;
+        let positions = setup.context.saturating_add(setup.max_steps).max(setup.prompt.unwrap_or(0)) as usize + 1;
+        let slots = setup.slots as usize + usize::from(setup.prompt.is_some());
         let pages_a_slot = KvLayout::pages_for(positions);
         let request = LoadRequest {
             model_dir: setup.model_dir.to_owned(),
             rank: 0,
             tensor_parallel: setup.ranks,
             threads: setup.threads,
-            max_slots: setup.slots as usize,
-            max_batch_tokens: PREFILL_ROWS.max(setup.slots) as usize,
-            kv_pages: pages_a_slot * setup.slots as usize,
+            max_slots: slots,
+            max_batch_tokens: slots.max(PREFILL_ROWS as usize),
+            kv_pages: pages_a_slot * slots,
             kv_bytes_limit: 0,
             wait_limit: WAIT_LIMIT,
             max_context: positions,
@@ -124,6 +133,8 @@ impl Group {
             version: 0,
             vocab: decoders[0].loaded().vocab_size as u32,
             pages_a_slot: pages_a_slot as u32,
+            sampling: setup.sampling.clone(),
+            logprobs: setup.logprobs,
         };
         for decoder in decoders {
             let (feed, source) = plan_stream();
@@ -151,6 +162,14 @@ impl Group {
             self.run(plan, 1)?;
         }
         Ok(())
+    }
+
+    /// Ends the sequence in a slot.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn release(&mut self, slot: u32) -> Result<(), BenchError> {
+        self.run(Plan { release: vec![slot], ..Plan::default() }, 1).map(drop)
     }
 
     /// Decodes slots `0..batch` for `steps` steps.
@@ -218,8 +237,8 @@ impl Group {
             max_tokens,
             min_tokens: 0,
             stop_tokens: Vec::new(),
-            sampling: SamplingParams::greedy(),
-            logprobs: None,
+            sampling: SamplingParams { seed: u64::from(slot), ..self.sampling.clone() },
+            logprobs: self.logprobs,
         }
     }
 }

@@ -9,17 +9,18 @@ mod report;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
 pub use args::{BenchArgs, Shape, WeightSource};
-pub use report::{BatchReport, PhaseReport, Read, Report};
+pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
 
 use crate::cpu::{ReadBandwidth, ReadError};
 use crate::cuda::{self, CudaError, Gauge, LoopMode, Noted, Phase, ReadLimit};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
+use crate::sampling::SamplingParams;
 use group::{Group, Setup, StepTime, Traffic};
 
 /// Steps of one batch between two read passes: on CPUs, and on a GPU, where they are one launch.
@@ -32,6 +33,8 @@ const ROUND_PASSES: usize = 2;
 const WARM_UP_STEPS: u32 = 2;
 /// Steps of the launch whose last step is looked at phase by phase.
 const NOTED_STEPS: u32 = 4;
+/// Times that a prompt is computed; the first does not count.
+const PROMPT_RUNS: u32 = 6;
 /// Idle threads are asleep after this long, and disturb nobody.
 const SETTLE: Duration = Duration::from_millis(10);
 
@@ -121,13 +124,16 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         slots: args.batch.iter().copied().max().unwrap_or(1),
         context: args.context,
         max_steps,
+        sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
+        logprobs: args.logprobs,
+        prompt: args.prompt,
     };
     let random_weights = setup.random.is_some();
     let (group, reader) = (Group::load(&setup)?, Reader::new(args, threads, on_gpu)?);
     let (notes, traffic) = (group.notes.clone(), group.traffic.clone());
     let positions = vec![args.context; setup.slots as usize];
     let measured = Bench { args, modes, gauge, group, reader, config, positions };
-    let (series, read) = measured.run(max_steps)?;
+    let (series, prompt, read) = measured.run(max_steps)?;
     let batches = series.iter().map(|of| {
         let kv_bytes = of.kv_bytes / u64::from(args.steps);
         let report = BatchReport::new(of.batch, &of.times, traffic.weight_bytes, kv_bytes, &read);
@@ -145,6 +151,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         context: args.context,
         steps: args.steps,
         batches: batches.collect(),
+        prompt,
         read,
     };
     report.relate();
@@ -231,7 +238,7 @@ impl Series {
 }
 
 impl Bench<'_> {
-    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Read), BenchError> {
+    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Option<PromptReport>, Read), BenchError> {
         for slot in 0..self.positions.len() as u32 {
             self.group.prefill(slot, self.args.context, max_steps + 1)?;
         }
@@ -260,8 +267,26 @@ impl Bench<'_> {
             of.noted_kv_bytes = kv_bytes / u64::from(NOTED_STEPS);
             of.noted = self.gauge.as_ref().and_then(|gauge| gauge.take());
         }
+        if let Some(gauge) = &self.gauge {
+            gauge.set(LoopMode::On, false);
+        }
+        let prompt = self.args.prompt.map(|tokens| self.prompt(tokens)).transpose()?;
         self.group.finish()?;
-        Ok((series, Read::new(self.reader.bytes() as u64, passes)))
+        Ok((series, prompt, Read::new(self.reader.bytes() as u64, passes)))
+    }
+
+    /// Computes a prompt in a slot of its own again and again.
+    fn prompt(&mut self, tokens: u32) -> Result<PromptReport, BenchError> {
+        let slot = self.positions.len() as u32;
+        let mut times = Vec::new();
+        for run in 0..PROMPT_RUNS {
+            std::thread::sleep(SETTLE);
+            let begun = Instant::now();
+            self.group.prefill(slot, tokens, 1)?;
+            times.extend((run > 0).then(|| begun.elapsed()));
+            self.group.release(slot)?;
+        }
+        Ok(PromptReport::new(tokens, times))
     }
 
     /// Times of steps, and bytes of K and V that they read; `noted`: their phases are noted.

@@ -35,6 +35,21 @@ pub struct Report {
     pub read: Read,
     /// By batch, in the order asked for.
     pub batches: Vec<BatchReport>,
+    /// How fast a prompt is computed, where that was asked for.
+    pub prompt: Option<PromptReport>,
+}
+
+/// How fast a prompt is computed while nobody decodes.
+#[derive(Debug, Clone, Serialize)]
+pub struct PromptReport {
+    /// Its tokens.
+    pub tokens: u32,
+    /// Median time from the first plan to the first token, in ms.
+    pub ms: f64,
+    /// The fastest, in ms.
+    pub best_ms: f64,
+    /// Tokens of the prompt a second, in the median.
+    pub tokens_per_s: f64,
 }
 
 /// How fast the machine reads memory with as many threads.
@@ -151,6 +166,16 @@ impl PhaseReport {
     }
 }
 
+impl PromptReport {
+    /// From the times of a prompt of `tokens` tokens; at least one.
+    pub fn new(tokens: u32, mut times: Vec<Duration>) -> Self {
+        times.sort();
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let median = ms(times[times.len() / 2]);
+        Self { tokens, ms: median, best_ms: ms(times[0]), tokens_per_s: f64::from(tokens) / median * 1e3 }
+    }
+}
+
 impl Report {
     /// Relates every batch to batch 1 and to the loop, where those were measured.
     pub fn relate(&mut self) {
@@ -234,6 +259,12 @@ impl Display for Report {
         }
         for of in self.batches.iter().filter(|of| !of.phases.is_empty()) {
             writeln!(f, "\n{of}")?;
+        }
+        if let Some(PromptReport { tokens, ms, best_ms, tokens_per_s }) = &self.prompt {
+            writeln!(
+                f,
+                "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} tokens/s"
+            )?;
         }
         writeln!(f, "\nof read: median step against median pass; of best: median step against fastest pass")
     }

@@ -102,6 +102,14 @@ impl Module {
         Ok(function)
     }
 
+    /// The numbers that a kernel tells of itself.
+    ///
+    /// # Errors
+    /// They are not there.
+    pub fn needs<T: Pod>(&self, kernel: &str) -> Result<T, CudaError> {
+        self.constant(&format!("{kernel}_needs"))
+    }
+
     /// What it has under a name.
     ///
     /// # Errors
@@ -154,7 +162,7 @@ impl Kernel {
         program.defines.extend(defines);
         let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let needs: Needs = module.constant(&format!("{}_needs", variant.name()))?;
+        let needs: Needs = module.needs(variant.name())?;
         let does_not_fit = |problem: String| {
             Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
         };
@@ -193,11 +201,6 @@ impl Kernel {
     /// Warps of a block.
     pub fn warps(&self) -> usize {
         self.needs.threads as usize / 32
-    }
-
-    /// Shared memory of a block, in bytes.
-    pub fn shared_bytes(&self) -> u64 {
-        self.needs.shared_bytes
     }
 
     /// How many blocks the GPU runs at the same time: in whole clusters, where the kernel asks for clusters.

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 
 use super::cache::Cache;
-use super::compile::Compiler;
+use super::compile::{Compiler, Resources};
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
@@ -17,8 +17,9 @@ use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
+use super::sampler::{self, Sampler, SamplerKernel};
 use super::trace::Phase as StepPhase;
-use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape};
+use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -26,7 +27,6 @@ use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, ModelPlan, Product};
 use crate::rope::Rope;
-use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.
 #[derive(Clone, Default)]
@@ -96,9 +96,9 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = load_kernels(&gpu, &compiler, &layout, &VARIANTS, &options.defines)?;
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, &options.defines)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -108,6 +108,7 @@ pub fn load_with(
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
+    let sampler = Sampler::new(sampler, &memory.sizes)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
@@ -130,17 +131,10 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(&SOURCES.concat(), &HEADERS)),
+        bit_domain: plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler)),
         notes,
         model_digest: model.digest,
     };
-    let sampler = Sampler::new(SamplerShape {
-        vocab_size: config.vocab_size,
-        padded_vocab: plan.padded_vocab,
-        tensor_parallel: 1,
-        rank: 0,
-        max_rows: request.max_slots,
-    });
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -148,12 +142,13 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let mut launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
     if let Some(gauge) = &options.gauge {
-        let others = load_kernels(&gpu, &compiler, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
+        let cache = Cache::from_environment();
+        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
-    let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
+    let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
     Ok(CudaDecoder { decoder, loaded, layout, gpu })
 }
 
@@ -190,21 +185,60 @@ impl Model {
     }
 }
 
+/// What decides the bits of a result beside the plan: the sources and the compiler.
+fn arithmetic(compiler: &Compiler) -> String {
+    compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
+}
+
+/// All variants and the sampler, compiled at the same time.
+fn kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    layout: &Layout,
+    defines: &[(&'static str, u64)],
+) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
+    let (begun, cache) = (Instant::now(), Cache::from_environment());
+    if let Err(problem) = check_wide(layout) {
+        tracing::info!(
+            "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
+        );
+    }
+    let vocab_size = layout.plan().config.vocab_size;
+    let variants: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect();
+    let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
+    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
+    let (kernels, sampler) = std::thread::scope(|scope| {
+        let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
+        if let Ok(sampler) = &sampler {
+            tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
+        }
+        let kernels = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (kernels, sampler)
+    });
+    let (kernels, sampler) = (kernels?, sampler?);
+    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
+    Ok((kernels, sampler))
+}
+
 /// Variants, compiled at the same time.
 fn load_kernels(
     gpu: &Arc<Gpu>,
     compiler: &Compiler,
+    cache: &Cache,
     layout: &Layout,
     variants: &[Variant],
     defines: &[(&'static str, u64)],
 ) -> Result<Vec<Kernel>, CudaError> {
-    let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
         let load = |variant: &Variant| {
             let variant = *variant;
-            scope.spawn({
-                let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, variant, defines)
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant, defines)?;
+                let what = format!("{} of {} columns", variant.name(), variant.columns());
+                tell(&what, kernel.cached, begun.elapsed(), kernel.resources);
+                Ok(kernel)
             })
         };
         let loading: Vec<_> = variants.iter().map(load).collect();
@@ -212,22 +246,18 @@ fn load_kernels(
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
-    });
-    let kernels = kernels?;
-    for kernel in &kernels {
-        let from = if kernel.cached { "from the cache" } else { "compiled" };
-        tracing::info!(
-            "{} of {} columns {from}: {} bytes of shared memory, {}",
-            kernel.variant.name(),
-            kernel.variant.columns(),
-            kernel.shared_bytes(),
-            kernel.resources.map_or("resources not told".into(), |of| {
-                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
-            })
-        );
-    }
-    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok(kernels)
+    })
+}
+
+fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) {
+    tracing::info!(
+        "{what} {} in {:.2} s: {}",
+        if cached { "from the cache" } else { "compiled" },
+        took.as_secs_f64(),
+        resources.map_or("resources not told".into(), |of| {
+            format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+        })
+    );
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {

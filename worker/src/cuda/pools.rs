@@ -10,6 +10,7 @@ use super::kernel::Kernel;
 use super::launch::Row;
 use super::layout::Layout;
 use super::memory::DeviceBuffer;
+use super::sampler::SamplerKernel;
 use super::weights::Weights;
 use crate::decoder::{LoadError, LoadRequest};
 use crate::plan::{KvLayout, PAGE_POSITIONS, Product, ROW_TILE};
@@ -32,10 +33,8 @@ pub struct Sizes {
     pub kv_pages: usize,
     /// Decoder layers.
     pub layers: usize,
-    /// Logits of a row as the kernel writes them.
+    /// Logits of a row, as the decoder writes and the sampler reads them.
     pub kernel_vocab: usize,
-    /// Logits of a row as the sampler reads them, at least `kernel_vocab`.
-    pub padded_vocab: usize,
     /// Longest time without a token.
     pub wait_limit: Duration,
 }
@@ -72,7 +71,13 @@ pub struct Memory {
 
 impl Memory {
     /// What a request takes, but for the number of KV pages.
-    pub fn plan(layout: &Layout, request: &LoadRequest, max_context: usize, kernels: &[Kernel]) -> Self {
+    pub fn plan(
+        layout: &Layout,
+        request: &LoadRequest,
+        max_context: usize,
+        kernels: &[Kernel],
+        sampler: &SamplerKernel,
+    ) -> Self {
         let c = &layout.plan().config;
         let slot_pages = KvLayout::pages_for(max_context);
         // A window that begins within a page reaches into one more.
@@ -88,7 +93,6 @@ impl Memory {
             kv_pages: 0,
             layers: c.num_layers,
             kernel_vocab: layout.panel(Product::LmHead).tiles * ROW_TILE,
-            padded_vocab: layout.plan().padded_vocab,
             wait_limit: request.wait_limit,
         };
         let heads = c.num_layers * c.num_kv_heads;
@@ -100,6 +104,7 @@ impl Memory {
             kv_page: (heads * PAGE_POSITIONS * c.head_dim * 2 * 2) as u64 + k_scale_page,
             words: words.iter().sum(),
             logits: (columns * sizes.kernel_vocab * 4) as u64,
+            sampler: sampler.bytes(request.max_slots),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
         };

@@ -75,7 +75,7 @@ impl Chain {
         (blocks, threads): (u32, u32),
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let fixed = Launch { rows: 0, tokens: 0, row_count: 0, steps: 0, epoch: 0, flags: 0, ..launch };
+        let fixed = Launch { stopped: 0, rows: 0, tokens: 0, row_count: 0, steps: 0, epoch: 0, flags: 0, ..launch };
         if self.captured.as_ref().is_none_or(|(of, _)| *of != fixed) {
             self.captured = Some((fixed, self.capture(fixed, (blocks, threads), stream)?));
         }

@@ -5,6 +5,8 @@ use super::error::CudaError;
 use super::layout::Layout;
 use super::passes::Width;
 use crate::model::ModelConfig;
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{MAX_LEAVES, ROW_TILE};
 
 /// One kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,9 +21,11 @@ pub struct Variant {
 /// How a kernel works. All compute the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Design {
-    /// A block owns rows of weights, of all K.
+    /// A block owns rows of every product, with all of K.
     Narrow,
-    /// The same, a launch for each phase.
+    /// Pairs of blocks own rows of qkv, o and down, and halve K.
+    Wide,
+    /// As narrow, a launch for each phase.
     Unlooped {
         /// A launch begins while the one before it ends.
         overlapped: bool,
@@ -42,24 +46,39 @@ pub enum LoopMode {
 }
 
 /// All, by columns ascending.
-pub const VARIANTS: [Variant; 2] = [narrow(1, 3370), narrow(8, 3990)];
-/// The kernels' sources.
-pub const SOURCES: [&str; 1] = [include_str!("../../kernels/looped_decoder.cu")];
-/// The kernels that run a phase each, by the same headers.
+pub const VARIANTS: [Variant; 5] =
+    [narrow(1, 3370), narrow(8, 3990), wide(32, true, 4400), wide(64, true, 5400), wide(128, false, 6800)];
+/// The kernels' sources: narrow, wide.
+pub const SOURCES: [&str; 2] =
+    [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
+/// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 11] = [
+pub const HEADERS: [(&str, &str); 24] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
+    ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
     ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
+    ("layout/rows.cuh", include_str!("../../kernels/layout/rows.cuh")),
     ("layout/words.cuh", include_str!("../../kernels/layout/words.cuh")),
     ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
+    ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
+    ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
+    ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
+    ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
     ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
     ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
     ("ops/phases.cuh", include_str!("../../kernels/ops/phases.cuh")),
+    ("wide/geometry.cuh", include_str!("../../kernels/wide/geometry.cuh")),
+    ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
+    ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
+    ("wide/exchange.cuh", include_str!("../../kernels/wide/exchange.cuh")),
+    ("wide/attention.cuh", include_str!("../../kernels/wide/attention.cuh")),
+    ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
+    ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),
 ];
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
@@ -68,6 +87,10 @@ const MAX_QUERIES_PER_KV: usize = 8;
 
 const fn narrow(columns: usize, time_us: u32) -> Variant {
     Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow, traced: false }
+}
+
+const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
+    Variant { width: Width { columns, samples, time_us }, design: Design::Wide, traced: false }
 }
 
 /// Refuses dimensions that the kernels are not written for.
@@ -89,7 +112,46 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     Ok(())
 }
 
+/// Why the wide kernel does not take a model on so many blocks; the same rule as `kWideFits` in kernels/wide/geometry.cuh.
+///
+/// # Errors
+/// The condition that is not met.
+pub fn check_wide(layout: &Layout) -> Result<(), String> {
+    let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
+    let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
+    let c = &layout.plan().config;
+    let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
+    let pair_tiles = qkv.tiles / pairs.max(1);
+    let rules = [
+        (
+            [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
+            format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
+        ),
+        (blocks >= 32 && blocks.is_power_of_two(), format!("{blocks} blocks are not a power of two from 32 on")),
+        (
+            out.tiles == blocks || out.tiles == 2 * blocks,
+            format!("{blocks} blocks do not own 1 or 2 of {} row tiles each", out.tiles),
+        ),
+        (
+            gate_up.steps().is_multiple_of(8) && out.steps().is_multiple_of(4) && down.steps().is_multiple_of(4),
+            format!("leaves of {}, {} and {} steps of 16", gate_up.steps(), out.steps(), down.steps()),
+        ),
+        (
+            qkv.tiles.is_multiple_of(pairs.max(1))
+                && (2..=8).contains(&pair_tiles)
+                && group_tiles.is_multiple_of(pair_tiles),
+            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
+        ),
+    ];
+    rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
+}
+
 impl Variant {
+    /// Whether it computes a model on so many blocks.
+    pub fn takes(&self, layout: &Layout) -> bool {
+        self.design != Design::Wide || check_wide(layout).is_ok()
+    }
+
     /// Rows of a launch at most.
     pub fn columns(&self) -> usize {
         self.width.columns
@@ -99,6 +161,7 @@ impl Variant {
     pub fn name(&self) -> &'static str {
         match self.design {
             Design::Narrow => "looped_decoder",
+            Design::Wide => "wide_decoder",
             Design::Unlooped { .. } => "unlooped_decoder",
         }
     }
@@ -108,7 +171,7 @@ impl Variant {
         let design = match (self.design, mode) {
             (Design::Narrow, LoopMode::On) => Design::Narrow,
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
-            (Design::Unlooped { .. }, _) => return None,
+            (Design::Wide | Design::Unlooped { .. }, _) => return None,
         };
         Some(Self { design, traced, ..self })
     }
@@ -116,7 +179,7 @@ impl Variant {
     /// Whether it runs a launch for each phase, and if so, whether they overlap.
     pub fn unlooped(&self) -> Option<bool> {
         match self.design {
-            Design::Narrow => None,
+            Design::Narrow | Design::Wide => None,
             Design::Unlooped { overlapped } => Some(overlapped),
         }
     }
@@ -145,6 +208,7 @@ impl Variant {
         let defines = defines.into_iter().map(|(name, value)| (name, value as u64)).collect();
         let source = match self.design {
             Design::Narrow => SOURCES[0],
+            Design::Wide => SOURCES[1],
             Design::Unlooped { .. } => UNLOOPED_SOURCE,
         };
         Program { name: self.name(), source, headers: &HEADERS, defines }

@@ -10,7 +10,13 @@ with `looplane bench --device cuda`. `small` stands for seven small shapes that 
 import argparse, ctypes, os, struct, subprocess, sys, time
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-PAGE, COLUMNS, LIMIT_GBS = 64, (1, 8), 4653
+PAGE, LIMIT_GBS = 64, 4653
+NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128  # columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
+COLUMNS = (*NARROW, *WIDE, PROMPT)
+
+
+def kernel_of(columns):
+    return "looped_decoder" if columns in NARROW else "wide_decoder"
 
 
 def most_leaves(n):
@@ -58,10 +64,19 @@ SHAPES = {
     "mha": dict(layers=2, hidden=128, heads=16, kv_heads=16, head_dim=64, intermediate=256, vocab=768),
     "bias": dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, bias=1),
     "norm": dict(layers=2, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=768, norm=1),
+    # What wide passes take (kWideFits), small: 3, 6 and 4 qkv tiles a pair of blocks; 1, 1 and 2 tiles of the hidden state a block.
+    "wide": dict(layers=2, hidden=2048, heads=16, kv_heads=4, intermediate=4096, vocab=2048),
+    "wide-norm": dict(layers=2, hidden=2048, heads=32, kv_heads=8, intermediate=6144, vocab=5000, bias=1, norm=1, tied=1),
+    "wide-window": dict(layers=2, hidden=4096, heads=16, kv_heads=8, intermediate=8192, vocab=2048, window=100),
     "odd": dict(layers=2, hidden=512, heads=8, kv_heads=2, intermediate=1376, vocab=5000, bias=1, norm=1),
 }
+FIT = ["wide", "wide-norm", "wide-window"]
 SMALL = ["gqa", "tied", "window", "mha", "bias", "norm", "odd"]
 GRIDS = (128, 132, 64, 8)
+
+
+def fits(name):
+    return name in [*FIT, "8b", "llama-1b"]
 
 
 def cubin(args, name, columns, variant="", blocks=128):
@@ -72,10 +87,10 @@ def cubin(args, name, columns, variant="", blocks=128):
 def build(args):
     for name in args.shapes:
         for blocks in GRIDS if name in args.grids else (128,):
-            for columns in COLUMNS:
+            for columns in args.columns if fits(name) else NARROW:
                 out = cubin(args, name, columns, args.name, blocks)
                 command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}",
-                           *Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split(), "-o", out, os.path.join(KERNELS, "looped_decoder.cu")]
+                           *Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split(), "-o", out, os.path.join(KERNELS, f"{kernel_of(columns)}.cu")]
                 done = subprocess.run(command, capture_output=True, text=True)
                 told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
                 print(os.path.basename(out), *told, sep=": ", flush=True)
@@ -180,25 +195,34 @@ class Model:
         return (r(h * self.gamma[2 * s.layers].float()) @ self.head.float().T) * inverse(h)
 
 
-class Kernel:
-    """A kernel with its memory: the launches of looped_decoder.cu. KV pages begin full of NaN."""
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, with one attribute."""
 
-    def __init__(self, model, columns, path, pages=64, slots=8):
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+class Kernel:
+    """A kernel with its memory: the launches of looped_decoder.cu and wide_decoder.cu. KV pages, and words that nobody has to zero, begin full of NaN.
+    `beside`: a kernel with the same pages, whose KV it uses."""
+
+    def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
         module, self.function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
         checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
-        checked(driver.cuModuleGetFunction(ctypes.byref(self.function), module, b"looped_decoder"), "cuModuleGetFunction")
-        checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, b"looped_decoder_needs"), "cuModuleGetGlobal")
-        told = (ctypes.c_uint64 * 4)()
-        checked(driver.cuMemcpyDtoH_v2(told, needs, ctypes.c_size_t(32)), "cuMemcpyDtoH")
-        self.shared, self.threads, words, page_words = told
+        checked(driver.cuModuleGetFunction(ctypes.byref(self.function), module, kernel_of(columns).encode()), "cuModuleGetFunction")
+        checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{kernel_of(columns)}_needs".encode()), "cuModuleGetGlobal")
+        told = (ctypes.c_uint64 * 6)()
+        checked(driver.cuMemcpyDtoH_v2(told, needs, ctypes.c_size_t(48)), "cuMemcpyDtoH")
+        self.shared, self.threads, words, item_words, self.zeroed, item_pages = told
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
-        self.stride, per_slot = pages // slots, pages // slots
+        self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
-        self.words = torch.zeros(words + page_words * columns * self.stride * s.kv_heads, dtype=torch.uint8, device="cuda")
-        self.kv = full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
-        self.k_scale = full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
-        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int().view(slots, per_slot).cuda()
+        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // item_pages), dtype=torch.uint8, device="cuda")
+        if columns not in NARROW:
+            self.words.fill_(0xFF)
+        self.kv = beside.kv if beside else full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
+        self.k_scale = beside.k_scale if beside else full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
+        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()[: slots * per_slot].view(slots, per_slot).cuda()
         self.logits = full(columns * s.head[0] * 16, torch.float32).view(columns, -1)
         self.rows = torch.zeros(columns * 8, dtype=torch.int32, device="cuda")
         self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
@@ -219,10 +243,12 @@ class Kernel:
         buffer = ctypes.create_string_buffer(parameter, len(parameter))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.words[: self.zeroed] = 0
         torch.cuda.synchronize()
         begin.record()
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        checked(driver.cuLaunchCooperativeKernel(self.function, m.shape.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, arguments), "cuLaunchCooperativeKernel")
+        cooperative = (ctypes.c_uint * 18)(2, 0, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, padding, 1
+        config = LaunchConfig((m.shape.blocks, 1, 1), (self.threads, 1, 1), self.shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
+        checked(driver.cuLaunchKernelEx(ctypes.byref(config), self.function, arguments, None), "cuLaunchKernelEx")
         end.record()
         try:
             torch.cuda.synchronize()
@@ -241,6 +267,22 @@ class Kernel:
             rows = [dict(token=int(tokens[first + i]), position=first + i, slot=slot, first_row=0, first_position=first, sample=int(first + i == n - 1)) for i in range(count)]
             out = self.launch(rows)
         return int(out[0, count - 1]), self.logits[count - 1, : self.model.shape.vocab].clone()
+
+    def prompts(self, prompts, last=True):
+        """Runs prompts (by slot) in passes full of rows of any of them; what their last positions sampled and the logits, by slot. Without `last` nothing samples."""
+        rows = [(slot, position) for slot, tokens in prompts.items() for position in range(len(tokens))]
+        result = {}
+        for first in range(0, len(rows), self.columns):
+            chunk, begun = rows[first : first + self.columns], {}
+            for i, (slot, position) in enumerate(chunk):
+                begun.setdefault(slot, (i, position))
+            samples = [last and position + 1 == len(prompts[slot]) for slot, position in chunk]
+            out = self.launch([dict(token=int(prompts[slot][position]), position=position, slot=slot, first_row=begun[slot][0], first_position=begun[slot][1], sample=int(sample))
+                               for (slot, position), sample in zip(chunk, samples)])
+            for i, (slot, _) in enumerate(chunk):
+                if samples[i]:
+                    result[slot] = int(out[0, i]), self.logits[i, : self.model.shape.vocab].clone()
+        return result
 
 
 def decoding(token, position, slot=0, row=0, **more):
@@ -264,7 +306,7 @@ def check(args):
     for name in args.shapes:
         shape, n = Shape(**SHAPES[name]), 150
         model, tokens = Model(shape, deviation(shape)), prompt_of(shape, n)
-        one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in COLUMNS)
+        one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in NARROW)
         exact, rounded = model.reference(tokens.cuda(), False)[-1], model.reference(tokens.cuda())[-1]
         token, logits = one.prompt(tokens)
         same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
@@ -285,7 +327,7 @@ def bits(args):
             s, n = model.shape, 100
             nan, tokens = s.vocab - 1, prompt_of(s, n)
             model.embedding[nan] = float("nan")
-            for columns in COLUMNS:
+            for columns in NARROW:
                 kernel = Kernel(model, columns, cubin(args, name, columns, args.name, blocks))
                 token, logits = kernel.prompt(tokens)
                 out = kernel.launch([decoding(token, n)], steps=5)[:, 0].tolist()
@@ -306,16 +348,81 @@ def bits(args):
             print(f"{name}: wrong beside NaN or others: {wrong}", flush=True)
 
 
+def wide(args):
+    """Rows of wide passes have the bits of narrow ones, whatever is beside them: prompts, decode, several steps, stops."""
+    for name in args.shapes:
+        shape = Shape(**SHAPES[name])
+        model, slots, steps = Model(shape, deviation(shape), plain=False, positions=args.longest + 64), 64, 5
+        nan = shape.vocab - 1
+        if not shape.tied:
+            model.embedding[nan] = float("nan")
+        lengths = torch.randint(1, args.longest, (slots,), generator=torch.Generator().manual_seed(11)).tolist()
+        lengths[:4] = [1, 64, 65, args.longest]
+        prompts = {slot: prompt_of(shape, length, slot) for slot, length in enumerate(lengths)}
+        room = dict(slots=slots + 32, pages=(slots + 32) * ((max(lengths) + 64) // PAGE + 1))  # the last are for the rows of NaN
+        narrow = Kernel(model, 8, cubin(args, name, 8, args.name), **room)
+        want = narrow.prompts(prompts)
+        decoded = {}
+        for first in range(0, slots, 8):
+            rows = [decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(range(first, first + 8))]
+            out = narrow.launch(rows, steps)
+            for i in range(8):
+                decoded[first + i] = out[:, i].tolist(), narrow.logits[i, : shape.vocab].clone()
+
+        def compare(kernel, order, what, steps=steps, stop=0):
+            rows = [decoding(nan, 3, slots + i, i) if slot is None else decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(order)]
+            out = kernel.launch(rows, steps, stop=stop)
+            tokens = sum(out[: kernel.ran, i].tolist() != decoded[slot][0][: kernel.ran] for i, slot in enumerate(order) if slot is not None)
+            logits = sum(not torch.equal(kernel.logits[i, : shape.vocab], decoded[slot][1]) for i, slot in enumerate(order) if slot is not None and slot % 5)
+            print(f"{name}, {kernel.columns} columns, {what}: {tokens} rows with other tokens" + (f", {logits} with other logits" if kernel.ran == 5 else "") + f" of {len(order)}, {kernel.ran} steps, {kernel.ms:.2f} ms", flush=True)
+
+        for columns in WIDE:
+            if columns not in args.columns:
+                continue
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), **room)
+            got = kernel.prompts(prompts)
+            wrong = [slot for slot in range(slots) if got[slot][0] != want[slot][0] or not torch.equal(got[slot][1], want[slot][1])]
+            print(f"{name}, {columns} columns: prompts with other bits: {wrong}", flush=True)
+            mixed = torch.randperm(slots, generator=torch.Generator().manual_seed(5)).tolist()
+            compare(kernel, mixed[:columns], "all different positions")
+            compare(kernel, mixed[: columns // 2 + 1], "a part of the columns")
+            compare(kernel, [slot if slot % 3 else None for slot in mixed[: columns // 2]], "beside NaN")
+            compare(kernel, mixed[:columns], "told to stop", steps=20, stop=1)
+            differ = sum(not torch.equal(kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3), out) for out in [kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3)] for _ in range(args.repeats))
+            print(f"{name}, {columns} columns: repeats that differ: {differ} of {args.repeats}", flush=True)
+        if PROMPT in args.columns:
+            decode = Kernel(model, 64, cubin(args, name, 64, args.name), **room)
+            kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), **room, beside=decode)
+            kernel.prompts({slot: tokens[:-1] for slot, tokens in prompts.items()}, last=False)
+            order = list(range(64))
+            out = decode.launch([decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
+            wrong = [slot for slot in order if int(out[0, slot]) != want[slot][0] or not torch.equal(decode.logits[slot, : shape.vocab], want[slot][1])]
+            print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
+
+
 def time_(args):
-    """Median of 5 launches of 64 steps, for each variant."""
+    """Median of 5 launches of 64 steps, for each variant; of 128 columns, of prompts of 2048 tokens."""
     for name in args.shapes:
         contexts = [int(c) for c in args.context.split(",")]
-        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(contexts) + 128)
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
         s, steps = model.shape, 64
-        for columns in COLUMNS:
+        for columns in args.columns:
             for variant in args.variants.split(","):
+                if columns == PROMPT:
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=32, slots=1)
+                    times = []
+                    for _ in range(6):
+                        passes = []
+                        for first in range(0, 2048, columns):
+                            kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(columns)], logits=False)
+                            passes.append(kernel.ms)
+                        times.append(passes)
+                    passes = sorted(times[1:], key=sum)[2]
+                    print(f"{name} {variant or 'plain':10} prompt of 2048 tokens: {sum(passes):.1f} ms; first pass {passes[0]:.2f}, last {passes[-1]:.2f}", flush=True)
+                    continue
                 for context in contexts:
-                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=8 * ((context + 127) // PAGE + 1))
+                    slots = max(8, columns)
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
                     kernel.kv.normal_(0, 0.2)
                     rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
                     times = sorted(kernel.launch(rows, steps, logits=False) is not None and kernel.ms / steps for _ in range(5))
@@ -327,34 +434,43 @@ def time_(args):
 def trace(args):
     """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
     for name in args.shapes:
-        context = int(args.context)
+        context, batch = int(args.context), args.batch
+        slots = max(8, batch)
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
-        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, "trace"), pages=8 * ((context + 127) // PAGE + 1))
+        kernel = Kernel(model, batch, cubin(args, name, batch, "trace"), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
         kernel.kv.normal_(0, 0.2)
         stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
+        rows = [decoding(17 + i, context - 1, i, i) for i in range(batch)]
         for _ in range(3):
-            kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(args.batch)], steps=8, logits=False, trace=stamps)
-        microseconds = stamps[:, :16, 2:-2].double().cpu() / 1755
+            kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
+        consumers = 16 if batch in NARROW else 8
+        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1755
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
-        print(f"{name}, batch {args.batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+        if batch not in NARROW:
+            stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
+        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["build", "check", "bits", "time", "trace"])
-    parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small"])
+    parser.add_argument("action", choices=["build", "check", "bits", "wide", "time", "trace"])
+    parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small", "fit"])
     parser.add_argument("--dir", default=".", help="where the .cubin files are")
     parser.add_argument("--name", default="", help="of the variant to build, or to check")
     parser.add_argument("--defines", default="", help="for nvcc")
     parser.add_argument("--grids", nargs="*", default=[], help="shapes to build for all grids, which `bits` wants")
     parser.add_argument("--variants", default="", help="names to time, by commas; an empty one is the plain build")
     parser.add_argument("--context", default="512")
+    parser.add_argument("--columns", default="1,8,32,64", help="of the kernels to build, to compare or to time")
+    parser.add_argument("--longest", type=int, default=300, help="prompt of `wide`")
+    parser.add_argument("--repeats", type=int, default=50, help="of `wide`")
     parser.add_argument("--batch", type=int, default=1, choices=COLUMNS)
     args = parser.parse_args()
-    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else [shape])]
+    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else FIT if shape == "fit" else [shape])]
+    args.columns = [int(columns) for columns in args.columns.split(",")]
     if args.action != "build":
         gpu()
-    {"build": build, "check": check, "bits": bits, "time": time_, "trace": trace}[args.action](args)
+    {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "trace": trace}[args.action](args)
 
 
 if __name__ == "__main__":

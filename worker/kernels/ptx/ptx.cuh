@@ -72,6 +72,7 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+LP_DEVICE void prefetch_l2(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory"); }
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -181,7 +182,24 @@ LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.gl
 LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+LP_DEVICE u64 global_nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+LP_DEVICE u32 multiprocessor() {
+  u32 id;
+  asm("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
 LP_DEVICE void trap() { asm volatile("trap;"); }
+
+// ---- launches ----
+
+/// Lets the next launch begin where this one leaves room, if it was put in to do so.
+LP_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+/// Waits until the launch before is complete: orders all that it wrote before what this thread reads from here on.
+LP_DEVICE void wait_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- arithmetic ----
 

@@ -61,7 +61,7 @@ pub(super) fn load(
         max_context: config.max_positions,
         device: Device::Cuda,
     };
-    let options = Options { blocks, random: Some((config.clone(), source)), poison: true };
+    let options = Options { blocks, random: Some((config.clone(), source)), poison: true, ..Options::default() };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -295,6 +295,23 @@ fn two_hundred_repeats_have_the_same_bits() {
     }
 }
 
+/// Tags start again within a prompt and between its passes.
+#[test]
+fn the_wrap_of_the_tags_does_not_touch_a_bit() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_1b();
+    let sequence = tokens(4, 900);
+    let mut model = Model::new(load(&config, random(&config), SLOTS, None), SLOTS);
+    let expected = model.prompt(0, &sequence, 190, None);
+    for before in [1, 4, 8, 20] {
+        model.decoder.decoder.launcher.epoch = u32::MAX - before;
+        assert!(model.prompt(1, &sequence, 190, None) == expected, "{before} tags before the wrap");
+        assert!(model.decoder.decoder.launcher.epoch < 1000, "the tags have started again");
+    }
+}
+
 /// A model whose hidden dimensions of the second and the third leaf have changed places: what it computes is the same, but for the
 /// order in which leaves add up.
 struct Swapped(RandomSource);
@@ -340,18 +357,16 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     assert!(error > 0.0 && error.sqrt() < 0.01, "relative L2 difference {}", error.sqrt());
 }
 
-/// Requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside them, and
-/// sequences that are taken out and computed again.
-fn check_plans(draw: impl Fn(usize) -> SamplingParams) {
+/// Greedy requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside them,
+/// and sequences that are taken out and computed again.
+#[test]
+fn plans_of_many_requests_yield_what_each_yields_alone() {
     if !gpu() {
         return;
     }
     let config = llama_1b();
-    let request = |i: usize| Request {
-        sampling: draw(i),
-        ..Request::greedy(&tokens(i as u32, 1 + i * i % 700), 12 + i as u32 % 20)
-    };
-    let requests: Vec<_> = (0..SLOTS).map(request).collect();
+    let requests: Vec<_> =
+        (0..SLOTS).map(|i| Request::greedy(&tokens(i as u32, 1 + i * i % 700), 12 + i as u32 % 20)).collect();
     let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
         let decoder = load(&config, random(&config), SLOTS, None);
         let plans = plans(requests, chunk, 512, steps);
@@ -369,7 +384,7 @@ fn check_plans(draw: impl Fn(usize) -> SamplingParams) {
     let resumed = requests.iter().zip(&whole).enumerate().map(|(index, (request, reply))| {
         let kept = index % request.max_tokens as usize;
         let tokens: Vec<u32> = request.prompt.iter().chain(&reply[..kept]).copied().collect();
-        Request { prompt: tokens, max_tokens: request.max_tokens - kept as u32, ..request.clone() }
+        Request::greedy(&tokens, request.max_tokens - kept as u32)
     });
     let resumed: Vec<_> = resumed.collect();
     for (index, reply) in run(&resumed, 200, 16, true).iter().enumerate() {
@@ -377,13 +392,41 @@ fn check_plans(draw: impl Fn(usize) -> SamplingParams) {
     }
 }
 
+/// Requests that the sampler draws for among 64 rows, greedy ones beside them: tokens and log-probabilities of each alone.
 #[test]
-fn plans_of_many_greedy_requests_yield_what_each_yields_alone() {
-    check_plans(|_| SamplingParams::greedy());
-}
-
-#[test]
-fn plans_of_many_sampled_requests_yield_what_each_yields_alone() {
-    let sampled = |i| SamplingParams { temperature: 0.9, top_p: 0.95, seed: i as u64, ..SamplingParams::greedy() };
-    check_plans(|i| if i % 3 == 0 { SamplingParams::greedy() } else { sampled(i) });
+fn sampled_requests_yield_among_many_what_each_yields_alone() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_1b();
+    let request = |i: u32| {
+        let drawn =
+            SamplingParams { temperature: 0.7 + i as f32 / 80.0, seed: u64::from(i), ..SamplingParams::greedy() };
+        let sampling = match i % 5 {
+            0 => SamplingParams::greedy(),
+            1 => drawn,
+            2 => SamplingParams { top_p: 0.9, ..drawn },
+            3 => SamplingParams { top_k: 30, frequency_penalty: 0.3, ..drawn },
+            _ => SamplingParams { min_p: 0.05, repetition_penalty: 1.2, ..drawn },
+        };
+        let logprobs = [None, Some(0), Some(4)][i as usize % 3];
+        Request { sampling, logprobs, ..Request::greedy(&tokens(i, 1 + (i * i % 300) as usize), 10 + i % 20) }
+    };
+    let requests: Vec<_> = (0..SLOTS as u32).map(request).collect();
+    let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
+        let decoder = load(&config, random(&config), SLOTS, None);
+        let plans = plans(requests, chunk, 512, steps);
+        let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+        let mut replies = vec![Vec::new(); requests.len()];
+        for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
+            replies[token.sequence as usize].push(token.sampled);
+        }
+        replies
+    };
+    let whole = run(&requests, 512, 40, true);
+    assert!(whole.iter().zip(&requests).all(|(reply, request)| reply.len() == request.max_tokens as usize));
+    assert!(run(&requests, 41, 3, false) == whole, "other chunks and plans");
+    for index in [1, 2, 3, 4, 38, 63] {
+        assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");
+    }
 }

@@ -1,8 +1,11 @@
 // Waits: every one is bounded; past its limit it writes a report to host memory and traps.
 #pragma once
 
+#ifndef LP_PATIENCE
+#define LP_PATIENCE 1  // under tools that slow a kernel down
+#endif
 /// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
-constexpr long long kWaitLimit = 1000000000;
+constexpr long long kWaitLimit = 1000000000ll * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {

@@ -5,9 +5,13 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 
 use super::BenchError;
+use crate::cuda::LoopMode;
 use crate::decoder::Device;
 use crate::model::ModelConfig;
 use crate::model::config::{Architecture, Rope};
+
+/// Rows of a pass that runs a launch for each phase.
+const UNLOOPED_BATCH: u32 = 8;
 
 /// Measures how fast a model decodes, and which share of the machine's read bandwidth that is.
 #[derive(Debug, Clone, clap::Args)]
@@ -75,6 +79,21 @@ pub struct BenchArgs {
     /// Log-probabilities of each token, and of this many likely ones
     #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_LOGPROBS", value_parser = clap::value_parser!(u32).range(0..=20))]
     pub logprobs: Option<u32>,
+
+    /// How the phases of a step become launches on the GPU; several are measured in turns
+    #[arg(
+        long = "loop",
+        value_enum,
+        value_name = "MODE,..",
+        value_delimiter = ',',
+        default_value = "on",
+        env = "LOOPLANE_BENCH_LOOP"
+    )]
+    pub loop_modes: Vec<LoopMode>,
+
+    /// Write a timeline of what every multiprocessor did in one step of the first batch, looped: JSON for Perfetto or chrome://tracing
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_TRACE")]
+    pub trace: Option<PathBuf>,
 
     /// Write the figures to this file too
     #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_JSON")]
@@ -170,6 +189,14 @@ impl BenchArgs {
         }
         if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
             return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");
+        }
+        if self.loop_modes.iter().any(|mode| *mode != LoopMode::On) {
+            if let Some(wide) = self.batch.iter().find(|batch| **batch > UNLOOPED_BATCH) {
+                return refuse("--batch", wide.to_string(), "at most 8 with --loop off or overlapped");
+            }
+        }
+        if self.trace.is_some() && !self.loop_modes.contains(&LoopMode::On) {
+            return refuse("--loop", "off".to_owned(), "on (too) for --trace, which shows the loop");
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(self.threads.unwrap_or((cores / self.tp).max(1)))

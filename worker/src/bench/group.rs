@@ -9,7 +9,7 @@ use tokio::sync::mpsc::Receiver;
 
 use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
-use crate::cuda::NormalSource;
+use crate::cuda::{Gauge, NormalSource, Phase};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
@@ -33,6 +33,8 @@ pub struct Setup<'a> {
     pub on_gpu: bool,
     /// Thread blocks there, where not as many as suit the model.
     pub blocks: Option<usize>,
+    /// What changes modes there, and hands over times.
+    pub gauge: Option<Arc<Gauge>>,
     /// Ranks.
     pub ranks: usize,
     /// Threads of each.
@@ -52,10 +54,12 @@ pub struct Setup<'a> {
 }
 
 /// What decoding reads, of all ranks together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Traffic {
     /// Bytes of weights that stream in one step.
     pub weight_bytes: u64,
+    /// The same by phase, on a GPU.
+    pub phase_bytes: Vec<(Phase, u64)>,
     /// Bytes of K and V of one position.
     pub position_bytes: u64,
 }
@@ -109,7 +113,7 @@ impl Group {
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
-        let (mut decoders, streams): (Vec<_>, Vec<u64>) =
+        let (mut decoders, streams): (Vec<_>, Vec<Streams>) =
             (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
         decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
@@ -118,7 +122,8 @@ impl Group {
         let mut group = Self {
             notes: decoders[0].loaded().notes.clone(),
             traffic: Traffic {
-                weight_bytes: streams.into_iter().sum(),
+                weight_bytes: streams.iter().map(|streams| streams.bytes).sum(),
+                phase_bytes: streams.into_iter().flat_map(|streams| streams.by_phase).collect(),
                 position_bytes: decoders.iter().map(|rank| position_bytes(&**rank)).sum(),
             },
             runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
@@ -173,6 +178,14 @@ impl Group {
     /// The fault that ended a rank.
     pub fn decode(&mut self, batch: u32, steps: u32) -> Result<Vec<StepTime>, BenchError> {
         self.run(Plan { decode: (0..batch).collect(), ..Plan::default() }, steps)
+    }
+
+    /// Waits until the ranks have nothing left to do of what ran before.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn settle(&mut self) -> Result<(), BenchError> {
+        self.run(Plan::default(), 1).map(drop)
     }
 
     /// Ends the stream of plans and waits for the ranks.
@@ -230,21 +243,28 @@ impl Group {
     }
 }
 
-/// A rank, and the bytes of weights that stream through it in a step.
-fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, u64), BenchError> {
+/// Bytes of weights that stream through a rank in a step.
+struct Streams {
+    bytes: u64,
+    by_phase: Vec<(Phase, u64)>,
+}
+
+fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, Streams), BenchError> {
     if setup.on_gpu {
         let random = setup.random.as_ref().map(|config| {
             let source: Arc<dyn crate::model::source::Source + Send> = Arc::new(NormalSource::new(config, SEED));
             (config.clone(), source)
         });
-        let options = crate::cuda::Options { random, blocks: setup.blocks, ..Default::default() };
+        let gauge = setup.gauge.clone();
+        let options = crate::cuda::Options { random, blocks: setup.blocks, gauge, ..Default::default() };
         let decoder = crate::cuda::load_with(request, &options, &mut |_| ())?;
-        let stream = decoder.stream_bytes();
-        return Ok((Box::new(decoder), stream));
+        let by_phase = Phase::ALL.into_iter().map(|phase| (phase, decoder.phase_bytes(phase))).collect();
+        let streams = Streams { bytes: decoder.stream_bytes(), by_phase };
+        return Ok((Box::new(decoder), streams));
     }
     let random = setup.random.as_ref().map(|config| RandomSource { config: config.clone(), seed: SEED });
     let options = crate::cpu::Options { random, ..Default::default() };
     let decoder = crate::cpu::load_with(request, &options, &mut |_| ())?;
-    let stream = decoder.stream_bytes();
-    Ok((Box::new(decoder), stream))
+    let streams = Streams { bytes: decoder.stream_bytes(), by_phase: Vec::new() };
+    Ok((Box::new(decoder), streams))
 }

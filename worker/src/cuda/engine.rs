@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
+use super::gauge::Gauged;
 use super::kernel::Kernel;
 use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
@@ -13,6 +14,8 @@ use super::memory::PinnedBuffer;
 use super::passes::{Passes, Width};
 use super::pools::{MOST_STEPS, Pools, Sizes};
 use super::sampler::{Sampler, SamplerLaunch};
+use super::unlooped::UNLOOPED_STEPS;
+use super::variants::LoopMode;
 use super::weights::Weights;
 use crate::batch::Slot;
 use crate::decoder::Fault;
@@ -65,6 +68,8 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    /// Others, while somebody measures.
+    pub(super) gauged: Option<Gauged>,
     sampler: Sampler,
     passes: Passes,
     weights: Weights,
@@ -119,6 +124,7 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            gauged: None,
             sampler,
             passes,
             weights,
@@ -233,7 +239,7 @@ impl Engine {
         self.chain = None;
         // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows name
         // slots and pages that the batch has checked.
-        unsafe { self.kernels[variant].launch(launch, &self.stream)? };
+        unsafe { run(&mut self.kernels[variant], &mut self.gauged, launch, &self.stream)? };
         Ok(self.launches.len() - 1)
     }
 
@@ -266,7 +272,7 @@ impl Engine {
             };
             // SAFETY: as for a launch of the decoder alone; logits and rows are those of the launch in front of the sampler's.
             unsafe {
-                self.kernels[variant].launch(decoder, &self.stream)?;
+                run(&mut self.kernels[variant], &mut self.gauged, decoder, &self.stream)?;
                 self.sampler.launch(sampler, &self.stream)?;
             }
             chain.put += 1;
@@ -324,13 +330,33 @@ impl Engine {
     }
 }
 
+/// Launches a kernel, or what somebody who measures has in its place.
+///
+/// # Safety
+/// As [`Kernel::launch`].
+#[allow(unsafe_code)]
+unsafe fn run(
+    usual: &mut Kernel,
+    gauged: &mut Option<Gauged>,
+    launch: Launch,
+    stream: &Stream,
+) -> Result<(), CudaError> {
+    let instead = gauged.as_mut().map(|gauged| gauged.instead(usual.variant, launch.steps)).transpose()?.flatten();
+    let (kernel, trace) = instead.unwrap_or((usual, 0));
+    // SAFETY: as the caller vouches; the notes are as long as the kernel writes them.
+    unsafe { kernel.launch(Launch { trace, ..launch }, stream) }
+}
+
 impl Launcher for Engine {
     fn passes(&self) -> &Passes {
         &self.passes
     }
 
     fn most_steps(&self) -> u32 {
-        MOST_STEPS as u32
+        match self.gauged.as_ref().map_or(LoopMode::On, Gauged::mode) {
+            LoopMode::On => MOST_STEPS as u32,
+            LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
+        }
     }
 
     #[allow(unsafe_code)]
@@ -402,7 +428,8 @@ impl Launcher for Engine {
             }
         }
         self.finished = true;
-        Ok(())
+        let collected = self.gauged.as_mut().map_or(Ok(()), Gauged::collect);
+        collected.map_err(|error| self.failed(error))
     }
 
     fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled {

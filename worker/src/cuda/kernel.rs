@@ -13,6 +13,7 @@ use super::device::{Gpu, Stream};
 use super::error::{CudaError, checked};
 use super::launch::Launch;
 use super::layout::Layout;
+use super::unlooped::Chain;
 use super::variants::Variant;
 use crate::model::ModelConfig;
 
@@ -33,9 +34,18 @@ pub struct Kernel {
     /// Whether its binary came from the cache.
     pub cached: bool,
     needs: Needs,
-    function: sys::CUfunction,
+    way: Way,
     blocks: u32,
     module: Module,
+}
+
+/// How it is put into a stream.
+#[derive(Debug)]
+enum Way {
+    /// One cooperative launch.
+    Loop(sys::CUfunction),
+    /// Graphs of launches.
+    Phases(Chain),
 }
 
 /// What the source says of itself once it is compiled, in this order.
@@ -96,23 +106,29 @@ impl Module {
     ///
     /// # Errors
     /// They are not there.
-    #[allow(unsafe_code)]
     pub fn needs<T: Pod>(&self, kernel: &str) -> Result<T, CudaError> {
-        let name = CString::new(format!("{kernel}_needs")).unwrap_or_default();
-        // SAFETY: the module is loaded for as long as `self` lives.
-        let found = unsafe { result::module::get_global(self.raw, name) };
-        let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut needs = [T::zeroed()];
-        assert_eq!(bytes, size_of_val(&needs), "the source of {kernel} has these numbers there");
-        // SAFETY: the range is the global's.
-        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut needs, address) })?;
-        let [needs] = needs;
-        Ok(needs)
+        self.constant(&format!("{kernel}_needs"))
     }
-}
 
-impl Module {
-    /// The GPU.
+    /// What it has under a name.
+    ///
+    /// # Errors
+    /// It is not there.
+    #[allow(unsafe_code)]
+    pub fn constant<T: Pod>(&self, name: &str) -> Result<T, CudaError> {
+        let c_name = CString::new(name).unwrap_or_default();
+        // SAFETY: the module is loaded for as long as `self` lives.
+        let found = unsafe { result::module::get_global(self.raw, c_name) };
+        let (address, bytes) = checked("cuModuleGetGlobal", found)?;
+        let mut value = [T::zeroed()];
+        assert_eq!(bytes, size_of_val(&value), "the source has so many bytes as {name}");
+        // SAFETY: the range is the global's.
+        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut value, address) })?;
+        let [value] = value;
+        Ok(value)
+    }
+
+    /// The GPU that it is in.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
@@ -130,7 +146,7 @@ impl Drop for Module {
 }
 
 impl Kernel {
-    /// Compiles (or finds) a variant for a model, loads it and checks that all its blocks run at the same time.
+    /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its blocks run at the same time.
     ///
     /// # Errors
     /// It does not compile, or does not fit the GPU.
@@ -140,8 +156,11 @@ impl Kernel {
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
+        defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
-        let (binary, cached) = compiler.build(&variant.program(layout), cache)?;
+        let mut program = variant.program(layout);
+        program.defines.extend(defines);
+        let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
         let needs: Needs = module.needs(variant.name())?;
         let does_not_fit = |problem: String| {
@@ -151,15 +170,23 @@ impl Kernel {
             let (bytes, has) = (needs.shared_bytes, gpu.facts.shared_bytes);
             return does_not_fit(format!("needs {bytes} bytes of shared memory, a block of this GPU has {has}"));
         }
-        let function = module.function(variant.name(), needs.shared_bytes as u32)?;
+        let way = match variant.unlooped() {
+            None => Way::Loop(module.function(variant.name(), needs.shared_bytes as u32)?),
+            Some(overlapped) => {
+                let layers = layout.plan().config.num_layers as u32;
+                Way::Phases(Chain::new(&module, needs.shared_bytes as u32, layers, overlapped)?)
+            }
+        };
         let resources = Resources::of(variant.name(), &binary.log);
-        let kernel = Self { variant, resources, cached, needs, function, blocks: layout.blocks() as u32, module };
-        let resident = kernel.resident_blocks()?;
-        if resident < kernel.blocks {
-            let (blocks, sms) = (kernel.blocks, gpu.facts.sms);
-            return does_not_fit(format!(
-                "{resident} of its {blocks} blocks run at the same time on {sms} multiprocessors"
-            ));
+        let kernel = Self { variant, resources, cached, needs, way, blocks: layout.blocks() as u32, module };
+        if let Way::Loop(function) = kernel.way {
+            let resident = kernel.resident_blocks(function)?;
+            if resident < kernel.blocks {
+                let (blocks, sms) = (kernel.blocks, gpu.facts.sms);
+                return does_not_fit(format!(
+                    "{resident} of its {blocks} blocks run at the same time on {sms} multiprocessors"
+                ));
+            }
         }
         Ok(kernel)
     }
@@ -171,12 +198,17 @@ impl Kernel {
         self.needs.fixed_words + self.needs.item_words * items
     }
 
+    /// Warps of a block.
+    pub fn warps(&self) -> usize {
+        self.needs.threads as usize / 32
+    }
+
     /// How many blocks the GPU runs at the same time: in whole clusters, where the kernel asks for clusters.
     #[allow(unsafe_code)]
-    fn resident_blocks(&self) -> Result<u32, CudaError> {
+    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, CudaError> {
         let width = Attribute::CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH;
         // SAFETY: the function is of a loaded module.
-        let width = unsafe { result::function::get_function_attribute(self.function, width) };
+        let width = unsafe { result::function::get_function_attribute(function, width) };
         let width = checked("cuFuncGetAttribute", width)?.max(1) as u32;
         let mut cluster = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
@@ -188,7 +220,7 @@ impl Kernel {
         let config = self.config(std::ptr::null_mut(), &mut cluster);
         let mut clusters = 0;
         // SAFETY: the function is of a loaded module, the configuration's one attribute and the integer live until the call returns.
-        let asked = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.function, &config) };
+        let asked = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
         checked("cuOccupancyMaxActiveClusters", asked.result())?;
         Ok(clusters.max(0) as u32 * width)
     }
@@ -217,13 +249,21 @@ impl Kernel {
     /// # Safety
     /// What `launch` points to is as its fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(&self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
+    pub unsafe fn launch(&mut self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
         if self.needs.zeroed_words > 0 {
             let bytes = self.needs.zeroed_words as usize;
             // SAFETY: the words are at least as long as the part that is to be zero; the caller vouches for their address.
             let zeroed = unsafe { result::memset_d8_async(launch.words, 0, bytes, stream.raw) };
             checked("cuMemsetD8Async", zeroed)?;
         }
+        let function = match &mut self.way {
+            Way::Loop(function) => *function,
+            Way::Phases(chain) => {
+                let shape = (self.blocks, self.needs.threads as u32);
+                // SAFETY: as the caller vouches.
+                return unsafe { chain.launch(launch, shape, stream) };
+            }
+        };
         let mut parameters = [(&raw mut launch).cast::<c_void>()];
         let mut cooperative = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
@@ -233,7 +273,7 @@ impl Kernel {
         let config = self.config(stream.raw, &mut cooperative);
         // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it points to.
         let launched =
-            unsafe { sys::cuLaunchKernelEx(&config, self.function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+            unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
         checked("cuLaunchKernelEx", launched.result())
     }
 

@@ -36,7 +36,7 @@ pub struct Row {
 }
 
 /// The kernel's parameter. Addresses are the GPU's.
-#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct Launch {
     /// The stream of weights.

@@ -11,19 +11,21 @@ use super::compile::{Compiler, Resources};
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
+use super::gauge::{Gauge, Gauged};
 use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
-use super::variants::{HEADERS, SOURCES, VARIANTS, check_shape, check_wide};
+use super::trace::Phase as StepPhase;
+use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
-use crate::plan::{Backend, ModelPlan};
+use crate::plan::{Backend, ModelPlan, Product};
 use crate::rope::Rope;
 
 /// What a load request leaves open.
@@ -35,13 +37,17 @@ pub struct Options {
     pub random: Option<(ModelConfig, Arc<dyn Source + Send>)>,
     /// Fill the KV pool with NaN.
     pub poison: bool,
+    /// Whoever measures: other kernels, and times.
+    pub gauge: Option<Arc<Gauge>>,
+    /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
+    pub defines: Vec<(&'static str, u64)>,
 }
 
 /// A loaded rank on a GPU.
 pub struct CudaDecoder {
     pub(super) decoder: LoopedDecoder<Engine>,
     loaded: Loaded,
-    stream_bytes: u64,
+    layout: Layout,
     gpu: Arc<Gpu>,
 }
 
@@ -90,7 +96,7 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let (kernels, sampler) = kernels(&gpu, &compiler, &layout)?;
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, &options.defines)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
@@ -136,9 +142,14 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    if let Some(gauge) = &options.gauge {
+        let cache = Cache::from_environment();
+        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
+        launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
+    }
     let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
-    Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
+    Ok(CudaDecoder { decoder, loaded, layout, gpu })
 }
 
 /// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
@@ -180,7 +191,12 @@ fn arithmetic(compiler: &Compiler) -> String {
 }
 
 /// All variants and the sampler, compiled at the same time.
-fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
+fn kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    layout: &Layout,
+    defines: &[(&'static str, u64)],
+) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     if let Err(problem) = check_wide(layout) {
         tracing::info!(
@@ -192,29 +208,45 @@ fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<(Vec<
     let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
     let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
     let (kernels, sampler) = std::thread::scope(|scope| {
-        let load = |variant| {
-            let cache = &cache;
-            scope.spawn(move || {
-                let kernel = Kernel::load(gpu, compiler, cache, layout, variant)?;
-                let columns = kernel.variant.columns();
-                tell(&format!("kernel of {columns} columns"), kernel.cached, begun.elapsed(), kernel.resources);
-                Ok(kernel)
-            })
-        };
-        let loading: Vec<_> = variants.into_iter().map(load).collect();
+        let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
         let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
         if let Ok(sampler) = &sampler {
             tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
         }
-        let kernels: Result<Vec<Kernel>, CudaError> = loading
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect();
+        let kernels = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         (kernels, sampler)
     });
     let (kernels, sampler) = (kernels?, sampler?);
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
     Ok((kernels, sampler))
+}
+
+/// Variants, compiled at the same time.
+fn load_kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    cache: &Cache,
+    layout: &Layout,
+    variants: &[Variant],
+    defines: &[(&'static str, u64)],
+) -> Result<Vec<Kernel>, CudaError> {
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let load = |variant: &Variant| {
+            let variant = *variant;
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant, defines)?;
+                let what = format!("{} of {} columns", variant.name(), variant.columns());
+                tell(&what, kernel.cached, begun.elapsed(), kernel.resources);
+                Ok(kernel)
+            })
+        };
+        let loading: Vec<_> = variants.iter().map(load).collect();
+        loading
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
 }
 
 fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) {
@@ -246,7 +278,21 @@ fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel])
 impl CudaDecoder {
     /// Bytes of weights that stream through this rank in one decode step.
     pub fn stream_bytes(&self) -> u64 {
-        self.stream_bytes
+        self.layout.bytes() as u64
+    }
+
+    /// How many of them a phase of the step streams.
+    pub fn phase_bytes(&self, phase: StepPhase) -> u64 {
+        let product = match phase {
+            StepPhase::QueryKeyValue => Product::QueryKeyValue,
+            StepPhase::AttentionOut => Product::AttentionOut,
+            StepPhase::GateUp => Product::GateUp,
+            StepPhase::Down => Product::Down,
+            StepPhase::Head => Product::LmHead,
+            StepPhase::Embed | StepPhase::Attend | StepPhase::Merge | StepPhase::Choose => return 0,
+        };
+        let times = if product == Product::LmHead { 1 } else { self.loaded.num_layers };
+        (times * self.layout.panel(product).bytes()) as u64
     }
 
     /// The GPU.

@@ -129,6 +129,18 @@ impl DeviceBuffer {
         checked("cuMemsetD8Async", set)
     }
 
+    /// Copies from byte `offset` to `values`, and waits until they are there.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn read<T: Pod>(&self, offset: usize, values: &mut [T]) -> Result<(), CudaError> {
+        assert!(offset + size_of_val(values) <= self.bytes, "{offset} + {} of {}", size_of_val(values), self.bytes);
+        self.gpu.make_current()?;
+        // SAFETY: the range is in this buffer, and the call returns when `values` are there.
+        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(values, self.address + offset as u64) })
+    }
+
     /// Copies from byte `offset` to `values` in the stream's order.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ mod compile;
 mod device;
 mod engine;
 mod error;
+mod gauge;
 mod heads;
 mod kernel;
 mod launch;
@@ -26,6 +27,8 @@ mod read_limit;
 mod sampler;
 #[cfg(test)]
 mod tests;
+mod trace;
+mod unlooped;
 mod variants;
 mod weights;
 
@@ -33,6 +36,9 @@ pub use cache::CACHE_VARIABLE;
 pub use compile::{Compiler, NVRTC_VARIABLE};
 pub use device::{Facts, probe};
 pub use error::CudaError;
+pub use gauge::{Gauge, Noted};
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
 pub use read_limit::ReadLimit;
+pub use trace::{Phase, PhaseTime, Trace};
+pub use variants::LoopMode;

@@ -14,15 +14,35 @@ pub struct Variant {
     /// The width of its passes, and what one takes: of Llama 3.1 8B at 512 positions on an H200.
     pub width: Width,
     design: Design,
+    /// Launches note times, for whoever measures.
+    traced: bool,
 }
 
-/// How a kernel works. Both compute the same bits.
+/// How a kernel works. All compute the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Design {
     /// A block owns rows of every product, with all of K.
     Narrow,
     /// Pairs of blocks own rows of qkv, o and down, and halve K.
     Wide,
+    /// As narrow, a launch for each phase.
+    Unlooped {
+        /// A launch begins while the one before it ends.
+        overlapped: bool,
+    },
+}
+
+/// How the phases of a step become launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LoopMode {
+    /// One launch walks all phases of many steps.
+    #[default]
+    On,
+    /// A launch for each phase of each layer, in a CUDA graph for each step.
+    Off,
+    /// As off, but a launch begins while the one before it ends (programmatic dependent launch).
+    Overlapped,
 }
 
 /// All, by columns ascending.
@@ -31,8 +51,10 @@ pub const VARIANTS: [Variant; 5] =
 /// The kernels' sources: narrow, wide.
 pub const SOURCES: [&str; 2] =
     [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
+/// The kernels that run a phase each.
+const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 23] = [
+pub const HEADERS: [(&str, &str); 24] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -49,6 +71,7 @@ pub const HEADERS: [(&str, &str); 23] = [
     ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
     ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
+    ("ops/phases.cuh", include_str!("../../kernels/ops/phases.cuh")),
     ("wide/geometry.cuh", include_str!("../../kernels/wide/geometry.cuh")),
     ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
     ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
@@ -63,11 +86,11 @@ const MAX_HEAD_DIM: usize = 128;
 const MAX_QUERIES_PER_KV: usize = 8;
 
 const fn narrow(columns: usize, time_us: u32) -> Variant {
-    Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow }
+    Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow, traced: false }
 }
 
 const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
-    Variant { width: Width { columns, samples, time_us }, design: Design::Wide }
+    Variant { width: Width { columns, samples, time_us }, design: Design::Wide, traced: false }
 }
 
 /// Refuses dimensions that the kernels are not written for.
@@ -126,7 +149,7 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
 impl Variant {
     /// Whether it computes a model on so many blocks.
     pub fn takes(&self, layout: &Layout) -> bool {
-        self.design == Design::Narrow || check_wide(layout).is_ok()
+        self.design != Design::Wide || check_wide(layout).is_ok()
     }
 
     /// Rows of a launch at most.
@@ -139,13 +162,32 @@ impl Variant {
         match self.design {
             Design::Narrow => "looped_decoder",
             Design::Wide => "wide_decoder",
+            Design::Unlooped { .. } => "unlooped_decoder",
+        }
+    }
+
+    /// The same pass in another mode, noting times or not; `None` where there is none.
+    pub fn in_mode(self, mode: LoopMode, traced: bool) -> Option<Self> {
+        let design = match (self.design, mode) {
+            (Design::Narrow, LoopMode::On) => Design::Narrow,
+            (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
+            (Design::Wide | Design::Unlooped { .. }, _) => return None,
+        };
+        Some(Self { design, traced, ..self })
+    }
+
+    /// Whether it runs a launch for each phase, and if so, whether they overlap.
+    pub fn unlooped(&self) -> Option<bool> {
+        match self.design {
+            Design::Narrow | Design::Wide => None,
+            Design::Unlooped { overlapped } => Some(overlapped),
         }
     }
 
     /// The kernel's source with its constants for a model.
     pub fn program(&self, layout: &Layout) -> Program<'static> {
         let c = &layout.plan().config;
-        let defines: Vec<(&'static str, usize)> = vec![
+        let mut defines: Vec<(&'static str, usize)> = vec![
             ("LP_LAYERS", c.num_layers),
             ("LP_HIDDEN", c.hidden_size),
             ("LP_HEADS", c.num_heads),
@@ -162,10 +204,12 @@ impl Variant {
             ("LP_BLOCKS", layout.blocks()),
             ("LP_COLUMNS", self.columns()),
         ];
+        defines.extend(self.traced.then_some(("LP_TRACE", 1)));
         let defines = defines.into_iter().map(|(name, value)| (name, value as u64)).collect();
         let source = match self.design {
             Design::Narrow => SOURCES[0],
             Design::Wide => SOURCES[1],
+            Design::Unlooped { .. } => UNLOOPED_SOURCE,
         };
         Program { name: self.name(), source, headers: &HEADERS, defines }
     }

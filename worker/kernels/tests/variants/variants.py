@@ -526,7 +526,10 @@ def trace(args):
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
             stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
-        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {(microseconds[..., i + 1] - microseconds[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
+        between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
+        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
+        if batch not in NARROW:
+            print(f"    q, k, v: norm there {between(2, 10)}, written {between(10, 11)}, published {between(11, 3)}")
 
 
 def main():

@@ -13,7 +13,7 @@ use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
 use crate::cuda::sampler;
-use crate::cuda::variants::{VARIANTS, check_shape, check_wide};
+use crate::cuda::variants::{LoopMode, VARIANTS, check_shape, check_wide};
 use crate::model::ModelConfig;
 
 /// Bytes that narrow and wide kernels spill at most of these shapes as they are; to come down to 0.
@@ -90,6 +90,19 @@ fn every_shape_compiles_and_its_resources_are_told() {
     });
     let over = over.into_inner().unwrap();
     assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
+
+    // What the benchmark measures with.
+    let shape = Shape::Llama1B.config();
+    let layout = Layout::new(layout(&shape, 1).plan(), 128, shape.head_dim);
+    for (mode, traced) in [(LoopMode::On, true), (LoopMode::Off, false), (LoopMode::Off, true)] {
+        for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)) {
+            let built = compiler.build(&variant.program(&layout), &cache);
+            let (binary, _) = built.unwrap_or_else(|e| panic!("loop {mode:?}, traced {traced}: {e}"));
+            let kernel = if mode == LoopMode::On { "looped_decoder" } else { "gate_up" };
+            let resources = Resources::of(kernel, &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            eprintln!("loop {mode:?}, traced {traced}, {} columns, {kernel}: {resources:?}", variant.columns());
+        }
+    }
 
     for (vocab, blocks, rows) in [(128_256, SMS, 64), (151_936, SMS, 8), (768, SMS, 64), (40, 8, 1)] {
         let (binary, _) =

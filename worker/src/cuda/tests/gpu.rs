@@ -9,7 +9,7 @@ use crate::batch::Plan;
 use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
-use crate::cuda::{CudaDecoder, Options, load_with, probe};
+use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest};
 use crate::golden;
 use crate::model::ModelConfig;
@@ -183,6 +183,105 @@ fn passes_and_grids_do_not_touch_a_bit() {
             assert_eq!(first, None, "{model} on {blocks:?} blocks, {rows} rows a pass: first position that differs");
         }
     }
+}
+
+/// A launch for each phase instead of the loop; with programmatic dependent launches, too.
+#[test]
+fn launches_of_phases_compute_the_bits_of_the_loop() {
+    if !gpu() {
+        return;
+    }
+    let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
+    let tokens: Vec<u32> = (0..200).map(|i| (i * 37 + 5) % 768).collect();
+    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window", "llama-tied"] {
+        let gauge = Gauge::new(&modes);
+        let mut decoder = load(model, &Options { gauge: Some(gauge.clone()), ..Options::default() });
+        let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+        for (mode, rows) in
+            [(LoopMode::Off, 8), (LoopMode::Off, 1), (LoopMode::Overlapped, 8), (LoopMode::Overlapped, 1)]
+        {
+            gauge.set(mode, false);
+            let got = bits(&logits(&mut decoder, 1, &tokens, rows));
+            let first = got.iter().zip(&reference).position(|(got, expected)| got != expected);
+            assert_eq!(first, None, "{model}, loop {mode:?}, {rows} rows a pass: first position that differs");
+            // Steps of one launch hand their tokens on.
+            let step = |position| {
+                let decoding = Row { token: tokens[3], position, slot: 1, flags: ROW_SAMPLE, ..Row::default() };
+                Row { first_position: position, last_position: position + 4, ..decoding }
+            };
+            let runs = [mode, LoopMode::On].map(|mode| {
+                gauge.set(mode, false);
+                let engine = &mut decoder.decoder.launcher;
+                let launch = engine.launch(&[step(200)], 5, false).unwrap_or_else(|fault| panic!("{fault}"));
+                engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+                (0..5).map(|step| engine.sampled(launch, step, 0, false).token).collect::<Vec<_>>()
+            });
+            assert!(runs[0] == runs[1] && runs[0][4] < 768, "{model}, loop {mode:?}: {runs:?}");
+        }
+        for mode in modes {
+            gauge.set(mode, true);
+            logits(&mut decoder, 0, &tokens[..1], 1);
+            let engine = &mut decoder.decoder.launcher;
+            let row =
+                Row { token: 1, position: 1, first_position: 1, last_position: 4, flags: ROW_SAMPLE, ..Row::default() };
+            engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+            engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+            let noted = gauge.take().expect("a traced launch notes times");
+            eprintln!("{model}, loop {mode:?}: {:?}", noted.phases);
+            let known = |phase| noted.phases.iter().any(|time| time.phase == phase && time.us > 0.0 && time.us < 1e4);
+            assert!(Phase::ALL.into_iter().skip(1).all(known), "{model}, loop {mode:?}: {:?}", noted.phases);
+        }
+    }
+}
+
+/// Warps that are held up, here and there for up to 2 ms, in the loop and between its launches.
+#[test]
+fn delays_change_nothing_but_time() {
+    if !gpu() {
+        return;
+    }
+    let tokens: Vec<u32> = (0..90).map(|i| (i * 37 + 5) % 768).collect();
+    for model in ["llama-gqa", "mistral-window"] {
+        let reference = bits(&logits(&mut load(model, &Options::default()), 0, &tokens, 8));
+        for seed in [1, 2] {
+            let defines = vec![("LP_DELAYS", seed)];
+            let mut decoder = load(model, &Options { defines, ..Options::default() });
+            for rows in [8, 1] {
+                assert!(
+                    bits(&logits(&mut decoder, 1, &tokens, rows)) == reference,
+                    "{model}, seed {seed}, {rows} rows"
+                );
+            }
+        }
+    }
+}
+
+/// What `just sanitize` runs under compute-sanitizer: passes of either width over two pages, and a launch of several steps, with time for tools
+/// that make a kernel slow.
+#[test]
+fn sanitized() {
+    if !gpu() {
+        return;
+    }
+    let options = Options { poison: true, defines: vec![("LP_PATIENCE", 1000)], ..Options::default() };
+    let request = LoadRequest { wait_limit: Duration::from_secs(600), ..request("llama-gqa") };
+    let mut decoder = load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"));
+    let tokens: Vec<u32> = (0..67).map(|i| (i * 37 + 5) % 768).collect();
+    let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+    assert!(bits(&logits(&mut decoder, 1, &tokens[..3], 1)) == reference[..3]);
+    let engine = &mut decoder.decoder.launcher;
+    let row = Row {
+        token: tokens[66],
+        position: 66,
+        first_position: 66,
+        last_position: 68,
+        flags: ROW_SAMPLE,
+        ..Row::default()
+    };
+    let launch = engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+    engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+    let last: Vec<f32> = reference[66].iter().map(|bits| f32::from_bits(*bits)).collect();
+    assert_eq!(engine.sampled(launch, 0, 0, false).token, largest(&last));
 }
 
 /// Tags start again, in passes of either kernel and within what a sequence needs.

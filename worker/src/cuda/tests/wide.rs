@@ -61,7 +61,7 @@ pub(super) fn load(
         max_context: config.max_positions,
         device: Device::Cuda,
     };
-    let options = Options { blocks, random: Some((config.clone(), source)), poison: true };
+    let options = Options { blocks, random: Some((config.clone(), source)), poison: true, ..Options::default() };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 

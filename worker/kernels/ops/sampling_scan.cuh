@@ -30,11 +30,9 @@ LP_DEVICE bool unclear(const Candidate& c, u64 best, bool greedy) {
   return !greedy && best != 0 && !infinite(value) && c.next >= value;
 }
 
-// Four values, picked by an index that the compiler need not know.
-struct Values4 {
-  float v[4];
-  LP_DEVICE float of(u32 j) const { return j == 0 ? v[0] : j == 1 ? v[1] : j == 2 ? v[2] : v[3]; }
-};
+struct Values4 { float v[4]; };
+// The j-th, where the compiler need not know which.
+LP_DEVICE float value_at(const Values4& values, u32 j) { return j == 0 ? values.v[0] : j == 1 ? values.v[1] : j == 2 ? values.v[2] : values.v[3]; }
 // Calls f(first, block, values) for the lane's share of the groups of four ids (first, + 16, + 32, + 48) that `own` has a part in;
 // `block` is the counter of their noise. The next four logits are on their way meanwhile.
 template <class F> LP_DEVICE void for_each_four(const float* logits, float scale, const Ids& own, u32 part, u32 parts, u32 lane, F f) {
@@ -88,7 +86,7 @@ LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& ow
     for (u32 j = 0; j < 4; j++) {
       const u32 id = first + 16 * j, bits = j == 0 ? random.x : j == 1 ? random.y : j == 2 ? random.z : random.w;
       if (!owns(own, id)) continue;
-      const float value = values.of(j);
+      const float value = value_at(values, j);
       if (value >= threshold && before(Place{value, id}, pivot) && add(value, gumbel_bound(bits)) >= need) best = larger(best, entry(add(value, gumbel(bits)), id));
     }
   });
@@ -154,7 +152,7 @@ LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
     for (u32 j = 0; j < 4; j++) {
       const u32 id = first + 16 * j, bits = j == 0 ? random.x : j == 1 ? random.y : j == 2 ? random.z : random.w;
       if (!owns(own, id)) continue;
-      const Place place{values.of(j), id};
+      const Place place{value_at(values, j), id};
       if (place.value < threshold) continue;
       const bool ahead = before(place, pivot);
       const u64 w = weigh && (ahead || all) ? weight_of(place.value, max) : 0;

@@ -123,35 +123,24 @@ LP_DEVICE u32 nth_bit(u64 mask, u32 n) {
   for (; n > 0; n--) mask &= mask - 1;
   return lowest_bit(mask);
 }
-// Calls f(row) for those of `rows` (a mask) that are this warp's.
-template <class F> LP_DEVICE void own_rows(u32 thread, const Scratch& s, u64 rows, F f) {
-#pragma unroll 1
-  for (u32 r = warp_of(thread); r < s.launch.row_count; r += kWarps)
-    if (rows >> r & 1) f(r);
-}
-// Deals `rows` (a mask) to the block's warps: f(row, part, parts), as many parts of a row as there are warps for it. Where rows are more than
-// warps, each keeps its own.
-template <class F> LP_DEVICE void deal(u32 thread, const Scratch& s, u64 rows, F f) {
+// Deals `rows` (a mask) to the team's warps: f(row, part, parts), as many parts of a row as there are warps for it.
+template <class F> LP_DEVICE void deal(u32 thread, u64 rows, F f) {
   const u32 n = popc(rows);
   if (n == 0) return;
-  const bool many = s.launch.row_count > kWarps;
-  const u32 parts = !many && kWarps > n ? kWarps / n : 1, tasks = many ? s.launch.row_count : n * parts;
+  const u32 parts = kWarps > n ? kWarps / n : 1;
 #pragma unroll 1
-  for (u32 task = warp_of(thread); task < tasks; task += kWarps) {
-    const u32 r = many ? task : nth_bit(rows, task / parts);
-    if (rows >> r & 1) f(r, task % parts, parts);
-  }
+  for (u32 task = warp_of(thread); task < n * parts; task += kWarps) f(nth_bit(rows, task / parts), task % parts, parts);
 }
 
-// Deals the kinds that the rows say to the block's warps, those of a row together with those of others: f(row, kind).
+// Deals the kinds that the rows say to the team's warps, those of a row together with those of others: f(row, kind).
 template <class F> LP_DEVICE void deal_kinds(u32 thread, const Scratch& s, u32 among, F f) {
-  const bool many = s.launch.row_count > kWarps;
   u32 task = 0;
 #pragma unroll 1
-  for (u32 r = many ? warp_of(thread) : 0; r < s.launch.row_count; r += many ? kWarps : 1) {
+  for (u64 rows = rows_where(thread, s, [&](const RowState& row) { return (row.says & among) != 0; }); rows != 0; rows &= rows - 1) {
+    const u32 r = lowest_bit(rows);
 #pragma unroll 1
     for (u32 says = s.rows[r].says & among; says != 0; says &= says - 1)
-      if (many || task++ % kWarps == warp_of(thread)) f(r, lowest_bit(says));
+      if (task++ % kWarps == warp_of(thread)) f(r, lowest_bit(says));
   }
 }
 constexpr u32 kListKinds = 1u << kDrawList | 1u << kTopList;
@@ -160,8 +149,8 @@ constexpr u32 kListKinds = 1u << kDrawList | 1u << kTopList;
 LP_DEVICE void scan(u32 thread, Scratch& s, u32 tag) {
   const u64 raw = rows_where(thread, s, [](const RowState& row) { return (row.says & 1u << kRaw) != 0; });
   const u64 passes = rows_where(thread, s, [](const RowState& row) { return (row.says & (1u << kBest | 1u << kOther)) != 0; });
-  deal(thread, s, passes, [&](u32 r, u32 part, u32 parts) { if (s.rows[r].stage <= kNear) scan_all(thread, s, r, part, parts); else scan_pivot(thread, s, r, part, parts); });
-  deal(thread, s, raw, [&](u32 r, u32 part, u32 parts) { scan_raw(thread, s, r, part, parts); });
+  deal(thread, passes, [&](u32 r, u32 part, u32 parts) { if (s.rows[r].stage <= kNear) scan_all(thread, s, r, part, parts); else scan_pivot(thread, s, r, part, parts); });
+  deal(thread, raw, [&](u32 r, u32 part, u32 parts) { scan_raw(thread, s, r, part, parts); });
   deal_kinds(thread, s, kListKinds, [&](u32 r, u32 list) { publish_list(thread, s, r, list, tag); });
 }
 
@@ -204,14 +193,17 @@ LP_DEVICE void draw(u32 thread, Scratch& s) {
   while (rows != 0) {
     scan(thread, s, tag);
     sync();
-    own_rows(thread, s, rows, [&](u32 r) { publish(thread, s, r, tag); });
+#pragma unroll 1
+    for (u32 r = warp_of(thread); r < s.launch.row_count; r += kWarps) if (rows >> r & 1) publish(thread, s, r, tag);
     deal_kinds(thread, s, ~0u, [&](u32 r, u32 kind) { listen(thread, s, r, kind, tag); });
     sync();
-    own_rows(thread, s, rows, [&](u32 r) {
+#pragma unroll 1
+    for (u32 r = warp_of(thread); r < s.launch.row_count; r += kWarps) {
+      if (!(rows >> r & 1)) continue;
       if (lane_of(thread) == 0) conclude(s.rows[r], s.said[r]);
       warp_sync();
       if (s.rows[r].says == 0) deliver(thread, s, r);
-    });
+    }
     tag = next_tag(tag);
     sync();
     rows = pending(thread, s);

@@ -30,30 +30,11 @@ LP_DEVICE bool unclear(const Candidate& c, u64 best, bool greedy) {
   return !greedy && best != 0 && !infinite(value) && c.next >= value;
 }
 
-struct Values4 { float v[4]; };
-// The j-th, where the compiler need not know which.
-LP_DEVICE float value_at(const Values4& values, u32 j) { return j == 0 ? values.v[0] : j == 1 ? values.v[1] : j == 2 ? values.v[2] : values.v[3]; }
-// Calls f(first, block, values) for the lane's share of the groups of four ids (first, + 16, + 32, + 48) that `own` has a part in;
-// `block` is the counter of their noise. The next four logits are on their way meanwhile.
-template <class F> LP_DEVICE void for_each_four(const float* logits, float scale, const Ids& own, u32 part, u32 parts, u32 lane, F f) {
-  const u32 group = own.first / 64, units = own.end > own.first ? ((own.end + 63) / 64 - group) * 16 : 0;
-  const auto load = [&](u32 i) {
-    Values4 raw;
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) {
-      const u32 id = (group + i / 16) * 64 + i % 16 + 16 * j;
-      raw.v[j] = i < units && owns(own, id) ? logits[id] : -kInfinity;
-    }
-    return raw;
-  };
-  Values4 next = load(part * 32 + lane);
-  for (u32 i = part * 32 + lane; i < units; i += parts * 32) {
-    Values4 values = next;
-    next = load(i + parts * 32);
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) values.v[j] = scaled(values.v[j], scale);
-    f((group + i / 16) * 64 + i % 16, group * 16 + i, values);
-  }
+// Calls f(first, block) for the lane's share of the groups of four ids (first, + 16, + 32, + 48) that `own` has a part in;
+// `block` is the counter of their noise.
+template <class F> LP_DEVICE void for_each_four(const Ids& own, u32 part, u32 parts, u32 lane, F f) {
+  const u32 units = own.end > own.first ? ((own.end + 63) / 64 - own.first / 64) * 16 : 0;
+  for (u32 i = part * 32 + lane; i < units; i += parts * 32) f((own.first / 64 + i / 16) * 64 + i % 16, own.first / 64 * 16 + i);
 }
 
 // A random number of a token, another one for every pivot.
@@ -80,13 +61,13 @@ LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& ow
   const float scale = row.scale;
   const Noise noise = row.noise;
   u64 best = 0;
-  for_each_four(logits, scale, own, part, parts, lane, [&](u32 first, u32 block, const Values4& values) {
+  for_each_four(own, part, parts, lane, [&](u32 first, u32 block) {
     const Bits4 random = noise_bits(noise, block);
 #pragma unroll 1
     for (u32 j = 0; j < 4; j++) {
       const u32 id = first + 16 * j, bits = j == 0 ? random.x : j == 1 ? random.y : j == 2 ? random.z : random.w;
       if (!owns(own, id)) continue;
-      const float value = value_at(values, j);
+      const float value = scaled(logits[id], scale);
       if (value >= threshold && before(Place{value, id}, pivot) && add(value, gumbel_bound(bits)) >= need) best = larger(best, entry(add(value, gumbel(bits)), id));
     }
   });
@@ -109,8 +90,10 @@ LP_DEVICE void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const Noise noise = row.noise;
   Candidate best = no_candidate();
   u64 largest = 0;
-  for_each_four(logits, scale, own, part, parts, lane, [&](u32 first, u32 block, const Values4& values) {
-    const float(&v)[4] = values.v;
+  for_each_four(own, part, parts, lane, [&](u32 first, u32 block) {
+    float v[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) v[j] = owns(own, first + 16 * j) ? scaled(logits[first + 16 * j], scale) : -kInfinity;
     Bits4 random{0, 0, 0, 0};
     if (draw && !greedy) random = noise_bits(noise, block);
 #pragma unroll
@@ -145,14 +128,14 @@ LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   Candidate best = no_candidate();
   u64 weight = 0, all_weight = 0, higher = 0, lower = 0;
   u32 tokens = 0, all_tokens = 0;
-  for_each_four(logits, scale, own, part, parts, lane, [&](u32 first, u32 block, const Values4& values) {
+  for_each_four(own, part, parts, lane, [&](u32 first, u32 block) {
     Bits4 random{0, 0, 0, 0};
     if (!select) random = noise_bits(noise, block);
 #pragma unroll 1
     for (u32 j = 0; j < 4; j++) {
       const u32 id = first + 16 * j, bits = j == 0 ? random.x : j == 1 ? random.y : j == 2 ? random.z : random.w;
       if (!owns(own, id)) continue;
-      const Place place{value_at(values, j), id};
+      const Place place{scaled(logits[id], scale), id};
       if (place.value < threshold) continue;
       const bool ahead = before(place, pivot);
       const u64 w = weigh && (ahead || all) ? weight_of(place.value, max) : 0;
@@ -192,7 +175,6 @@ LP_DEVICE void scan_raw(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const bool sum = row.logprob_stage == kRawSum;
   const float max = row.raw_max;
   u64 result = 0;
-#pragma unroll 4
   for (u32 id = own.first + part * 32 + lane_of(thread); id < own.end; id += parts * 32) {
     const float value = scaled(logits[id], 1.0f);
     result = sum ? result + weight_of(value, max) : larger(result, entry(value, id));

@@ -98,8 +98,7 @@ struct Partials {
           }
       }
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared + Shared::partials_full + 8 * buffer);
+    arrive_as_warp(shared + Shared::partials_full + 8 * buffer);
     set++;
   }
 };

@@ -139,7 +139,8 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
     }
-    arrive_as_warp(shared + Shared::sampled);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
     store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
     begin_block(shared);
-    mbarrier_init(shared + Shared::sampled, (kColumns == 1 ? 1 : kEpilogueWarps) * kArrivals);
+    mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     store_shared_u32(shared + Shared::last_step, launch.steps);
     store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4));
     fence_mbarrier_init();

@@ -224,7 +224,8 @@ struct Epilogue {
 
  private:
   LP_DEVICE void given_back(u32 buffer) {
-    arrive_as_warp(shared + Shared::partials_empty + 8 * buffer);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);
     set++;
   }
 };

@@ -8,11 +8,11 @@ LP_DEVICE void begin_block(u32 shared) {
   for (u32 i = 0; i < kRings * Shared::slots; i++) {
     mbarrier_init(shared + Shared::full + 16 * i, 1);
     mbarrier_init(shared + Shared::full + 16 * i + 8, 1);
-    mbarrier_init(shared + Shared::empty + 8 * i, kArrivals);
+    mbarrier_init(shared + Shared::empty + 8 * i, 1);
   }
   for (int i = 0; i < 2; i++) {
-    mbarrier_init(shared + Shared::partials_full + 8 * i, kWarps * kArrivals);
-    mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps * kArrivals);
+    mbarrier_init(shared + Shared::partials_full + 8 * i, kWarps);
+    mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
   }
 }
 LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {

@@ -98,7 +98,8 @@ struct Partials {
           }
       }
     }
-    arrive_as_warp(shared + Shared::partials_full + 8 * buffer);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared + Shared::partials_full + 8 * buffer);
     set++;
   }
 };

@@ -9,18 +9,6 @@
 // has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has landed, and the phase it waits for is the next.
 #pragma once
 
-/// Arrivals of a warp at a barrier. One lane's stands for all, as __syncwarp orders what the others did before it; racecheck takes it for that thread's alone, so
-/// for racecheck every lane arrives.
-#ifdef LP_EVERY_LANE_ARRIVES
-constexpr u32 kArrivals = 32;
-#else
-constexpr u32 kArrivals = 1;
-#endif
-LP_DEVICE void arrive_as_warp(u32 barrier) {
-  __syncwarp();
-  if (kArrivals == 32 || (threadIdx.x & 31) == 0) mbarrier_arrive(barrier);
-}
-
 LP_DEVICE u32 full_barrier(u32 shared, u32 ring, u32 chunk) {
   return shared + Shared::full + ((ring * Shared::slots + chunk % Shared::slots) * 2 + (chunk / Shared::slots & 1)) * 8;
 }
@@ -108,6 +96,7 @@ struct Consumer {
   /// compiler cannot know, and is computed from every result of the chunk. An arrive overtakes shared-memory loads of its own warp that
   /// are still queued, and the next copy would overwrite what they have not read.
   LP_DEVICE void release(u32 chunk, bool never) {
-    arrive_as_warp(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
   }
 };

@@ -157,19 +157,13 @@ struct Team {
     float sum[QkvCut::columns / 2];
     sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp, layer, 1);
-    Projection projection(place, warp);
-    bool mine = place.on;
-    if constexpr (kPrompt) {
-      projection.fetch_angles(launch, rows, shared);
-      receive.begin();  // attention's scratch
-    } else {
-      mine = receive.exchange<QkvCut, Order::kRaw>(place, sum, [&](bool mine) {
-        if (mine) projection.fetch_angles(launch, rows, shared);
-      });
-    }
+    Projection projection(launch, shared);
+    receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
     reached(launch, step, warp, layer, 2);
     wait_norm(0);
-    if (mine) projection.write(launch, shared, layer, sum);
+    reached(launch, step, warp, layer, 10);
+    projection.write(receive, layer);
+    reached(launch, step, warp, layer, 11);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
     reached(launch, step, warp, layer, 3);
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
@@ -223,7 +217,7 @@ struct Team {
     const Place place = place_of<C>(warp);
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
-    receive.exchange<C, Order::kRows>(place, sum, [](bool) {});
+    receive.exchange<C>(place, sum, [] {});
     hidden.add<C>(receive);
   }
 };
@@ -246,7 +240,10 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       break;
     }
     const bool stopped = team.head(step, choice);
-    if (launch.flags & kLaunchUndrawn) return;
+    if (launch.flags & kLaunchUndrawn) {
+      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      return;
+    }
     if (blockIdx.x == 0 && threadIdx.x < kColumns) {
       const u32 row = threadIdx.x;
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;

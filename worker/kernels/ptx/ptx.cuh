@@ -48,6 +48,9 @@ LP_DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
 LP_DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+LP_DEVICE void mbarrier_arrive(u32 barrier, u32 count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
 LP_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
@@ -69,12 +72,15 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+LP_DEVICE void prefetch_l2(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory"); }
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 LP_DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+/// Counts as arrived at a barrier that others wait at.
+LP_DEVICE void barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 LP_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LP_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -154,9 +160,6 @@ LP_DEVICE Quad load_constant_16(const void* p) {
   Quad v;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
-}
-LP_DEVICE void load_constant_8(const void* p, float* v) {
-  asm volatile("ld.global.nc.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "l"(p));
 }
 LP_DEVICE u32 load_constant_u32(const u32* p) {
   u32 v;

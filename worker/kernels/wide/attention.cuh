@@ -4,6 +4,9 @@
 // shares of a set meet in shared memory. The columns (row, query head) of a group are up to four n8 tiles: sets divide them, or, of a single tile, as
 // of a row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
 //
+// A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too. But it may wait for a stage only when what was
+// in the same slot before has landed, or parities would alias; so before it goes on it waits until the other set has seen all pages of its item land.
+//
 // Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in narrow passes.
 #pragma once
 
@@ -109,13 +112,15 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
   u32 ready = ~0u;  // a KV head
   for (AttentionItem item; items.next(item);) {
     const Row& row = rows.rows[item.last];
-    const u32 first = rows.first_page(item.last) + item.begin, fresh = (row.first_position + rows.step) / kPage;
+    const u32 first = rows.first_page(item.last) + item.begin, last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
     u32 entry = 0;
     if (lane < item.pages) entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + first + lane);
     for (u32 i = 0; i < item.pages; i++) {
       if (first + i >= fresh && ready != item.kv_head) wait_queries(launch, ready = item.kv_head, generation);
+      // Of the last page only the leaves that are begun; what else lies in the slot is masked.
+      const u32 leaves = first + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves, bytes = leaves * (kLeafBytes / 2);
       const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);
-      producer.issue(lane < 2, page + lane * (kPageBytes / 2), lane * (kPageBytes / 2), kPageBytes / 2, !kPrompt);
+      producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes, !kPrompt);
     }
   }
 }
@@ -223,24 +228,29 @@ template <int TILES> struct Share {
       }
     }
     bool never = false;
+    Quad fragments[kPageLeaves];
+    const auto load = [&](int j) {
+#pragma unroll
+      for (int l = 0; l < kPageLeaves; l++) fragments[l] = load_shared_16(from + l * kLeafBytes + kLeafV + j * kFragment);
+    };
+    load(0);
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++) {
-      float page[TILES][4] = {};
+      float leaves[TILES][kPageLeaves][4] = {};
 #pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) {
-        const Quad fragment = load_shared_16(from + l * kLeafBytes + kLeafV + j * kFragment);
+      for (int l = 0; l < kPageLeaves; l++)
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-          float leaf[4] = {};
-          mma_m16n8k16(leaf, fragment, weights[n][l][0], weights[n][l][1]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) page[n][i] = fmaf(factor[n][l][i & 1], leaf[i], page[n][i]);
-        }
-      }
+        for (int n = 0; n < TILES; n++) mma_m16n8k16(leaves[n][l], fragments[l], weights[n][l][0], weights[n][l][1]);
+      if (j + 1 < kDimTiles) load(j + 1);  // while the products are added
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], page[n][i]);
+        for (int i = 0; i < 4; i++) {
+          float page = 0;
+#pragma unroll
+          for (int l = 0; l < kPageLeaves; l++) page = fmaf(factor[n][l][i & 1], leaves[n][l][i], page);
+          out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], page);
+        }
         never |= __float_as_uint(out[n][j][0]) == 0x7fedcba9u;
       }
     }
@@ -328,14 +338,14 @@ LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
   return launch.words + Words::items + ((u64)(row * kKvHeads + head / kQueriesPerKv) * spans + span) * kAttentionItemBytes + head % kQueriesPerKv * (kHeadDim * 8);
 }
 
-/// The set's shares of an item, four columns at a time, of which each warp then has one.
-template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const Rows& rows, const AttentionItem& item, const Share<TILES>& share, u32 first, u32 columns, u32 tag) {
-  constexpr u32 kRound = kSetWarps, kShareBytes = kRound * kHeadDim * 4, kSetBytes = kSpanShares * (kShareBytes + kRound * 8);
-  static_assert(kSets * kSetBytes <= Shared::scratch, "shares fit the receive buffer");
+constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without bank conflicts
+constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + kRound * 8);
+static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
+/// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group; `whole`: the span is all that its rows see.
+template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share<TILES>& share, u32 begin, u32 first, u32 columns, bool whole, u32 tag) {
   const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, set = consumer.warp / kSetWarps, number = consumer.warp % kSetWarps;
-  const u32 outputs = consumer.shared + Shared::receive + set * kSetBytes, sums = outputs + kSpanShares * kShareBytes;
-  const bool alone = spans_of(rows, item.last) == 1;
-  const auto at = [&](u32 share, u32 column, u32 dim) { return outputs + share * kShareBytes + (column * kHeadDim + (dim ^ column * 8)) * 4; };
+  const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
+  const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
   for (u32 r = 0; r < TILES * 8 / kRound; r++) {
     if (first + r * kRound >= columns) break;
@@ -344,11 +354,11 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < kDimTiles; j++) store_shared_f32(at(number, t % 2 * 2 + (i & 1), 16 * j + g + 8 * (i >> 1)), share.out[n][j][i]);
+        for (int j = 0; j < kDimTiles; j++) store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[n][j][i]);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const u32 to = sums + (number * kRound + t % 2 * 2 + c) * 8;
-        if (g == 0) store_shared_f32(to, share.reference[n][c]), store_shared_f32(to + 4, share.total[n][c]);
+        const u32 sum = sums + (number * kRound + t % 2 * 2 + c) * 8;
+        if (g == 0) store_shared_f32(sum, share.reference[n][c]), store_shared_f32(sum + 4, share.total[n][c]);
       }
     }
     barrier_sync(2 + set, kSetWarps * 32);
@@ -359,45 +369,49 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
         m.reference = load_shared_f32(sums + (share * kRound + number) * 8);
         m.total = load_shared_f32(sums + (share * kRound + number) * 8 + 4);
 #pragma unroll
-        for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(at(share, number, lane * kLaneDims + i));
+        for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(from + share * kShareBytes + i * 4);
         return m;
       };
       Merged span = part(0), rest = part(2);
       span.add(part(1));
       rest.add(part(3));
       span.add(rest);
-      const u32 row = group_begin(rows, item.last) + column / kQueriesPerKv, head = item.kv_head * kQueriesPerKv + column % kQueriesPerKv;
-      if (alone) span.write(consumer.launch, head, row);
+      const u32 row = begin + column / kQueriesPerKv, head = item.kv_head * kQueriesPerKv + column % kQueriesPerKv;
+      if (whole) span.write(consumer.launch, head, row);
       else span.publish(span_words(consumer.launch, row, head, item.begin / kSpanPages), tag);
     }
     barrier_sync(2 + set, kSetWarps * 32);
   }
 }
 
-/// TILES tiles, from column `first` on, of an item: this warp's pages of it.
-template <int TILES> LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns) {
+/// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
+template <int TILES, class BEGIN, class LANDED>
+LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = threadIdx.x & 3, begin = group_begin(rows, item.last), number = consumer.warp % kSetWarps;
-  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
+  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin), first_page = rows.first_page(item.last) + item.begin;
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
+  begin_stages();
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
     if (i % kSpanShares != number) {
       consumer.wait();
+      if (i + 1 == item.pages) landed();
       consumer.release();
       continue;
     }
-    const u32 page = rows.first_page(item.last) + item.begin + i, base = page * kPage;
+    const u32 page = first_page + i, base = page * kPage;
     float k[kPageLeaves][2];
     if constexpr (kQkNorm) fetch_k_scale(launch, rows, item, layer, page, k);
     const u32 stage = consumer.wait();
+    if (i + 1 == item.pages) landed();
     const bool whole = base >= low && base + kPage - 1 <= earliest;
     if (!whole) clear_unseen(stage, [&](u32 at) { return base + at >= low && base + at <= high; });
     const bool never = share.add_page(stage, whole, [&](u32 at, u32 n, u32 c) { return base + at >= low && base + at <= earliest + (first + 8 * n + 2 * t + c) / kQueriesPerKv; }, k);
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
-    consumer.release(never);
+    consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
-  merge_shares<TILES>(consumer, rows, item, share, first, columns, tag);
+  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag);
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
@@ -420,22 +434,47 @@ LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) 
   }
 }
 
-LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer, u32 tag, u32 generation) {
+/// Passes of 128 rows have no room for them in shared memory but the scratch, and loads from memory one after the other would cost microseconds.
+LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
+  if (!kPrompt) return rows;
+  constexpr u32 kAt = Shared::receive + kSets * kSetScratch, kBytes = kColumns * sizeof(Row);
+  static_assert(kSets * kSetScratch + kBytes <= Shared::scratch && kBytes <= kConsumerThreads * 16, "rows beside the shares");
+  if (threadIdx.x * 16 < rows.count * sizeof(Row)) {
+    const Quad v = load_constant_16(reinterpret_cast<const u8*>(rows.rows) + threadIdx.x * 16);
+    const float words[4] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+    store_shared_16(consumer.shared + kAt + threadIdx.x * 16, words);
+  }
+  consumers_sync();
+  return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
+}
+LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 tag, u32 generation) {
   const u32 set = consumer.warp / kSetWarps;
+  const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
   u32 ready = ~0u, turn = 0;
+  bool others = false;  // the item before was the other set's
   for (AttentionItem item; items.next(item); turn++) {
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
-    const u32 mine = tiles == 1 ? set == turn % kSets : set ? tiles / 2 : (tiles + 1) / 2, first = tiles > 1 && set ? (tiles + 1) / 2 * 8 : 0;
-    if (mine && ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
-    if (mine == 2) {
-      attend_span<2>(consumer, rows, item, layer, tag, first, columns);
-    } else if (mine == 1) {
-      attend_span<1>(consumer, rows, item, layer, tag, first, columns);
-    } else {
-      for (u32 i = 0; i < item.pages; i++) consumer.wait(), consumer.release();
+    const bool alone = tiles == 1;
+    if (alone && set != turn % kSets) {
+      consumer.skip(item.pages);
+      others = true;
+      continue;
     }
+    if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
+    if (turn == 0) reached(consumer.launch, rows.step, consumer.warp, layer, 10);
+    const auto landed = [&] {
+      if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
+    };
+    const auto begin = [&] {
+      if (others) barrier_sync(4 + (set ^ 1), kConsumerThreads);
+      others = false;
+    };
+    const u32 half = (tiles + 1) / 2, mine = set && !alone ? tiles - half : half, first = set && !alone ? half * 8 : 0;
+    if (mine == 2) attend_span<2>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
+    else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }
+  reached(consumer.launch, rows.step, consumer.warp, layer, 11);
   merge_spans(consumer, rows, tag);
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);

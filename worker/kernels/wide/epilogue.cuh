@@ -1,97 +1,88 @@
-// What follows the products: norm, bias, rope, residual, silu, choice of a token; each result goes out as the next product's input. Results of a product lie
-// as a warp's registers hold them: of columns 8 j .., sum[4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
+// What follows the products: norm, bias, rope, residual, silu; each result goes out as the next product's input.
 #pragma once
 
 LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) { return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4); }
 /// Position of a column's new K and V in the pool; ~0 if the column idles.
 LP_DEVICE u32 place_in_pool(u32 shared, u32 column) { return load_shared_u32(shared + Shared::place + column * 4); }
 
-/// Which values of q, k or v a warp has after qkv.
+/// A (row tile, column) of q, k or v a thread and round.
 struct Projection {
-  static constexpr int kColumnGroups = QkvCut::columns / 8;
-  int tile, kv_head, head, piece;  // head: queries, then k, then v; piece: tile of the head
-  u32 first_column;
-  float angles[kColumnGroups][2][2];  // of columns 2 t and 2 t + 1: cosine, sine; fetched while the pair exchanges partial sums
+  static constexpr int kRounds = (QkvCut::odd_tiles * kColumns + (int)kConsumerThreads - 1) / (int)kConsumerThreads;
+  const Launch& launch;
+  u32 shared;
+  float angles[kRounds][8][2];  // of rows r and r + 8: cosine, sine; fetched while the pair exchanges partial sums
 
-  LP_DEVICE Projection(const Place& place, u32 warp)
-      : tile(QkvCut::first_tile() + place.tile), first_column(QkvCut::split == Split::kColumns ? (warp >> 2) * QkvCut::columns : 0) {
-    const int within = tile % kQkvTiles;
-    kv_head = tile / kQkvTiles;
-    head = within / kDimTiles;
-    piece = within % kDimTiles;
-  }
-  LP_DEVICE void fetch_angles(const Launch& launch, const Rows& rows, u32 shared) {
-    if (head > kQueriesPerKv) return;
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const u8* turn = (const u8*)launch.rope + (piece * 8 + g) * 8;
+  LP_DEVICE Projection(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + threadIdx.x) / kColumns; }  // tile of the block's
+  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + threadIdx.x) % kColumns; }
+  LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
+  LP_DEVICE static int tile(int round) { return Qkv::first_tile(blockIdx.x) + within(round); }
+  /// Queries, then k, then v of a KV head.
+  LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
+  LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
+
+  LP_DEVICE void fetch_angles(const Rows& rows) {
 #pragma unroll
-    for (int j = 0; j < kColumnGroups; j++)
+    for (int r = 0; r < kRounds; r++) {
+      if (!on(r) || head(r) > kQueriesPerKv || place_in_pool(shared, column(r)) == ~0u) continue;
+      const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece(r) * 8) * 8;
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
-        const u32 column = first_column + 8 * j + 2 * t + c, position = place_in_pool(shared, column) == ~0u ? 0 : rows.position(column);
-        load_constant_8(turn + (u64)position * (kHeadDim * 4), angles[j][c]);
+      for (int i = 0; i < 8; i += 2) {
+        const Quad two = load_constant_16(turn + i * 8);
+        angles[r][i][0] = __uint_as_float(two.x), angles[r][i][1] = __uint_as_float(two.y);
+        angles[r][i + 1][0] = __uint_as_float(two.z), angles[r][i + 1][1] = __uint_as_float(two.w);
       }
+    }
   }
   /// Norm, bias and rope; q to this step's attention, k and v into their pages.
-  LP_DEVICE void write(const Launch& launch, u32 shared, u32 layer, const float* sum) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    u8* pool = launch.kv + page_byte(layer, launch.kv_pages, 0, kv_head) + piece * kFragment;
-    const auto leaf = [&](u32 place) { return pool + (u64)(place / kPage) * (kKvHeads * 4 * kLeafBytes) + place % kPage / kLeafPositions * kLeafBytes; };
-    float bias[2] = {0, 0}, scale[2] = {1, 1};
+  LP_DEVICE void write(const Receive& receive, u32 layer) const {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (kQkvBias) bias[r] = launch.bias[(u64)layer * (Qkv::tiles * 16) + tile * 16 + g + 8 * r];
-      if (kQkNorm && head <= kQueriesPerKv) scale[r] = launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + g + 8 * r];
-    }
+    for (int r = 0; r < kRounds; r++) {
+      const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
+      if (place == ~0u) continue;
+      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles, query_tile = head * kDimTiles + piece;
+      const float inverse = inverse_of(shared, 0, column(r));
+      float v[16] = {};
+      receive.add_rows8<QkvCut>(2 * within(r), column(r), v);
+      receive.add_rows8<QkvCut>(2 * within(r) + 1, column(r), v + 8);
 #pragma unroll
-    for (int j = 0; j < kColumnGroups; j++) {
-      const u32 column = first_column + 8 * j;
-      float v[4];
-#pragma unroll
-      for (int c = 0; c < 4; c++) {
-        v[c] = sum[4 * j + c] * inverse_of(shared, 0, column + 2 * t + (c & 1));
-        if (kQkvBias) v[c] += bias[c >> 1];
-      }
-      if (kQkNorm && head <= kQueriesPerKv) {
-        float squares[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-          squares[c] = v[c] * v[c];
-#pragma unroll
-          for (int d = 4; d < 32; d *= 2) squares[c] += shuffle_xor(squares[c], d);
-          v[c] *= scale[c >> 1];
-        }
-        if (g < 2) store_u32(launch.words + Words::squares + square_byte(kv_head, head * kDimTiles + piece, column + 2 * t + g), __float_as_uint(g ? squares[1] + squares[3] : squares[0] + squares[2]));
+      for (int i = 0; i < 16; i++) {
+        v[i] *= inverse;
+        if (kQkvBias) v[i] += launch.bias[(u64)layer * (Qkv::tiles * 16) + tile(r) * 16 + i];
       }
       if (head <= kQueriesPerKv) {
+        if (kQkNorm) {
+          float squares[16];
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const float cosine = angles[j][c][0], sine = angles[j][c][1], low = v[c], high = v[c + 2];
-          v[c] = fmaf(low, cosine, -(high * sine));
-          v[c + 2] = fmaf(high, cosine, low * sine);
+          for (int i = 0; i < 16; i++) {
+            squares[i] = v[i] * v[i];
+            v[i] *= launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + i];
+          }
+          store_u32(launch.words + Words::squares + square_byte(kv_head, query_tile, column(r)), __float_as_uint(tree_sum<16>(squares)));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float cosine = angles[r][i][0], sine = angles[r][i][1], low = v[i], high = v[i + 8];
+          v[i] = fmaf(low, cosine, -(high * sine));
+          v[i + 8] = fmaf(high, cosine, low * sine);
         }
       }
-      const u32 low = bf16_pair(v[0], v[1]), high = bf16_pair(v[2], v[3]);  // rows g and g + 8
+      u32 pairs[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) pairs[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
       if (head < kQueriesPerKv) {
-        u8* to = launch.words + Words::queries + query_byte(kv_head, head * kDimTiles + piece, 0, column) + lane * 4;
-        store_u32(to, transpose_8x8(low));
-        store_u32(to + kColumns * 16, transpose_8x8(high));
-      } else if (head == kQueriesPerKv) {
-        const u32 place = place_in_pool(shared, column + g), turned_low = transpose_8x8(low), turned_high = transpose_8x8(high);
-        if (place != ~0u) {
-          u8* to = leaf(place) + fragment_byte(place % kLeafPositions, 2 * t);
-          store_u32(to, turned_low);
-          store_u32(to + 8, turned_high);
-        }
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 0, column(r)), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 1, column(r)), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
+        continue;
+      }
+      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) + place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
+      const int position = place % kLeafPositions;
+      if (head == kQueriesPerKv) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) store_u32(leaf + fragment_byte(position, 2 * i), pairs[i]);
       } else {
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const u32 place = place_in_pool(shared, column + 2 * t + c);
-          if (place == ~0u) continue;
-          u8* to = leaf(place) + kLeafV + fragment_byte(g, place % kLeafPositions);
-          store_u16(to, low >> 16 * c);
-          store_u16(to + 4, high >> 16 * c);
-        }
+        for (int i = 0; i < 16; i++) store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
       }
     }
   }
@@ -187,7 +178,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 }
 
 using GateUpOwn = Own<GateUp>;
-/// silu(gate) * up of a warp's unit, as a k block of down's input.
+/// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
   const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll

@@ -28,10 +28,8 @@ LP_DEVICE void publish(const Launch& launch, u64 counter) {
   if (threadIdx.x == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
-/// Partial sums that the pair exchanges, in the receive buffer. A tile is [16 rows][columns] f32. kRaw: as a warp's registers hold it, [4 of them][lane];
-/// kRows: by rows, groups of 8 columns swizzled so that 8 rows of a column are read without conflicts.
-enum class Order { kRaw, kRows };
-
+/// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
+/// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
   const Launch& launch;
   u32 shared, warp, uses = 0, exchanges = 0;
@@ -51,64 +49,65 @@ struct Receive {
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
   template <class C> static constexpr int pieces = C::split == Split::kColumns ? 2 : 1;  // of a tile
   /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their way to the peer.
-  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::odd_tiles * pieces<C>;
+  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
 
-  /// Adds the pair's partial sums of each row tile where it is owned. kRaw: true in a warp whose `sum` then is a finished tile. kRows: afterwards `add_rows8` reads them.
-  /// `meanwhile` is done while sums are on their way.
-  template <class C, Order ORDER, class MEANWHILE> LP_DEVICE bool exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
+  /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
     begin();
     const u32 group = warp >> 2, peer = half() ^ 1;
-    const bool mine = (place.tile >= C::even_tiles) == (half() == 1);
-    const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - C::first_owned(mine ? half() : peer)) * pieces<C> + piece;
+    const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
+    const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
     const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
     bool on = place.on;
-    if constexpr (ORDER == Order::kRows) swap_rows<C>(sum);
+    swap_rows<C>(sum);
     if constexpr (C::split == Split::kLeaves) {  // the second half of the leaves is in the second warpgroup
-      if (on && group == 1) put<C, ORDER>(place.tile, place.tile, sum);
+      if (on && group == 1) put<C>(place.tile, place.tile, sum);
       consumers_sync();
       on = on && group == 0;
-      if (on) add<C, ORDER>(place.tile, place.tile, sum);
+      if (on) add<C>(place.tile, place.tile, sum);
     }
-    if (on && !mine) {
-      put<C, ORDER>(sent, place.tile, sum);
-      fence_async_shared();
+    if constexpr (C::halves) {
+      if (on && !mine) {
+        put<C>(sent, place.tile, sum);
+        fence_async_shared();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0)
+          bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
+      }
+      if (keeps_own<C> && on && mine) put<C>(place.tile, place.tile, sum);
       __syncwarp();
-      if ((threadIdx.x & 31) == 0)
-        bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
+      if ((threadIdx.x & 31) == 0) {
+        if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
+        else mbarrier_arrive(shared + Shared::receive_full);
+      }
+      meanwhile();
+      wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
+      __syncwarp();
+      if (keeps_own<C>) return;
+      if (on && mine) add<C>(received, place.tile, sum);
+    } else {
+      meanwhile();
     }
-    if (keeps_own<C, ORDER> && on && mine) put<C, ORDER>(place.tile, place.tile, sum);
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-      if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
-      else mbarrier_arrive(shared + Shared::receive_full);
-    }
-    meanwhile(on && mine);
-    wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
-    __syncwarp();
-    if (!keeps_own<C, ORDER> && on && mine) {
-      add<C, ORDER>(received, place.tile, sum);
-      if (ORDER == Order::kRows) put<C, ORDER>(received, place.tile, sum);
-    }
-    if (!keeps_own<C, ORDER> && ORDER == Order::kRows) consumers_sync();
-    return on && mine;
+    if (on && mine) put<C>(received, place.tile, sum);
+    consumers_sync();
   }
   /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.
   template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to) const {
-    const int within = chunk >> 1, tile = C::first_owned(half()) + within, slot_column = column % C::columns;
+    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, slot_column = column % C::columns;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int row = (chunk & 1) * 8 + i;
       const u32 at = (row * C::columns + (slot_column ^ swizzle(row, tile))) * 4;
       const float received = load_shared_f32(slot<C>(first_received<C> + within * pieces<C> + column / C::columns) + at);
-      if constexpr (keeps_own<C, Order::kRows>) to[i] += load_shared_f32(slot<C>(tile) + at) + received;
+      if constexpr (keeps_own<C>) to[i] += load_shared_f32(slot<C>(tile) + at) + received;
       else to[i] += received;
     }
   }
 
  private:
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
-  template <class C, Order ORDER> static constexpr bool keeps_own = C::split == Split::kLeaves && ORDER == Order::kRows;
+  template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
   LP_DEVICE static int swizzle(int row, int tile) { return ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3; }
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
@@ -122,19 +121,18 @@ struct Receive {
       else v[2] = a, v[3] = b;
     }
   }
-  template <class C, Order ORDER> LP_DEVICE u32 address(int slot_index, int tile, int j) const {
+  template <class C> LP_DEVICE u32 address(int slot_index, int tile, int j) const {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = g + 8 * (t & 1);
-    if (ORDER == Order::kRaw) return slot<C>(slot_index) + (j * 32 + lane) * 16;
     return slot<C>(slot_index) + (row * C::columns + ((8 * j + 4 * (t >> 1)) ^ swizzle(row, tile))) * 4;
   }
-  template <class C, Order ORDER> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {
+  template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {
 #pragma unroll
-    for (int j = 0; j < C::columns / 8; j++) store_shared_16(address<C, ORDER>(slot_index, tile, j), sum + 4 * j);
+    for (int j = 0; j < C::columns / 8; j++) store_shared_16(address<C>(slot_index, tile, j), sum + 4 * j);
   }
-  template <class C, Order ORDER> LP_DEVICE void add(int slot_index, int tile, float* sum) const {
+  template <class C> LP_DEVICE void add(int slot_index, int tile, float* sum) const {
 #pragma unroll
     for (int j = 0; j < C::columns / 8; j++) {
-      const Quad v = load_shared_16(address<C, ORDER>(slot_index, tile, j));
+      const Quad v = load_shared_16(address<C>(slot_index, tile, j));
       sum[4 * j] += __uint_as_float(v.x);
       sum[4 * j + 1] += __uint_as_float(v.y);
       sum[4 * j + 2] += __uint_as_float(v.z);

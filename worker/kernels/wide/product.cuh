@@ -39,16 +39,20 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
     if ((k + STEPS) % C::input_steps == 0) consumer.release_input();
   }
 }
-/// LEAVES leaves of a warp's tile, as a binary tree.
+/// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
 template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float* sum) {
   if constexpr (LEAVES == 1) {
     sum_leaf<C>(consumer, place, sum);
   } else {
-    float other[C::columns / 2];
-    sum_leaves<C, LEAVES / 2>(consumer, place, sum);
-    sum_leaves<C, LEAVES / 2>(consumer, place, other);
 #pragma unroll
-    for (int i = 0; i < C::columns / 2; i++) sum[i] += other[i];
+    for (int i = 0; i < C::columns / 2; i++) sum[i] = 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+      float part[C::columns / 2];
+      sum_leaves<C, LEAVES / 2>(consumer, place, part);
+#pragma unroll
+      for (int i = 0; i < C::columns / 2; i++) sum[i] += part[i];
+    }
   }
 }
 

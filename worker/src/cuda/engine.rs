@@ -30,7 +30,7 @@ const SHORTEST_SLEEP: Duration = Duration::from_micros(400);
 /// Between two looks at whether passes of prompt tokens have ended, which take milliseconds.
 const LOOK_EVERY: Duration = Duration::from_micros(50);
 
-/// Steps of a chain that are in the stream beyond the one that the host waits for.
+/// Steps of a chain that are in the stream at a time, the one that the host waits for included.
 const STEPS_AHEAD: u32 = 4;
 
 /// Where a launch under way puts its tokens.

@@ -71,7 +71,7 @@ static Case make_case(u32 i) {
   p.repetition_penalty = 1;
   p.flags = 0;
   if (random.below(3) == 0) { const u32 tops[] = {0, 1, 7, 20}; p.flags = kWantLogprobs; p.top_logprobs = tops[random.below(4)]; }
-  c.position = random.below(6000);
+  c.position = 1 + random.below(6000);
   p.suppress_until = 0;
   if (random.below(3) == 0) {
     auto some = [&](u32 n, u32 range) { std::vector<u32> v; for (u32 j = 0; j < n; j++) v.push_back(random.below(range) * (kVocab / range)); return v; };
@@ -314,6 +314,7 @@ static int time_all() {
     for (u32 r = 0; r < rows; r++) {
       Case& c = cases[r];
       c.params = RowSampling{};
+      c.position = 1;
       c.params.temperature = setting.t; c.params.top_k = setting.k; c.params.top_p = setting.p; c.params.min_p = setting.min_p; c.params.seed_lo = r; c.params.repetition_penalty = 1;
       if (setting.penalties) c.params.frequency_penalty = 0.01f;
       if (setting.top >= 0) { c.params.flags = kWantLogprobs; c.params.top_logprobs = setting.top; }

@@ -15,6 +15,7 @@ use crate::decoder::{Decoder, Device, LoadRequest};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 use crate::plan::KvLayout;
+use crate::sampling::SamplingParams;
 
 /// Sequences of a test, as many as the widest pass that samples has rows.
 const SLOTS: usize = 64;
@@ -371,5 +372,44 @@ fn plans_of_many_requests_yield_what_each_yields_alone() {
     let resumed: Vec<_> = resumed.collect();
     for (index, reply) in run(&resumed, 200, 16, true).iter().enumerate() {
         assert!(whole[index].ends_with(reply), "request {index} computed again");
+    }
+}
+
+/// Requests that the sampler draws for among 64 rows, greedy ones beside them: tokens and log-probabilities of each alone.
+#[test]
+fn sampled_requests_yield_among_many_what_each_yields_alone() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_1b();
+    let request = |i: u32| {
+        let drawn =
+            SamplingParams { temperature: 0.7 + i as f32 / 80.0, seed: u64::from(i), ..SamplingParams::greedy() };
+        let sampling = match i % 5 {
+            0 => SamplingParams::greedy(),
+            1 => drawn,
+            2 => SamplingParams { top_p: 0.9, ..drawn },
+            3 => SamplingParams { top_k: 30, frequency_penalty: 0.3, ..drawn },
+            _ => SamplingParams { min_p: 0.05, repetition_penalty: 1.2, ..drawn },
+        };
+        let logprobs = [None, Some(0), Some(4)][i as usize % 3];
+        Request { sampling, logprobs, ..Request::greedy(&tokens(i, 1 + (i * i % 300) as usize), 10 + i % 20) }
+    };
+    let requests: Vec<_> = (0..SLOTS as u32).map(request).collect();
+    let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
+        let decoder = load(&config, random(&config), SLOTS, None);
+        let plans = plans(requests, chunk, 512, steps);
+        let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+        let mut replies = vec![Vec::new(); requests.len()];
+        for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
+            replies[token.sequence as usize].push(token.sampled);
+        }
+        replies
+    };
+    let whole = run(&requests, 512, 40, true);
+    assert!(whole.iter().zip(&requests).all(|(reply, request)| reply.len() == request.max_tokens as usize));
+    assert!(run(&requests, 41, 3, false) == whole, "other chunks and plans");
+    for index in [1, 2, 3, 4, 38, 63] {
+        assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");
     }
 }

@@ -190,10 +190,10 @@ impl BenchArgs {
         if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
             return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");
         }
-        if self.loop_modes.iter().any(|mode| *mode != LoopMode::On) {
-            if let Some(wide) = self.batch.iter().find(|batch| **batch > UNLOOPED_BATCH) {
-                return refuse("--batch", wide.to_string(), "at most 8 with --loop off or overlapped");
-            }
+        if self.loop_modes.iter().any(|mode| *mode != LoopMode::On)
+            && let Some(wide) = self.batch.iter().find(|batch| **batch > UNLOOPED_BATCH)
+        {
+            return refuse("--batch", wide.to_string(), "at most 8 with --loop off or overlapped");
         }
         if self.trace.is_some() && !self.loop_modes.contains(&LoopMode::On) {
             return refuse("--loop", "off".to_owned(), "on (too) for --trace, which shows the loop");

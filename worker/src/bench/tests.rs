@@ -79,6 +79,10 @@ fn what_cannot_be_measured_is_refused() {
     let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
     assert_eq!(refused("--shape tiny --device cuda --tp 2"), "--tp is 2, but must be 1: a GPU computes a model alone");
     assert_eq!(refused("--shape tiny --tp 3"), "--tp is 3, but must be 1, 2, 4, 8 or 16");
+    assert!(refused("--device cuda --loop on,off --batch 1,32").starts_with("--batch is 32, but must be at most 8"));
+    assert!(refused("--device cuda --loop off --trace /x").contains("--trace"));
+    assert!(refused("--shape tiny --device cpu --trace /x").starts_with("--trace is /x"));
+    assert!(refused("--shape tiny --device cpu --loop overlapped").contains("where no GPU computes"));
     assert!(refused("--model /nowhere").contains("/nowhere/config.json"));
     let long = refused("--shape tiny --device cpu --threads 1 --context 131072");
     assert!(long.contains("131072"), "{long}");

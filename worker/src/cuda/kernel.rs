@@ -45,7 +45,7 @@ enum Way {
     /// One cooperative launch.
     Loop(sys::CUfunction),
     /// Graphs of launches.
-    Phases(Chain),
+    Phases(Box<Chain>),
 }
 
 /// What the source says of itself once it is compiled, in this order.
@@ -174,7 +174,7 @@ impl Kernel {
             None => Way::Loop(module.function(variant.name(), needs.shared_bytes as u32)?),
             Some(overlapped) => {
                 let layers = layout.plan().config.num_layers as u32;
-                Way::Phases(Chain::new(&module, needs.shared_bytes as u32, layers, overlapped)?)
+                Way::Phases(Box::new(Chain::new(&module, needs.shared_bytes as u32, layers, overlapped)?))
             }
         };
         let resources = Resources::of(variant.name(), &binary.log);

@@ -207,7 +207,7 @@ struct Team {
       sum_unit<HeadOwn>(consumer, unit, width, sum);
       if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
-    return choice.exchange(step, stop);
+    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
   }
 
  private:
@@ -240,6 +240,10 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       break;
     }
     const bool stopped = team.head(step, choice);
+    if (launch.flags & kLaunchUndrawn) {
+      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      return;
+    }
     if (blockIdx.x == 0 && threadIdx.x < kColumns) {
       const u32 row = threadIdx.x;
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
@@ -261,9 +265,8 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
 /// before a launch, pages of an item.
 extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages};
 
-/// Launch::sampling, if not null, points to a u32: if that is not 0 the launch does nothing.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
-  if (launch.sampling && *static_cast<const u32*>(launch.sampling)) return;
+  if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
   if (!kPrompt)
     for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)

@@ -6,7 +6,7 @@ struct Rows {
   u32 count, step;
 
   LP_DEVICE u32 position(u32 row) const { return rows[row].position + step; }
-  LP_DEVICE bool active(u32 row) const { return row < count && (step == 0 || position(row) <= rows[row].last_position); }
+  LP_DEVICE bool active(u32 row) const { return row < count && position(row) <= rows[row].last_position; }
   LP_DEVICE u32 mask() const {
     u32 mask = 0;
 #pragma unroll

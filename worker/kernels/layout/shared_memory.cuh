@@ -6,7 +6,7 @@ constexpr int kEpilogueWarps = 2, kThreads = (kWarps + 1 + kEpilogueWarps) * 32;
 constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
 /// Columns that one epilogue warp owns. At one column the second warp takes every other set of qkv instead.
 constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
-static_assert(kColumns == 1 || (kColumns % 2 == 0 && kColumns <= 8), "1, 2, 4 or 8 columns");
+static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 
 /// Rings of the stream. Where every product has 16 leaves two warps share a ring, and chunks are twice as long: memory likes that better.
 constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeaves == 16;
@@ -18,8 +18,7 @@ static_assert(kLeafV <= kSlotBytes, "K or V of a leaf fits a slot");
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;     // partials of a set of two tiles: [tile][leaf][column][row] f32
 
 struct Shared {
-  // Up to 196 KiB of shared memory the first-level cache keeps 60 KiB, above it 28: at one column nobody misses them.
-  static constexpr u32 slots = (kColumns == 1 ? 192u : 160u) * 1024 / kRings / kSlotBytes;
+  static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;
   static_assert(slots >= 2, "K and V of a leaf are in the ring together");
   static constexpr u32 ring = 0;                                               // [ring][slots]
   static constexpr u32 partials = ring + kRings * slots * kSlotBytes;          // [2 sets]
@@ -31,6 +30,7 @@ struct Shared {
   static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
   static constexpr u32 quad_leaf = sampled + 16;                               // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
+  static constexpr u32 first_set = last_step + 4;                              // of vectors, in this launch
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
   static constexpr u32 bytes = rows + kColumns * sizeof(Row);
 };

@@ -226,7 +226,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
 
 /// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
 /// first ones have leaves.
-LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag) {
+LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag, u8* attention_out) {
   const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
   for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
     const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;
@@ -289,6 +289,6 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     low *= inverse;
     high *= inverse;
     const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
-    if (lane < 4) store_relaxed_16(launch.words + Words::attention_out + vector_word(head * kDimTiles + tile, row) + t * 16, bf16_pair(a, b), bf16_pair(c, d), tag, 0);
+    if (lane < 4) store_relaxed_8(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), ~bf16_pair(a, b), ~bf16_pair(c, d));
   }
 }

@@ -54,19 +54,53 @@ struct Epilogue {
       given_back(set & 1);
     }
   }
-  /// Rows of a tile, one a lane, as a k block of B fragments.
-  LP_DEVICE void publish(u8* words, float v, u32 tag, u32 extra, bool on) const {
-    const int from = threadIdx.x & 16, t = threadIdx.x & 3;
-    const float a = shuffle(v, from + 2 * t), b = shuffle(v, from + 2 * t + 1), c = shuffle(v, from + 2 * t + 8), d = shuffle(v, from + 2 * t + 9);
-    if (on && row() < 4) store_relaxed_16(words + t * 16, bf16_pair(a, b), bf16_pair(c, d), tag, t == 0 ? extra : 0);
+  /// Rows of a tile, one a lane, turned into B fragments: of all columns at once, this lane has word `word()` of column `word_column()`, if it `has_word()`.
+  struct Pairs {
+    u32 low, high;
+  };
+  LP_DEVICE static int word() { return row() >> 1 & 3; }
+  LP_DEVICE int word_column() const { return column(kColumns == 1 ? 0 : row() >> 3 << 1 | (row() & 1)); }
+  LP_DEVICE static bool has_word() { return kColumns == 8 || (row() < 8 && row() % 2 == 0); }
+  LP_DEVICE static Pairs fragment_words(const float* v) {
+    const bool odd = row() & 1, lower = row() >= 8;
+    u32 pair[(kEpilogueColumns + 1) / 2];
+    if constexpr (kColumns == 1) {
+      const u32 mine = bf16_pair(v[0], shuffle_xor(v[0], 1));
+      return Pairs{mine, shuffle_xor(mine, 8)};
+    } else {
+#pragma unroll
+      for (int c = 0; c < kEpilogueColumns; c += 2) {
+        const float mine = odd ? v[c + 1] : v[c], other = shuffle_xor(odd ? v[c] : v[c + 1], 1);
+        pair[c / 2] = odd ? bf16_pair(other, mine) : bf16_pair(mine, other);
+      }
+      const u32 mine = lower ? pair[1] : pair[0], other = shuffle_xor(lower ? pair[0] : pair[1], 8);
+      return Pairs{lower ? other : mine, lower ? mine : other};
+    }
+  }
+  /// A k block of a vector.
+  template <class V> LP_DEVICE void publish(u32 vector, int k_block, const float* v, u32 active, bool on) const {
+    const Pairs pairs = fragment_words(v);
+    if (on && has_word() && active >> word_column() & 1) store_relaxed_8(launch.words + vector + V::word(k_block, word_column(), word()), ~pairs.low, ~pairs.high);
   }
   LP_DEVICE static float half_sum(float v) {
 #pragma unroll
     for (int d = 1; d < 16; d *= 2) v += shuffle_xor(v, d);
     return v;
   }
+  /// half_sum for all columns: this lane has that of column `row() % kEpilogueColumns`.
+  LP_DEVICE static float half_sum_columns(const float* v) {
+    if constexpr (kColumns == 1) {
+      return half_sum(v[0]);
+    } else {
+      const bool one = row() & 1, two = row() & 2;
+      const float a = (one ? v[1] : v[0]) + shuffle_xor(one ? v[0] : v[1], 1), b = (one ? v[3] : v[2]) + shuffle_xor(one ? v[2] : v[3], 1);
+      float sum = (two ? b : a) + shuffle_xor(two ? a : b, 2);
+      sum += shuffle_xor(sum, 4);
+      return sum + shuffle_xor(sum, 8);
+    }
+  }
   /// A row of the embedding, and the first layer's input.
-  LP_DEVICE void embed(const u32* token, u32 active, u32 tag) {
+  LP_DEVICE void embed(const u32* token, u32 active, u32 vectors) {
     const int first = O::first_tile(blockIdx.x), end = O::first_tile(blockIdx.x + 1);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
@@ -78,25 +112,24 @@ struct Epilogue {
           hidden[s][c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(token[c], k) : launch.embedding + ((u64)token[c] * kHidden + k) * 2));
       }
     }
-    publish_hidden(Words::attention_x, 0, active, tag);
-  }
-  /// The scaled residual with its sum of squares: the input of a norm, whose 1 / rms its readers apply after their product.
-  LP_DEVICE void publish_hidden(u64 vector, int gamma, u32 active, u32 tag) {
 #pragma unroll
-    for (int s = 0; s < kSets; s++) publish_hidden_set(vector, s, gamma_of(gamma, s), active, tag);
+    for (int s = 0; s < kSets; s++) publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active);
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
     const int first = O::first_tile(blockIdx.x), tile = first + 2 * s + half();
     return tile < O::first_tile(blockIdx.x + 1) ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2)) : 0;
   }
-  LP_DEVICE void publish_hidden_set(u64 vector, int s, float gamma, u32 active, u32 tag) {
-    const int tile = O::first_tile(blockIdx.x) + 2 * s + half();
+  /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their product.
+  LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active) {
+    const int tile = O::first_tile(blockIdx.x) + 2 * s + half(), of = row() % kEpilogueColumns;
     const bool on = tile < O::first_tile(blockIdx.x + 1);
+    float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) {
-      const float q = half_sum(hidden[s][c] * hidden[s][c]);
-      publish(launch.words + vector + vector_word(tile, column(c)), hidden[s][c] * gamma, tag, __float_as_uint(q), on && active >> column(c) & 1);
-    }
+    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden[s][c] * gamma, square[c] = hidden[s][c] * hidden[s][c];
+    publish<HiddenVector>(vector, tile, scaled, active, on);
+    const float sum = half_sum_columns(square);
+    if (on && row() < kEpilogueColumns && active >> column(of) & 1)
+      store_relaxed_u32(launch.words + vector + HiddenVector::square(tile, column(of)), ~__float_as_uint(sum));
   }
   /// q, k and v: norm, bias, rope; k and v go into their page and, with q, to this step's attention.
   LP_DEVICE void query_key_value(const Rows& rows, u32 layer, u32 active, u32 tag) {
@@ -125,13 +158,15 @@ struct Epilogue {
       const float scale = kQkNorm && on && head <= kQueriesPerKv ? launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + row()] : 1;
       take<Qkv>(begun ? -1 : 0);
       begun = true;
+      u32 square = 0;
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
-        float v = y[c] * inverse[c];
+        float& v = y[c];
+        v *= inverse[c];
         if constexpr (kQkvBias) v += bias;
-        u32 square = 0;
         if constexpr (kQkNorm) {
-          square = __float_as_uint(half_sum(v * v));
+          const float sum = half_sum(v * v);
+          if (column(c) == word_column()) square = __float_as_uint(sum);
           v *= scale;
         }
         const float other = shuffle_xor(v, 8);
@@ -142,12 +177,14 @@ struct Epilogue {
           u8* to = launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) + leaf * kLeafBytes + piece * kFragment;
           store_u16(head == kQueriesPerKv ? to + fragment_byte(in, row()) : to + kLeafV + fragment_byte(row(), in), bf16_pair(v, 0));
         }
-        publish(launch.words + qkv_word(kv_head, column(c), within), v, tag, square, mine);
       }
+      const Pairs pairs = fragment_words(y);
+      if (on && has_word() && active >> word_column() & 1)
+        store_relaxed_16(launch.words + qkv_word(kv_head, word_column(), within) + word() * 16, pairs.low, pairs.high, tag, word() == 0 ? square : 0);
     }
   }
   /// Residual after o or down, and the next norm's input.
-  template <class P> LP_DEVICE void add_residual(u64 vector, int gamma, u32 active, u32 tag) {
+  template <class P> LP_DEVICE void add_residual(u32 vector, int gamma, u32 active) {
     const int sets = Epilogue::sets<P>();
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
@@ -156,20 +193,33 @@ struct Epilogue {
       take<P>(-1);
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += y[c];
-      publish_hidden_set(vector, s, scale, active, tag);
+      publish_hidden(vector, s, scale, active);
     }
   }
-  LP_DEVICE void gate_up(u32 active, u32 tag) {
+  LP_DEVICE void gate_up(u32 active, u32 vectors) {
     const int first = GateUp::first_tile(blockIdx.x) / 2, sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
       take<GateUp>(s == 0 ? 1 : -1);
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
         const float gate = y[c] * inverse[c], up = shuffle_xor(gate, 16);
-        const float v = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
-        publish(launch.words + Words::activation + vector_word(first + s, column(c)), v, tag, 0, half() == 0 && active >> column(c) & 1);
+        y[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
       }
+      publish<ActivationVector>(vectors + Vectors::activation, first + s, y, active, half() == 0);
     }
+  }
+  /// Makes this block's share of a layer's vectors, of the set that is not in use, "not there". All blocks together clear the layer.
+  LP_DEVICE void clear(u32 vectors) const {
+#ifndef LP_KEEP_WORDS  // negative control
+    constexpr u32 ALL = kBlocks * kEpilogueWarps * 32 * 16;
+    for (u32 at = ((blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31)) * 16; at < Vectors::bytes; at += ALL) store_16(launch.words + vectors + at, Quad{});
+#endif
+  }
+
+  /// Brings this block's share of a layer's vectors back into L2, which the weights may have pushed out: a poll must not wait for memory, least of all behind the stream.
+  LP_DEVICE void warm(u32 vectors) const {
+    constexpr u32 LINE = 128, ALL = kBlocks * kEpilogueWarps * 32 * LINE;
+    for (u32 at = ((blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31)) * LINE; at < Vectors::bytes; at += ALL) prefetch_l2(launch.words + vectors + at);
   }
 
  private:

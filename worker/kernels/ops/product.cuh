@@ -5,51 +5,43 @@ template <int V> struct Constant {
   static constexpr int value = V;
 };
 
-/// B fragments of STEPS k blocks of a vector, from block `first` on, for the columns of `active`; returns the sum of squares of this
-/// lane's column over them: by eights as a tree, the eights in order. With one column the 32 lanes share the words and hand them out.
-template <int STEPS> LP_DEVICE float get_fragments(const Launch& launch, const u8* vector, int first, u32 tag, u32 active, u32 (*b)[2], u32 site) {
+/// B fragments of STEPS k blocks of a vector, whose words begin at `rows`, for the columns of `active`. With one column the 32 lanes share the words and
+/// hand them out. With SQUARES it is a whole leaf, and returns the sum of squares of this lane's column over it: by eights as a tree, the eights in order.
+template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* rows, u32 active, u32 (*b)[2], u32 site) {
+  using Leaf = Vector<1, STEPS, SQUARES>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  constexpr int EIGHTS = (STEPS + 7) / 8;
+  const bool on = active >> (kColumns == 1 ? 0 : g) & 1;
+  Quad v[Leaf::rows + Leaf::square_rows] = {};
+  poll<Leaf::rows + Leaf::square_rows>(launch, rows + lane * 16, [&](int j) {
+    // k blocks that are left at this row and lane: of which it holds two, or squares of four.
+    const int squares = j - Leaf::rows, left = !on ? 0 : STEPS - (j < Leaf::rows ? kColumns == 1 ? 16 * j + 2 * g : 2 * j : kColumns == 1 ? 4 * lane : 16 * squares + 4 * t);
+    const auto missing = [&] {
+      if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
+      return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
+    };
+    if (missing() != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(rows + lane * 16 + j * 512) : load_relaxed_4x4(rows + lane * 16 + j * 512);
+    return missing();
+  }, site);
+#pragma unroll
+  for (int k = 0; k < STEPS; k++) {
+    const Quad& pair = v[kColumns == 1 ? k / 16 : k / 2];
+    u32 low = k % 2 ? pair.z : pair.x, high = k % 2 ? pair.w : pair.y;
+    if (kColumns == 1) low = shuffle(low, k / 2 % 8 * 4 + t), high = shuffle(high, k / 2 % 8 * 4 + t);
+    const bool mine = kColumns == 1 ? g == 0 : on;
+    b[k][0] = mine ? ~low : 0;
+    b[k][1] = mine ? ~high : 0;
+  }
   float sum = 0;
-  if constexpr (kColumns == 1) {
-    u32 x[EIGHTS], y[EIGHTS], squares[EIGHTS];
-    if constexpr (STEPS % 8 == 0) {
-      poll_words<EIGHTS>(launch, vector + vector_word(first, 0) + lane * 16, 8 * 64, tag, true, x, y, squares, site);
-    } else {
-      if constexpr (EIGHTS > 1) poll_words<EIGHTS - 1>(launch, vector + vector_word(first, 0) + lane * 16, 8 * 64, tag, true, x, y, squares, site);
-      poll_words<1>(launch, vector + vector_word(first + (EIGHTS - 1) * 8, 0) + lane * 16, 0, tag, g < STEPS % 8, x + EIGHTS - 1, y + EIGHTS - 1, squares + EIGHTS - 1, site);
-    }
 #pragma unroll
-    for (int j = 0; j < STEPS; j++) {
-      const u32 low = shuffle(x[j / 8], (j % 8) * 4 + t), high = shuffle(y[j / 8], (j % 8) * 4 + t);
-      b[j][0] = g == 0 ? low : 0;
-      b[j][1] = g == 0 ? high : 0;
-    }
+  for (int row = 0; row < Leaf::square_rows; row++) {
+    constexpr int EIGHTS = (STEPS + 7) / 8, HERE = kColumns == 1 ? 16 : 2;
+    const int first = kColumns == 1 ? 4 * lane : 16 * row + 4 * t;
+    const Quad& quad = v[Leaf::rows + row];
+    const auto square = [&](u32 word, int i) { return on && first + i < STEPS ? __uint_as_float(~word) : 0; };
+    float eight = (square(quad.x, 0) + square(quad.y, 1)) + (square(quad.z, 2) + square(quad.w, 3));
+    eight += shuffle_xor(eight, 1);
 #pragma unroll
-    for (int e = 0; e < EIGHTS; e++) {
-      float q = __uint_as_float(squares[e]);
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) q += shuffle_xor(q, d);
-      sum += q;
-    }
-  } else {
-    const bool on = active >> g & 1;
-#pragma unroll
-    for (int e = 0; e < EIGHTS; e++) {
-      constexpr int LAST = STEPS - (EIGHTS - 1) * 8;
-      u32 x[8], y[8], squares[8];
-      const u8* words = vector + vector_word(first + e * 8, g) + t * 16;
-      const int n = e + 1 < EIGHTS ? 8 : LAST;
-      if (e + 1 < EIGHTS || LAST == 8) poll_words<8>(launch, words, vector_word(1, 0), tag, on, x, y, squares, site);
-      else poll_words<LAST>(launch, words, vector_word(1, 0), tag, on, x, y, squares, site);
-      float q[8];
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        q[j] = j < n ? __uint_as_float(squares[j]) : 0;
-        if (j < n) b[e * 8 + j][0] = x[j], b[e * 8 + j][1] = y[j];
-      }
-      sum += tree_sum<8>(q);
-    }
+    for (int e = 0; e < HERE && row * HERE + e < EIGHTS; e++) sum += shuffle(eight, (kColumns == 1 ? 0 : lane & ~3) + 2 * e);
   }
   return sum;
 }
@@ -127,8 +119,8 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   }
 }
 
-/// The same for down, whose leaf is too long for registers: its activations are fetched 16 k blocks at a time.
-template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site) {
+/// The same for a leaf that is too long for registers: its activations are fetched 16 k blocks at a time. `arrived` is told of the first.
+template <class P, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 active, u32 site, F&& arrived) {
   constexpr int PART = kPartSteps, REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
@@ -136,16 +128,17 @@ template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials
   for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
     float acc[2][4] = {};
     const auto unit = [&](auto width) {
-      const int leaf = consumer.warp * P::leaf_steps;
+      const u8* leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
       u32 b[PART][2];
 #pragma unroll 1
       for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
-        get_fragments<PART>(consumer.launch, vector, leaf + k, tag, active, b, site);
+        get_fragments<PART>(consumer.launch, leaf + k / 2 * (kColumns * 64), active, b, site);
+        if (k == 0 && tile == P::first_tile(blockIdx.x)) arrived();
         multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
       }
       if constexpr (REST > 0)
         if (mine) {
-          get_fragments<REST>(consumer.launch, vector, leaf + P::leaf_steps - REST, tag, active, b, site);
+          get_fragments<REST>(consumer.launch, leaf + P::leaf_steps / PART * PART / 2 * (kColumns * 64), active, b, site);
           multiply_steps<REST, decltype(width)::value>(consumer, b, acc);
         }
       partials.template put<decltype(width)::value>(mine, acc);

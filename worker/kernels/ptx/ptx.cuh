@@ -114,6 +114,19 @@ LP_DEVICE void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
   asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
+/// Two words of 8 bytes.
+LP_DEVICE Quad load_relaxed_8x2(const u8* p) {
+  u64 a, b;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1},[%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+LP_DEVICE void store_relaxed_8(u8* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
+/// Four words of 4 bytes.
+LP_DEVICE Quad load_relaxed_4x4(const u8* p) {
+  Quad v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
 LP_DEVICE u32 load_acquire_u32(const u32* p) {
   u32 v;
   asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
@@ -124,6 +137,7 @@ LP_DEVICE u32 load_relaxed_u32(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 LP_DEVICE u64 load_relaxed_u64(const void* p) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
@@ -163,9 +177,28 @@ LP_DEVICE u32 load_system_u32(const u32* p) {
 }
 LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+/// Orders everything this thread saw before it (system).
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+LP_DEVICE u64 global_nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+LP_DEVICE u32 multiprocessor() {
+  u32 id;
+  asm("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
 LP_DEVICE void trap() { asm volatile("trap;"); }
+
+// ---- launches ----
+
+/// Lets the next launch begin where this one leaves room, if it was put in to do so.
+LP_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+/// Waits until the launch before is complete: orders all that it wrote before what this thread reads from here on.
+LP_DEVICE void wait_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- arithmetic ----
 

@@ -3,16 +3,18 @@
     variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
     variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
+    variants.py chain 8b llama-1b                        # steps that the sampler draws, beside greedy ones in the loop
 
-`check`, `bits`, `time` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
+`check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
 with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature.
 """
-import argparse, ctypes, os, struct, subprocess, sys, time
+import argparse, contextlib, ctypes, os, struct, subprocess, sys, time
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGE, LIMIT_GBS = 64, 4653
 NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128  # columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
 COLUMNS = (*NARROW, *WIDE, PROMPT)
+SAMPLER_BLOCKS, SAMPLER_THREADS = 132, 512
 
 
 def kernel_of(columns):
@@ -88,14 +90,18 @@ def build(args):
     for name in args.shapes:
         for blocks in GRIDS if name in args.grids else (128,):
             for columns in args.columns if fits(name) else NARROW:
-                out = cubin(args, name, columns, args.name, blocks)
-                command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}",
-                           *Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split(), "-o", out, os.path.join(KERNELS, f"{kernel_of(columns)}.cu")]
-                done = subprocess.run(command, capture_output=True, text=True)
-                told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
-                print(os.path.basename(out), *told, sep=": ", flush=True)
-                if done.returncode:
-                    sys.exit(1)
+                compile_cubin(cubin(args, name, columns, args.name, blocks), f"{kernel_of(columns)}.cu", [*Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split()])
+        sampler = dict(VOCAB=Shape(**SHAPES[name]).vocab, BLOCKS=SAMPLER_BLOCKS, COLUMNS=max(WIDE), SAMPLE_THREADS=SAMPLER_THREADS)
+        compile_cubin(cubin(args, name, "sampler", args.name), "sampler.cu", [f"-DLP_{key}={value}" for key, value in sampler.items()])
+
+
+def compile_cubin(out, source, defines):
+    command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}", *defines, "-o", out, os.path.join(KERNELS, source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
+    print(os.path.basename(out), *told, sep=": ", flush=True)
+    if done.returncode:
+        sys.exit(1)
 
 
 def gpu():
@@ -201,19 +207,33 @@ class LaunchConfig(ctypes.Structure):
     _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
 
 
+def load_module(path, name):
+    """A kernel of a .cubin, and the numbers that it tells of itself."""
+    module, function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+    checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
+    checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{name}_needs".encode()), "cuModuleGetGlobal")
+    told = (ctypes.c_uint64 * (size.value // 8))()
+    checked(driver.cuMemcpyDtoH_v2(told, needs, size), "cuMemcpyDtoH")
+    return function, list(told)
+
+
+def enqueue(function, blocks, threads, shared, parameter):
+    """A cooperative launch behind what is in the stream."""
+    buffer = ctypes.create_string_buffer(parameter, len(parameter))
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    cooperative = (ctypes.c_uint * 18)(2, 0, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, padding, 1
+    config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
+    checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "cuLaunchKernelEx")
+
+
 class Kernel:
     """A kernel with its memory: the launches of looped_decoder.cu and wide_decoder.cu. KV pages, and words that nobody has to zero, begin full of NaN.
     `beside`: a kernel with the same pages, whose KV it uses."""
 
     def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
-        module, self.function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
-        checked(driver.cuModuleGetFunction(ctypes.byref(self.function), module, kernel_of(columns).encode()), "cuModuleGetFunction")
-        checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{kernel_of(columns)}_needs".encode()), "cuModuleGetGlobal")
-        told = (ctypes.c_uint64 * 6)()
-        checked(driver.cuMemcpyDtoH_v2(told, needs, ctypes.c_size_t(48)), "cuMemcpyDtoH")
-        self.shared, self.threads, words, item_words, self.zeroed, item_pages = told
+        self.function, (self.shared, self.threads, words, item_words, self.zeroed, item_pages) = load_module(path, kernel_of(columns))
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
         self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
@@ -229,26 +249,36 @@ class Kernel:
 
     def launch(self, rows, steps=1, logits=True, stop=0, trace=None):
         """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row, first_position, sample, last."""
-        m, flat = self.model, []
+        with self.timed(rows, stop):
+            self.enqueue(len(rows), steps, int(logits), trace=trace)
+        return self.tokens(steps)
+
+    def tokens(self, steps):
+        return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
+
+    def enqueue(self, rows, steps, flags, stopped=None, trace=None):
+        m = self.model
+        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, stopped]
+        base = self.host.data_ptr()
+        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
+        if self.zeroed:
+            self.words[: self.zeroed] = 0
+        enqueue(self.function, m.shape.blocks, self.threads, self.shared, struct.pack("<17Q8I", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, 0, 0))
+        self.epoch += steps * (m.shape.layers + 1)
+
+    @contextlib.contextmanager
+    def timed(self, rows, stop=0):
+        """Around launches: gives them their rows, waits for them, and says how long they took and how many steps ran."""
+        flat = []
         for row in rows:
             flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
         self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
         self.host.zero_()
         self.host[8] = stop
-        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, None]
-        base = self.host.data_ptr()
-        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
-        parameter = struct.pack("<17Q8I", *pointers, len(rows), steps, self.epoch, self.stride, self.pages, int(logits), 0, 0)
-        self.epoch += steps * (m.shape.layers + 1)
-        buffer = ctypes.create_string_buffer(parameter, len(parameter))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self.words[: self.zeroed] = 0
         torch.cuda.synchronize()
         begin.record()
-        cooperative = (ctypes.c_uint * 18)(2, 0, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, padding, 1
-        config = LaunchConfig((m.shape.blocks, 1, 1), (self.threads, 1, 1), self.shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
-        checked(driver.cuLaunchKernelEx(ctypes.byref(config), self.function, arguments, None), "cuLaunchKernelEx")
+        yield
         end.record()
         try:
             torch.cuda.synchronize()
@@ -257,7 +287,6 @@ class Kernel:
             print("failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
             os._exit(1)
         self.ms, self.ran = begin.elapsed_time(end), int(self.host[8]) >> 32
-        return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
 
     def prompt(self, tokens, slot=0, chunk=None):
         """Runs a prompt in passes; the next token, and the logits it came from."""
@@ -283,6 +312,31 @@ class Kernel:
                 if samples[i]:
                     result[slot] = int(out[0, i]), self.logits[i, : self.model.shape.vocab].clone()
         return result
+
+
+class Chain:
+    """Steps of a kernel that the sampler draws: launches of either in turn."""
+
+    def __init__(self, kernel, path):
+        self.kernel, padded = kernel, kernel.model.shape.head[0] * 16
+        self.function, (self.threads, words) = load_module(path, "sampler")
+        zeros = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")
+        self.tensors = dict(processed=zeros(kernel.columns * padded), counts=zeros(kernel.columns * padded), words=zeros(words // 4), sampling=zeros(kernel.columns * 18), rows=kernel.rows, stopped=zeros(1))
+        self.logprobs = torch.zeros(kernel.columns * 168, dtype=torch.uint8).pin_memory()
+
+    def run(self, rows, steps, temperature=0.0, top_p=1.0, top_k=0, logprobs=None, frequency_penalty=0.0):
+        """Tokens [steps][columns]."""
+        k = self.kernel
+        sampling = b"".join(struct.pack("<3f3I3f5I2Q", temperature, top_p, 0.0, top_k, 7 + slot, 0, 1.0, 0.0, frequency_penalty, int(logprobs is not None), logprobs or 0, 0, 0, 0, 0, 0) for slot in range(k.columns))
+        self.tensors["sampling"].copy_(torch.frombuffer(bytearray(sampling), dtype=torch.int32))
+        self.tensors["counts"].zero_()
+        with k.timed(rows):
+            for step in range(steps):
+                k.enqueue(len(rows), 1, 3, stopped=self.tensors["stopped"] if step else None)
+                base = k.host.data_ptr()
+                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()] + [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base]
+                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0, struct.pack("<11Q4I", *pointers, len(rows), step + 1, step, 0))
+        return k.tokens(steps)
 
 
 def decoding(token, position, slot=0, row=0, **more):
@@ -431,6 +485,30 @@ def time_(args):
                     print(f"{name} {variant or 'plain':10} batch {columns} context {context}: {times[2]:.3f} ms, {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
 
 
+SETTINGS = {"greedy": {}, "temperature 0.8": dict(temperature=0.8), "top_p 0.9": dict(temperature=0.8, top_p=0.9), "top_k 40, top_p 0.9": dict(temperature=0.8, top_p=0.9, top_k=40),
+            "penalty": dict(temperature=0.8, frequency_penalty=0.5), "greedy, 20 logprobs": dict(logprobs=20), "top_p 0.9, 20 logprobs": dict(temperature=0.8, top_p=0.9, logprobs=20)}
+
+
+def chain(args):
+    """Milliseconds a step: greedy in the loop, and chains of steps that the sampler draws. Greedy chains must give the tokens of the loop."""
+    context, steps = int(args.context), 64
+    for name in args.shapes:
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
+        for columns in args.columns:
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), pages=columns * ((context + 127) // PAGE + 1), slots=columns)
+            kernel.kv.normal_(0, 0.2)
+            chained = Chain(kernel, cubin(args, name, "sampler", args.name))
+            rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
+            looped = [(kernel.launch(rows, steps, logits=False), kernel.ms / steps) for _ in range(5)]
+            loop = sorted(ms for _, ms in looped)[2]
+            print(f"{name}, batch {columns}, in the loop: {loop:.4f} ms", flush=True)
+            for setting, sampling in SETTINGS.items():
+                runs = [(chained.run(rows, steps, **sampling), kernel.ms / steps) for _ in range(5)]
+                ms, same = sorted(ms for _, ms in runs)[2], all(torch.equal(runs[0][0], tokens) for tokens, _ in runs)
+                told = f"tokens of the loop: {torch.equal(runs[0][0], looped[0][0])}" if not sampling else f"repeats alike: {same}"
+                print(f"{name}, batch {columns}, {setting}: {ms:.4f} ms, {100 * (ms / loop - 1):+.2f} %, {1000 * (ms - loop):+.1f} us; {told}", flush=True)
+
+
 def trace(args):
     """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
     for name in args.shapes:
@@ -456,7 +534,7 @@ def trace(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["build", "check", "bits", "wide", "time", "trace"])
+    parser.add_argument("action", choices=["build", "check", "bits", "wide", "time", "chain", "trace"])
     parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small", "fit"])
     parser.add_argument("--dir", default=".", help="where the .cubin files are")
     parser.add_argument("--name", default="", help="of the variant to build, or to check")
@@ -473,7 +551,7 @@ def main():
     args.columns = [int(columns) for columns in args.columns.split(",")]
     if args.action != "build":
         gpu()
-    {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "trace": trace}[args.action](args)
+    {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "chain": chain, "trace": trace}[args.action](args)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,9 @@ struct Team {
     receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
     reached(launch, step, warp, layer, 2);
     wait_norm(0);
-    reached(launch, step, warp, layer, 10);
+    reached(launch, step, warp, layer, 12);
     projection.write(receive, layer);
-    reached(launch, step, warp, layer, 11);
+    reached(launch, step, warp, layer, 13);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
     reached(launch, step, warp, layer, 3);
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));

@@ -228,29 +228,24 @@ template <int TILES> struct Share {
       }
     }
     bool never = false;
-    Quad fragments[kPageLeaves];
-    const auto load = [&](int j) {
-#pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) fragments[l] = load_shared_16(from + l * kLeafBytes + kLeafV + j * kFragment);
-    };
-    load(0);
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++) {
-      float leaves[TILES][kPageLeaves][4] = {};
+      float page[TILES][4] = {};
 #pragma unroll
-      for (int l = 0; l < kPageLeaves; l++)
+      for (int l = 0; l < kPageLeaves; l++) {
+        const Quad fragment = load_shared_16(from + l * kLeafBytes + kLeafV + j * kFragment);
 #pragma unroll
-        for (int n = 0; n < TILES; n++) mma_m16n8k16(leaves[n][l], fragments[l], weights[n][l][0], weights[n][l][1]);
-      if (j + 1 < kDimTiles) load(j + 1);  // while the products are added
+        for (int n = 0; n < TILES; n++) {
+          float leaf[4] = {};
+          mma_m16n8k16(leaf, fragment, weights[n][l][0], weights[n][l][1]);
+#pragma unroll
+          for (int i = 0; i < 4; i++) page[n][i] = fmaf(factor[n][l][i & 1], leaf[i], page[n][i]);
+        }
+      }
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float page = 0;
-#pragma unroll
-          for (int l = 0; l < kPageLeaves; l++) page = fmaf(factor[n][l][i & 1], leaves[n][l][i], page);
-          out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], page);
-        }
+        for (int i = 0; i < 4; i++) out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], page[n][i]);
         never |= __float_as_uint(out[n][j][0]) == 0x7fedcba9u;
       }
     }

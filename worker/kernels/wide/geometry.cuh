@@ -31,13 +31,6 @@ LP_DEVICE u32 half() { return blockIdx.x & 1; }
 constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 ? 5 : 4;
 /// Stages in flight. Must not exceed the ring.
 constexpr u32 kInFlight = kPrompt ? 4 : 3;
-/// Stages that come as far as the second-level cache while the ring is full, one in so many clocks, about as memory delivers them.
-#ifndef LP_AHEAD
-#define LP_AHEAD 6
-#define LP_PACE 1300
-#endif
-constexpr u32 kAhead = LP_AHEAD;
-constexpr long long kAheadPace = LP_PACE;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
 constexpr u32 kInputSlots = 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot

@@ -8,26 +8,18 @@ struct Producer {
   const Launch& launch;
   u32 shared;
   u64 policy;
-  u32 second, issued = 0, slot = 0, phase = 1, landed = 0, landed_slot = 0, landed_phase = 0, ahead = 0;
+  u32 second, issued = 0, slot = 0, phase = 1, landed = 0, landed_slot = 0, landed_phase = 0;
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
-  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon. Of the same copies `following` more will
-  /// be asked for, each `stride` bytes further on: while the ring is full, they come as far as the second-level cache.
-  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true, u32 stride = 0, u32 following = 0) {
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon.
+  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true) {
     const bool mine = on && (lane() & 1) == second;
-    const u32 total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot, empty = shared + Shared::stage_empty + 8 * slot;
+    const u32 total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
     // Released: orders the consumers' reads before the copies that overwrite them (block).
-    for (long long begun = clock64(), since = begun; !any_lane(mbarrier_test_wait(empty, phase));) {
-      const long long now = clock64();
-      if (now - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
-      if (any_lane(now - since > kAheadPace) && ahead < following && ahead < kAhead) {
-        since = now;
-        ahead++;
-        if (mine) prefetch_l2(from + ahead * stride, bytes);
-      }
-    }
-    ahead -= ahead > 0;
+    const u32 empty = shared + Shared::stage_empty + 8 * slot;
+    for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));)
+      if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
     if (lane() == 0) {
       // Landed: bounds what is in flight.
       for (; landed + kInFlight <= issued; landed++) {
@@ -52,9 +44,7 @@ struct Producer {
     const bool on = way < C::ways && unit.width;
     const u8* from = product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * kFragment;
     const u32 to = (way * C::tiles + unit.first) * C::steps * kFragment, bytes = C::steps * unit.width * kFragment;
-    constexpr int stages = C::leaves * P::leaf_steps / C::steps;
-    ahead = 0;
-    for (int i = 0; i < stages; i++) issue(on, from + i * bytes, to, bytes, true, bytes, stages - 1 - i);
+    for (int k = 0; k < C::leaves * P::leaf_steps; k += C::steps) issue(on, from + k * unit.width * kFragment, to, bytes);
   }
   /// The block's own tiles, all of K, pass by pass: [unit][k16 step] a stage.
   template <class C> LP_DEVICE void stream_own(const u8* product) {
@@ -62,10 +52,7 @@ struct Producer {
     for (int pass = 0; pass < C::passes(); pass++) {
       const int width = C::width(pass, lane());
       const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
-      const u32 bytes = C::steps * width * kFragment;
-      constexpr int stages = P::steps / C::steps;
-      ahead = 0;
-      for (int i = 0; i < stages; i++) issue(width > 0, from + i * bytes, lane() * C::steps * 2 * kFragment, bytes, true, bytes, stages - 1 - i);
+      for (int k = 0; k < P::steps; k += C::steps) issue(width > 0, from + k * width * kFragment, lane() * C::steps * 2 * kFragment, C::steps * width * kFragment);
     }
   }
 };

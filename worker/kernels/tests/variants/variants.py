@@ -529,7 +529,7 @@ def trace(args):
         between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
         print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
         if batch not in NARROW:
-            print(f"    q, k, v: norm there {between(2, 10)}, written {between(10, 11)}, published {between(11, 3)}")
+            print(f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}")
 
 
 def main():

@@ -47,7 +47,7 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 5] =
-    [narrow(1, 3370), narrow(8, 3990), wide(32, true, 4400), wide(64, true, 5400), wide(128, false, 6800)];
+    [narrow(1, 3380), narrow(8, 3770), wide(32, true, 4740), wide(64, true, 5690), wide(128, false, 7600)];
 /// The kernels' sources: narrow, wide.
 pub const SOURCES: [&str; 2] =
     [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
@@ -212,5 +212,62 @@ impl Variant {
             Design::Unlooped { .. } => UNLOOPED_SOURCE,
         };
         Program { name: self.name(), source, headers: &HEADERS, defines }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::heads::padded;
+    use super::super::layout::best_blocks;
+    use super::super::layout::tests::{config, layout};
+    use super::*;
+
+    /// Multiprocessors of an H200.
+    const SMS: usize = 132;
+
+    fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
+        let layout = layout(&padded(config), 1);
+        let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
+        check_wide(&Layout::new(layout.plan(), blocks, config.head_dim)).err()
+    }
+
+    #[test]
+    fn wide_passes_take_the_models_they_are_written_for() {
+        let of = |hidden_size, heads, kv, head_dim, intermediate, vocab| ModelConfig {
+            hidden_size,
+            head_dim,
+            num_layers: 32,
+            ..config(heads, kv, intermediate, vocab)
+        };
+        let llama_8b = of(4096, 32, 8, 128, 14_336, 128_256);
+        let taken = [
+            llama_8b.clone(),
+            // Mistral 7B, Qwen 3 8B, Llama 3.2 1B.
+            of(4096, 32, 8, 128, 14_336, 32_768),
+            of(4096, 32, 8, 128, 12_288, 151_936),
+            of(2048, 32, 8, 64, 8192, 128_256),
+        ];
+        for config in &taken {
+            assert_eq!(refusal(config, None), None, "{config:?}");
+        }
+        let refused = |config: &ModelConfig, blocks, why: &str| {
+            let problem = refusal(config, blocks).expect("wide passes do not take it");
+            assert!(problem.contains(why), "{problem}");
+        };
+        refused(&llama_8b, Some(132), "132 blocks are not a power of two");
+        refused(&llama_8b, Some(64), "64 blocks do not own 1 or 2 of 256");
+        // Llama 3.2 3B, Qwen 2.5 7B, Llama 3.1 70B.
+        refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
+        refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
+        refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
+    }
+
+    #[test]
+    fn wider_variants_take_longer_but_less_a_row() {
+        for pair in VARIANTS.windows(2) {
+            let [one, next] = [pair[0].width, pair[1].width];
+            assert!(one.columns < next.columns && one.time_us < next.time_us);
+            assert!(next.time_us as usize * one.columns < one.time_us as usize * next.columns);
+        }
     }
 }

@@ -18,8 +18,8 @@ const SEED: u64 = 1;
 const CONTEXT: usize = 4096;
 /// Prompts that are computed in narrow passes, too.
 const NARROW_PROMPTS: usize = 4;
-/// Our error against fp32 may be that of torch in bf16, and so much more. Both round to bf16, in other places.
-const TIMES_TORCH: f64 = 1.25;
+/// Bound on our error against fp32, over that of torch in bf16, which rounds in more places (measured: 0.55).
+const TIMES_TORCH: f64 = 0.7;
 
 fn relative_l2(got: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(got.len(), expected.len());

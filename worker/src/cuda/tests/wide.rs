@@ -295,6 +295,23 @@ fn two_hundred_repeats_have_the_same_bits() {
     }
 }
 
+/// Tags start again within a prompt and between its passes.
+#[test]
+fn the_wrap_of_the_tags_does_not_touch_a_bit() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_1b();
+    let sequence = tokens(4, 900);
+    let mut model = Model::new(load(&config, random(&config), SLOTS, None), SLOTS);
+    let expected = model.prompt(0, &sequence, 190, None);
+    for before in [1, 4, 8, 20] {
+        model.decoder.decoder.launcher.epoch = u32::MAX - before;
+        assert!(model.prompt(1, &sequence, 190, None) == expected, "{before} tags before the wrap");
+        assert!(model.decoder.decoder.launcher.epoch < 1000, "the tags have started again");
+    }
+}
+
 /// A model whose hidden dimensions of the second and the third leaf have changed places: what it computes is the same, but for the
 /// order in which leaves add up.
 struct Swapped(RandomSource);
@@ -337,7 +354,7 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     let values = |bits: &Bits| bits.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect::<Vec<_>>();
     let (a, b) = (values(&plain.1[0]), values(&swapped.1[0]));
     let error = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / a.iter().map(|a| a * a).sum::<f64>();
-    assert!(error > 0.0 && error.sqrt() < 1e-3, "relative L2 difference {}", error.sqrt());
+    assert!(error > 0.0 && error.sqrt() < 0.01, "relative L2 difference {}", error.sqrt());
 }
 
 /// Greedy requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside them,

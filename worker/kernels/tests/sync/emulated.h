@@ -75,6 +75,13 @@ inline Quad load_relaxed_16(const u8* p) {
   std::memcpy(&v, p, 16);
   return v;
 }
+inline Quad load_relaxed_8x2(const u8* p) { return load_relaxed_16(p); }
+inline Quad load_relaxed_4x4(const u8* p) { return load_relaxed_16(p); }
+inline u32 load_relaxed_u32(const u8* p) {
+  u32 v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
 
 /// Now and then a thread is held up.
 inline void stumble() {

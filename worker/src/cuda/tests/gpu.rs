@@ -19,8 +19,9 @@ use crate::sampling::{Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingP
 
 /// Set: a machine without a GPU fails the tests.
 const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
-/// Bound on the relative L2 error of a position's logits against fp32: bf16 keeps 8 bits, and these models are shallow.
-const LOGITS_RELATIVE_L2: f64 = 0.03;
+/// Bound on the relative L2 error of a single position's logits against fp32. Seen: 0.032 (mistral-window). transformers' own bf16 run
+/// has positions of 0.035 there and of 0.050 on llama-tied (bf16.py on a CPU, where its RMS are those of the GPU within 2 %).
+const LOGITS_RELATIVE_L2: f64 = 0.04;
 /// Bound on the difference of log-probabilities, relative to 1 + their size, from a CPU's, which adds up in another order.
 const LOGPROBS_OFF: f32 = 4e-6;
 /// Bound on the root mean square of those errors, over that of transformers' bf16 run.

@@ -20,6 +20,8 @@
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
 #include "ops/softmax.cuh"
+#include "wide/attention_items.cuh"
+#include "wide/attention_share.cuh"
 #include "wide/attention.cuh"
 #include "wide/epilogue.cuh"
 #include "wide/head.cuh"

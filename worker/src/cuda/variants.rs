@@ -54,7 +54,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 24] = [
+pub const HEADERS: [(&str, &str); 26] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -76,6 +76,8 @@ pub const HEADERS: [(&str, &str); 24] = [
     ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
     ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
     ("wide/exchange.cuh", include_str!("../../kernels/wide/exchange.cuh")),
+    ("wide/attention_items.cuh", include_str!("../../kernels/wide/attention_items.cuh")),
+    ("wide/attention_share.cuh", include_str!("../../kernels/wide/attention_share.cuh")),
     ("wide/attention.cuh", include_str!("../../kernels/wide/attention.cuh")),
     ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
     ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),

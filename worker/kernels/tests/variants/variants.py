@@ -2,11 +2,12 @@
 
     variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
+    variants.py build fit --columns 8,32,64,128; variants.py wide fit --columns 32,64,128
     variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
     variants.py chain 8b llama-1b                        # steps that the sampler draws, beside greedy ones in the loop
 
 `check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
-with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature.
+with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature, `fit` for three that wide passes take.
 """
 import argparse, contextlib, ctypes, os, struct, subprocess, sys, time
 

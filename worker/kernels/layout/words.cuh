@@ -7,12 +7,14 @@
 // Every layer of a step has vectors of its own, and steps take turns at two sets of them. While a step writes one set, epilogue warps clear the other one: all that it held
 // has been read, since the tokens of the step before are known, and the tokens of this step (fences on both sides of them) or the
 // end of the launch order the zeros before the next step's words. Which set comes first is remembered by each block from launch to launch.
+// A step that does not sample has no token words, so it is its launch's only one.
 //
 // The other words are 16 bytes {data, data, tag, extra}: such a word holds its data if its tag is the one expected. A tag counts layers over all steps and
 // launches: epoch + step * (layers + 1) + layer; the host starts again from 1 on zeroed words before it would wrap.
 // One buffer of them suffices. Who reads a word in a phase has a part in what every writer of the next use of that word
 // waits for: attention leaves are needed by the merges, merges by all of o, o by the next x, and x by whoever computes q, k and v. A late reader would find a foreign tag and report it: such a word is
-// never taken for another layer's.
+// never taken for another layer's. Token words: by its tiles of qkv or
+// gate/up; of a block that has neither (tiny models on a full grid) it is only assumed that it reads them within a step.
 #pragma once
 
 /// A vector in LEAVES leaves of STEPS k blocks. A leaf is rows of 512 bytes, which a warp reads by one load each, 16 bytes a lane: [pair of k blocks][column][t][of the pair]

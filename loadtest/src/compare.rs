@@ -310,7 +310,7 @@ mod tests {
                 assert!((number(2) - 1.5).abs() < 5e-3, "{kind} {figure}: {words:?}");
                 assert_eq!(words[4], "to");
                 let (low, high) = (number(3), number(5));
-                assert!(1.0 < low && low <= 1.5 && 1.5 <= high && high < 1.8, "{kind} {figure}: {words:?}");
+                assert!((1.2..=1.5).contains(&low) && (1.5..1.8).contains(&high), "{kind} {figure}: {words:?}");
             }
             assert_eq!(row(&table, kind, "p99")[3], "-", "two requests of 250 lie beyond p99");
         }

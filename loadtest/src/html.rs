@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 use std::time::SystemTime;
 
-use crate::plot::{Axis, Escaped, Plot, Series};
+use crate::plot::{Axis, Escaped, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally, utc_date};
 use crate::timeline::Moment;
 
@@ -13,6 +13,8 @@ const STYLE: &str = include_str!("page.css");
 const BODY_STEP: f64 = 0.5;
 const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
+/// Steps of the axis along a run, whose plots have the width of the page.
+const TIMELINE_STEPS: u32 = 12;
 /// Percentiles marked on a distribution.
 const MARKED: [f64; 3] = [50.0, 90.0, 99.0];
 /// Which kinds of time share a plot: its title, and the key and name of each line.
@@ -111,7 +113,8 @@ impl Page<'_> {
                 writeln!(f, r#"<div class="plot"><p>{title}: no answer to measure</p></div>"#)?;
                 continue;
             }
-            let (x, y) = (Axis::of_times("time, ms", low, high), Axis::linear("took at most this, %", 0.0, 100.0));
+            let (x, y) =
+                (Axis::of_times("time, ms", low, high), Axis::linear("took at most this, %", 0.0, 100.0, STEPS));
             let plot = Plot { title, width: 400.0, height: 300.0, x, y, series };
             writeln!(f, "<div class=\"plot\">\n{plot}</div>")?;
         }
@@ -138,8 +141,10 @@ impl Page<'_> {
             ("Output tokens a second", "tokens / s", "arrived in each interval, of requests that succeeded", tokens),
         ] {
             let highest = points.iter().map(|&(_, value)| value).fold(0.0, f64::max);
-            let (x, y) =
-                (Axis::linear("time since the start of the run, s", 0.0, last.to_s), Axis::linear(label, 0.0, highest));
+            let (x, y) = (
+                Axis::linear("time since the start of the run, s", 0.0, last.to_s, TIMELINE_STEPS),
+                Axis::linear(label, 0.0, highest, STEPS),
+            );
             let series = vec![Series { name, points, marks: Vec::new() }];
             let plot = Plot { title, width: 1180.0, height: 240.0, x, y, series };
             writeln!(f, "<div class=\"plot\">\n{plot}</div>")?;

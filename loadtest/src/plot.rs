@@ -12,8 +12,8 @@ const LEFT: f64 = 64.0;
 const CHAR_WIDTH: f64 = 6.6;
 /// Length of the line beside a legend's text, and the space around it.
 const SWATCH: f64 = 22.0;
-/// Steps that a linear axis is divided into, about.
-const STEPS: f64 = 5.0;
+/// Steps that a linear axis is divided into, about, where its plot does not ask for more.
+pub const STEPS: u32 = 5;
 /// From this ratio of the longest to the shortest on, times are drawn on a logarithmic axis.
 const LOG_FROM_RATIO: f64 = 10.0;
 /// Most a logarithmic axis spans: shorter times than this are drawn at its left edge.
@@ -56,10 +56,10 @@ pub struct Axis {
 pub struct Escaped<'a>(pub &'a str);
 
 impl Axis {
-    /// A linear axis named `label`, unit included, that holds `low` to `high` between round ends.
-    pub fn linear(label: &str, low: f64, high: f64) -> Self {
+    /// A linear axis named `label`, unit included, that holds `low` to `high` between round ends in about `steps` steps.
+    pub fn linear(label: &str, low: f64, high: f64, steps: u32) -> Self {
         let span = if high > low { high - low } else { high.abs().max(1.0) };
-        let step = round_step(span / STEPS);
+        let step = round_step(span / f64::from(steps));
         let digits = (-step.log10().floor()).max(0.0) as usize;
         let first = (low / step).floor() as i64;
         let last = ((high / step).ceil() as i64).max(first + 1);
@@ -70,7 +70,7 @@ impl Axis {
     /// An axis of times from `low` to `high`: logarithmic where they differ by an order of magnitude.
     pub fn of_times(label: &str, low: f64, high: f64) -> Self {
         if high < LOG_FROM_RATIO * low || high <= 0.0 {
-            return Self::linear(label, low, high);
+            return Self::linear(label, low, high, STEPS);
         }
         let low = low.max(high / LOG_MAX_RATIO);
         let mantissas: &[u32] = if high <= 100.0 * low { &[1, 2, 5] } else { &[1] };
@@ -190,10 +190,14 @@ mod tests {
 
     #[test]
     fn ticks_are_round_and_hold_the_range() {
-        assert_eq!(labels(&Axis::linear("x", 0.0, 9.3)), ["0", "2", "4", "6", "8", "10"]);
-        assert_eq!(labels(&Axis::linear("x", 10.02, 10.21)), ["10.00", "10.05", "10.10", "10.15", "10.20", "10.25"]);
-        assert_eq!(labels(&Axis::linear("x", 7.0, 7.0)), ["6", "8"]);
-        assert_eq!(labels(&Axis::linear("x", 0.0, 0.0)), ["0.0", "0.2"]);
+        assert_eq!(labels(&Axis::linear("x", 0.0, 9.3, STEPS)), ["0", "2", "4", "6", "8", "10"]);
+        assert_eq!(
+            labels(&Axis::linear("x", 10.02, 10.21, STEPS)),
+            ["10.00", "10.05", "10.10", "10.15", "10.20", "10.25"]
+        );
+        assert_eq!(labels(&Axis::linear("x", 0.0, 12.1, 12)), ["0", "2", "4", "6", "8", "10", "12", "14"]);
+        assert_eq!(labels(&Axis::linear("x", 7.0, 7.0, STEPS)), ["6", "8"]);
+        assert_eq!(labels(&Axis::linear("x", 0.0, 0.0, STEPS)), ["0.0", "0.2"]);
         assert_eq!(labels(&Axis::of_times("x", 3.0, 31.0)), ["2", "5", "10", "20", "50"]);
         assert_eq!(labels(&Axis::of_times("x", 0.3, 310.0)), ["0.1", "1", "10", "100", "1000"]);
         assert_eq!(labels(&Axis::of_times("x", 0.0, 50.0)), ["0.001", "0.01", "0.1", "1", "10", "100"]);
@@ -221,7 +225,7 @@ mod tests {
             width: 420.0,
             height: 300.0,
             x: Axis::of_times("time, ms", 0.5, 2401.0),
-            y: Axis::linear("requests", 0.0, 6.0),
+            y: Axis::linear("requests", 0.0, 6.0, STEPS),
             series: vec![Series { name: "one", points, marks }, Series { name: "two", points: vec![], marks: vec![] }],
         };
         let drawn = elements(&plot.to_string());

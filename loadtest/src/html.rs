@@ -15,6 +15,8 @@ const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
 /// Steps of the axis along a run, whose plots have the width of the page.
 const TIMELINE_STEPS: u32 = 12;
+/// Room above the highest value along a run, so that a steady load does not hide in the frame.
+const HEADROOM: f64 = 1.05;
 /// Percentiles marked on a distribution.
 const MARKED: [f64; 3] = [50.0, 90.0, 99.0];
 /// Which kinds of time share a plot: its title, and the key and name of each line.
@@ -143,11 +145,11 @@ impl Page<'_> {
             let highest = points.iter().map(|&(_, value)| value).fold(0.0, f64::max);
             let (x, y) = (
                 Axis::linear("time since the start of the run, s", 0.0, last.to_s, TIMELINE_STEPS),
-                Axis::linear(label, 0.0, highest, STEPS),
+                Axis::linear(label, 0.0, highest * HEADROOM, STEPS),
             );
             let series = vec![Series { name, points, marks: Vec::new() }];
             let plot = Plot { title, width: 1180.0, height: 240.0, x, y, series };
-            writeln!(f, "<div class=\"plot\">\n{plot}</div>")?;
+            writeln!(f, "<div class=\"plot wide\">\n{plot}</div>")?;
         }
         let interval_ms = (moments[0].to_s - moments[0].from_s) * 1e3;
         let peak = self.peak_in_flight;

@@ -17,7 +17,12 @@ const MAX_DURATION: Duration = Duration::from_secs(24 * 3600);
 
 /// Measures a server that speaks OpenAI's interface: this one or any other.
 #[derive(Debug, Clone, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct LoadtestArgs {
+    /// What to do instead of measuring
+    #[command(subcommand)]
+    pub command: Option<LoadtestCommand>,
+
     /// Address of the server, without TLS; a trailing /v1 is allowed
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", env = "LOOPLANE_LOADTEST_TARGET")]
     pub target: String,
@@ -96,6 +101,29 @@ pub struct LoadtestArgs {
     /// Write the report to this file too, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]
     pub json: Option<PathBuf>,
+
+    /// Write the report to this file too, as one HTML page with plots
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_HTML")]
+    pub html: Option<PathBuf>,
+}
+
+/// What is done with reports that are there already.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum LoadtestCommand {
+    /// Set two reports of --json side by side: ratios of B to A, with intervals
+    Compare(CompareArgs),
+}
+
+/// Two reports.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CompareArgs {
+    /// Report that is compared against
+    #[arg(value_name = "A.json")]
+    pub a: PathBuf,
+
+    /// Report that is compared
+    #[arg(value_name = "B.json")]
+    pub b: PathBuf,
 }
 
 /// Names of the arrival processes on the command line.
@@ -250,6 +278,17 @@ mod tests {
         }
         let rate = parse("--rate 0").expect("a number").pacing().map(|_| ());
         assert_eq!(rate, Err(ArgsError::Arrivals(ArrivalError::Rate(0.0))));
+    }
+
+    #[test]
+    fn a_comparison_takes_two_files_and_no_load() {
+        let Some(LoadtestCommand::Compare(files)) = parse("compare a.json b.json").expect("valid").command else {
+            panic!("no comparison");
+        };
+        assert_eq!((files.a, files.b), (PathBuf::from("a.json"), PathBuf::from("b.json")));
+        for line in ["compare a.json", "compare a.json b.json c.json", "--rate 5 compare a.json b.json"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
     }
 
     #[test]

@@ -2,14 +2,15 @@
 //!
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
 //! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
-//! [`report`] counts records into figures as they come, so that memory does not grow with the run.
+//! [`report`] counts records into figures as they come, so that memory does not grow with the run. [`compare`] sets two
+//! reports side by side.
 #![forbid(unsafe_code)]
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
 use tokio::time::MissedTickBehavior;
@@ -18,21 +19,31 @@ use tokio_util::sync::CancellationToken;
 mod answer;
 mod args;
 pub mod arrivals;
+mod bootstrap;
 pub mod client;
+pub mod compare;
 pub mod distribution;
 pub mod drive;
+mod html;
+#[cfg(test)]
+mod markup;
 #[cfg(test)]
 mod mock;
+mod plot;
 pub mod prompt;
 pub mod record;
 pub mod report;
+mod sample;
 pub mod sse;
 mod table;
+pub mod timeline;
 
-pub use args::{ArgsError, ArrivalsArg, LoadtestArgs};
+pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadtestArgs, LoadtestCommand};
 
 use client::Client;
+use compare::Comparison;
 use drive::{Endpoint, Extent, Load, Pacing, Running, Workload};
+use html::Page;
 use prompt::{Prompts, probe_words};
 use record::{Clock, RequestRecord};
 use report::{Setup, Tally};
@@ -42,12 +53,16 @@ use table::Table;
 const PROGRESS_PERIOD: Duration = Duration::from_millis(500);
 
 /// Runs the load that `args` describe against their target, prints the report on standard output and writes it to
-/// `--json`. Ctrl-C ends the run early, and what was measured until then is reported.
+/// `--json` and `--html`; or compares two reports where that is asked. Ctrl-C ends the run early, and what was measured until then is reported.
 ///
 /// # Errors
 /// Options that contradict each other, a target that cannot be used or names no model, a file that cannot be written,
-/// and a run in which no request succeeded (after its report).
+/// and a run in which no request succeeded (after its report). Files to compare that are no reports.
 pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
+    if let Some(LoadtestCommand::Compare(files)) = &args.command {
+        let comparison = Comparison::read(&files.a, &files.b)?.to_string();
+        return io::stdout().write_all(comparison.as_bytes()).context("cannot print the comparison");
+    }
     let stop = CancellationToken::new();
     let on_ctrl_c = tokio::spawn({
         let stop = stop.clone();
@@ -73,7 +88,10 @@ async fn measure(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
             () = stop.cancelled() => bail!("stopped before the run began"),
         },
     };
-    let json = args.json.as_deref().map(open_for_report).transpose()?;
+    let files = Files {
+        json: args.json.as_deref().map(open_for_report).transpose()?,
+        html: args.html.as_deref().map(open_for_report).transpose()?,
+    };
     let mut workload = Workload {
         client,
         endpoint: args.endpoint,
@@ -97,7 +115,7 @@ async fn measure(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
     let load = Load { pacing, extent: args.extent(), first_index: args.warmup };
     let mut running = drive::start(workload, load, stop.clone());
     let tally = collect(&mut running, io::stderr().is_terminal()).await;
-    report(&setup, &tally, running.peak_in_flight(), json)
+    report(&setup, &tally, running.peak_in_flight(), files)
 }
 
 fn setup_of(args: &LoadtestArgs, workload: &Workload) -> Setup {
@@ -178,12 +196,22 @@ async fn collect(running: &mut Running, show_progress: bool) -> Tally {
     tally
 }
 
-fn report(setup: &Setup, tally: &Tally, peak_in_flight: usize, json: Option<File>) -> anyhow::Result<()> {
+/// Files that the report goes to beside standard output.
+struct Files {
+    json: Option<File>,
+    html: Option<File>,
+}
+
+fn report(setup: &Setup, tally: &Tally, peak_in_flight: usize, files: Files) -> anyhow::Result<()> {
     let table = Table { setup, tally, peak_in_flight }.to_string();
-    // The file first: standard output may be a pipe that was closed.
-    if let Some(mut file) = json {
+    // The files first: standard output may be a pipe that was closed.
+    if let Some(file) = files.json {
         let text = format!("{:#}\n", tally.to_json(setup, peak_in_flight));
-        file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).context("cannot write the report to --json")?;
+        replace(file, &text).context("cannot write the report to --json")?;
+    }
+    if let Some(file) = files.html {
+        let page = Page { setup, tally, peak_in_flight, date: SystemTime::now() };
+        replace(file, &page.to_string()).context("cannot write the report to --html")?;
     }
     io::stdout().write_all(table.as_bytes()).context("cannot print the report")?;
     if tally.completed() > 0 {
@@ -202,6 +230,11 @@ fn report(setup: &Setup, tally: &Tally, peak_in_flight: usize, json: Option<File
 fn open_for_report(path: &Path) -> anyhow::Result<File> {
     let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);
     opened.with_context(|| format!("cannot write the report to {}", path.display()))
+}
+
+fn replace(mut file: File, text: &str) -> io::Result<()> {
+    file.set_len(0)?;
+    file.write_all(text.as_bytes())
 }
 
 #[cfg(test)]
@@ -264,6 +297,24 @@ mod tests {
         let seconds = report["duration"].as_f64().expect("a number");
         assert!((ms("request_throughput") - 20.0 / seconds).abs() < 1e-6);
         assert!((ms("output_throughput") - 120.0 / seconds).abs() < 1e-6);
+    }
+
+    #[tokio::test]
+    async fn a_run_writes_its_page_and_compares_with_itself() {
+        let mock = Mock { ttft: Duration::from_millis(5), itl: Duration::from_millis(2), fault: Fault::None };
+        let mock = mock.serve().await;
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let [page, json] = ["run.html", "run.json"].map(|name| directory.path().join(name).display().to_string());
+        let line = ["loadtest", "--requests", "12", "--target", &mock.base, "--html", &page, "--json", &json];
+        run(Cli::try_parse_from(line).expect("valid options").args).await.expect("all requests succeed");
+        let drawn = markup::elements(&std::fs::read_to_string(&page).expect("the page was written"));
+        markup::within(&drawn);
+        assert_eq!(drawn.iter().filter(|element| element.name == "polyline").count(), 3 * 2 + 2);
+        let compare = ["loadtest", "compare", &json, &json];
+        run(Cli::try_parse_from(compare).expect("valid options").args).await.expect("two reports");
+        let no_report = ["loadtest", "compare", &json, &page];
+        let refusal = run(Cli::try_parse_from(no_report).expect("valid options").args).await.expect_err("a page");
+        assert!(refusal.to_string().contains("run.html is no report"), "{refusal}");
     }
 
     #[tokio::test]

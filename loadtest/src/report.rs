@@ -10,6 +10,8 @@ use serde_json::{Map, Value, json};
 
 use crate::distribution::Distribution;
 use crate::record::{Failure, RequestRecord, printable};
+use crate::sample::Sample;
+use crate::timeline::{Moment, Timeline};
 
 /// Most kinds of failure or finish reason told apart; more are counted together, as a server could invent them forever.
 const MAX_KINDS: usize = 64;
@@ -18,7 +20,7 @@ const OTHER_KINDS: &str = "other";
 /// A client that is later than this with one request in a hundred is said to be.
 const LATE_CLIENT_MS: f64 = 5.0;
 /// Percentiles that are reported.
-pub const PERCENTILES: [(&str, f64); 4] = [("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0)];
+pub const PERCENTILES: [(&str, f64); 5] = [("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0), ("p99.9", 99.9)];
 
 /// What was run, for the head of the report.
 #[derive(Debug, Clone)]
@@ -74,6 +76,8 @@ pub struct Tally {
     errors: BTreeMap<String, (u64, String)>,
     /// Output tokens that arrived in each second of the run.
     tokens_in_second: Vec<f64>,
+    timeline: Timeline,
+    sample: Sample,
 }
 
 /// One kind of time in the report.
@@ -90,6 +94,7 @@ impl Tally {
     /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
         self.ended_ns = self.ended_ns.max(record.ended_ns);
+        self.timeline.add_request(record.sent_ns, record.ended_ns);
         match &record.failure {
             None => self.add_completed(record),
             Some(Failure::Interrupted) => self.interrupted += 1,
@@ -103,6 +108,7 @@ impl Tally {
 
     fn add_completed(&mut self, record: &RequestRecord) {
         self.completed += 1;
+        self.sample.add(record);
         let tokens = record.output_tokens();
         self.prompt_tokens = self.prompt_tokens.saturating_add(record.prompt_tokens.unwrap_or(0));
         self.output_tokens = self.output_tokens.saturating_add(tokens);
@@ -131,6 +137,7 @@ impl Tally {
                 self.tokens_in_second.resize(second + 1, 0.0);
             }
             self.tokens_in_second[second] += tokens_per_chunk;
+            self.timeline.add_tokens(*chunk_ns, tokens_per_chunk);
         }
         let reason = record.finish_reason.clone().unwrap_or_else(|| "none".into());
         *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
@@ -184,6 +191,11 @@ impl Tally {
     /// Kinds of failure with their counts and one message of each.
     pub fn errors(&self) -> &BTreeMap<String, (u64, String)> {
         &self.errors
+    }
+
+    /// Load and throughput over the run.
+    pub fn moments(&self) -> Vec<Moment> {
+        self.timeline.moments(self.ended_ns)
     }
 
     /// Every kind of time, in the order of the report.
@@ -274,6 +286,7 @@ impl Tally {
         let examples: BTreeMap<_, _> = self.errors.iter().map(|(kind, (_, message))| (kind, message)).collect();
         put("error_examples", json!(examples));
         put("notes", json!(setup.notes.iter().cloned().chain(self.notes()).collect::<Vec<_>>()));
+        put("sampled_requests", self.sample.to_json());
         Value::Object(fields)
     }
 }
@@ -284,7 +297,7 @@ fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {
 
 /// `time` as `YYYYMMDD-HHMMSS` in UTC. Civil date from days after Howard Hinnant, "chrono-compatible low-level date
 /// algorithms", `civil_from_days`.
-fn utc_date(time: SystemTime) -> String {
+pub fn utc_date(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, second_of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);
@@ -359,6 +372,7 @@ mod tests {
         near("mean_ttft_from_intended_ms", 250.0);
         near("mean_itl_ms", 250.0);
         near("p99_itl_ms", 400.0);
+        near("p99.9_itl_ms", 400.0);
         near("mean_tpot_ms", 250.0);
         near("std_tpot_ms", 150.0);
         near("mean_e2el_ms", 700.0);

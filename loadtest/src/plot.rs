@@ -1,0 +1,251 @@
+//! Line plots as SVG. They hold positions and class names; the page's style sheet gives colours and line styles, so
+//! that a plot follows the page into dark mode.
+
+use std::fmt::{self, Display};
+
+/// Room around the frame, in units of the picture: title and legend above, ticks and labels left and below.
+const TOP: f64 = 52.0;
+const RIGHT: f64 = 20.0;
+const BOTTOM: f64 = 48.0;
+const LEFT: f64 = 64.0;
+/// Width of a character of a legend at the page's font size, generous.
+const CHAR_WIDTH: f64 = 6.6;
+/// Length of the line beside a legend's text, and the space around it.
+const SWATCH: f64 = 22.0;
+/// Steps that a linear axis is divided into, about, where its plot does not ask for more.
+pub const STEPS: u32 = 5;
+/// From this ratio of the longest to the shortest on, times are drawn on a logarithmic axis.
+const LOG_FROM_RATIO: f64 = 10.0;
+/// Most a logarithmic axis spans: shorter times than this are drawn at its left edge.
+const LOG_MAX_RATIO: f64 = 1e4;
+
+/// One picture.
+pub struct Plot<'a> {
+    /// Name above it.
+    pub title: &'a str,
+    /// Width of the picture in its own units, about pixels.
+    pub width: f64,
+    /// Height of the picture.
+    pub height: f64,
+    /// Horizontal axis.
+    pub x: Axis,
+    /// Vertical axis.
+    pub y: Axis,
+    /// Lines, told apart by their place in this list.
+    pub series: Vec<Series>,
+}
+
+/// A named line.
+pub struct Series {
+    /// Name in the legend.
+    pub name: &'static str,
+    /// Points that straight lines join.
+    pub points: Vec<(f64, f64)>,
+    /// Points marked on the line, with what a pointer that rests on one is told.
+    pub marks: Vec<(f64, f64, String)>,
+}
+
+/// A scale with ticks; the first and last tick are its ends.
+pub struct Axis {
+    label: String,
+    ticks: Vec<(f64, String)>,
+    is_log: bool,
+}
+
+/// Text made safe within elements and quoted attributes.
+pub struct Escaped<'a>(pub &'a str);
+
+impl Axis {
+    /// A linear axis named `label`, unit included, that holds `low` to `high` between round ends in about `steps` steps.
+    pub fn linear(label: &str, low: f64, high: f64, steps: u32) -> Self {
+        let span = if high > low { high - low } else { high.abs().max(1.0) };
+        let step = round_step(span / f64::from(steps));
+        let digits = (-step.log10().floor()).max(0.0) as usize;
+        let first = (low / step).floor() as i64;
+        let last = ((high / step).ceil() as i64).max(first + 1);
+        let tick = |n: i64| (n as f64 * step, format!("{:.digits$}", n as f64 * step));
+        Self { label: label.into(), ticks: (first..=last).map(tick).collect(), is_log: false }
+    }
+
+    /// An axis of times from `low` to `high`: logarithmic where they differ by an order of magnitude.
+    pub fn of_times(label: &str, low: f64, high: f64) -> Self {
+        if high < LOG_FROM_RATIO * low || high <= 0.0 {
+            return Self::linear(label, low, high, STEPS);
+        }
+        let low = low.max(high / LOG_MAX_RATIO);
+        let mantissas: &[u32] = if high <= 100.0 * low { &[1, 2, 5] } else { &[1] };
+        let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
+        // Through text, which gives the double nearest to a power of ten.
+        let value = |mantissa: &u32, decade: i32| format!("{mantissa}e{decade}").parse().unwrap_or(f64::NAN);
+        let candidates: Vec<f64> = decades.flat_map(|decade| mantissas.iter().map(move |m| value(m, decade))).collect();
+        let first = candidates.iter().rposition(|&tick| tick <= low).unwrap_or(0);
+        let last = candidates.iter().position(|&tick| tick >= high).unwrap_or(candidates.len() - 1);
+        let ticks = candidates[first..=last].iter().map(|&tick| (tick, tick.to_string())).collect();
+        Self { label: format!("{label}, logarithmic"), ticks, is_log: true }
+    }
+
+    /// Where `value` lies from 0 to 1 along the axis; what the axis does not reach lies at its end.
+    fn position(&self, value: f64) -> f64 {
+        let scaled = |value: f64| if self.is_log { value.ln() } else { value };
+        let (low, high) = (scaled(self.ticks[0].0), scaled(self.ticks[self.ticks.len() - 1].0));
+        ((scaled(value) - low) / (high - low)).clamp(0.0, 1.0)
+    }
+}
+
+impl Display for Plot<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (width, height, title) = (self.width, self.height, Escaped(self.title));
+        writeln!(f, r#"<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}">"#)?;
+        writeln!(f, r#"<text class="plot-title" x="{LEFT}" y="16">{title}</text>"#)?;
+        self.legend(f)?;
+        self.axes(f)?;
+        let (frame_width, frame_height) = (width - LEFT - RIGHT, height - TOP - BOTTOM);
+        writeln!(f, r#"<rect class="frame" x="{LEFT}" y="{TOP}" width="{frame_width}" height="{frame_height}"/>"#)?;
+        for (number, series) in self.series.iter().enumerate() {
+            write!(f, r#"<polyline class="line s{number}" points=""#)?;
+            for &(x, y) in &series.points {
+                write!(f, "{:.1},{:.1} ", self.across(x), self.up(y))?;
+            }
+            writeln!(f, r#""/>"#)?;
+            for (x, y, meaning) in &series.marks {
+                let (across, up) = (self.across(*x), self.up(*y));
+                write!(f, r#"<circle class="mark s{number}" cx="{across:.1}" cy="{up:.1}" r="3.5">"#)?;
+                writeln!(f, "<title>{}</title></circle>", Escaped(meaning))?;
+            }
+        }
+        writeln!(f, "</svg>")
+    }
+}
+
+impl Plot<'_> {
+    fn across(&self, x: f64) -> f64 {
+        LEFT + self.x.position(x) * (self.width - LEFT - RIGHT)
+    }
+
+    fn up(&self, y: f64) -> f64 {
+        self.height - BOTTOM - self.y.position(y) * (self.height - TOP - BOTTOM)
+    }
+
+    fn legend(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut at = LEFT;
+        for (number, Series { name, .. }) in self.series.iter().enumerate() {
+            let (line_end, text_at) = (at + SWATCH, at + SWATCH + 6.0);
+            write!(f, r#"<line class="line s{number}" x1="{at:.1}" y1="35" x2="{line_end:.1}" y2="35"/>"#)?;
+            writeln!(f, r#"<text class="legend" x="{text_at:.1}" y="39">{}</text>"#, Escaped(name))?;
+            at = text_at + name.chars().count() as f64 * CHAR_WIDTH + 14.0;
+        }
+        Ok(())
+    }
+
+    fn axes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (right, bottom) = (self.width - RIGHT, self.height - BOTTOM);
+        for (value, label) in &self.x.ticks {
+            let at = self.across(*value);
+            write!(f, r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
+            writeln!(f, r#"<text class="tick x" x="{at:.1}" y="{}">{label}</text>"#, bottom + 16.0)?;
+        }
+        for (value, label) in &self.y.ticks {
+            let at = self.up(*value);
+            write!(f, r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{right}" y2="{at:.1}"/>"#)?;
+            writeln!(f, r#"<text class="tick y" x="{}" y="{:.1}">{label}</text>"#, LEFT - 7.0, at + 4.0)?;
+        }
+        let (centre, middle) = ((LEFT + right) / 2.0, (TOP + bottom) / 2.0);
+        let (x_label, y_label) = (Escaped(&self.x.label), Escaped(&self.y.label));
+        writeln!(f, r#"<text class="axis x" x="{centre}" y="{}">{x_label}</text>"#, self.height - 10.0)?;
+        writeln!(f, r#"<text class="axis y" x="14" y="{middle}" transform="rotate(-90 14 {middle})">{y_label}</text>"#)
+    }
+}
+
+impl Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in self.0.chars() {
+            match c {
+                '&' => f.write_str("&amp;")?,
+                '<' => f.write_str("&lt;")?,
+                '>' => f.write_str("&gt;")?,
+                '"' => f.write_str("&quot;")?,
+                '\'' => f.write_str("&#39;")?,
+                _ => write!(f, "{c}")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The least of 1, 2 and 5 times a power of ten that is at least `raw`.
+fn round_step(raw: f64) -> f64 {
+    let power = 10f64.powi(raw.log10().floor() as i32);
+    let mantissa = [1.0, 2.0, 5.0].into_iter().find(|mantissa| mantissa * power >= raw).unwrap_or(10.0);
+    mantissa * power
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::markup::{Element, elements, within};
+
+    fn labels(axis: &Axis) -> Vec<&str> {
+        axis.ticks.iter().map(|(_, label)| label.as_str()).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_and_hold_the_range() {
+        assert_eq!(labels(&Axis::linear("x", 0.0, 9.3, STEPS)), ["0", "2", "4", "6", "8", "10"]);
+        assert_eq!(
+            labels(&Axis::linear("x", 10.02, 10.21, STEPS)),
+            ["10.00", "10.05", "10.10", "10.15", "10.20", "10.25"]
+        );
+        assert_eq!(labels(&Axis::linear("x", 0.0, 12.1, 12)), ["0", "2", "4", "6", "8", "10", "12", "14"]);
+        assert_eq!(labels(&Axis::linear("x", 7.0, 7.0, STEPS)), ["6", "8"]);
+        assert_eq!(labels(&Axis::linear("x", 0.0, 0.0, STEPS)), ["0.0", "0.2"]);
+        assert_eq!(labels(&Axis::of_times("x", 3.0, 31.0)), ["2", "5", "10", "20", "50"]);
+        assert_eq!(labels(&Axis::of_times("x", 0.3, 310.0)), ["0.1", "1", "10", "100", "1000"]);
+        assert_eq!(labels(&Axis::of_times("x", 0.0, 50.0)), ["0.001", "0.01", "0.1", "1", "10", "100"]);
+        assert_eq!(labels(&Axis::of_times("x", 3.0, 4.0)), ["3.0", "3.2", "3.4", "3.6", "3.8", "4.0"]);
+        assert_eq!(labels(&Axis::of_times("x", 0.0, 0.0)), ["0.0", "0.2"]);
+    }
+
+    #[test]
+    fn a_logarithmic_axis_gives_each_decade_the_same_room() {
+        let axis = Axis::of_times("x", 1.0, 1000.0);
+        let near = |value: f64, want: f64| assert!((axis.position(value) - want).abs() < 1e-12, "{value}");
+        near(1.0, 0.0);
+        near(10.0, 1.0 / 3.0);
+        near(1000.0, 1.0);
+        near(0.0, 0.0);
+        near(1e9, 1.0);
+    }
+
+    #[test]
+    fn every_axis_is_labelled_and_every_point_lies_in_the_frame() {
+        let points: Vec<(f64, f64)> = (0..50).map(|n| (f64::from(n * n), f64::from(n % 7))).collect();
+        let marks = vec![(9.0, 3.0, "p<50>".to_owned())];
+        let plot = Plot {
+            title: "a & b",
+            width: 420.0,
+            height: 300.0,
+            x: Axis::of_times("time, ms", 0.5, 2401.0),
+            y: Axis::linear("requests", 0.0, 6.0, STEPS),
+            series: vec![Series { name: "one", points, marks }, Series { name: "two", points: vec![], marks: vec![] }],
+        };
+        let drawn = elements(&plot.to_string());
+        let with_class = |class: &str| drawn.iter().filter(|e| e.class() == class).collect::<Vec<&Element>>();
+        let text = |class: &str| with_class(class).iter().map(|e| e.text.clone()).collect::<Vec<_>>();
+        assert_eq!(text("plot-title"), ["a &amp; b"]);
+        assert_eq!((text("axis x"), text("axis y")), (vec!["time, ms, logarithmic".into()], vec!["requests".into()]));
+        assert_eq!(text("legend"), ["one", "two"]);
+        assert_eq!(text("tick x"), ["0.1", "1", "10", "100", "1000", "10000"]);
+        assert_eq!(text("tick y"), ["0", "2", "4", "6"]);
+        assert_eq!(with_class("line s0").len(), 2, "the line and its legend");
+        within(&drawn);
+    }
+
+    /// The control of the test above: a point beside the frame is found.
+    #[test]
+    #[should_panic(expected = "beside the frame")]
+    fn a_point_beside_the_frame_is_seen() {
+        within(&elements(
+            r#"<svg><rect class="frame" x="10" y="10" width="5" height="5"/><polyline points="12,12 16,12 "/></svg>"#,
+        ));
+    }
+}

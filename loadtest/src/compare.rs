@@ -251,7 +251,7 @@ fn ratio(a: Option<f64>, b: Option<f64>) -> Option<f64> {
 mod tests {
     use super::*;
     use crate::record::RequestRecord;
-    use crate::report::{Setup, Tally};
+    use crate::report::{Tally, tests::setup};
     use serde_json::json;
 
     /// A report of `requests` requests with times of about 20 ms to the first token, times `slowness`.
@@ -265,22 +265,7 @@ mod tests {
             record.ended_ns = at(31.0);
             tally.add(&record);
         }
-        let setup = Setup {
-            target: "http://h:1".into(),
-            backend: "openai-chat",
-            model: "m".into(),
-            pacing: "closed loop".into(),
-            rate_per_s: None,
-            burstiness: None,
-            max_concurrency: 4,
-            seed: 0,
-            prompt_tokens: 10,
-            max_tokens: 3,
-            ignore_eos: true,
-            warmup: 0,
-            notes: Vec::new(),
-        };
-        tally.to_json(&setup, 4)
+        tally.to_json(&setup(), 4)
     }
 
     fn compared(a: &Value, b: &Value) -> String {

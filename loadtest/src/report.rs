@@ -312,7 +312,7 @@ pub fn utc_date(time: SystemTime) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::time::Duration;
 
@@ -329,7 +329,8 @@ mod tests {
         record
     }
 
-    fn setup() -> Setup {
+    /// A closed loop of four.
+    pub(crate) fn setup() -> Setup {
         Setup {
             target: "http://h:1".into(),
             backend: "openai-chat",

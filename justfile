@@ -8,9 +8,10 @@ serve *ARGS:
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" cargo test --workspace
 
-# The tests that need a GPU; without one they fail.
+# The tests that need a GPU; without one they fail. The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 gpu:
-    LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
+    test -e target/full_size.safetensors || python3 worker/kernels/tests/full_size.py target/full_size.safetensors
+    LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
 
 # The README's figures of a GPU, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
 gpu-figures *ARGS:

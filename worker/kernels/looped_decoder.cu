@@ -4,9 +4,9 @@
 //   h += W_o attention(q, K, V);  h += W_down bf16(silu(gate) * up)       h stays fp32 in registers of its owner
 //
 // A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of every product;
-// one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves as a binary tree and publish the result as data-as-flag words to all blocks.
+// one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves in the product's order and publish the result as data-as-flag words to all blocks.
 //
-// Exchanges of a layer (words.cuh says why one buffer each suffices):
+// Exchanges of a layer (words.cuh says how many buffers each needs, and why they suffice):
 //   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
 //   qkv            q, k, v -> attention     blocks of a KV head   attention_out  merge -> o         all blocks
 //   mlp_x          residual -> gate/up      all blocks            activation     -> down            all blocks

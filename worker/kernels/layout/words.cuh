@@ -13,8 +13,8 @@
 // launches: epoch + step * (layers + 1) + layer; the host starts again from 1 on zeroed words before it would wrap.
 // One buffer of them suffices. Who reads a word in a phase has a part in what every writer of the next use of that word
 // waits for: attention leaves are needed by the merges, merges by all of o, o by the next x, and x by whoever computes q, k and v. A late reader would find a foreign tag and report it: such a word is
-// never taken for another layer's. Token words: by its tiles of qkv or
-// gate/up; of a block that has neither (tiny models on a full grid) it is only assumed that it reads them within a step.
+// never taken for another layer's. Token words have one buffer, too: a block with tiles of qkv or gate/up has read them before its part of the next step,
+// which all token words after that need; of a block without (tiny models on a full grid) it is only assumed that it reads them within a step.
 #pragma once
 
 /// A vector in LEAVES leaves of STEPS k blocks. A leaf is rows of 512 bytes, which a warp reads by one load each, 16 bytes a lane: [pair of k blocks][column][t][of the pair]

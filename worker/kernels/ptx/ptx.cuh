@@ -219,11 +219,6 @@ LP_DEVICE float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
   return r;
 }
-LP_DEVICE float log2_approx(float x) {
-  float r;
-  asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
-  return r;
-}
 LP_DEVICE float rsqrt_approx(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));

@@ -6,7 +6,7 @@
 // A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of every product;
 // one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves as a binary tree and publish the result as data-as-flag words to all blocks.
 //
-// Exchanges of a layer (words.cuh says why one buffer each suffices):
+// Exchanges of a layer (words.cuh says when a word may be written again):
 //   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
 //   qkv            q, k, v -> attention     blocks of a KV head   attention_out  merge -> o         all blocks
 //   mlp_x          residual -> gate/up      all blocks            activation     -> down            all blocks
@@ -24,7 +24,7 @@
 extern __shared__ __align__(1024) u8 shared_memory[];
 
 LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
-  return Rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+  return Rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step, shared_address(shared_memory) + Shared::item_ends + (step & 1) * kColumns * 4};
 }
 LP_DEVICE bool samples(const Launch& launch) {
   for (u32 r = 0; r < launch.row_count; r++)
@@ -32,8 +32,8 @@ LP_DEVICE bool samples(const Launch& launch) {
   return false;
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
-/// Of the two sets of vectors the one that a step writes.
-LP_DEVICE u32 set_of(u32 shared, u32 step) { return (load_shared_u32(shared + Shared::first_set) + step) & 1; }
+/// The number of a step of this launch in all launches.
+LP_DEVICE u32 count_of(u32 shared, u32 step) { return load_shared_u32(shared + Shared::first_step) + step; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 /// Waits until the tokens of the step before are known: orders their sampling, K and V of that step and a stop before this step (grid, by the
@@ -61,7 +61,7 @@ LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 
 #endif
 }
 
-LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
     const Rows rows = rows_of(launch, step);
@@ -82,19 +82,19 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
       reached(launch, step, kProducer, layer, 2);
       producer.stream<Down, false>(weights + kDownOffset);
     }
-    if (sampling) producer.stream<Head, false>(weights);
+    if (samples(launch)) producer.stream<Head, false>(weights);
   }
 }
 
-LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
   Consumer consumer(launch, shared, warp);
   Partials partials(launch, shared, warp);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u32 b[kHiddenSteps > kPartSteps ? kHiddenSteps : kPartSteps][2];
   u32 active;
-  const auto get_hidden = [&](u32 vector, int squares, u32 site) {
+  const auto get_hidden = [&](u32 vector, u32 tag, int squares, u32 site) {
     if (warp >= kHiddenLeaves) return;
-    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + vector + warp * HiddenVector::leaf_bytes, active, b, site);
+    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + vector + warp * HiddenVector::leaf_bytes, tag, active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   };
   for (u32 step = 0;; step++) {
@@ -102,13 +102,13 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
     const Rows rows = rows_of(launch, step);
     active = rows.mask();
     if (step >= last_step(shared) || !active) return;
-    u32 vectors = vectors_of(set_of(shared, step), 0);
+    const u32 count = count_of(shared, step);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes) {
-      const u32 tag = tag_of(launch, step) + layer;
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer, vectors = vectors_of(count, layer);
       reached(launch, step, warp, layer, 0);
       if (Epilogue::sets<Qkv>()) {
-        get_hidden(vectors + Vectors::attention_x, 0, kSiteAttentionX);
+        get_hidden(vectors + Vectors::attention_x, tag, 0, kSiteAttentionX);
         reached(launch, step, warp, layer, 1);
         multiply<Qkv>(consumer, partials, b);
       }
@@ -120,26 +120,26 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       if (Epilogue::sets<O>()) {
         const u8* input = launch.words + vectors + Vectors::attention_out;
         if constexpr (O::leaf_steps <= kPartSteps) {
-          if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, active, b, kSiteAttentionOut);
+          if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, tag, active, b, kSiteAttentionOut);
           reached(launch, step, warp, layer, 5);
           multiply<O>(consumer, partials, b);
         } else {
-          multiply_fetching<O>(consumer, partials, input, active, kSiteAttentionOut);
+          multiply_fetching<O>(consumer, partials, input, tag, active, kSiteAttentionOut);
         }
       }
       reached(launch, step, warp, layer, 6);
       if (Epilogue::sets<GateUp>()) {
-        get_hidden(vectors + Vectors::mlp_x, 1, kSiteMlpX);
+        get_hidden(vectors + Vectors::mlp_x, tag, 1, kSiteMlpX);
         reached(launch, step, warp, layer, 7);
         multiply<GateUp>(consumer, partials, b);
       }
       reached(launch, step, warp, layer, 8);
-      multiply_fetching<Down>(consumer, partials, launch.words + vectors + Vectors::activation, active, kSiteActivation);
+      multiply_fetching<Down>(consumer, partials, launch.words + vectors + Vectors::activation, tag, active, kSiteActivation);
       reached(launch, step, warp, layer, 9);
     }
-    if (!sampling) return;
+    if (!samples(launch)) return;
     if (Epilogue::sets<Head>()) {
-      get_hidden(vectors + Vectors::attention_x, 0, kSiteHeadX);
+      get_hidden(vectors_of(count, kLayers) + Vectors::attention_x, tag_of(launch, step) + kLayers, 0, kSiteHeadX);
       multiply<Head>(consumer, partials, b);
     }
   }
@@ -164,6 +164,7 @@ LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 ac
     }
   }
   fence_gpu();  // K and V of this step, and cleared vectors, before its token words
+  if (kColumns > 1) barrier_sync(kEpilogueBarrier, kEpilogueWarps * 32);  // those of either warp
   __syncwarp();
   bool stopped = false;
 #pragma unroll
@@ -182,21 +183,21 @@ LP_DEVICE bool choose(const Launch& launch, Epilogue& epilogue, u32 step, u32 ac
     for (int from = 0; from < kBlocks; from += 32) {
       u32 value, id, extra;
       const bool on = from + lane < kBlocks;
-      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on, &value, &id, &extra, kSiteSampled);
+      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on ? 1 : 0, &value, &id, &extra, kSiteSampled);
       if (on) all.offer(__uint_as_float(value), id);
       if (from == 0 && column == 0) stopped = shuffle(extra, 0) != 0;
     }
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read, and before the cleared vectors are used
+  fence_gpu();  // token words before K and V of this step are read, and cleared vectors polled
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
   return stopped;
 }
 
-LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling) {
+LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
   Epilogue epilogue(launch, shared, warp);
   u32 token[kEpilogueColumns];
 #pragma unroll
@@ -210,28 +211,27 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
     const Rows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    u32 vectors = vectors_of(set_of(shared, step), 0), unused = vectors_of(set_of(shared, step + 1), 0);
-    if (!epilogue.second()) epilogue.embed(token, active, vectors);
+    const u32 count = count_of(shared, step);
+    if (!epilogue.second()) epilogue.embed(token, active, vectors_of(count, 0), tag_of(launch, step));
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes, unused += Vectors::bytes) {
-      epilogue.query_key_value(rows, layer, active, tag_of(launch, step) + layer);
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer, vectors = vectors_of(count, layer);
+      epilogue.query_key_value(rows, layer, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 0);
-      epilogue.clear(unused);
-      epilogue.warm(vectors + Vectors::bytes);
+      epilogue.prepare(vectors_of(count + 1, layer), vectors_of(count, layer + 1));
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active);
+      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, vectors);
+      epilogue.gate_up(active, vectors, tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(vectors + Vectors::bytes + Vectors::attention_x, 2 * layer + 2, active);
+      epilogue.add_residual<Down>(vectors_of(count, layer + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
-    epilogue.clear(unused);
-    epilogue.warm(vectors_of(set_of(shared, step + 1), 0));
-    if (!sampling) {
+    epilogue.prepare(vectors_of(count + 1, kLayers), vectors_of(count + 1, 0));
+    if (!samples(launch)) {
       step++;
       break;
     }
@@ -244,11 +244,12 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
     }
+    if (warp == 0) rows_of(launch, step + 1).count_items();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
-    store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
+    store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, count_of(shared, step));
     if (blockIdx.x == 0) store_system_u32(launch.control + 1, step);
   }
 }
@@ -273,13 +274,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     }
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     store_shared_u32(shared + Shared::last_step, launch.steps);
-    store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4));
+    store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4));
     fence_mbarrier_init();
   }
   __syncthreads();
-  const bool sampling = samples(launch);
-  if (warp < kWarps) consume(launch, shared, warp, sampling);
+  if (warp == 0) rows_of(launch, 0).count_items();
+  __syncthreads();
+  if (warp < kWarps) consume(launch, shared, warp);
   else if (warp == kProducer) {
-    produce(launch, shared, sampling);
-  } else finish(launch, shared, warp - kEpilogue, sampling);
+    produce(launch, shared);
+  } else finish(launch, shared, warp - kEpilogue);
 }

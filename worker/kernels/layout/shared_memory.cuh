@@ -3,6 +3,7 @@
 
 constexpr int kWarps = 16;                                    // consumers
 constexpr int kEpilogueWarps = 2, kThreads = (kWarps + 1 + kEpilogueWarps) * 32;
+constexpr int kEpilogueBarrier = 5;                           // named; 1 to 4 are attention's
 constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
 /// Columns that one epilogue warp owns. At one column the second warp takes every other set of qkv instead.
 constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
@@ -30,7 +31,8 @@ struct Shared {
   static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
   static constexpr u32 quad_leaf = sampled + 16;                               // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
-  static constexpr u32 first_set = last_step + 4;                              // of vectors, in this launch
+  static constexpr u32 first_step = last_step + 4;                             // steps of all launches before
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  static constexpr u32 bytes = rows + kColumns * sizeof(Row);
+  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see Rows; steps take turns
+  static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
 };

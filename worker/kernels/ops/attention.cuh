@@ -26,6 +26,7 @@ LP_DEVICE float rescale(float from, float to) {
 struct Rows {
   const Row* rows;
   u32 count, step;
+  u32 item_ends;  // shared address: [columns] items of the rows up to and with each; items of a row are [page][kv head]
 
   LP_DEVICE u32 position(u32 row) const { return rows[row].position + step; }
   LP_DEVICE bool active(u32 row) const { return row < count && (step == 0 || position(row) <= rows[row].last_position); }
@@ -41,11 +42,19 @@ struct Rows {
   }
   LP_DEVICE u32 first_page(u32 row) const { return first_visible(row) / kPage; }
   LP_DEVICE u32 pages(u32 row) const { return position(row) / kPage - first_page(row) + 1; }
-  /// Items of the rows before `row`; items of a row are [page][kv head].
-  LP_DEVICE u32 items_before(u32 row) const {
-    u32 items = 0;
-    for (u32 r = 0; r < row; r++) items += active(r) ? pages(r) * kKvHeads : 0;
-    return items;
+  LP_DEVICE u32 items_before(u32 row) const { return row == 0 ? 0 : load_shared_u32(item_ends + (row - 1) * 4); }
+  LP_DEVICE u32 items() const { return load_shared_u32(item_ends + (kColumns - 1) * 4); }
+  /// Writes `item_ends`. A whole warp calls it.
+  LP_DEVICE void count_items() const {
+    const u32 row = threadIdx.x & 31;
+    u32 items = row < kColumns && active(row) ? pages(row) * kKvHeads : 0;
+#pragma unroll
+    for (u32 d = 1; d < kColumns; d *= 2) {
+      const u32 before = shuffle(items, (int)(row - d) & 31);
+      items += row >= d ? before : 0;
+    }
+    if (row < kColumns) store_shared_u32(item_ends + row * 4, items);
+    __syncwarp();
   }
 };
 struct Item {
@@ -54,24 +63,22 @@ struct Item {
 /// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
 LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& item) {
   index = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
-  u32 rest = index;
-  for (u32 r = 0; r < rows.count; r++) {
-    if (!rows.active(r)) continue;
-    const u32 items = rows.pages(r) * kKvHeads;
-    if (rest < items) {
-      item = Item{r, rows.first_page(r) + rest / kKvHeads, rest % kKvHeads};
-      return true;
-    }
-    rest -= items;
+  u32 row = 0, before = 0;
+#pragma unroll
+  for (u32 r = 0; r < kColumns; r++) {
+    const u32 end = load_shared_u32(rows.item_ends + r * 4);
+    if (index >= end) row = r + 1, before = end;
   }
-  return false;
+  if (row == kColumns) return false;
+  item = Item{row, rows.first_page(row) + (index - before) / kKvHeads, (index - before) % kKvHeads};
+  return true;
 }
 
 /// Items go in turn to the four warps of a quad each: a round of items is one for each ring.
 constexpr u32 kItemRings = kRings / 4;
 /// Items of this block in a layer.
 LP_DEVICE u32 block_items(const Rows& rows, u32 layer) {
-  const u32 items = rows.items_before(rows.count), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
+  const u32 items = rows.items(), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
   return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
 }
 
@@ -93,6 +100,8 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows
   }
 }
 
+/// With one column a scout polls for q, K and V of this step; with eight that costs more than it saves.
+constexpr bool kScoutQuery = kColumns == 1;
 /// Words of K and V that one lane fetches of a new position.
 constexpr int kFreshWords = kDimTiles / 4;
 
@@ -102,7 +111,7 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   const int lane = threadIdx.x & 31;
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
   const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
-  poll_words<kFreshWords>(launch, words + lane * 16, 32 * 16, tag, true, x, y, squares, kSiteFresh);
+  poll_words<kFreshWords, kScoutQuery>(launch, words + lane * 16, 32 * 16, tag, kFreshWords, x, y, squares, kSiteFresh);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kFreshWords; i++) {
@@ -138,7 +147,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
   float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
   if (base <= p && base + kLeafPositions > low) {
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv, x, y, squares, kSiteQuery);
+    poll_words<kDimTiles, kScoutQuery>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
     float scale[4] = {kScoreScale, kScoreScale, kScoreScale, kScoreScale};
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
@@ -251,12 +260,13 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       for (int i = 0; i < 4; i++) largest = fmaxf(largest, reference[i] = load_shared_f32(sums[i] + head * 8));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (reference[i] == kMinusInfinity) continue;  // its output is K still
         const float scale = rescale(reference[i], largest);
         const u32 out = outputs[i] + head * kOutputStride + dim * 4;
-        total = fmaf(scale, load_shared_f32(sums[i] + head * 8 + 4), total);
-        low = fmaf(scale, load_shared_f32(out), low);
-        high = fmaf(scale, load_shared_f32(out + 32), high);
+        const float sum = load_shared_f32(sums[i] + head * 8 + 4), first = load_shared_f32(out), second = load_shared_f32(out + 32);
+        const bool none = reference[i] == kMinusInfinity;  // its output is K still
+        total = fmaf(scale, sum, total);
+        low = fmaf(scale, none ? 0 : first, low);
+        high = fmaf(scale, none ? 0 : second, high);
       }
       // Even words carry the reference, odd ones the sum.
       store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low), __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
@@ -282,27 +292,10 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + pair * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
     for (u32 begin = 0; begin < pages; begin += kSpanPages) {
+      constexpr u32 STRIDE = kKvHeads * Words::page_bytes;
       u32 x[4], y[4], z[4];
       const u32 mine = begin + share, n = mine >= pages ? 0 : pages - mine < kSpanPages ? (pages - mine + 3) / 4 : 4;
-      // A lane with fewer than four pages left takes its last one again, and does not add it.
-      long long begun = 0;
-      const auto fetch = [&](int i) { return words + (u64)(mine + 4 * ((u32)i < n ? i : n - 1)) * (kKvHeads * Words::page_bytes); };
-      while (true) {
-        bool missing = false;
-        u32 seen = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          Quad v{0, 0, tag, 0};
-          if (n) v = load_relaxed_16(fetch(i));
-          x[i] = v.x;
-          y[i] = v.y;
-          z[i] = v.w;
-          if (!kAblateWaits && v.z != tag) missing = true, seen = v.z;
-        }
-        if (!any_lane(missing)) break;
-        if (begun == 0) begun = clock64();
-        if (missing && clock64() - begun > kWaitLimit) wait_failed(launch, kSitePage, tag, seen);
-      }
+      poll_words<4>(launch, words + (u64)mine * STRIDE, 4 * STRIDE, tag, n, x, y, z, kSitePage);
       // References are in even lanes, sums in odd ones.
       float now = kMinusInfinity;
 #pragma unroll
@@ -336,6 +329,6 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     low *= inverse;
     high *= inverse;
     const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
-    if (lane < 4) store_relaxed_8(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), ~bf16_pair(a, b), ~bf16_pair(c, d));
+    if (lane < 4) put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), bf16_pair(a, b), bf16_pair(c, d), tag, 0);
   }
 }

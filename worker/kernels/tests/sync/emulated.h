@@ -75,6 +75,15 @@ inline Quad load_relaxed_16(const u8* p) {
   std::memcpy(&v, p, 16);
   return v;
 }
+inline void store_relaxed_8(u8* p, u32 x, u32 y) { std::memcpy(p, &x, 4), std::memcpy(p + 4, &y, 4); }
+inline void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) { store_relaxed_8(p, x, y), store_relaxed_8(p + 8, z, w); }
+inline Quad load_relaxed_8x2(const u8* p) { return load_relaxed_16(p); }
+inline Quad load_relaxed_4x4(const u8* p) { return load_relaxed_16(p); }
+inline u32 load_relaxed_u32(const u8* p) {
+  u32 v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
 
 /// Now and then a thread is held up.
 inline void stumble() {

@@ -12,6 +12,13 @@ test:
 gpu:
     LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
 
+# compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
+sanitize *TOOLS="memcheck synccheck":
+    for tool in {{TOOLS}}; do \
+        export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
+        LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda::tests::gpu::sanitized || exit 1; \
+    done
+
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
 tsan:
     bash worker/kernels/tests/sync/run.sh

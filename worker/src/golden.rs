@@ -5,11 +5,6 @@ use std::path::Path;
 use half::f16;
 use safetensors::SafeTensors;
 
-/// A greedy step is decided if its margin, that of the largest recorded logit over the second, exceeds this many times the
-/// largest error of a logit at that very step. Two, because the error eats the margin from both sides: the first may have
-/// become smaller by it and the second, or any other, larger.
-const MARGIN_ERRORS: f64 = 2.0;
-
 /// Positions at the end of a prompt whose logits are recorded.
 pub(crate) const RECORDED: usize = 16;
 
@@ -81,9 +76,10 @@ impl Golden {
         errors
     }
 
-    /// The greedy steps that no error of such a size can turn.
+    /// The greedy steps whose margin, that of the largest recorded logit over the second, exceeds the largest error of a logit at
+    /// that very step. It takes both logits to be off by half of it, in opposite directions, to turn one of the others.
     pub(crate) fn decided(&self, errors: &[Error]) -> Vec<usize> {
-        let is_decided = |step: &usize| self.margin[*step] > MARGIN_ERRORS * errors[RECORDED + step].largest;
+        let is_decided = |step: &usize| self.margin[*step] > errors[RECORDED + step].largest;
         (0..self.greedy.len()).filter(is_decided).collect()
     }
 }

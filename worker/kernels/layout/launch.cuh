@@ -6,11 +6,12 @@ struct Row {
   u32 token, position, slot;
   u32 first_row, first_position;  // of the first row of its sequence in this launch
   u32 flags;                      // kRowSample: its logits are needed
-  u32 last_position;              // with more than one step: past it the row idles
+  u32 last_position;              // past it the row idles
   u32 reserved;
 };
 constexpr u32 kRowSample = 1;
-constexpr u32 kLaunchLogits = 1;  // Launch::flags: write the logits of the last step
+constexpr u32 kLaunchLogits = 1;   // Launch::flags: write the logits of the last step
+constexpr u32 kLaunchUndrawn = 2;  // with one step: leave the choice of tokens to a launch of the sampler behind this one
 
 struct Launch {
   const u8* weights;      // packed, see shape.cuh
@@ -25,7 +26,7 @@ struct Launch {
   const u32* page_table;  // [slot][page_stride]
   float* logits;          // [columns][tiles of the head * 16]
   const Row* rows;        // [row_count]
-  const void* sampling;   // of the sampler
+  const u32* stopped;     // null, or of a chain: not 0: do nothing
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
   u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps that it runs, once that is known; at the latest when it ends
   u32* report;            // mapped: why a wait failed

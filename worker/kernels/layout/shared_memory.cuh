@@ -33,6 +33,6 @@ struct Shared {
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
   static constexpr u32 first_step = last_step + 4;                             // steps of all launches before
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see Rows; steps take turns
+  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see CountedRows; steps take turns
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
 };

@@ -45,6 +45,7 @@ struct Vectors {
   static constexpr u32 attention_x = 0, mlp_x = attention_x + HiddenVector::bytes;
   static constexpr u32 attention_out = mlp_x + HiddenVector::bytes, activation = attention_out + AttentionVector::bytes;
   static constexpr u32 bytes = activation + ActivationVector::bytes;
+  static constexpr u32 stride = kTaggedVectors ? 0 : bytes;                    // from a layer to the next: tagged vectors are all layers'
 };
 /// Offsets in Launch::words.
 struct Words {
@@ -58,7 +59,7 @@ struct Words {
 };
 static_assert(Words::steps < 1ull << 32, "vectors are addressed with 32 bits");
 /// Where the vectors of a layer are, in the `step`th step of all launches.
-LP_DEVICE u32 vectors_of(u32 step, u32 layer) { return kTaggedVectors ? 0 : (step % 2 * (kLayers + 1) + layer) * Vectors::bytes; }
+LP_DEVICE u32 vectors_of(u32 step, u32 layer) { return (step % 2 * (kLayers + 1) + layer) * Vectors::stride; }
 LP_DEVICE u64 qkv_word(int kv_head, int column, int tile) {
   return Words::qkv + (u64)((kv_head * kColumns + column) * Words::qkv_tiles + tile) * 64;
 }

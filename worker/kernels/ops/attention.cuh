@@ -1,47 +1,11 @@
 // Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go to four
-// warps, which combine them into the page's result; results of pages meet in a merge.
-//
-// A leaf's weights are 2^(score - M), M the largest score rounded up to an integer, so that to change the reference of a sum or an output from M to N is
-// to multiply by a power of two, which rounds nothing. So the bits depend only on the order of additions, never on who computes what, nor on which
-// maxima are known by then. The order: a page adds its leaves from zero; a span of 16 pages, counted from the first one that the row sees, adds
-// pages of the same index modulo 4 from zero, then these four shares as a tree; a row adds its spans from zero, and only then divides.
+// warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
-constexpr double square_root(double x) {
-  double r = x;
-  for (int i = 0; i < 40; i++) r = 0.5 * (r + x / r);
-  return r;
-}
-constexpr float kScoreScale = (float)(1.4426950408889634 / square_root(kHeadWidth));  // scores in powers of two
-constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xff800000u);
+/// The rows of a step and their items, [row][page][kv head], which are counted once a step.
+struct CountedRows : Rows {
+  u32 item_ends;  // shared address: [columns] items of the rows up to and with each
 
-/// 2^(from - to), integers: what takes a value from one reference to a larger one. Zero below 2^-126, where no addition can tell, and from
-/// minus infinity, the reference of nothing.
-LP_DEVICE float rescale(float from, float to) {
-  constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: the low bits of a float are its integer part
-  return __uint_as_float(__float_as_uint(fmaxf(from - to, -127.0f) + (kInteger + 127.0f)) << 23);
-}
-
-/// The rows of a step, from shared memory.
-struct Rows {
-  const Row* rows;
-  u32 count, step;
-  u32 item_ends;  // shared address: [columns] items of the rows up to and with each; items of a row are [page][kv head]
-
-  LP_DEVICE u32 position(u32 row) const { return rows[row].position + step; }
-  LP_DEVICE bool active(u32 row) const { return row < count && (step == 0 || position(row) <= rows[row].last_position); }
-  LP_DEVICE u32 mask() const {
-    u32 mask = 0;
-#pragma unroll
-    for (u32 r = 0; r < kColumns; r++) mask |= active(r) ? 1u << r : 0;
-    return mask;
-  }
-  LP_DEVICE u32 first_visible(u32 row) const {
-    const u32 p = position(row);
-    return kWindow && p + 1 > kWindow ? p + 1 - kWindow : 0;
-  }
-  LP_DEVICE u32 first_page(u32 row) const { return first_visible(row) / kPage; }
-  LP_DEVICE u32 pages(u32 row) const { return position(row) / kPage - first_page(row) + 1; }
   LP_DEVICE u32 items_before(u32 row) const { return row == 0 ? 0 : load_shared_u32(item_ends + (row - 1) * 4); }
   LP_DEVICE u32 items() const { return load_shared_u32(item_ends + (kColumns - 1) * 4); }
   /// Writes `item_ends`. A whole warp calls it.
@@ -61,7 +25,7 @@ struct Item {
   u32 row, page, kv_head;
 };
 /// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
-LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& item) {
+LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index, Item& item) {
   index = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
   u32 row = 0, before = 0;
 #pragma unroll
@@ -77,14 +41,14 @@ LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& 
 /// Items go in turn to the four warps of a quad each: a round of items is one for each ring.
 constexpr u32 kItemRings = kRings / 4;
 /// Items of this block in a layer.
-LP_DEVICE u32 block_items(const Rows& rows, u32 layer) {
+LP_DEVICE u32 block_items(const CountedRows& rows, u32 layer) {
   const u32 items = rows.items(), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
   return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
 }
 
 /// Streams the pages of this block's items: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this step appends is
 /// patched in by the consumer.
-LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows& rows, u32 layer) {
+LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const CountedRows& rows, u32 layer) {
   for (u32 j = 0;; j += kItemRings) {
     u32 index;
     Item item;
@@ -140,7 +104,7 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
 /// the end of its V as [query head][2].
 constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
 static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
-LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
+LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
   const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
@@ -232,7 +196,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
 }
 
 /// This warp's leaves of the block's items, and its quarter of the pages' results.
-LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const Rows& rows, u32 layer, u32 tag) {
+LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer, u32 tag) {
   const u32 lane = threadIdx.x & 31, quad = consumer.warp >> 2, number = consumer.warp & 3;
   u32 index;
   Item item;
@@ -280,10 +244,9 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
   consumer.next += (items > first ? (items - first + kItemRings - 1) / kItemRings : 0) * kLeafChunks;
 }
 
-constexpr u32 kSpanPages = 16;
 /// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
 /// first ones have leaves.
-LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag, u8* attention_out) {
+LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
   const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
   for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
     const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;

@@ -219,7 +219,7 @@ struct Epilogue {
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
     const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31);
 #ifndef LP_KEEP_WORDS  // negative control
-    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + unused + at, 0, 0, 0, 0);
+    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + unused + at, Quad{});
 #endif
     for (u32 at = thread * 128; at < Vectors::bytes; at += THREADS * 128) prefetch_l2(launch.words + next + at);
   }
@@ -229,23 +229,5 @@ struct Epilogue {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);
     set++;
-  }
-};
-
-/// The largest logit, ties to the lowest id; NaN counts as minus infinity.
-struct Best {
-  float value = kMinusInfinity;
-  u32 id = ~0u;
-  LP_DEVICE void offer(float v, u32 i) {
-    v = v == v ? v : kMinusInfinity;
-    if (v > value || (v == value && i < id)) value = v, id = i;
-  }
-  LP_DEVICE void over_lanes() {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const float v = shuffle_xor(value, d);
-      const u32 i = shuffle_xor(id, d);
-      offer(v, i);
-    }
   }
 };

@@ -1,7 +1,6 @@
 // Exponential and logarithm with the bits of the CPU sampler (worker/src/sampling/math.rs): IEEE additions, multiplications,
 // divisions and bit operations in the same order, rounded one by one.
 #pragma once
-#include "lanes.cuh"
 
 namespace sampling {
 

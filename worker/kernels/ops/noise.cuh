@@ -2,7 +2,6 @@
 // (Salmon et al., SC 2011), key = seed, counter = (block, position, 0, 0); block 16 g + b of the g-th 64 ids holds the ids at
 // b, b + 16, b + 32 and b + 48.
 #pragma once
-#include "exact_math.cuh"
 
 namespace sampling {
 
@@ -24,14 +23,14 @@ LP_DEVICE Bits4 noise_bits(const Noise& noise, u32 block) {
   return Bits4{c0, c1, c2, c3};
 }
 
-LP_CALL u32 noise_bits_of(const Noise& noise, u32 token) {
+LP_DEVICE u32 noise_bits_of(const Noise& noise, u32 token) {
   const Bits4 b = noise_bits(noise, (token >> 6) * 16 + (token & 15));
   const u32 lane = token >> 4 & 3;
   return lane == 0 ? b.x : lane == 1 ? b.y : lane == 2 ? b.z : b.w;
 }
 
 // -ln(-ln u) with u = (bits + 1/2) / 2^32, rounded to fp32 once.
-LP_CALL float gumbel(u32 random) {
+LP_DEVICE float gumbel(u32 random) {
   const double u = mul(add((double)random, 0.5), 1.0 / 4294967296.0);
   return (float)-ln_f64(-ln_f64(u));
 }

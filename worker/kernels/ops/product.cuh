@@ -5,11 +5,6 @@ template <int V> struct Constant {
   static constexpr int value = V;
 };
 
-template <int N> LP_DEVICE float tree_sum(const float* v) {
-  if constexpr (N == 1) return v[0];
-  else return tree_sum<N / 2>(v) + tree_sum<N / 2>(v + N / 2);
-}
-
 /// A word of a vector.
 LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
   if constexpr (kTaggedVectors) store_relaxed_16(word, low, high, tag, extra);
@@ -145,8 +140,8 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   }
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched 16 k blocks at a time.
-template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site) {
+/// The same for a leaf that is too long for registers: its activations are fetched 16 k blocks at a time. `arrived` is told of the first.
+template <class P, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site, F&& arrived) {
   constexpr int PART = kPartSteps, REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
@@ -159,6 +154,7 @@ template <class P> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials
 #pragma unroll 1
       for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
         get_fragments<PART>(consumer.launch, leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
+        if (k == 0 && tile == P::first_tile(blockIdx.x)) arrived();
         multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
       }
       if constexpr (REST > 0)

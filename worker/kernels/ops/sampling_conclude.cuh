@@ -1,42 +1,37 @@
 // What follows from the words of all blocks, for one row: one warp reads them and moves the row to its next stage. Every block
 // draws the same conclusion, since all read the same words.
 #pragma once
-#include "sampling_scan.cuh"
 
 namespace sampling {
 
 constexpr u32 kHeads = (kBlocks + 31) / 32;        // blocks a lane reads of
-constexpr long long kWaitLimit = 600000000;        // clocks, about 0.3 s
-constexpr u32 kSiteWords = 40;                     // of reports; + 16 * kind + 256 * row
-
 LP_DEVICE bool listed(const RowState& row) { return row.top_k > 0 && row.top_k <= kMaxListed; }
 
-LP_CALL Word wait_word(u32 thread, const Scratch& s, const u8* p, u32 tag, u32 site) {
-  Word v = ld_relaxed(p);
-  if (v.tag == tag) return v;
-  const long long start = ticks();
-  while ((v = ld_relaxed(p)).tag != tag) {
-    if (ticks() - start > kWaitLimit) fail(s.memory.report, s.block, thread, site, tag, v.tag);
-    relax();
-  }
+// Waits for a word: orders what a block found before what is concluded from it (grid).
+LP_DEVICE Quad wait_word(const Scratch& s, const u8* p, u32 tag, u32 kind) {
+  Quad v = load_relaxed_16(p);
+  if (v.z == tag) return v;
+  const long long begun = clock64();
+  while ((v = load_relaxed_16(p)).z != tag)
+    if (clock64() - begun > kWaitLimit) wait_failed(s.launch, kSiteSamplerBest + kind, tag, v.z);
   return v;
 }
 
 // The words of one kind of all blocks; lane l holds those of blocks l, l + 32, ..., zeros past the last block. Whole warp.
-LP_DEVICE void gather(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, Word (&w)[kHeads]) {
-  const u8* p = s.memory.words + word_at(tag & 1, r, kind) + lane_of(thread) * 16;
+LP_DEVICE void gather(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, Quad (&w)[kHeads]) {
+  const u8* p = s.launch.words + word_at(tag & 1, r, kind) + lane_of(thread) * 16;
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = lane_of(thread) + 32 * i < kBlocks ? ld_relaxed(p + i * 512) : Word{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++) w[i] = lane_of(thread) + 32 * i < kBlocks ? load_relaxed_16(p + i * 512) : Quad{0, 0, tag, 0};
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) if (w[i].tag != tag) w[i] = wait_word(thread, s, p + i * 512, tag, kSiteWords + kind * 16 + r * 256);
+  for (u32 i = 0; i < kHeads; i++) if (w[i].z != tag) w[i] = wait_word(s, p + i * 512, tag, kind);
   warp_sync();
 }
 
 // The best of them and its value. `floor`: a key that the largest values of at least k blocks reach (0 if there are not so many
 // blocks), so that what ranks below is not among the best k; only if k is over 0.
 struct Winner { Place place; u64 entry; u32 floor; };
-LP_CALL Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, u32 k) {
-  Word w[kHeads];
+LP_DEVICE Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, u32 k) {
+  Quad w[kHeads];
   gather(thread, s, r, kind, tag, w);
   u64 mine = 0;
   u32 value = 0, floor = 0;
@@ -60,8 +55,8 @@ LP_CALL Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 ta
   return Winner{place, best, floor};
 }
 struct Amount { u64 weight; u32 tokens; };
-LP_CALL Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag) {
-  Word w[kHeads];
+LP_DEVICE Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag) {
+  Quad w[kHeads];
   gather(thread, s, r, kind, tag, w);
   Amount a{0, 0};
 #pragma unroll
@@ -71,26 +66,26 @@ LP_CALL Amount sum_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag
 
 // The best `limit` of all blocks' lists: lane l holds the l-th best in `low` and the (32 + l)-th in `high`. Whole warp.
 struct List { u64 low, high; u32 length; };
-LP_CALL List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 limit, u32 tag) {
+LP_DEVICE List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 limit, u32 tag) {
   constexpr u32 kListBytes = kMaxListed * 16;
-  const u32 lane = lane_of(thread), site = kSiteWords + list * 16 + r * 256;
-  const u8* p = s.memory.words + list_at(tag & 1, r, list, lane);
+  const u32 lane = lane_of(thread);
+  const u8* p = s.launch.words + list_at(tag & 1, r, list, lane);
   u64 head[kHeads], second[kHeads]; // the first two entries of a block's list that are not taken
   u32 next[kHeads];                 // index of the entry after them; above 16 bits, the number of entries
-  Word w[kHeads];
+  Quad w[kHeads];
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = lane + 32 * i < kBlocks ? ld_relaxed(p + i * 32 * kListBytes) : Word{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++) w[i] = lane + 32 * i < kBlocks ? load_relaxed_16(p + i * 32 * kListBytes) : Quad{0, 0, tag, 0};
 #pragma unroll
   for (u32 i = 0; i < kHeads; i++) {
-    if (w[i].tag != tag) w[i] = wait_word(thread, s, p + i * 32 * kListBytes, tag, site);
+    if (w[i].z != tag) w[i] = wait_word(s, p + i * 32 * kListBytes, tag, list);
     head[i] = w[i].w ? entry_of_key(w[i].x, w[i].y) : 0;
     next[i] = w[i].w << 16 | 2;
   }
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = next[i] >> 16 > 1 ? ld_relaxed(p + i * 32 * kListBytes + 16) : Word{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++) w[i] = next[i] >> 16 > 1 ? load_relaxed_16(p + i * 32 * kListBytes + 16) : Quad{0, 0, tag, 0};
 #pragma unroll
   for (u32 i = 0; i < kHeads; i++) {
-    if (w[i].tag != tag) w[i] = wait_word(thread, s, p + i * 32 * kListBytes + 16, tag, site);
+    if (w[i].z != tag) w[i] = wait_word(s, p + i * 32 * kListBytes + 16, tag, list);
     second[i] = entry_of_key(w[i].x, w[i].y);
   }
   warp_sync();
@@ -111,7 +106,7 @@ LP_CALL List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 limi
         second[i] = 0;
         const u32 index = next[i] & 0xffff;
         if (index >= next[i] >> 16) continue;
-        const Word v = wait_word(thread, s, p + i * 32 * kListBytes + index * 16, tag, site);
+        const Quad v = wait_word(s, p + i * 32 * kListBytes + index * 16, tag, list);
         second[i] = entry_of_key(v.x, v.y);
         next[i]++;
       }
@@ -168,7 +163,7 @@ LP_DEVICE u32 floor_rank(const RowState& row) {
 }
 
 // One warp reads what all blocks say of one kind of a row.
-LP_CALL void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
+LP_DEVICE void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
   RowState& row = s.rows[r];
   Said& said = s.said[r][kind == kDrawList ? kBest : kind == kTopList ? kRaw : kind];
   const u32 lane = lane_of(thread);
@@ -287,7 +282,7 @@ LP_DEVICE u32 next_kinds(const RowState& row) {
   return says;
 }
 
-LP_CALL void conclude(RowState& row, const Said* said) {
+LP_DEVICE void conclude(RowState& row, const Said* said) {
   switch (row.stage) {
     case kDraw: drawn(row, said[kBest].place.token); break;
     case kFirst: conclude_first(row, said); break;
@@ -305,23 +300,28 @@ LP_CALL void conclude(RowState& row, const Said* said) {
 // Log-probability of a raw logit.
 LP_DEVICE float logprob(const RowState& row, float value) { return sub(value == row.raw_max ? 0.0f : sub(value, row.raw_max), row.log_sum); }
 
-// The block that owns the token counts it and tells the host.
-LP_CALL void deliver(u32 thread, const Scratch& s, u32 r) {
+// The block that owns the token counts it, tells the host, and makes the row that of the next step. No block reads the row any more: every one has
+// taken part in an exchange since it did.
+LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   const RowState& row = s.rows[r];
-  const Output& out = s.output;
+  const SamplerLaunch& launch = s.launch;
   const u32 lane = lane_of(thread), token = row.token;
   if (!owns(own_ids(s.block), token)) return;
-  if (row.flags & kPenalised && lane == 0) s.memory.counts[(u64)row.slot * kPadded + token]++;
-  const u64 word = (u64)out.tag << 32 | token;
-  if (row.logprob_stage != kLogprobsDone) {
-    if (lane == 0) st_relaxed_sys(out.tokens + r, word);
-    return;
+  const u64 word = (u64)launch.tag << 32 | token;
+  if (row.logprob_stage == kLogprobsDone) {
+    RowLogprobs& to = launch.logprobs[r];
+    if (lane < row.top_count) { to.top[lane].token = s.top[r][lane].token; to.top[lane].logprob = logprob(row, s.top[r][lane].value); }
+    if (lane == 0) { to.logprob = logprob(row, scaled(raw_logits(s, r)[token], 1.0f)); to.count = row.top_count; }
+    warp_sync();
+    if (lane == 0) store_release_system_u64(launch.tokens + r, word);
+  } else if (lane == 0) {
+    store_system_u64(launch.tokens + r, word);
   }
-  RowLogprobs& to = out.logprobs[r];
-  if (lane < row.top_count) { to.top[lane].token = s.top[r][lane].token; to.top[lane].logprob = logprob(row, s.top[r][lane].value); }
-  if (lane == 0) { to.logprob = logprob(row, scaled(raw_logits(s, r)[token], 1.0f)); to.count = row.top_count; }
-  warp_sync();
-  if (lane == 0) st_release_sys(out.tokens + r, word);
+  if (lane != 0) return;
+  if (row.flags & kPenalised) launch.counts[(u64)row.slot * kPadded + token]++;
+  Row& next = launch.rows[r];
+  next.token = token;
+  next.first_position = ++next.position;
 }
 
 }  // namespace sampling

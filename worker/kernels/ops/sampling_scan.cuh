@@ -1,11 +1,10 @@
 // Passes of a block over the logits of its own tiles: candidates, sums before a pivot, lists of the best.
 #pragma once
-#include "sampling_layout.cuh"
 
 namespace sampling {
 
-LP_DEVICE const float* raw_logits(const Scratch& s, u32 r) { return s.memory.logits + (u64)r * kPadded; }
-LP_DEVICE const float* values(const Scratch& s, u32 r) { return s.rows[r].flags & kProcessed ? s.memory.processed + (u64)r * kPadded : raw_logits(s, r); }
+LP_DEVICE const float* raw_logits(const Scratch& s, u32 r) { return s.launch.logits + (u64)r * kPadded; }
+LP_DEVICE const float* values(const Scratch& s, u32 r) { return s.rows[r].flags & kProcessed ? s.launch.processed + (u64)r * kPadded : raw_logits(s, r); }
 
 // The best token so far by an upper bound of value and noise. The noise itself costs double-precision logarithms, so it is
 // evaluated once, at the end; `next` says which tokens could not be told from the best without it.
@@ -58,7 +57,7 @@ template <class F> LP_DEVICE u64 settle(const Candidate& c, const Noise& noise, 
   return best;
 }
 // All tokens of a lane's share whose noise could reach `need`, evaluated.
-LP_CALL u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold, u32 part, u32 parts, u32 lane, float need) {
+LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold, u32 part, u32 parts, u32 lane, float need) {
   const float scale = row.scale;
   const Noise noise = row.noise;
   u64 best = 0;
@@ -79,7 +78,7 @@ LP_CALL u64 draw_again(const float* logits, const RowState& row, const Ids& own,
 LP_DEVICE u64 after_high(const RowState& row) { return entry(row.high.value, row.high.token) + 1; }
 
 // A warp's part of the pass of kDraw, kFirst and kNear: the best by value and noise, and the largest value. Adds them to what is found.
-LP_CALL void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
+LP_DEVICE void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   const float* logits = values(s, r);
   const Ids own = own_ids(s.block);
@@ -116,7 +115,7 @@ LP_CALL void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
 
 // A warp's part of the passes that look at a pivot. kCheck: number and weight of the tokens that rank before it (and of all), the
 // best of those by value and noise. kSelect: their number, and a random token on either side of the pivot.
-LP_CALL void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
+LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   Found& found = s.found[r];
   const float* logits = values(s, r);
@@ -188,7 +187,7 @@ LP_DEVICE void scan_raw(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
 
 // The two best of this lane's tokens that rank after `last` and not below `floor`.
 struct Two { u64 first, second; };
-LP_CALL Two best_after(const float* logits, float scale, const Ids& own, u32 lane, u64 last, u32 floor) {
+LP_DEVICE Two best_after(const float* logits, float scale, const Ids& own, u32 lane, u64 last, u32 floor) {
   Two best{0, 0};
 #pragma unroll 8
   for (u32 id = own.first + lane; id < own.end; id += 32) {
@@ -233,9 +232,9 @@ LP_DEVICE void publish_list(u32 thread, const Scratch& s, u32 r, u32 list, u32 t
     }
     warp_sync();
   }
-  u8* to = s.memory.words + list_at(tag & 1, r, list, s.block) + lane * 16;
-  if (lane < n || lane == 0) st_relaxed(to, Word{(u32)(low >> 32), token_of(low), tag, n});
-  if (lane + 32 < n) st_relaxed(to + 32 * 16, Word{(u32)(high >> 32), token_of(high), tag, n});
+  u8* to = s.launch.words + list_at(tag & 1, r, list, s.block) + lane * 16;
+  if (lane < n || lane == 0) store_relaxed_16(to, (u32)(low >> 32), token_of(low), tag, n);
+  if (lane + 32 < n) store_relaxed_16(to + 32 * 16, (u32)(high >> 32), token_of(high), tag, n);
 }
 
 }  // namespace sampling

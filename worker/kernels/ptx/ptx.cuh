@@ -32,6 +32,9 @@ LP_DEVICE u32 load_shared_u32(u32 address) {
 }
 LP_DEVICE void store_shared_f32(u32 address, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(address), "f"(v) : "memory"); }
 LP_DEVICE void store_shared_u32(u32 address, u32 v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory"); }
+LP_DEVICE void store_shared_16(u32 address, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 LP_DEVICE void store_shared_u16(u32 address, u32 v) { asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory"); }
 
 // ---- barriers and bulk copies ----
@@ -44,6 +47,9 @@ LP_DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
 }
 LP_DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+LP_DEVICE void mbarrier_arrive(u32 barrier, u32 count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 LP_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
@@ -63,14 +69,39 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 LP_DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+/// Counts as arrived at a barrier that others wait at.
+LP_DEVICE void barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 LP_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LP_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- clusters ----
+
+/// The address in the shared memory of block `rank` of the cluster that `address` is in this block's.
+LP_DEVICE u32 map_shared(u32 address, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+/// Orders nothing: a release at cluster scope would wait for all that the block has stored (1 to 2 us under load).
+LP_DEVICE void mbarrier_arrive_remote(u32 barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// From this block's shared memory to another's, whose barrier counts the bytes.
+LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+LP_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+template <int N> LP_DEVICE void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // ---- global memory ----
 
@@ -96,18 +127,37 @@ LP_DEVICE Quad load_relaxed_4x4(const u8* p) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE u32 load_relaxed_u32(const u8* p) {
+LP_DEVICE u32 load_acquire_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE u32 load_relaxed_u32(const void* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void store_relaxed_u32(u8* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
-LP_DEVICE void store_16(u8* p, u32 x, u32 y, u32 z, u32 w) { asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+LP_DEVICE u64 load_relaxed_u64(const void* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE void store_relaxed_u64(void* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+LP_DEVICE void store_relaxed_u32(void* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+/// Orders all that the thread did, or saw others do, before it.
+LP_DEVICE void add_release_u32(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+LP_DEVICE void store_16(u8* p, const Quad& v) { asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+LP_DEVICE void store_u32(u8* p, u32 v) { asm volatile("st.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_u16(u8* p, u32 v) { asm volatile("st.global.u16 [%0],%1;" ::"l"(p), "h"((u16)v) : "memory"); }
 LP_DEVICE float load_relaxed_f32(const float* p) {
   float v;
   asm volatile("ld.relaxed.gpu.global.f32 %0,[%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+LP_DEVICE Quad load_constant_16(const void* p) {
+  Quad v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 LP_DEVICE u32 load_constant_u32(const u32* p) {
@@ -127,9 +177,28 @@ LP_DEVICE u32 load_system_u32(const u32* p) {
 }
 LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+/// Orders everything this thread saw before it (system).
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+LP_DEVICE u64 global_nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+LP_DEVICE u32 multiprocessor() {
+  u32 id;
+  asm("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
 LP_DEVICE void trap() { asm volatile("trap;"); }
+
+// ---- launches ----
+
+/// Lets the next launch begin where this one leaves room, if it was put in to do so.
+LP_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+/// Waits until the launch before is complete: orders all that it wrote before what this thread reads from here on.
+LP_DEVICE void wait_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- arithmetic ----
 

@@ -59,7 +59,7 @@ struct Producer {
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
   template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes) {
     const u32 ring = lane();
-    const u32 begun = clocks();
+    const Clocks begun = clocks();
     while (any_lane(todo)) {
       if (!todo) continue;
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.

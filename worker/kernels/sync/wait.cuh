@@ -1,16 +1,28 @@
 // Waits: every one is bounded; past its limit it writes a report to host memory and traps.
 #pragma once
 
+#ifndef LP_PATIENCE
+#define LP_PATIENCE 1  // under tools that slow a kernel down
+#endif
+/// What waits count with. Narrow passes have no register to spare: the low half of the clock, whose wrap, 2.4 s, is longer than a wait.
+#if LP_COLUMNS > 8 || LP_PATIENCE > 1
+using Clocks = long long;
+#else
+using Clocks = u32;
+#endif
+LP_DEVICE Clocks clocks() { return (Clocks)clock64(); }
 /// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
-constexpr u32 kWaitLimit = 1000000000;
+constexpr Clocks kWaitLimit = (Clocks)1000000000 * LP_PATIENCE;
 
-/// Where a wait is; named in worker/src/cuda/launch.rs.
+/// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
-  kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken,
-  kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled,
+  kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
+  kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
+  kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
 };
 
-LP_DEVICE void wait_failed(const Launch& launch, u32 site, u32 expected, u32 seen) {
+/// `launch`: of any kernel.
+template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 expected, u32 seen) {
   volatile u32* report = launch.report;
   report[1] = blockIdx.x;
   report[2] = threadIdx.x;
@@ -22,11 +34,9 @@ LP_DEVICE void wait_failed(const Launch& launch, u32 site, u32 expected, u32 see
   fence_system();
   trap();
 }
-/// The low half of the clock: waits are shorter than its wrap of 2.4 s.
-LP_DEVICE u32 clocks() { return (u32)clock64(); }
 LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 site) {
   if (mbarrier_try_wait(barrier, parity)) return;
-  const u32 begun = clocks();
+  const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
     if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, parity, barrier);
 }
@@ -42,7 +52,7 @@ constexpr u32 kThere = ~0u;
 /// by `there(value)`, that a word has been written. With SCOUT, while something is missing,
 /// one lane's last missing word stands for all: polling them all slows the stream. Words of many writers are better polled all, each until it is there.
 template <int N, bool SCOUT, class Get, class There> LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Get get, There there, u32 site) {
-  u32 begun = 0;
+  Clocks begun = 0;
   while (true) {
     u32 missing = kThere;
 #pragma unroll

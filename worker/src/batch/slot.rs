@@ -95,6 +95,11 @@ impl Slot {
         &self.stop_tokens
     }
 
+    /// Tokens to generate before stop tokens may be sampled.
+    pub fn min_tokens(&self) -> usize {
+        self.min_tokens
+    }
+
     /// Stop tokens must not be sampled now: fewer than `min_tokens` have been generated.
     pub fn stop_forbidden(&self) -> bool {
         self.generated().len() < self.min_tokens

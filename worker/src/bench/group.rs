@@ -9,7 +9,7 @@ use tokio::sync::mpsc::Receiver;
 
 use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
-use crate::cuda::NormalSource;
+use crate::cuda::{Gauge, NormalSource, Phase};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
@@ -33,6 +33,8 @@ pub struct Setup<'a> {
     pub on_gpu: bool,
     /// Thread blocks there, where not as many as suit the model.
     pub blocks: Option<usize>,
+    /// What changes modes there, and hands over times.
+    pub gauge: Option<Arc<Gauge>>,
     /// Ranks.
     pub ranks: usize,
     /// Threads of each.
@@ -43,13 +45,21 @@ pub struct Setup<'a> {
     pub context: u32,
     /// Steps that each sequence can be decoded for.
     pub max_steps: u32,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Log-probabilities are wanted, and of how many likely tokens.
+    pub logprobs: Option<u32>,
+    /// Tokens of a prompt that one more sequence has.
+    pub prompt: Option<u32>,
 }
 
 /// What decoding reads, of all ranks together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Traffic {
     /// Bytes of weights that stream in one step.
     pub weight_bytes: u64,
+    /// The same by phase, on a GPU.
+    pub phase_bytes: Vec<(Phase, u64)>,
     /// Bytes of K and V of one position.
     pub position_bytes: u64,
 }
@@ -76,6 +86,8 @@ pub struct Group {
     version: u64,
     vocab: u32,
     pages_a_slot: u32,
+    sampling: SamplingParams,
+    logprobs: Option<u32>,
 }
 
 impl Group {
@@ -84,23 +96,24 @@ impl Group {
     /// # Errors
     /// The model is refused, or does not fit.
     pub fn load(setup: &Setup<'_>) -> Result<Self, BenchError> {
-        let positions = setup.context as usize + setup.max_steps as usize + 1;
+        let positions = setup.context.saturating_add(setup.max_steps).max(setup.prompt.unwrap_or(0)) as usize + 1;
+        let slots = setup.slots as usize + usize::from(setup.prompt.is_some());
         let pages_a_slot = KvLayout::pages_for(positions);
         let request = LoadRequest {
             model_dir: setup.model_dir.to_owned(),
             rank: 0,
             tensor_parallel: setup.ranks,
             threads: setup.threads,
-            max_slots: setup.slots as usize,
-            max_batch_tokens: PREFILL_ROWS.max(setup.slots) as usize,
-            kv_pages: pages_a_slot * setup.slots as usize,
+            max_slots: slots,
+            max_batch_tokens: slots.max(PREFILL_ROWS as usize),
+            kv_pages: pages_a_slot * slots,
             kv_bytes_limit: 0,
             wait_limit: WAIT_LIMIT,
             max_context: positions,
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
-        let (mut decoders, streams): (Vec<_>, Vec<u64>) =
+        let (mut decoders, streams): (Vec<_>, Vec<Streams>) =
             (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
         decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
@@ -109,7 +122,8 @@ impl Group {
         let mut group = Self {
             notes: decoders[0].loaded().notes.clone(),
             traffic: Traffic {
-                weight_bytes: streams.into_iter().sum(),
+                weight_bytes: streams.iter().map(|streams| streams.bytes).sum(),
+                phase_bytes: streams.into_iter().flat_map(|streams| streams.by_phase).collect(),
                 position_bytes: decoders.iter().map(|rank| position_bytes(&**rank)).sum(),
             },
             runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
@@ -119,6 +133,8 @@ impl Group {
             version: 0,
             vocab: decoders[0].loaded().vocab_size as u32,
             pages_a_slot: pages_a_slot as u32,
+            sampling: setup.sampling.clone(),
+            logprobs: setup.logprobs,
         };
         for decoder in decoders {
             let (feed, source) = plan_stream();
@@ -148,12 +164,28 @@ impl Group {
         Ok(())
     }
 
+    /// Ends the sequence in a slot.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn release(&mut self, slot: u32) -> Result<(), BenchError> {
+        self.run(Plan { release: vec![slot], ..Plan::default() }, 1).map(drop)
+    }
+
     /// Decodes slots `0..batch` for `steps` steps.
     ///
     /// # Errors
     /// The fault that ended a rank.
     pub fn decode(&mut self, batch: u32, steps: u32) -> Result<Vec<StepTime>, BenchError> {
         self.run(Plan { decode: (0..batch).collect(), ..Plan::default() }, steps)
+    }
+
+    /// Waits until the ranks have nothing left to do of what ran before.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn settle(&mut self) -> Result<(), BenchError> {
+        self.run(Plan::default(), 1).map(drop)
     }
 
     /// Ends the stream of plans and waits for the ranks.
@@ -205,27 +237,34 @@ impl Group {
             max_tokens,
             min_tokens: 0,
             stop_tokens: Vec::new(),
-            sampling: SamplingParams::greedy(),
-            logprobs: None,
+            sampling: SamplingParams { seed: u64::from(slot), ..self.sampling.clone() },
+            logprobs: self.logprobs,
         }
     }
 }
 
-/// A rank, and the bytes of weights that stream through it in a step.
-fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, u64), BenchError> {
+/// Bytes of weights that stream through a rank in a step.
+struct Streams {
+    bytes: u64,
+    by_phase: Vec<(Phase, u64)>,
+}
+
+fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, Streams), BenchError> {
     if setup.on_gpu {
         let random = setup.random.as_ref().map(|config| {
             let source: Arc<dyn crate::model::source::Source + Send> = Arc::new(NormalSource::new(config, SEED));
             (config.clone(), source)
         });
-        let options = crate::cuda::Options { random, blocks: setup.blocks, ..Default::default() };
+        let gauge = setup.gauge.clone();
+        let options = crate::cuda::Options { random, blocks: setup.blocks, gauge, ..Default::default() };
         let decoder = crate::cuda::load_with(request, &options, &mut |_| ())?;
-        let stream = decoder.stream_bytes();
-        return Ok((Box::new(decoder), stream));
+        let by_phase = Phase::ALL.into_iter().map(|phase| (phase, decoder.phase_bytes(phase))).collect();
+        let streams = Streams { bytes: decoder.stream_bytes(), by_phase };
+        return Ok((Box::new(decoder), streams));
     }
     let random = setup.random.as_ref().map(|config| RandomSource { config: config.clone(), seed: SEED });
     let options = crate::cpu::Options { random, ..Default::default() };
     let decoder = crate::cpu::load_with(request, &options, &mut |_| ())?;
-    let stream = decoder.stream_bytes();
-    Ok((Box::new(decoder), stream))
+    let streams = Streams { bytes: decoder.stream_bytes(), by_phase: Vec::new() };
+    Ok((Box::new(decoder), streams))
 }

@@ -8,18 +8,20 @@ mod group;
 mod report;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
 pub use args::{BenchArgs, Shape, WeightSource};
-pub use report::{BatchReport, Read, Report};
+pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
 
 use crate::cpu::{ReadBandwidth, ReadError};
-use crate::cuda::{self, CudaError, ReadLimit};
+use crate::cuda::{self, CudaError, Gauge, LoopMode, Noted, Phase, ReadLimit};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
-use group::{Group, Setup, StepTime};
+use crate::sampling::SamplingParams;
+use group::{Group, Setup, StepTime, Traffic};
 
 /// Steps of one batch between two read passes: on CPUs, and on a GPU, where they are one launch.
 const ROUND_STEPS: [u32; 2] = [8, 64];
@@ -29,6 +31,10 @@ const READ_MIB: [u32; 2] = [1024, 8192];
 const ROUND_PASSES: usize = 2;
 /// Steps of each batch before the first that counts.
 const WARM_UP_STEPS: u32 = 2;
+/// Steps of the launch whose last step is looked at phase by phase.
+const NOTED_STEPS: u32 = 4;
+/// Times that a prompt is computed; the first does not count.
+const PROMPT_RUNS: u32 = 6;
 /// Idle threads are asleep after this long, and disturb nobody.
 const SETTLE: Duration = Duration::from_millis(10);
 
@@ -66,9 +72,11 @@ pub enum BenchError {
     /// The thread that feeds the ranks could not be set up.
     #[error("cannot start the feed of the ranks: {0}")]
     Runtime(std::io::Error),
-    /// The report could not be written.
-    #[error("--json {}: {source}", path.display())]
-    Json {
+    /// A file could not be written.
+    #[error("{option} {}: {source}", path.display())]
+    Write {
+        /// That named it.
+        option: &'static str,
         /// The file.
         path: PathBuf,
         /// Why.
@@ -83,6 +91,13 @@ pub enum BenchError {
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let threads = args.check()?;
     let on_gpu = args.device == Device::Cuda || (args.device == Device::Auto && args.tp == 1 && cuda::probe(0).is_ok());
+    let rule = "left out where no GPU computes";
+    if let Some(path) = args.trace.as_ref().filter(|_| !on_gpu) {
+        return Err(BenchError::Value { option: "--trace", value: path.display().to_string(), rule });
+    }
+    if !on_gpu && args.loop_modes != [LoopMode::On] {
+        return Err(BenchError::Value { option: "--loop", value: "off".to_owned(), rule });
+    }
     let shape = args.shape.unwrap_or(Shape::B1);
     let (config, random, model) = match &args.model {
         Some(dir) => (ModelConfig::from_dir(dir)?, None, dir.display().to_string()),
@@ -91,27 +106,38 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             (config.clone(), Some(config), shape.name().to_owned())
         }
     };
+    let modes: Vec<Option<LoopMode>> = match on_gpu {
+        true => args.loop_modes.iter().copied().map(Some).collect(),
+        false => vec![None],
+    };
+    let gauge = on_gpu.then(|| Gauge::new(&args.loop_modes));
     // Each batch decodes slot 0; the token that the prompt yields counts too.
-    let max_steps = (args.steps + WARM_UP_STEPS).saturating_mul(args.batch.len() as u32);
+    let max_steps = (args.steps + WARM_UP_STEPS + NOTED_STEPS).saturating_mul((args.batch.len() * modes.len()) as u32);
     let setup = Setup {
         model_dir: args.model.as_deref().unwrap_or(Path::new("")),
         random,
         on_gpu,
         blocks: args.blocks.map(|blocks| blocks as usize),
+        gauge: gauge.clone(),
         ranks: args.tp,
         threads,
         slots: args.batch.iter().copied().max().unwrap_or(1),
         context: args.context,
         max_steps,
+        sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
+        logprobs: args.logprobs,
+        prompt: args.prompt,
     };
     let random_weights = setup.random.is_some();
     let (group, reader) = (Group::load(&setup)?, Reader::new(args, threads, on_gpu)?);
-    let (notes, weight_bytes) = (group.notes.clone(), group.traffic.weight_bytes);
-    let measured = Bench { args, group, reader, config, positions: vec![args.context; setup.slots as usize] };
-    let (series, read) = measured.run(max_steps)?;
+    let (notes, traffic) = (group.notes.clone(), group.traffic.clone());
+    let positions = vec![args.context; setup.slots as usize];
+    let measured = Bench { args, modes, gauge, group, reader, config, positions };
+    let (series, prompt, read) = measured.run(max_steps)?;
     let batches = series.iter().map(|of| {
         let kv_bytes = of.kv_bytes / u64::from(args.steps);
-        BatchReport::new(of.batch, &of.times, weight_bytes, kv_bytes, &read)
+        let report = BatchReport::new(of.batch, &of.times, traffic.weight_bytes, kv_bytes, &read);
+        BatchReport { loop_mode: of.mode, phases: of.phases(&traffic, &read), ..report }
     });
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
@@ -125,13 +151,23 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         context: args.context,
         steps: args.steps,
         batches: batches.collect(),
+        prompt,
         read,
     };
     report.relate();
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&report).map_err(std::io::Error::from);
         let written = text.and_then(|text| std::fs::write(path, text + "\n"));
-        written.map_err(|source| BenchError::Json { path: path.clone(), source })?;
+        written.map_err(|source| BenchError::Write { option: "--json", path: path.clone(), source })?;
+    }
+    if let Some(path) = &args.trace {
+        let trace = series.iter().find_map(|of| of.noted.as_ref()?.trace.as_ref());
+        let trace = trace.expect("a looped series on a GPU, because others are refused");
+        let written = std::fs::File::create(path).map(std::io::BufWriter::new).and_then(|mut file| {
+            trace.write(&mut file)?;
+            std::io::Write::flush(&mut file)
+        });
+        written.map_err(|source| BenchError::Write { option: "--trace", path: path.clone(), source })?;
     }
     Ok(report)
 }
@@ -169,6 +205,8 @@ impl Reader {
 /// A run under way.
 struct Bench<'a> {
     args: &'a BenchArgs,
+    modes: Vec<Option<LoopMode>>,
+    gauge: Option<Arc<Gauge>>,
     group: Group,
     reader: Reader,
     config: ModelConfig,
@@ -179,37 +217,84 @@ struct Bench<'a> {
 /// The steps of one batch.
 struct Series {
     batch: u32,
+    mode: Option<LoopMode>,
     times: Vec<StepTime>,
     /// Bytes of K and V that all of them read.
     kv_bytes: u64,
+    noted: Option<Noted>,
+    /// Bytes of K and V that the step read whose times were noted.
+    noted_kv_bytes: u64,
+}
+
+impl Series {
+    fn phases(&self, traffic: &Traffic, read: &Read) -> Vec<PhaseReport> {
+        let times = self.noted.iter().flat_map(|noted| &noted.phases);
+        let bytes = |phase| match phase {
+            Phase::Attend => self.noted_kv_bytes,
+            phase => traffic.phase_bytes.iter().filter(|of| of.0 == phase).map(|of| of.1).sum(),
+        };
+        times.map(|time| PhaseReport::new(*time, bytes(time.phase), read)).collect()
+    }
 }
 
 impl Bench<'_> {
-    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Read), BenchError> {
+    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Option<PromptReport>, Read), BenchError> {
         for slot in 0..self.positions.len() as u32 {
             self.group.prefill(slot, self.args.context, max_steps + 1)?;
         }
-        for batch in &self.args.batch {
-            self.decode(*batch, WARM_UP_STEPS)?;
+        let mut series: Vec<Series> = Vec::new();
+        for (mode, batch) in self.modes.iter().flat_map(|mode| self.args.batch.iter().map(move |batch| (mode, batch))) {
+            let (times, noted) = (Vec::new(), None);
+            series.push(Series { batch: *batch, mode: *mode, times, kv_bytes: 0, noted, noted_kv_bytes: 0 });
         }
-        let of_batch = |batch: &u32| Series { batch: *batch, times: Vec::new(), kv_bytes: 0 };
-        let mut series: Vec<_> = self.args.batch.iter().map(of_batch).collect();
+        for of in &series {
+            self.decode(of, false, WARM_UP_STEPS)?;
+        }
         let mut passes = Vec::new();
         let round = ROUND_STEPS[usize::from(matches!(self.reader, Reader::Cuda(_)))];
         for first in (0..self.args.steps).step_by(round as usize) {
             for of in &mut series {
                 self.read(&mut passes)?;
-                let (times, kv_bytes) = self.decode(of.batch, round.min(self.args.steps - first))?;
+                let (times, kv_bytes) = self.decode(of, false, round.min(self.args.steps - first))?;
                 of.times.extend(times);
                 of.kv_bytes += kv_bytes;
             }
         }
         self.read(&mut passes)?;
+        for of in series.iter_mut().filter(|of| of.mode.is_some()) {
+            let (_, kv_bytes) = self.decode(of, true, NOTED_STEPS)?;
+            self.group.settle()?;
+            of.noted_kv_bytes = kv_bytes / u64::from(NOTED_STEPS);
+            of.noted = self.gauge.as_ref().and_then(|gauge| gauge.take());
+        }
+        if let Some(gauge) = &self.gauge {
+            gauge.set(LoopMode::On, false);
+        }
+        let prompt = self.args.prompt.map(|tokens| self.prompt(tokens)).transpose()?;
         self.group.finish()?;
-        Ok((series, Read::new(self.reader.bytes() as u64, passes)))
+        Ok((series, prompt, Read::new(self.reader.bytes() as u64, passes)))
     }
 
-    fn decode(&mut self, batch: u32, steps: u32) -> Result<(Vec<StepTime>, u64), BenchError> {
+    /// Computes a prompt in a slot of its own again and again.
+    fn prompt(&mut self, tokens: u32) -> Result<PromptReport, BenchError> {
+        let slot = self.positions.len() as u32;
+        let mut times = Vec::new();
+        for run in 0..PROMPT_RUNS {
+            std::thread::sleep(SETTLE);
+            let begun = Instant::now();
+            self.group.prefill(slot, tokens, 1)?;
+            times.extend((run > 0).then(|| begun.elapsed()));
+            self.group.release(slot)?;
+        }
+        Ok(PromptReport::new(tokens, times))
+    }
+
+    /// Times of steps, and bytes of K and V that they read; `noted`: their phases are noted.
+    fn decode(&mut self, series: &Series, noted: bool, steps: u32) -> Result<(Vec<StepTime>, u64), BenchError> {
+        let batch = series.batch;
+        if let (Some(gauge), Some(mode)) = (&self.gauge, series.mode) {
+            gauge.set(mode, noted);
+        }
         let mut times = self.group.decode(batch, steps)?;
         if let Reader::Cuda(_) = self.reader {
             // They are one launch. When the host saw each of its tokens says less than how long all of them took.

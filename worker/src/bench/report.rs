@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::group::StepTime;
+use crate::cuda::{LoopMode, Phase, PhaseTime};
 
 /// A whole run.
 #[derive(Debug, Clone, Serialize)]
@@ -34,6 +35,21 @@ pub struct Report {
     pub read: Read,
     /// By batch, in the order asked for.
     pub batches: Vec<BatchReport>,
+    /// How fast a prompt is computed, where that was asked for.
+    pub prompt: Option<PromptReport>,
+}
+
+/// How fast a prompt is computed while nobody decodes.
+#[derive(Debug, Clone, Serialize)]
+pub struct PromptReport {
+    /// Its tokens.
+    pub tokens: u32,
+    /// Median time from the first plan to the first token, in ms.
+    pub ms: f64,
+    /// The fastest, in ms.
+    pub best_ms: f64,
+    /// Tokens of the prompt a second, in the median.
+    pub tokens_per_s: f64,
 }
 
 /// How fast the machine reads memory with as many threads.
@@ -54,6 +70,8 @@ pub struct Read {
 pub struct BatchReport {
     /// Sequences.
     pub batch: u32,
+    /// How phases became launches, on a GPU.
+    pub loop_mode: Option<LoopMode>,
     /// Median time of a step, sampling included, in ms: a token of each sequence.
     pub step_ms: f64,
     /// Time of the fastest step, in ms.
@@ -74,8 +92,31 @@ pub struct BatchReport {
     pub best_share: f64,
     /// Tokens a second of all sequences together.
     pub tokens_per_s: f64,
-    /// `step_ms` over that of batch 1, where that was measured.
+    /// Time of the step at the fastest pass of the read bandwidth, in ms.
+    pub floor_ms: f64,
+    /// `step_ms` over that of batch 1, where that was measured in the same mode.
     pub times_batch_1: Option<f64>,
+    /// `step_ms` over that of the same batch in the loop, where that was measured.
+    pub times_looped: Option<f64>,
+    /// What its time goes into, on a GPU: of one step, that notes times and takes a little longer for it.
+    pub phases: Vec<PhaseReport>,
+}
+
+/// A phase of a step, in all layers.
+#[derive(Debug, Clone, Serialize)]
+pub struct PhaseReport {
+    /// Which.
+    pub phase: Phase,
+    /// Bytes of weights, or K and V, that it reads.
+    pub bytes: u64,
+    /// Its time, in microseconds. In the loop that of consumer warps in the mean: what a phase streams may have come before it.
+    pub us: f64,
+    /// How much of it they waited for what other blocks compute, in microseconds; looped only.
+    pub wait_us: Option<f64>,
+    /// GB/s (10^9).
+    pub gb_s: f64,
+    /// `gb_s` over the fastest pass of the read bandwidth.
+    pub share_of_best_read: f64,
 }
 
 impl Read {
@@ -107,16 +148,80 @@ impl BatchReport {
             share_of_best_read: rate(median) / read.best_gb_s,
             best_share: rate(best) / read.best_gb_s,
             tokens_per_s: f64::from(batch) / median * 1e3,
+            floor_ms: (weight_bytes + kv_bytes) as f64 / read.best_gb_s / 1e6,
             times_batch_1: None,
+            loop_mode: None,
+            times_looped: None,
+            phases: Vec::new(),
         }
     }
 }
 
+impl PhaseReport {
+    /// From the time of a phase that read so many bytes.
+    pub fn new(time: PhaseTime, bytes: u64, read: &Read) -> Self {
+        let gb_s = bytes as f64 / time.us.max(f64::MIN_POSITIVE) / 1e3;
+        let PhaseTime { phase, us, wait_us } = time;
+        Self { phase, bytes, us, wait_us, gb_s, share_of_best_read: gb_s / read.best_gb_s }
+    }
+}
+
+impl PromptReport {
+    /// From the times of a prompt of `tokens` tokens; at least one.
+    pub fn new(tokens: u32, mut times: Vec<Duration>) -> Self {
+        times.sort();
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let median = ms(times[times.len() / 2]);
+        Self { tokens, ms: median, best_ms: ms(times[0]), tokens_per_s: f64::from(tokens) / median * 1e3 }
+    }
+}
+
 impl Report {
-    /// Relates every batch to batch 1, where that was measured.
+    /// Relates every batch to batch 1 and to the loop, where those were measured.
     pub fn relate(&mut self) {
-        let alone = self.batches.iter().find(|of| of.batch == 1).map(|of| of.step_ms);
-        self.batches.iter_mut().for_each(|of| of.times_batch_1 = alone.map(|alone| of.step_ms / alone));
+        let measured: Vec<_> = self.batches.iter().map(|of| (of.batch, of.loop_mode, of.step_ms)).collect();
+        let ms = |batch, mode| measured.iter().find(|of| (of.0, of.1) == (batch, mode)).map(|of| of.2);
+        for of in &mut self.batches {
+            of.times_batch_1 = ms(1, of.loop_mode).map(|alone| of.step_ms / alone);
+            of.times_looped = ms(of.batch, Some(LoopMode::On)).map(|looped| of.step_ms / looped);
+        }
+    }
+}
+
+impl Display for BatchReport {
+    /// Its phases.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.phases.iter().map(|of| of.bytes).sum::<u64>() as f64;
+        let us = self.phases.iter().map(|of| of.us).sum::<f64>();
+        let floor = self.floor_ms * 1e3;
+        writeln!(f, "batch {}, loop {}: phases of a step that notes times", self.batch, mode_name(self.loop_mode))?;
+        for title in ["phase", "MB", "us", "waiting", "GB/s", "of best"] {
+            write!(f, "{title:>11}")?;
+        }
+        writeln!(f)?;
+        for of in &self.phases {
+            write!(f, "{:>11}{:>11.1}{:>11.1}", of.phase.name(), of.bytes as f64 / 1e6, of.us)?;
+            match of.wait_us {
+                Some(wait) => write!(f, "{wait:>11.1}")?,
+                None => write!(f, "{:>11}", "-")?,
+            }
+            match of.bytes {
+                0 => writeln!(f, "{:>11}{:>11}", "-", "-")?,
+                _ => writeln!(f, "{:>11.0}{:>10.1}%", of.gb_s, of.share_of_best_read * 100.0)?,
+            }
+        }
+        let rate = bytes / us / 1e3;
+        writeln!(f, "{:>11}{:>11.1}{us:>11.1}{:>11}{rate:>11.0}{:>10.1}%", "step", bytes / 1e6, "", floor / us * 100.0)
+    }
+}
+
+/// As on the command line.
+fn mode_name(mode: Option<LoopMode>) -> &'static str {
+    match mode {
+        None => "-",
+        Some(LoopMode::On) => "on",
+        Some(LoopMode::Off) => "off",
+        Some(LoopMode::Overlapped) => "overlapped",
     }
 }
 
@@ -140,7 +245,7 @@ impl Display for Report {
         for title in titles {
             write!(f, "{title:>11}")?;
         }
-        writeln!(f, "{:>11}{:>11}", "tokens/s", "x batch 1")?;
+        writeln!(f, "{:>11}{:>11}{:>11}{:>11}{:>11}", "tokens/s", "x batch 1", "floor ms", "loop", "x looped")?;
         for of in &self.batches {
             write!(f, "{:>11}{:>11.2}{:>11.2}{:>11.2}", of.batch, of.step_ms, of.best_step_ms, of.wait_ms)?;
             write!(f, "{:>11.1}{:>11.2}", (of.weight_bytes + of.kv_bytes) as f64 / 1e6, of.gb_s)?;
@@ -148,10 +253,18 @@ impl Display for Report {
                 write!(f, "{:>10.1}%", share * 100.0)?;
             }
             write!(f, "{:>11.1}", of.tokens_per_s)?;
-            match of.times_batch_1 {
-                Some(times) => writeln!(f, "{times:>11.2}")?,
-                None => writeln!(f, "{:>11}", "-")?,
-            }
+            let times = |times: Option<f64>| times.map_or("-".to_owned(), |times| format!("{times:.2}"));
+            write!(f, "{:>11}{:>11.2}", times(of.times_batch_1), of.floor_ms)?;
+            writeln!(f, "{:>11}{:>11}", mode_name(of.loop_mode), times(of.times_looped))?;
+        }
+        for of in self.batches.iter().filter(|of| !of.phases.is_empty()) {
+            writeln!(f, "\n{of}")?;
+        }
+        if let Some(PromptReport { tokens, ms, best_ms, tokens_per_s }) = &self.prompt {
+            writeln!(
+                f,
+                "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} tokens/s"
+            )?;
         }
         writeln!(f, "\nof read: median step against median pass; of best: median step against fastest pass")
     }

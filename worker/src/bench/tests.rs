@@ -57,8 +57,21 @@ fn figures_are_what_the_plan_says_and_agree_with_each_other() {
             assert!(written["batches"][1][field].as_f64().unwrap() > 0.0, "{field}");
         }
         assert!(written["read"]["best_gb_s"].as_f64().unwrap() >= written["read"]["median_gb_s"].as_f64().unwrap());
+        assert!(report.prompt.is_none() && written["prompt"].is_null());
         assert_eq!(report.to_string().lines().count(), 10);
     }
+}
+
+#[test]
+fn a_prompt_is_timed_to_its_first_token() {
+    // More than one chunk, and longer than what the batch decodes at.
+    let line = "--shape tiny --device cpu --threads 1 --read-mib 1 --batch 1 --context 5 --steps 2 --prompt 700";
+    let report = run(&args(line)).unwrap();
+    let prompt = report.prompt.as_ref().unwrap();
+    assert_eq!(prompt.tokens, 700);
+    assert!(prompt.best_ms > 0.0 && prompt.best_ms <= prompt.ms);
+    assert!((prompt.tokens_per_s * prompt.ms / 700e3 - 1.0).abs() < 1e-9);
+    assert!(report.to_string().contains("prompt of 700 tokens"));
 }
 
 #[test]
@@ -66,6 +79,10 @@ fn what_cannot_be_measured_is_refused() {
     let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
     assert_eq!(refused("--shape tiny --device cuda --tp 2"), "--tp is 2, but must be 1: a GPU computes a model alone");
     assert_eq!(refused("--shape tiny --tp 3"), "--tp is 3, but must be 1, 2, 4, 8 or 16");
+    assert!(refused("--device cuda --loop on,off --batch 1,32").starts_with("--batch is 32, but must be at most 8"));
+    assert!(refused("--device cuda --loop off --trace /x").contains("--trace"));
+    assert!(refused("--shape tiny --device cpu --trace /x").starts_with("--trace is /x"));
+    assert!(refused("--shape tiny --device cpu --loop overlapped").contains("where no GPU computes"));
     assert!(refused("--model /nowhere").contains("/nowhere/config.json"));
     let long = refused("--shape tiny --device cpu --threads 1 --context 131072");
     assert!(long.contains("131072"), "{long}");

@@ -21,6 +21,8 @@ pub struct Needs {
     pub words: u64,
     /// Logits of a pass.
     pub logits: u64,
+    /// The sampler's exchange words, logits and counts of tokens.
+    pub sampler: u64,
     /// Angles of all positions.
     pub rope: u64,
     /// Page tables, rows, norms and biases.
@@ -40,7 +42,7 @@ pub struct KvWish {
 
 impl Needs {
     fn fixed(&self) -> u64 {
-        [self.embedding, self.words, self.logits, self.rope, self.workspace]
+        [self.embedding, self.words, self.logits, self.sampler, self.rope, self.workspace]
             .into_iter()
             .fold(self.weights, u64::saturating_add)
     }
@@ -110,7 +112,7 @@ pub struct Table {
 
 impl Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Needs { weights, embedding, kv_page, words, logits, rope, workspace } = self.needs;
+        let Needs { weights, embedding, kv_page, words, logits, sampler, rope, workspace } = self.needs;
         let kv = kv_page.saturating_mul(self.pages);
         let mut line = |name: &str, bytes: u64| writeln!(f, "{name:<22}{:>12.1} MiB", bytes as f64 / MIB as f64);
         line("weights", weights)?;
@@ -118,6 +120,7 @@ impl Display for Table {
         line(&format!("{} KV pages", self.pages), kv)?;
         line("exchange words", words)?;
         line("logits", logits)?;
+        line("sampler", sampler)?;
         line("rope", rope)?;
         line("workspace", workspace)?;
         line("in all", self.needs.fixed().saturating_add(kv))?;
@@ -134,7 +137,8 @@ mod tests {
         embedding: 100 * MIB,
         kv_page: 8 * MIB,
         words: MIB,
-        logits: 2 * MIB,
+        logits: MIB,
+        sampler: MIB,
         rope: 3 * MIB,
         workspace: 4 * MIB,
     };

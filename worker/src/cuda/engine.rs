@@ -5,14 +5,21 @@ use std::time::{Duration, Instant};
 
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
+use super::gauge::Gauged;
 use super::kernel::Kernel;
-use super::launch::{LAUNCH_LOGITS, Launch, Report, Row, site_name};
+use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
 use super::mailbox::Mailbox;
 use super::memory::PinnedBuffer;
+use super::passes::{Passes, Width};
 use super::pools::{MOST_STEPS, Pools, Sizes};
+use super::sampler::{Sampler, SamplerLaunch};
+use super::unlooped::UNLOOPED_STEPS;
+use super::variants::LoopMode;
 use super::weights::Weights;
+use crate::batch::Slot;
 use crate::decoder::Fault;
+use crate::sampling::Sampled;
 
 /// How often a wait asks the driver whether the kernel still runs.
 const ASK_EVERY: Duration = Duration::from_millis(2);
@@ -23,14 +30,37 @@ const SHORTEST_SLEEP: Duration = Duration::from_micros(400);
 /// Between two looks at whether passes of prompt tokens have ended, which take milliseconds.
 const LOOK_EVERY: Duration = Duration::from_micros(50);
 
+/// Steps of a chain that are in the stream at a time, the one that the host waits for included.
+const STEPS_AHEAD: u32 = 4;
+
 /// Where a launch under way puts its tokens.
 #[derive(Debug, Clone, Copy)]
 struct Ticket {
     /// First of its `[steps][columns]` words.
     start: usize,
+    /// 0: no row samples, and no token is written.
     columns: usize,
     rows: usize,
     epoch: u32,
+}
+
+impl Ticket {
+    /// Tag of the first layer of a step.
+    fn tag(&self, layers: usize, step: u32) -> u32 {
+        self.epoch + step * (layers as u32 + 1)
+    }
+}
+
+/// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the next.
+/// The host puts them into the stream some steps ahead, so that nothing waits for it.
+struct Chain {
+    ticket: Ticket,
+    variant: usize,
+    /// Of the first step.
+    decoder: Launch,
+    steps: u32,
+    /// Steps that are in the stream.
+    put: u32,
 }
 
 /// One GPU with a model.
@@ -38,14 +68,21 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    /// Others, while somebody measures.
+    pub(super) gauged: Option<Gauged>,
+    sampler: Sampler,
+    passes: Passes,
     weights: Weights,
     pools: Pools,
     host_pages: PinnedBuffer<u32>,
     host_rows: PinnedBuffer<Row>,
+    #[cfg(test)]
     host_logits: PinnedBuffer<f32>,
     mailbox: Mailbox,
     stream: Stream,
     launches: Vec<Ticket>,
+    /// The launch put last, if the sampler draws for it.
+    chain: Option<Chain>,
     /// Nothing of `launches` is under way any more.
     finished: bool,
     rows_used: usize,
@@ -65,23 +102,36 @@ impl Engine {
     ///
     /// # Errors
     /// There is not so much memory that can be locked.
-    pub fn new(sizes: Sizes, kernels: Vec<Kernel>, weights: Weights, pools: Pools) -> Result<Self, CudaError> {
+    pub fn new(
+        sizes: Sizes,
+        kernels: Vec<Kernel>,
+        sampler: Sampler,
+        weights: Weights,
+        pools: Pools,
+    ) -> Result<Self, CudaError> {
         let gpu = kernels[0].gpu().clone();
-        let columns = kernels.iter().map(|kernel| kernel.columns).max().unwrap_or(1);
+        let widths: Vec<Width> = kernels.iter().map(|kernel| kernel.variant.width).collect();
+        let passes = Passes::new(&widths, sizes.max_batch_tokens);
+        let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
             PinnedBuffer::zeroed(gpu, len)
         }
         Ok(Self {
             host_pages: pinned(&gpu, sizes.max_slots * sizes.slot_pages)?,
             host_rows: pinned(&gpu, sizes.max_batch_tokens)?,
-            host_logits: pinned(&gpu, sizes.max_slots * sizes.padded_vocab)?,
+            #[cfg(test)]
+            host_logits: pinned(&gpu, sizes.max_slots * sizes.kernel_vocab)?,
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            gauged: None,
+            sampler,
+            passes,
             weights,
             pools,
-            mailbox: Mailbox::new(&gpu, sizes.ring(columns))?,
+            mailbox,
             launches: Vec::new(),
+            chain: None,
             finished: true,
             rows_used: 0,
             tokens_used: 0,
@@ -133,21 +183,23 @@ impl Engine {
     }
 
     #[allow(unsafe_code)]
-    fn put(&mut self, rows: &[Row], steps: u32, logits: bool) -> Result<usize, CudaError> {
+    fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
         if self.finished {
             self.start_over();
         }
         let epoch = self.next_epoch(steps)?;
-        let variant = self.kernels.iter().position(|kernel| kernel.columns >= rows.len());
-        let variant =
-            variant.expect("a kernel with as many columns, because no more rows are launched than the widest has");
-        let columns = self.kernels[variant].columns;
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let holds = |width: Width| width.columns >= rows.len() && (width.samples || !samples);
+        let variant = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        let variant = variant.expect("a kernel that holds the rows, because passes are chosen so");
+        let columns = if samples { self.kernels[variant].variant.columns() } else { 0 };
         let (first_row, start) = (self.rows_used, self.tokens_used);
         self.rows_used += rows.len();
         self.tokens_used += steps as usize * columns;
         self.host_rows[first_row..self.rows_used].copy_from_slice(rows);
+        let ticket = Ticket { start, columns, rows: rows.len(), epoch };
         for step in 0..steps {
-            let tag = self.tag(epoch, step);
+            let tag = ticket.tag(self.sizes.layers, step);
             for word in 0..columns {
                 self.mailbox.expect(start + step as usize * columns + word, tag);
             }
@@ -176,14 +228,56 @@ impl Engine {
             epoch,
             page_stride: self.sizes.slot_pages as u32,
             kv_pages: self.sizes.kv_pages as u32,
-            flags: if logits { LAUNCH_LOGITS } else { 0 },
             ..Launch::default()
         };
+        self.launches.push(ticket);
+        if sampled && samples {
+            self.chain = Some(Chain { ticket, variant, decoder: launch, steps, put: 0 });
+            self.extend(STEPS_AHEAD)?;
+            return Ok(self.launches.len() - 1);
+        }
+        self.chain = None;
         // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows name
         // slots and pages that the batch has checked.
-        unsafe { self.kernels[variant].launch(launch, &self.stream)? };
-        self.launches.push(Ticket { start, columns, rows: rows.len(), epoch });
+        unsafe { run(&mut self.kernels[variant], &mut self.gauged, launch, &self.stream)? };
         Ok(self.launches.len() - 1)
+    }
+
+    /// Puts the steps of the chain under way into the stream that are not there yet, up to step `end`.
+    #[allow(unsafe_code)]
+    fn extend(&mut self, end: u32) -> Result<(), CudaError> {
+        let Some(chain) = &mut self.chain else { return Ok(()) };
+        while chain.put < end.min(chain.steps) {
+            let Chain { ticket, variant, decoder, put: step, .. } = *chain;
+            let tag = ticket.tag(self.sizes.layers, step);
+            let tokens = ticket.start + step as usize * ticket.columns;
+            let decoder = Launch {
+                stopped: if step > 0 { self.sampler.stopped_address() } else { 0 },
+                steps: 1,
+                epoch: tag,
+                flags: LAUNCH_LOGITS | LAUNCH_UNDRAWN,
+                ..decoder
+            };
+            let sampler = SamplerLaunch {
+                logits: decoder.logits,
+                rows: decoder.rows,
+                tokens: self.mailbox.tokens_address(tokens),
+                logprobs: self.mailbox.logprobs_address(tokens),
+                control: decoder.control,
+                report: decoder.report,
+                row_count: decoder.row_count,
+                tag,
+                step,
+                ..SamplerLaunch::default()
+            };
+            // SAFETY: as for a launch of the decoder alone; logits and rows are those of the launch in front of the sampler's.
+            unsafe {
+                run(&mut self.kernels[variant], &mut self.gauged, decoder, &self.stream)?;
+                self.sampler.launch(sampler, &self.stream)?;
+            }
+            chain.put += 1;
+        }
+        Ok(())
     }
 
     fn start_over(&mut self) {
@@ -194,13 +288,9 @@ impl Engine {
         self.since = Instant::now();
     }
 
-    fn tag(&self, epoch: u32, step: u32) -> u32 {
-        epoch + step * (self.sizes.layers as u32 + 1)
-    }
-
     /// Whether all rows of a step have their tokens.
     fn has_step(&self, ticket: Ticket, step: u32) -> bool {
-        let tag = self.tag(ticket.epoch, step);
+        let tag = ticket.tag(self.sizes.layers, step);
         let first = ticket.start + step as usize * ticket.columns;
         (first..first + ticket.rows).all(|word| self.mailbox.token(word).0 == tag)
     }
@@ -240,13 +330,33 @@ impl Engine {
     }
 }
 
+/// Launches a kernel, or what somebody who measures has in its place.
+///
+/// # Safety
+/// As [`Kernel::launch`].
+#[allow(unsafe_code)]
+unsafe fn run(
+    usual: &mut Kernel,
+    gauged: &mut Option<Gauged>,
+    launch: Launch,
+    stream: &Stream,
+) -> Result<(), CudaError> {
+    let instead = gauged.as_mut().map(|gauged| gauged.instead(usual.variant, launch.steps)).transpose()?.flatten();
+    let (kernel, trace) = instead.unwrap_or((usual, 0));
+    // SAFETY: as the caller vouches; the notes are as long as the kernel writes them.
+    unsafe { kernel.launch(Launch { trace, ..launch }, stream) }
+}
+
 impl Launcher for Engine {
-    fn columns(&self) -> usize {
-        self.kernels.last().map_or(1, |kernel| kernel.columns)
+    fn passes(&self) -> &Passes {
+        &self.passes
     }
 
     fn most_steps(&self) -> u32 {
-        MOST_STEPS as u32
+        match self.gauged.as_ref().map_or(LoopMode::On, Gauged::mode) {
+            LoopMode::On => MOST_STEPS as u32,
+            LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
+        }
     }
 
     #[allow(unsafe_code)]
@@ -260,20 +370,19 @@ impl Launcher for Engine {
         copied.map_err(|error| self.failed(error))
     }
 
-    fn launch(&mut self, rows: &[Row], steps: u32, logits: bool) -> Result<usize, Fault> {
-        self.put(rows, steps, logits).map_err(|error| self.failed(error))
+    fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
+        Sampler::check(sequence).map_err(|problem| Fault::Broken { rank: self.sizes.rank, problem })?;
+        self.sampler.admit(slot, sequence, &self.stream).map_err(|error| self.failed(error))
     }
 
-    #[allow(unsafe_code)]
-    fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault> {
-        let len = self.sizes.kernel_vocab;
-        let row = &mut self.host_logits[place * self.sizes.padded_vocab..][..len];
-        // SAFETY: `logits` is looked at only after `finish`.
-        let copied = unsafe { self.pools.logits.read_async(column * len * 4, row, &self.stream) };
-        copied.map_err(|error| self.failed(error))
+    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+        self.put(rows, steps, sampled).map_err(|error| self.failed(error))
     }
 
     fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault> {
+        if self.chain.as_ref().is_some_and(|chain| step >= chain.steps) {
+            return Ok(false);
+        }
         let ticket = self.launches[launch];
         // A launch that was asked to stop says how many steps it runs before it runs the last.
         let ended = || (1..=step).contains(&self.mailbox.steps_run());
@@ -289,6 +398,7 @@ impl Launcher for Engine {
             }
             return Ok(false);
         }
+        self.extend(step + 1 + STEPS_AHEAD).map_err(|error| self.failed(error))?;
         self.steps += u64::from(step > 0);
         let now = Instant::now();
         let took = now - std::mem::replace(&mut self.since, now);
@@ -299,6 +409,9 @@ impl Launcher for Engine {
 
     fn stop(&mut self) {
         self.mailbox.stop();
+        if let Some(chain) = &mut self.chain {
+            chain.steps = chain.put;
+        }
     }
 
     fn finish(&mut self) -> Result<(), Fault> {
@@ -315,15 +428,35 @@ impl Launcher for Engine {
             }
         }
         self.finished = true;
-        Ok(())
+        let collected = self.gauged.as_mut().map_or(Ok(()), Gauged::collect);
+        collected.map_err(|error| self.failed(error))
     }
 
-    fn token(&self, launch: usize, step: u32, column: usize) -> u32 {
+    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled {
         let ticket = self.launches[launch];
-        self.mailbox.token(ticket.start + step as usize * ticket.columns + column).1
+        let index = ticket.start + step as usize * ticket.columns + column;
+        let token = self.mailbox.token(index).1;
+        match logprobs && token != NO_TOKEN {
+            true => self.mailbox.logprobs(index).of(token),
+            false => Sampled { token, logprob: None, top: Vec::new() },
+        }
+    }
+}
+
+#[cfg(test)]
+impl Engine {
+    /// Keeps the logits of a column of the sampled launch put last, as the `place`-th row of [`Self::logits`].
+    #[allow(unsafe_code)]
+    pub fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault> {
+        let len = self.sizes.kernel_vocab;
+        let row = &mut self.host_logits[place * len..][..len];
+        // SAFETY: `logits` is looked at only after `finish`.
+        let copied = unsafe { self.pools.logits.read_async(column * len * 4, row, &self.stream) };
+        copied.map_err(|error| self.failed(error))
     }
 
-    fn logits(&mut self, rows: usize) -> &mut [f32] {
-        &mut self.host_logits[..rows * self.sizes.padded_vocab]
+    /// Kept logits, `[rows][vocabulary padded to tiles]`.
+    pub fn logits(&mut self, rows: usize) -> &mut [f32] {
+        &mut self.host_logits[..rows * self.sizes.kernel_vocab]
     }
 }

@@ -1,42 +1,21 @@
-//! The looped decoder's kernel for one model: its constants, its binary, and how it is launched.
+//! A kernel of the looped decoder for one model: its binary, what it needs, and how it is launched.
 
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 
+use bytemuck::{Pod, Zeroable};
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
 use super::cache::Cache;
-use super::compile::{Compiler, Program, Resources};
+use super::compile::{Compiler, Resources};
 use super::device::{Gpu, Stream};
 use super::error::{CudaError, checked};
 use super::launch::Launch;
 use super::layout::Layout;
+use super::unlooped::Chain;
+use super::variants::Variant;
 use crate::model::ModelConfig;
-
-/// Columns of the variants, ascending: rows that a launch computes at a time.
-pub const VARIANTS: [usize; 2] = [1, 8];
-/// Name of the kernel.
-const NAME: &str = "looped_decoder";
-/// The kernel's source, with what it includes.
-pub const SOURCE: &str = include_str!("../../kernels/looped_decoder.cu");
-/// The source's includes, by the names it has for them.
-pub const HEADERS: [(&str, &str); 10] = [
-    ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
-    ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
-    ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
-    ("layout/words.cuh", include_str!("../../kernels/layout/words.cuh")),
-    ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
-    ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
-    ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
-    ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
-    ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
-    ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
-];
-/// Widest head; narrower ones are padded to this or half of it.
-const MAX_HEAD_DIM: usize = 128;
-/// Query heads of a KV head are columns of one tensor-core product.
-const MAX_QUERIES_PER_KV: usize = 8;
 
 /// Machine code in a GPU.
 #[derive(Debug)]
@@ -45,22 +24,46 @@ pub struct Module {
     gpu: Arc<Gpu>,
 }
 
-/// The kernel for one number of columns.
+/// One variant, loaded.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Rows of a launch at most.
-    pub columns: usize,
+    /// Which it is.
+    pub variant: Variant,
     /// What the compiler said it takes.
     pub resources: Option<Resources>,
     /// Whether its binary came from the cache.
     pub cached: bool,
-    function: sys::CUfunction,
-    threads: u32,
-    shared_bytes: u32,
-    /// Bytes of exchange words before those of pages, and of each page of a row and KV head.
-    words: (u64, u64),
+    needs: Needs,
+    way: Way,
     blocks: u32,
     module: Module,
+}
+
+/// How it is put into a stream.
+#[derive(Debug)]
+enum Way {
+    /// One cooperative launch.
+    Loop(sys::CUfunction),
+    /// Graphs of launches.
+    Phases(Box<Chain>),
+}
+
+/// What the source says of itself once it is compiled, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+struct Needs {
+    /// Dynamic shared memory of a block, in bytes.
+    shared_bytes: u64,
+    /// Threads of a block.
+    threads: u64,
+    /// Bytes of exchange words before those of items.
+    fixed_words: u64,
+    /// Bytes of words of an item: some visible pages of one row and KV head.
+    item_words: u64,
+    /// Bytes at the start of the words that are zero when a launch begins.
+    zeroed_words: u64,
+    /// Pages of an item.
+    item_pages: u64,
 }
 
 // SAFETY: modules and functions are handles that the driver lets every thread use.
@@ -69,49 +72,6 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 #[allow(unsafe_code)]
 unsafe impl Send for Kernel {}
-
-/// Refuses dimensions that the kernel is not written for.
-///
-/// # Errors
-/// Names the dimension.
-pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
-    let refuse = |problem: String| Err(CudaError::Shape(problem));
-    if !config.hidden_size.is_multiple_of(16) {
-        return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
-    }
-    if config.head_dim > MAX_HEAD_DIM {
-        return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
-    }
-    let queries = config.num_heads / config.num_kv_heads;
-    if queries > MAX_QUERIES_PER_KV {
-        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most"));
-    }
-    Ok(())
-}
-
-/// The kernel's constants for a model.
-pub fn program(layout: &Layout, columns: usize) -> Program<'static> {
-    let c = &layout.plan().config;
-    let defines: Vec<(&'static str, usize)> = vec![
-        ("LP_LAYERS", c.num_layers),
-        ("LP_HIDDEN", c.hidden_size),
-        ("LP_HEADS", c.num_heads),
-        ("LP_KV_HEADS", c.num_kv_heads),
-        ("LP_HEAD_DIM", c.head_dim),
-        ("LP_HEAD_WIDTH", layout.head_width()),
-        ("LP_INTERMEDIATE", c.intermediate_size),
-        ("LP_VOCAB", c.vocab_size),
-        ("LP_WINDOW", c.sliding_window.unwrap_or(0)),
-        ("LP_QKV_BIAS", c.qkv_bias.into()),
-        ("LP_QK_NORM", c.qk_norm.into()),
-        ("LP_TIED", c.tied_embeddings.into()),
-        ("LP_EPS", c.rms_norm_eps.to_bits() as usize),
-        ("LP_BLOCKS", layout.blocks()),
-        ("LP_COLUMNS", columns),
-    ];
-    let defines = defines.into_iter().map(|(name, value)| (name, value as u64)).collect();
-    Program { name: NAME, source: SOURCE, headers: &HEADERS, defines }
-}
 
 impl Module {
     /// Loads machine code.
@@ -142,16 +102,35 @@ impl Module {
         Ok(function)
     }
 
+    /// The numbers that a kernel tells of itself.
+    ///
+    /// # Errors
+    /// They are not there.
+    pub fn needs<T: Pod>(&self, kernel: &str) -> Result<T, CudaError> {
+        self.constant(&format!("{kernel}_needs"))
+    }
+
+    /// What it has under a name.
+    ///
+    /// # Errors
+    /// It is not there.
     #[allow(unsafe_code)]
-    fn needs(&self) -> Result<[u64; 4], CudaError> {
+    pub fn constant<T: Pod>(&self, name: &str) -> Result<T, CudaError> {
+        let c_name = CString::new(name).unwrap_or_default();
         // SAFETY: the module is loaded for as long as `self` lives.
-        let found = unsafe { result::module::get_global(self.raw, c"looped_decoder_needs".to_owned()) };
+        let found = unsafe { result::module::get_global(self.raw, c_name) };
         let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut needs = [0u64; 4];
-        assert_eq!(bytes, size_of_val(&needs), "the source has four numbers there");
+        let mut value = [T::zeroed()];
+        assert_eq!(bytes, size_of_val(&value), "the source has so many bytes as {name}");
         // SAFETY: the range is the global's.
-        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut needs, address) })?;
-        Ok(needs)
+        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut value, address) })?;
+        let [value] = value;
+        Ok(value)
+    }
+
+    /// The GPU that it is in.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
     }
 }
 
@@ -167,59 +146,99 @@ impl Drop for Module {
 }
 
 impl Kernel {
-    /// Compiles (or finds) the kernel for a model, loads it and checks that all its blocks run at the same time.
+    /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its blocks run at the same time.
     ///
     /// # Errors
     /// It does not compile, or does not fit the GPU.
-    #[allow(unsafe_code)]
     pub fn load(
         gpu: &Arc<Gpu>,
         compiler: &Compiler,
         cache: &Cache,
         layout: &Layout,
-        columns: usize,
+        variant: Variant,
+        defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
-        let (binary, cached) = compiler.build(&program(layout, columns), cache)?;
+        let mut program = variant.program(layout);
+        program.defines.extend(defines);
+        let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
-        let [shared_bytes, threads, fixed_words, page_words] = module.needs()?;
-        let does_not_fit =
-            |problem: String| Err(CudaError::Kernel { kernel: format!("{NAME} of {columns} columns"), problem });
-        if shared_bytes > gpu.facts.shared_bytes as u64 {
-            let has = gpu.facts.shared_bytes;
-            return does_not_fit(format!("needs {shared_bytes} bytes of shared memory, a block of this GPU has {has}"));
-        }
-        let (threads, shared_bytes) = (threads as u32, shared_bytes as u32);
-        let function = module.function(NAME, shared_bytes)?;
-        // SAFETY: the function is of a loaded module.
-        let resident = unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(function, threads as i32, shared_bytes as usize)
+        let needs: Needs = module.needs(variant.name())?;
+        let does_not_fit = |problem: String| {
+            Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
         };
-        let resident = checked("cuOccupancyMaxActiveBlocksPerMultiprocessor", resident)?.max(0) as usize;
-        if resident * gpu.facts.sms < layout.blocks() {
-            let (blocks, sms) = (layout.blocks(), gpu.facts.sms);
-            return does_not_fit(format!("its {blocks} blocks do not run at one time on {sms} multiprocessors"));
+        if needs.shared_bytes > gpu.facts.shared_bytes as u64 {
+            let (bytes, has) = (needs.shared_bytes, gpu.facts.shared_bytes);
+            return does_not_fit(format!("needs {bytes} bytes of shared memory, a block of this GPU has {has}"));
         }
-        Ok(Self {
-            columns,
-            resources: Resources::of(NAME, &binary.log),
-            cached,
-            function,
-            threads,
-            shared_bytes,
-            words: (fixed_words, page_words),
-            blocks: layout.blocks() as u32,
-            module,
-        })
+        let way = match variant.unlooped() {
+            None => Way::Loop(module.function(variant.name(), needs.shared_bytes as u32)?),
+            Some(overlapped) => {
+                let layers = layout.plan().config.num_layers as u32;
+                Way::Phases(Box::new(Chain::new(&module, needs.shared_bytes as u32, layers, overlapped)?))
+            }
+        };
+        let resources = Resources::of(variant.name(), &binary.log);
+        let kernel = Self { variant, resources, cached, needs, way, blocks: layout.blocks() as u32, module };
+        if let Way::Loop(function) = kernel.way {
+            let resident = kernel.resident_blocks(function)?;
+            if resident < kernel.blocks {
+                let (blocks, sms) = (kernel.blocks, gpu.facts.sms);
+                return does_not_fit(format!(
+                    "{resident} of its {blocks} blocks run at the same time on {sms} multiprocessors"
+                ));
+            }
+        }
+        Ok(kernel)
     }
 
     /// Bytes of exchange words for rows of up to `pages` visible pages.
     pub fn words_bytes(&self, config: &ModelConfig, pages: usize) -> u64 {
-        self.words.0 + self.words.1 * (self.columns * pages * config.num_kv_heads) as u64
+        let items =
+            self.variant.columns() as u64 * config.num_kv_heads as u64 * (pages as u64).div_ceil(self.needs.item_pages);
+        self.needs.fixed_words + self.needs.item_words * items
     }
 
-    /// Shared memory of a block, in bytes.
-    pub fn shared_bytes(&self) -> u32 {
-        self.shared_bytes
+    /// Warps of a block.
+    pub fn warps(&self) -> usize {
+        self.needs.threads as usize / 32
+    }
+
+    /// How many blocks the GPU runs at the same time: in whole clusters, where the kernel asks for clusters.
+    #[allow(unsafe_code)]
+    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, CudaError> {
+        let width = Attribute::CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH;
+        // SAFETY: the function is of a loaded module.
+        let width = unsafe { result::function::get_function_attribute(function, width) };
+        let width = checked("cuFuncGetAttribute", width)?.max(1) as u32;
+        let mut cluster = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: width, y: 1, z: 1 },
+            },
+        };
+        let config = self.config(std::ptr::null_mut(), &mut cluster);
+        let mut clusters = 0;
+        // SAFETY: the function is of a loaded module, the configuration's one attribute and the integer live until the call returns.
+        let asked = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
+        checked("cuOccupancyMaxActiveClusters", asked.result())?;
+        Ok(clusters.max(0) as u32 * width)
+    }
+
+    /// All blocks, with an attribute.
+    fn config(&self, stream: sys::CUstream, attribute: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.needs.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.needs.shared_bytes as u32,
+            hStream: stream,
+            attrs: attribute,
+            numAttrs: 1,
+        }
     }
 
     /// Puts a launch into the stream.
@@ -230,20 +249,32 @@ impl Kernel {
     /// # Safety
     /// What `launch` points to is as its fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(&self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
-        let mut parameters = [(&raw mut launch).cast::<c_void>()];
-        // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it points to.
-        let launched = unsafe {
-            result::launch_cooperative_kernel(
-                self.function,
-                (self.blocks, 1, 1),
-                (self.threads, 1, 1),
-                self.shared_bytes,
-                stream.raw,
-                &mut parameters,
-            )
+    pub unsafe fn launch(&mut self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
+        if self.needs.zeroed_words > 0 {
+            let bytes = self.needs.zeroed_words as usize;
+            // SAFETY: the words are at least as long as the part that is to be zero; the caller vouches for their address.
+            let zeroed = unsafe { result::memset_d8_async(launch.words, 0, bytes, stream.raw) };
+            checked("cuMemsetD8Async", zeroed)?;
+        }
+        let function = match &mut self.way {
+            Way::Loop(function) => *function,
+            Way::Phases(chain) => {
+                let shape = (self.blocks, self.needs.threads as u32);
+                // SAFETY: as the caller vouches.
+                return unsafe { chain.launch(launch, shape, stream) };
+            }
         };
-        checked("cuLaunchCooperativeKernel", launched)
+        let mut parameters = [(&raw mut launch).cast::<c_void>()];
+        let mut cooperative = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { cooperative: 1 },
+        };
+        let config = self.config(stream.raw, &mut cooperative);
+        // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it points to.
+        let launched =
+            unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+        checked("cuLaunchKernelEx", launched.result())
     }
 
     /// The GPU.

@@ -6,6 +6,8 @@ use bytemuck::{Pod, Zeroable};
 pub const ROW_SAMPLE: u32 = 1;
 /// [`Launch::flags`]: the logits are written to memory.
 pub const LAUNCH_LOGITS: u32 = 1;
+/// [`Launch::flags`]: one step, whose tokens are left to a launch of the sampler.
+pub const LAUNCH_UNDRAWN: u32 = 2;
 /// Words of [`Launch::report`].
 pub const REPORT_WORDS: usize = 16;
 /// The token of a row that computed nothing in a step.
@@ -27,14 +29,14 @@ pub struct Row {
     pub first_position: u32,
     /// [`ROW_SAMPLE`].
     pub flags: u32,
-    /// With more than one step: past it the row idles.
+    /// Past it the row idles.
     pub last_position: u32,
     /// 0
     pub reserved: u32,
 }
 
 /// The kernel's parameter. Addresses are the GPU's.
-#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct Launch {
     /// The stream of weights.
@@ -61,8 +63,8 @@ pub struct Launch {
     pub logits: u64,
     /// `[row_count]` [`Row`]
     pub rows: u64,
-    /// Of the sampler.
-    pub sampling: u64,
+    /// Of a chain: u32, not 0 once its launches are to do nothing. Else 0.
+    pub stopped: u64,
     /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
     pub tokens: u64,
     /// Mapped: `[0]` set by the host to end the launch; `[1]` steps that it runs, once that is known; at the latest when it ends.
@@ -81,7 +83,7 @@ pub struct Launch {
     pub page_stride: u32,
     /// Pages of the pool.
     pub kv_pages: u32,
-    /// [`LAUNCH_LOGITS`].
+    /// [`LAUNCH_LOGITS`], [`LAUNCH_UNDRAWN`].
     pub flags: u32,
     /// 0
     pub reserved: [u32; 2],
@@ -119,6 +121,9 @@ pub fn site_name(site: u32) -> &'static str {
         4 => "room for partial sums",
         5 => "partial sums",
         6 => "the tokens of the step before",
+        7 => "a slot of activations to be released",
+        8 => "activations",
+        9 => "1 / rms of a step's columns",
         10 => "the input of attention",
         11 => "a query",
         12 => "K and V of this step",
@@ -128,6 +133,14 @@ pub fn site_name(site: u32) -> &'static str {
         16 => "the activation of the MLP",
         17 => "the input of the LM head",
         18 => "the best tokens of all blocks",
+        19 => "1 / rms of a column, from the block that adds its squares",
+        20 => "the sampler's best tokens of all blocks",
+        21 => "the sampler's largest values of all blocks",
+        22 => "the sampler's sums before a token of all blocks",
+        23 => "the sampler's sums of all blocks",
+        24 => "the sampler's log-probabilities of all blocks",
+        25 => "the sampler's lists of all blocks",
+        26 => "the sampler's lists of likely tokens of all blocks",
         _ => "an unnamed site",
     }
 }
@@ -150,7 +163,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 18);
+        assert_eq!(number, 26);
     }
 
     #[test]

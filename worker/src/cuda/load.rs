@@ -2,28 +2,31 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 
 use super::cache::Cache;
-use super::compile::Compiler;
+use super::compile::{Compiler, Resources};
 use super::device::Gpu;
 use super::engine::Engine;
 use super::error::CudaError;
+use super::gauge::{Gauge, Gauged};
 use super::heads::{PaddedHeads, padded};
-use super::kernel::{HEADERS, Kernel, SOURCE, VARIANTS, check_shape};
+use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
+use super::sampler::{self, Sampler, SamplerKernel};
+use super::trace::Phase as StepPhase;
+use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
-use crate::plan::{Backend, ModelPlan};
+use crate::plan::{Backend, ModelPlan, Product};
 use crate::rope::Rope;
-use crate::sampling::{Sampler, SamplerShape};
 
 /// What a load request leaves open.
 #[derive(Clone, Default)]
@@ -34,13 +37,17 @@ pub struct Options {
     pub random: Option<(ModelConfig, Arc<dyn Source + Send>)>,
     /// Fill the KV pool with NaN.
     pub poison: bool,
+    /// Whoever measures: other kernels, and times.
+    pub gauge: Option<Arc<Gauge>>,
+    /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
+    pub defines: Vec<(&'static str, u64)>,
 }
 
 /// A loaded rank on a GPU.
 pub struct CudaDecoder {
     pub(super) decoder: LoopedDecoder<Engine>,
     loaded: Loaded,
-    stream_bytes: u64,
+    layout: Layout,
     gpu: Arc<Gpu>,
 }
 
@@ -89,9 +96,9 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let kernels = kernels(&gpu, &compiler, &layout)?;
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, &options.defines)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -101,6 +108,7 @@ pub fn load_with(
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
+    let sampler = Sampler::new(sampler, &memory.sizes)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
@@ -123,17 +131,10 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &compiler.arithmetic(SOURCE, &HEADERS)),
+        bit_domain: plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler)),
         notes,
         model_digest: model.digest,
     };
-    let sampler = Sampler::new(SamplerShape {
-        vocab_size: config.vocab_size,
-        padded_vocab: plan.padded_vocab,
-        tensor_parallel: 1,
-        rank: 0,
-        max_rows: request.max_slots,
-    });
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -141,9 +142,14 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let launcher = Engine::new(memory.sizes, kernels, weights, pools)?;
-    let decoder = LoopedDecoder { launcher, batch, sampler, rank: request.rank };
-    Ok(CudaDecoder { decoder, loaded, stream_bytes: layout.bytes() as u64, gpu })
+    let mut launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    if let Some(gauge) = &options.gauge {
+        let cache = Cache::from_environment();
+        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
+        launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
+    }
+    let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
+    Ok(CudaDecoder { decoder, loaded, layout, gpu })
 }
 
 /// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
@@ -179,36 +185,79 @@ impl Model {
     }
 }
 
-/// All variants, compiled at the same time.
-fn kernels(gpu: &Arc<Gpu>, compiler: &Compiler, layout: &Layout) -> Result<Vec<Kernel>, CudaError> {
+/// What decides the bits of a result beside the plan: the sources and the compiler.
+fn arithmetic(compiler: &Compiler) -> String {
+    compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
+}
+
+/// All variants and the sampler, compiled at the same time.
+fn kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    layout: &Layout,
+    defines: &[(&'static str, u64)],
+) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let kernels: Result<Vec<Kernel>, CudaError> = std::thread::scope(|scope| {
-        let load = |columns| {
-            scope.spawn({
-                let cache = &cache;
-                move || Kernel::load(gpu, compiler, cache, layout, columns)
+    if let Err(problem) = check_wide(layout) {
+        tracing::info!(
+            "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
+        );
+    }
+    let vocab_size = layout.plan().config.vocab_size;
+    let variants: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect();
+    let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
+    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
+    let (kernels, sampler) = std::thread::scope(|scope| {
+        let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
+        if let Ok(sampler) = &sampler {
+            tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
+        }
+        let kernels = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (kernels, sampler)
+    });
+    let (kernels, sampler) = (kernels?, sampler?);
+    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
+    Ok((kernels, sampler))
+}
+
+/// Variants, compiled at the same time.
+fn load_kernels(
+    gpu: &Arc<Gpu>,
+    compiler: &Compiler,
+    cache: &Cache,
+    layout: &Layout,
+    variants: &[Variant],
+    defines: &[(&'static str, u64)],
+) -> Result<Vec<Kernel>, CudaError> {
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let load = |variant: &Variant| {
+            let variant = *variant;
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant, defines)?;
+                let what = format!("{} of {} columns", variant.name(), variant.columns());
+                tell(&what, kernel.cached, begun.elapsed(), kernel.resources);
+                Ok(kernel)
             })
         };
-        let loading = VARIANTS.map(load);
+        let loading: Vec<_> = variants.iter().map(load).collect();
         loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
-    });
-    let kernels = kernels?;
-    for kernel in &kernels {
-        let from = if kernel.cached { "from the cache" } else { "compiled" };
-        tracing::info!(
-            "kernel of {} columns {from}: {} bytes of shared memory, {}",
-            kernel.columns,
-            kernel.shared_bytes(),
-            kernel.resources.map_or("resources not told".into(), |of| {
-                format!("{} registers, {} bytes spilled", of.registers, of.spilled)
-            })
-        );
-    }
-    tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok(kernels)
+    })
+}
+
+fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) {
+    tracing::info!(
+        "{what} {} in {:.2} s: {}",
+        if cached { "from the cache" } else { "compiled" },
+        took.as_secs_f64(),
+        resources.map_or("resources not told".into(), |of| {
+            format!("{} registers, {} bytes spilled", of.registers, of.spilled)
+        })
+    );
 }
 
 fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {
@@ -229,7 +278,21 @@ fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel])
 impl CudaDecoder {
     /// Bytes of weights that stream through this rank in one decode step.
     pub fn stream_bytes(&self) -> u64 {
-        self.stream_bytes
+        self.layout.bytes() as u64
+    }
+
+    /// How many of them a phase of the step streams.
+    pub fn phase_bytes(&self, phase: StepPhase) -> u64 {
+        let product = match phase {
+            StepPhase::QueryKeyValue => Product::QueryKeyValue,
+            StepPhase::AttentionOut => Product::AttentionOut,
+            StepPhase::GateUp => Product::GateUp,
+            StepPhase::Down => Product::Down,
+            StepPhase::Head => Product::LmHead,
+            StepPhase::Embed | StepPhase::Attend | StepPhase::Merge | StepPhase::Choose => return 0,
+        };
+        let times = if product == Product::LmHead { 1 } else { self.loaded.num_layers };
+        (times * self.layout.panel(product).bytes()) as u64
     }
 
     /// The GPU.

@@ -1,23 +1,22 @@
 //! The loop on the host's side: plans become launches, the tokens of launches become outcomes.
 //!
-//! A step of sequences that only decode, drawn by the kernel, runs as one launch of as many steps as the plan has left: the
-//! host follows its tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for
-//! each run of rows that fits one, a later launch seeing K and V of the earlier ones.
+//! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
+//! tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for each of its
+//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit and
+//! nothing more the decoder draws, else the sampler does.
 
 use std::time::Instant;
 
 use super::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::batch::{Batch, Boundary, Plan, Slot, Step};
+use super::passes::Passes;
+use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
-use crate::sampling::{Alone, MIN_TEMPERATURE, ParallelFor, Sampled, Sampler};
-
-/// Most threads that sample on the host.
-const SAMPLING_THREADS: usize = 8;
+use crate::sampling::{MIN_TEMPERATURE, Sampled};
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
 pub trait Launcher: Send {
-    /// Rows of a launch at most.
-    fn columns(&self) -> usize;
+    /// How the rows of a step become launches.
+    fn passes(&self) -> &Passes;
 
     /// Steps of a launch at most.
     fn most_steps(&self) -> u32;
@@ -25,12 +24,12 @@ pub trait Launcher: Send {
     /// Sets entries of a slot's page table from `first` on, for launches after this. No launch is under way.
     fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault>;
 
-    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and none
-    /// is under way. `logits`: they are wanted.
-    fn launch(&mut self, rows: &[Row], steps: u32, logits: bool) -> Result<usize, Fault>;
+    /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
+    fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
 
-    /// Keeps the logits of a column of the launch put last, as the `place`-th row of [`Self::logits`].
-    fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault>;
+    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and none
+    /// is under way. `sampled`: the sampler draws, not the decoder.
+    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
 
     /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before.
     fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault>;
@@ -38,14 +37,11 @@ pub trait Launcher: Send {
     /// Asks the launch under way to end soon.
     fn stop(&mut self);
 
-    /// Waits until no launch is under way. Tokens and logits stay until the next launch.
+    /// Waits until no launch is under way. Tokens stay until the next launch.
     fn finish(&mut self) -> Result<(), Fault>;
 
-    /// The token that the kernel drew.
-    fn token(&self, launch: usize, step: u32, column: usize) -> u32;
-
-    /// Kept logits, `[rows][padded vocabulary]`.
-    fn logits(&mut self, rows: usize) -> &mut [f32];
+    /// What was drawn; `logprobs`: with log-probabilities, for which the launch was sampled.
+    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled;
 }
 
 /// A loaded rank, ready to run.
@@ -54,16 +50,8 @@ pub struct LoopedDecoder<L> {
     pub launcher: L,
     /// The sequences.
     pub batch: Batch,
-    /// Draws what the kernel does not.
-    pub sampler: Sampler,
     /// This rank.
     pub rank: usize,
-}
-
-/// Where the token of a sampled row will be.
-enum Draw {
-    Kernel { launch: usize, column: usize },
-    Host,
 }
 
 impl<L: Launcher> LoopedDecoder<L> {
@@ -107,6 +95,9 @@ impl<L: Launcher> LoopedDecoder<L> {
 
     fn apply(&mut self, plan: &Plan) -> Result<(), Fault> {
         self.batch.apply(plan)?;
+        for admit in &plan.admit {
+            self.launcher.admit(admit.slot, self.batch.slot(admit.slot))?;
+        }
         for (index, grant) in plan.grants.iter().enumerate() {
             // Pages granted by later grants of the same plan come after these.
             let later = plan.grants[index + 1..].iter().filter(|other| other.slot == grant.slot);
@@ -120,18 +111,21 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
-        step.rows.len() <= self.launcher.columns()
-            && step.samples.len() == step.rows.len()
-            && step.rows.iter().all(|row| drawn_by_kernel(self.batch.slot(row.slot)))
+        step.rows.len() <= self.launcher.passes().columns() && step.samples.len() == step.rows.len()
+    }
+
+    /// Whether the sampler has to draw for some of the rows.
+    fn sampled(&self, mut rows: impl Iterator<Item = usize>) -> bool {
+        rows.any(|row| !drawn_by_decoder(self.batch.slot(self.batch.step().rows[row].slot)))
     }
 
     fn many_steps(&mut self, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let mut since = Instant::now();
-        let mut rows = device_rows(self.batch.step(), 0..self.batch.step().rows.len());
+        let mut rows = device_rows(&self.batch.step().rows);
         rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
         let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
         let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
-        let launch = self.launcher.launch(&rows, steps, false)?;
+        let launch = self.launcher.launch(&rows, steps, self.sampled(0..rows.len()))?;
         let column_of = |slot| rows.iter().position(|row| row.slot == slot).expect("a decoding row, since none joins");
         let mut stopped = false;
         for step in 0..steps {
@@ -141,8 +135,8 @@ impl<L: Launcher> LoopedDecoder<L> {
             }
             let batch_step = self.batch.step();
             let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
-            let tokens = slots.map(|slot| self.launcher.token(launch, step, column_of(slot)));
-            let sampled: Vec<Sampled> = tokens.map(plain).collect();
+            let sampled: Vec<Sampled> =
+                slots.map(|slot| self.launcher.sampled(launch, step, column_of(slot), self.logprobs(slot))).collect();
             let now = Instant::now();
             self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
             if !stopped && plans.newest() > self.batch.version() {
@@ -158,42 +152,26 @@ impl<L: Launcher> LoopedDecoder<L> {
     fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let begun = Instant::now();
         let step = self.batch.step();
-        let columns = self.launcher.columns();
+        let samples: Vec<bool> = step.rows.iter().map(|row| row.sample).collect();
         let mut draws = Vec::with_capacity(step.samples.len());
-        let mut on_host = Vec::new();
-        for first in (0..step.rows.len()).step_by(columns) {
-            let range = first..(first + columns).min(step.rows.len());
-            let sampled = || step.samples.iter().copied().filter(|row| range.contains(row));
-            let of_host = |row: usize| !drawn_by_kernel(self.batch.slot(step.rows[row].slot));
-            let launch = self.launcher.launch(&device_rows(step, range.clone()), 1, sampled().any(of_host))?;
-            for row in sampled() {
-                if of_host(row) {
-                    self.launcher.keep_logits(row - first, on_host.len())?;
-                    on_host.push(row);
-                    draws.push(Draw::Host);
-                } else {
-                    draws.push(Draw::Kernel { launch, column: row - first });
-                }
-            }
+        for pass in self.launcher.passes().of(&samples) {
+            let rows: Vec<_> = pass.iter().map(|row| step.rows[*row]).collect();
+            let sampled = self.sampled(pass.iter().copied().filter(|row| samples[*row]));
+            let launch = self.launcher.launch(&device_rows(&rows), 1, sampled)?;
+            // Passes hold the rows that sample in the order of the step.
+            let drawn = pass.into_iter().enumerate().filter(|(_, row)| samples[*row]);
+            draws.extend(drawn.map(|(column, row)| (launch, column, step.rows[row].slot)));
         }
         self.launcher.finish()?;
-        let inputs: Vec<_> = on_host.iter().map(|row| self.batch.row_input(*row)).collect();
-        let mut drawn = match inputs.len() {
-            0 => [].iter(),
-            rows => {
-                let logits = self.launcher.logits(rows);
-                let drawn = self.sampler.sample(&inputs, logits, &mut Alone::default(), &Threads);
-                drawn.unwrap_or_else(|never| match never {}).iter()
-            }
-        };
-        let sampled: Vec<Sampled> = draws
+        let drawn = draws
             .into_iter()
-            .map(|draw| match draw {
-                Draw::Kernel { launch, column } => plain(self.launcher.token(launch, 0, column)),
-                Draw::Host => drawn.next().expect("the sampler draws a token for every row").clone(),
-            })
-            .collect();
+            .map(|(launch, column, slot)| self.launcher.sampled(launch, 0, column, self.logprobs(slot)));
+        let sampled: Vec<Sampled> = drawn.collect();
         self.complete(&sampled, begun.elapsed(), outcomes)
+    }
+
+    fn logprobs(&self, slot: u32) -> bool {
+        self.batch.slot(slot).logprobs().is_some()
     }
 
     /// Moves the batch on by a step, and reports it.
@@ -227,8 +205,8 @@ impl<L: Launcher> LoopedDecoder<L> {
     }
 }
 
-/// Whether the kernel draws the token itself: the largest logit, with nothing that changes or reports logits.
-fn drawn_by_kernel(slot: &Slot) -> bool {
+/// Whether the decoder draws the token itself: the largest logit, with nothing that changes or reports logits.
+fn drawn_by_decoder(slot: &Slot) -> bool {
     let params = slot.sampling();
     params.temperature < MIN_TEMPERATURE
         && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
@@ -237,10 +215,10 @@ fn drawn_by_kernel(slot: &Slot) -> bool {
         && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
 }
 
-/// Rows of a step as one launch of one step takes them.
-fn device_rows(step: &Step, range: std::ops::Range<usize>) -> Vec<Row> {
-    let mut rows: Vec<Row> = Vec::with_capacity(range.len());
-    for (index, row) in step.rows[range].iter().enumerate() {
+/// Rows of a pass as a launch of one step takes them.
+fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::with_capacity(pass.len());
+    for (index, row) in pass.iter().enumerate() {
         let (first_row, first_position) = match rows.last() {
             Some(before) if before.slot == row.slot => (before.first_row, before.first_position),
             _ => (index as u32, row.position),
@@ -257,26 +235,4 @@ fn device_rows(step: &Step, range: std::ops::Range<usize>) -> Vec<Row> {
         });
     }
     rows
-}
-
-fn plain(token: u32) -> Sampled {
-    Sampled { token, logprob: None, top: Vec::new() }
-}
-
-/// The sampler's work on a few threads of the host.
-struct Threads;
-
-impl ParallelFor for Threads {
-    fn for_each(&self, units: usize, work: &(dyn Fn(usize) + Sync)) {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.min(SAMPLING_THREADS).min(units).max(1);
-        let part = move |thread: usize| (thread..units).step_by(threads).for_each(work);
-        std::thread::scope(|scope| {
-            let part = &part;
-            (1..threads).for_each(|thread| {
-                scope.spawn(move || part(thread));
-            });
-            part(0);
-        });
-    }
 }

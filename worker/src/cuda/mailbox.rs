@@ -7,6 +7,7 @@ use super::device::Gpu;
 use super::error::CudaError;
 use super::launch::{REPORT_WORDS, Report};
 use super::memory::PinnedBuffer;
+use super::sampler::RowLogprobs;
 
 /// Places of `control`.
 const STOP: usize = 0;
@@ -16,10 +17,12 @@ const STEPS_RUN: usize = 1;
 #[derive(Debug)]
 pub struct Mailbox {
     tokens: PinnedBuffer<u64>,
+    /// Of the tokens.
+    logprobs: PinnedBuffer<RowLogprobs>,
     control: PinnedBuffer<u32>,
     report: PinnedBuffer<u32>,
-    /// Addresses of the three on the GPU.
-    mapped: [u64; 3],
+    /// Addresses of the four on the GPU.
+    mapped: [u64; 4],
 }
 
 impl Mailbox {
@@ -28,15 +31,21 @@ impl Mailbox {
     /// # Errors
     /// There is not so much memory that can be locked.
     pub fn new(gpu: &Arc<Gpu>, tokens: usize) -> Result<Self, CudaError> {
-        let tokens = PinnedBuffer::zeroed(gpu, tokens)?;
+        let (tokens, logprobs) = (PinnedBuffer::zeroed(gpu, tokens)?, PinnedBuffer::zeroed(gpu, tokens)?);
         let (control, report) = (PinnedBuffer::zeroed(gpu, 2)?, PinnedBuffer::zeroed(gpu, REPORT_WORDS)?);
-        let mapped = [tokens.device_address()?, control.device_address()?, report.device_address()?];
-        Ok(Self { tokens, control, report, mapped })
+        let mapped =
+            [tokens.device_address()?, control.device_address()?, report.device_address()?, logprobs.device_address()?];
+        Ok(Self { tokens, logprobs, control, report, mapped })
     }
 
     /// Address of a token on the GPU.
     pub fn tokens_address(&self, index: usize) -> u64 {
         self.mapped[0] + index as u64 * 8
+    }
+
+    /// Address of a token's log-probabilities on the GPU.
+    pub fn logprobs_address(&self, index: usize) -> u64 {
+        self.mapped[3] + (index * size_of::<RowLogprobs>()) as u64
     }
 
     /// Address of the control words on the GPU.
@@ -58,6 +67,14 @@ impl Mailbox {
     pub fn token(&self, index: usize) -> (u32, u32) {
         let word = load_u64(&self.tokens, index);
         ((word >> 32) as u32, word as u32)
+    }
+
+    /// The log-probabilities of the token at `index`, once [`Self::token`] has given it: the kernel wrote them before it.
+    #[allow(unsafe_code)]
+    pub fn logprobs(&self, index: usize) -> RowLogprobs {
+        // SAFETY: the record is in the buffer; its writer was done before the token, and writes again only after the host has
+        // said that it expects another.
+        unsafe { self.logprobs.pointer(index).read_volatile() }
     }
 
     /// Before launches: none is to stop, none has run a step.

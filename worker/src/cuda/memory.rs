@@ -117,6 +117,30 @@ impl DeviceBuffer {
         checked("cuMemcpyHtoDAsync", copied)
     }
 
+    /// Sets `bytes` bytes from `offset` on, in the stream's order.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn fill_async(&self, offset: usize, bytes: usize, byte: u8, stream: &Stream) -> Result<(), CudaError> {
+        assert!(offset + bytes <= self.bytes, "{offset} + {bytes} of {}", self.bytes);
+        // SAFETY: the range is in this buffer.
+        let set = unsafe { result::memset_d8_async(self.address + offset as u64, byte, bytes, stream.raw) };
+        checked("cuMemsetD8Async", set)
+    }
+
+    /// Copies from byte `offset` to `values`, and waits until they are there.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn read<T: Pod>(&self, offset: usize, values: &mut [T]) -> Result<(), CudaError> {
+        assert!(offset + size_of_val(values) <= self.bytes, "{offset} + {} of {}", size_of_val(values), self.bytes);
+        self.gpu.make_current()?;
+        // SAFETY: the range is in this buffer, and the call returns when `values` are there.
+        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(values, self.address + offset as u64) })
+    }
+
     /// Copies from byte `offset` to `values` in the stream's order.
     ///
     /// # Errors
@@ -124,6 +148,7 @@ impl DeviceBuffer {
     ///
     /// # Safety
     /// Nobody looks at `values`, and they stay where they are, until the stream has come that far.
+    #[cfg(test)]
     #[allow(unsafe_code)]
     pub unsafe fn read_async<T: Pod>(&self, offset: usize, values: &mut [T], stream: &Stream) -> Result<(), CudaError> {
         assert!(offset + size_of_val(values) <= self.bytes, "{offset} + {} of {}", size_of_val(values), self.bytes);

@@ -6,10 +6,11 @@ use std::time::Duration;
 use super::budget::{KvWish, Needs};
 use super::device::Gpu;
 use super::error::CudaError;
-use super::kernel::{Kernel, VARIANTS};
+use super::kernel::Kernel;
 use super::launch::Row;
 use super::layout::Layout;
 use super::memory::DeviceBuffer;
+use super::sampler::SamplerKernel;
 use super::weights::Weights;
 use crate::decoder::{LoadError, LoadRequest};
 use crate::plan::{KvLayout, PAGE_POSITIONS, Product, ROW_TILE};
@@ -32,10 +33,8 @@ pub struct Sizes {
     pub kv_pages: usize,
     /// Decoder layers.
     pub layers: usize,
-    /// Logits of a row as the kernel writes them.
+    /// Logits of a row, as the decoder writes and the sampler reads them.
     pub kernel_vocab: usize,
-    /// Logits of a row as the sampler reads them, at least `kernel_vocab`.
-    pub padded_vocab: usize,
     /// Longest time without a token.
     pub wait_limit: Duration,
 }
@@ -51,7 +50,7 @@ pub struct Pools {
     pub words: Vec<DeviceBuffer>,
     /// `[slot][page]` u32
     pub page_table: DeviceBuffer,
-    /// `[columns][kernel_vocab]` f32
+    /// `[columns of the widest kernel that samples][kernel_vocab]` f32
     pub logits: DeviceBuffer,
     /// `[max_batch_tokens]` rows
     pub rows: DeviceBuffer,
@@ -72,13 +71,20 @@ pub struct Memory {
 
 impl Memory {
     /// What a request takes, but for the number of KV pages.
-    pub fn plan(layout: &Layout, request: &LoadRequest, max_context: usize, kernels: &[Kernel]) -> Self {
+    pub fn plan(
+        layout: &Layout,
+        request: &LoadRequest,
+        max_context: usize,
+        kernels: &[Kernel],
+        sampler: &SamplerKernel,
+    ) -> Self {
         let c = &layout.plan().config;
         let slot_pages = KvLayout::pages_for(max_context);
         // A window that begins within a page reaches into one more.
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(c, visible)).collect();
-        let columns = VARIANTS.into_iter().max().unwrap_or(1);
+        let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
+        let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
         let sizes = Sizes {
             rank: request.rank,
             max_slots: request.max_slots,
@@ -87,7 +93,6 @@ impl Memory {
             kv_pages: 0,
             layers: c.num_layers,
             kernel_vocab: layout.panel(Product::LmHead).tiles * ROW_TILE,
-            padded_vocab: layout.plan().padded_vocab,
             wait_limit: request.wait_limit,
         };
         let heads = c.num_layers * c.num_kv_heads;
@@ -99,6 +104,7 @@ impl Memory {
             kv_page: (heads * PAGE_POSITIONS * c.head_dim * 2 * 2) as u64 + k_scale_page,
             words: words.iter().sum(),
             logits: (columns * sizes.kernel_vocab * 4) as u64,
+            sampler: sampler.bytes(request.max_slots),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
         };
@@ -151,8 +157,9 @@ impl Memory {
 }
 
 impl Sizes {
-    /// Words of the token ring: a launch of many steps, or one step's launches.
+    /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one step's
+    /// launches, of which the last alone is not full.
     pub fn ring(&self, columns: usize) -> usize {
-        (MOST_STEPS * columns).max(self.max_batch_tokens.next_multiple_of(columns))
+        (MOST_STEPS * columns).max(self.max_batch_tokens + columns)
     }
 }

@@ -11,8 +11,9 @@ use super::cache::Cache;
 use super::compile::{Compiler, Program};
 use super::device::{Gpu, Stream};
 use super::error::{CudaError, checked};
-use super::kernel::{HEADERS, Module};
+use super::kernel::Module;
 use super::memory::DeviceBuffer;
+use super::variants::HEADERS;
 
 const SOURCE: &str = include_str!("../../kernels/read_limit.cu");
 /// Bytes of a bulk copy, and copies that the kernel has room for.

@@ -1,5 +1,5 @@
-// The functions of ops/lanes.cuh on a host: every thread of every block is a fiber of one host thread, warps meet at collectives.
-// For tests of the sampler without a GPU; nothing here is fast.
+// What the sampler uses of ptx/ptx.cuh, sync/wait.cuh and ops/lanes.cuh, on a host: every thread of every block is a fiber of one host thread, warps meet
+// at collectives. For tests of the sampler without a GPU; nothing here is fast.
 #pragma once
 #include <math.h>
 #include <stdio.h>
@@ -8,8 +8,11 @@
 #include <ucontext.h>
 #include <functional>
 #include <vector>
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
 #define LP_DEVICE static inline
-#define LP_CALL static
+struct alignas(16) Quad { u32 x, y, z, w; };
 
 namespace emulated {
 
@@ -64,41 +67,43 @@ inline void launch(u32 blocks, u32 threads, u32 seed, std::function<void(u32, u3
 
 }  // namespace emulated
 
-namespace sampling {
-
-struct Word { u32 x, y, tag, w; };
-LP_DEVICE Word ld_relaxed(const u8* p) { Word v; memcpy(&v, p, 16); return v; }
-LP_DEVICE void st_relaxed(u8* p, Word v) { memcpy(p, &v, 16); }
-LP_DEVICE void st_release_sys(u64* p, u64 v) { *p = v; }
-LP_DEVICE void st_relaxed_sys(u64* p, u64 v) { *p = v; }
-LP_DEVICE void bar_sync(u32 id, u32 threads) {
+constexpr long long kWaitLimit = 1000000000;
+constexpr u32 kSiteSamplerBest = 20;
+LP_DEVICE Quad load_relaxed_16(const u8* p) { Quad v; memcpy(&v, p, 16); return v; }
+LP_DEVICE void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) { const Quad v{x, y, z, w}; memcpy(p, &v, 16); }
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) { *p = v; }
+LP_DEVICE void store_system_u64(u64* p, u64 v) { *p = v; }
+LP_DEVICE void store_system_u32(u32* p, u32 v) { *p = v; }
+LP_DEVICE u32 load_system_u32(const u32* p) { return *p; }
+LP_DEVICE void barrier_sync(u32 id, u32 threads) {
   emulated::Barrier& b = emulated::current->barriers[id];
   const u32 g = b.generation;
   if (++b.arrived == threads) { b.arrived = 0; b.generation++; } else emulated::wait_while(&b.generation, g);
 }
-LP_DEVICE long long ticks() { static long long count = 0; return count++; }
-LP_DEVICE void relax() { emulated::yield(); }
-LP_DEVICE void fail(u32* report, u32 block, u32 thread, u32 site, u32 expected, u32 seen) {
-  printf("wait failed: block %u thread %u site %u expected %u seen %u\n", block, thread, site, expected, seen);
-  report[0] = 1;
+// Waits look at the clock in every round.
+LP_DEVICE long long clock64() { static long long count = 0; emulated::yield(); return count++; }
+template <class L> void wait_failed(const L& launch, u32 site, u32 expected, u32 seen) {
+  printf("wait failed: site %u expected %u seen %u\n", site, expected, seen);
+  launch.report[0] = 1;
   exit(3);
 }
+template <class T> T shuffle(T v, u32 lane) { return (T)emulated::meet(v)[lane % 32]; }
+template <class T> T shuffle_xor(T v, u32 mask) { const u32 l = emulated::current->lane; return (T)emulated::meet(v)[l ^ mask]; }
+
+namespace sampling {
 
 LP_DEVICE void warp_sync() { emulated::meet(0); }
 LP_DEVICE u32 warp_max(u32 v) { const u64* s = emulated::meet(v); u64 m = 0; for (int i = 0; i < 32; i++) m = s[i] > m ? s[i] : m; return (u32)m; }
 LP_DEVICE u32 warp_add(u32 v) { const u64* s = emulated::meet(v); u32 n = 0; for (int i = 0; i < 32; i++) n += (u32)s[i]; return n; }
 LP_DEVICE u32 ballot(bool v) { const u64* s = emulated::meet(v); u32 n = 0; for (int i = 0; i < 32; i++) n |= (u32)s[i] << i; return n; }
-LP_DEVICE u32 shuffle(u32 v, u32 lane) { return (u32)emulated::meet(v)[lane % 32]; }
-LP_DEVICE u64 shuffle(u64 v, u32 lane) { return emulated::meet(v)[lane % 32]; }
-LP_DEVICE u64 shuffle_xor(u64 v, u32 mask) { const u32 l = emulated::current->lane; return emulated::meet(v)[l ^ mask]; }
 LP_DEVICE u64 shuffle_up(u64 v, u32 by) { const u32 l = emulated::current->lane; return emulated::meet(v)[l < by ? l : l - by]; }
 
 LP_DEVICE u32 bits(float v) { u32 r; memcpy(&r, &v, 4); return r; }
 LP_DEVICE float float_of(u32 v) { float r; memcpy(&r, &v, 4); return r; }
 LP_DEVICE u64 bits(double v) { u64 r; memcpy(&r, &v, 8); return r; }
 LP_DEVICE double double_of(u64 v) { double r; memcpy(&r, &v, 8); return r; }
-LP_DEVICE u32 popc(u32 v) { return __builtin_popcount(v); }
-LP_DEVICE u32 lowest_bit(u32 v) { return __builtin_ffs(v) - 1; }
+LP_DEVICE u32 popc(u64 v) { return __builtin_popcountll(v); }
+LP_DEVICE u32 lowest_bit(u64 v) { return __builtin_ffsll(v) - 1; }
 LP_DEVICE u32 mul_hi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 template <class T> LP_DEVICE T add(T a, T b) { return a + b; }
 template <class T> LP_DEVICE T sub(T a, T b) { return a - b; }

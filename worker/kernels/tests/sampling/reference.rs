@@ -3,6 +3,8 @@
 //! Stands alone: `rustc -O --edition 2024 reference.rs`, with the sampler compiled in as a module.
 #![allow(dead_code, missing_docs)]
 
+#[path = "../../../src/math.rs"]
+mod math;
 #[path = "../../../src/sampling/mod.rs"]
 mod sampling;
 /// What the sampler reads of the plan.
@@ -13,7 +15,7 @@ mod plan {
 
 use std::io::{Read, Write};
 
-use sampling::math::{exp, ln_f64};
+use math::{exp, ln_f64};
 use sampling::{Alone, RowInput, Sampler, SamplerShape, SamplingParams, Serial};
 
 /// Little-endian numbers of a file.

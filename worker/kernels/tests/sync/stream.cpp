@@ -9,6 +9,7 @@
 #include "../../layout/shared_memory.cuh"
 #include "../../sync/wait.cuh"
 #include "../../sync/ring.cuh"
+#include "../../ops/tree_sum.cuh"
 #include "../../ops/product.cuh"
 
 constexpr int kRounds = 6;  // layers

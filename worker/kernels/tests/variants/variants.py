@@ -2,15 +2,24 @@
 
     variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
-    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8 --name trace
+    variants.py build fit --columns 8,32,64,128; variants.py wide fit --columns 32,64,128
+    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
+    variants.py chain 8b llama-1b                        # steps that the sampler draws, beside greedy ones in the loop
 
-`check`, `bits`, `time` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
-with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature.
+`check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
+with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature, `fit` for three that wide passes take.
 """
-import argparse, ctypes, os, struct, subprocess, sys, time
+import argparse, contextlib, ctypes, os, struct, subprocess, sys, time
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-PAGE, COLUMNS, LIMIT_GBS = 64, (1, 8), 4653
+PAGE, LIMIT_GBS = 64, 4653
+NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128  # columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
+COLUMNS = (*NARROW, *WIDE, PROMPT)
+SAMPLER_BLOCKS, SAMPLER_THREADS = 132, 512
+
+
+def kernel_of(columns):
+    return "looped_decoder" if columns in NARROW else "wide_decoder"
 
 
 def most_leaves(n):
@@ -58,10 +67,19 @@ SHAPES = {
     "mha": dict(layers=2, hidden=128, heads=16, kv_heads=16, head_dim=64, intermediate=256, vocab=768),
     "bias": dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, bias=1),
     "norm": dict(layers=2, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=768, norm=1),
+    # What wide passes take (kWideFits), small: 3, 6 and 4 qkv tiles a pair of blocks; 1, 1 and 2 tiles of the hidden state a block.
+    "wide": dict(layers=2, hidden=2048, heads=16, kv_heads=4, intermediate=4096, vocab=2048),
+    "wide-norm": dict(layers=2, hidden=2048, heads=32, kv_heads=8, intermediate=6144, vocab=5000, bias=1, norm=1, tied=1),
+    "wide-window": dict(layers=2, hidden=4096, heads=16, kv_heads=8, intermediate=8192, vocab=2048, window=100),
     "odd": dict(layers=2, hidden=512, heads=8, kv_heads=2, intermediate=1376, vocab=5000, bias=1, norm=1),
 }
+FIT = ["wide", "wide-norm", "wide-window"]
 SMALL = ["gqa", "tied", "window", "mha", "bias", "norm", "odd"]
 GRIDS = (128, 132, 64, 8)
+
+
+def fits(name):
+    return name in [*FIT, "8b", "llama-1b"]
 
 
 def cubin(args, name, columns, variant="", blocks=128):
@@ -72,15 +90,19 @@ def cubin(args, name, columns, variant="", blocks=128):
 def build(args):
     for name in args.shapes:
         for blocks in GRIDS if name in args.grids else (128,):
-            for columns in COLUMNS:
-                out = cubin(args, name, columns, args.name, blocks)
-                command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}",
-                           *Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split(), "-o", out, os.path.join(KERNELS, "looped_decoder.cu")]
-                done = subprocess.run(command, capture_output=True, text=True)
-                told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
-                print(os.path.basename(out), *told, sep=": ", flush=True)
-                if done.returncode:
-                    sys.exit(1)
+            for columns in args.columns if fits(name) else NARROW:
+                compile_cubin(cubin(args, name, columns, args.name, blocks), f"{kernel_of(columns)}.cu", [*Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split()])
+        sampler = dict(VOCAB=Shape(**SHAPES[name]).vocab, BLOCKS=SAMPLER_BLOCKS, COLUMNS=max(WIDE), SAMPLE_THREADS=SAMPLER_THREADS)
+        compile_cubin(cubin(args, name, "sampler", args.name), "sampler.cu", [f"-DLP_{key}={value}" for key, value in sampler.items()])
+
+
+def compile_cubin(out, source, defines):
+    command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}", *defines, "-o", out, os.path.join(KERNELS, source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
+    print(os.path.basename(out), *told, sep=": ", flush=True)
+    if done.returncode:
+        sys.exit(1)
 
 
 def gpu():
@@ -180,49 +202,84 @@ class Model:
         return (r(h * self.gamma[2 * s.layers].float()) @ self.head.float().T) * inverse(h)
 
 
-class Kernel:
-    """A kernel with its memory: the launches of looped_decoder.cu. KV pages begin full of NaN."""
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, with one attribute."""
 
-    def __init__(self, model, columns, path, pages=64, slots=8):
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+def load_module(path, name):
+    """A kernel of a .cubin, and the numbers that it tells of itself."""
+    module, function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+    checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
+    checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{name}_needs".encode()), "cuModuleGetGlobal")
+    told = (ctypes.c_uint64 * (size.value // 8))()
+    checked(driver.cuMemcpyDtoH_v2(told, needs, size), "cuMemcpyDtoH")
+    return function, list(told)
+
+
+def enqueue(function, blocks, threads, shared, parameter):
+    """A cooperative launch behind what is in the stream."""
+    buffer = ctypes.create_string_buffer(parameter, len(parameter))
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    cooperative = (ctypes.c_uint * 18)(2, 0, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, padding, 1
+    config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
+    checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "cuLaunchKernelEx")
+
+
+class Kernel:
+    """A kernel with its memory: the launches of looped_decoder.cu and wide_decoder.cu. KV pages, and words that nobody has to zero, begin full of NaN.
+    `beside`: a kernel with the same pages, whose KV it uses."""
+
+    def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
-        module, self.function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
-        checked(driver.cuModuleGetFunction(ctypes.byref(self.function), module, b"looped_decoder"), "cuModuleGetFunction")
-        checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, b"looped_decoder_needs"), "cuModuleGetGlobal")
-        told = (ctypes.c_uint64 * 4)()
-        checked(driver.cuMemcpyDtoH_v2(told, needs, ctypes.c_size_t(32)), "cuMemcpyDtoH")
-        self.shared, self.threads, words, page_words = told
+        self.function, (self.shared, self.threads, words, item_words, self.zeroed, item_pages) = load_module(path, kernel_of(columns))
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
-        self.stride, per_slot = pages // slots, pages // slots
+        self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
-        self.words = torch.zeros(words + page_words * columns * self.stride * s.kv_heads, dtype=torch.uint8, device="cuda")
-        self.kv = full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
-        self.k_scale = full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
-        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int().view(slots, per_slot).cuda()
+        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // item_pages), dtype=torch.uint8, device="cuda")
+        if columns not in NARROW:
+            self.words.fill_(0xFF)
+        self.kv = beside.kv if beside else full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
+        self.k_scale = beside.k_scale if beside else full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
+        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()[: slots * per_slot].view(slots, per_slot).cuda()
         self.logits = full(columns * s.head[0] * 16, torch.float32).view(columns, -1)
         self.rows = torch.zeros(columns * 8, dtype=torch.int32, device="cuda")
         self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
 
     def launch(self, rows, steps=1, logits=True, stop=0, trace=None):
         """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row, first_position, sample, last."""
-        m, flat = self.model, []
+        with self.timed(rows, stop):
+            self.enqueue(len(rows), steps, int(logits), trace=trace)
+        return self.tokens(steps)
+
+    def tokens(self, steps):
+        return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
+
+    def enqueue(self, rows, steps, flags, stopped=None, trace=None):
+        m = self.model
+        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, stopped]
+        base = self.host.data_ptr()
+        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
+        if self.zeroed:
+            self.words[: self.zeroed] = 0
+        enqueue(self.function, m.shape.blocks, self.threads, self.shared, struct.pack("<17Q8I", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, 0, 0))
+        self.epoch += steps * (m.shape.layers + 1)
+
+    @contextlib.contextmanager
+    def timed(self, rows, stop=0):
+        """Around launches: gives them their rows, waits for them, and says how long they took and how many steps ran."""
+        flat = []
         for row in rows:
             flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
         self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
         self.host.zero_()
         self.host[8] = stop
-        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, None]
-        base = self.host.data_ptr()
-        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
-        parameter = struct.pack("<17Q8I", *pointers, len(rows), steps, self.epoch, self.stride, self.pages, int(logits), 0, 0)
-        self.epoch += steps * (m.shape.layers + 1)
-        buffer = ctypes.create_string_buffer(parameter, len(parameter))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        checked(driver.cuLaunchCooperativeKernel(self.function, m.shape.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, arguments), "cuLaunchCooperativeKernel")
+        yield
         end.record()
         try:
             torch.cuda.synchronize()
@@ -231,7 +288,6 @@ class Kernel:
             print("failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
             os._exit(1)
         self.ms, self.ran = begin.elapsed_time(end), int(self.host[8]) >> 32
-        return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
 
     def prompt(self, tokens, slot=0, chunk=None):
         """Runs a prompt in passes; the next token, and the logits it came from."""
@@ -241,6 +297,47 @@ class Kernel:
             rows = [dict(token=int(tokens[first + i]), position=first + i, slot=slot, first_row=0, first_position=first, sample=int(first + i == n - 1)) for i in range(count)]
             out = self.launch(rows)
         return int(out[0, count - 1]), self.logits[count - 1, : self.model.shape.vocab].clone()
+
+    def prompts(self, prompts, last=True):
+        """Runs prompts (by slot) in passes full of rows of any of them; what their last positions sampled and the logits, by slot. Without `last` nothing samples."""
+        rows = [(slot, position) for slot, tokens in prompts.items() for position in range(len(tokens))]
+        result = {}
+        for first in range(0, len(rows), self.columns):
+            chunk, begun = rows[first : first + self.columns], {}
+            for i, (slot, position) in enumerate(chunk):
+                begun.setdefault(slot, (i, position))
+            samples = [last and position + 1 == len(prompts[slot]) for slot, position in chunk]
+            out = self.launch([dict(token=int(prompts[slot][position]), position=position, slot=slot, first_row=begun[slot][0], first_position=begun[slot][1], sample=int(sample))
+                               for (slot, position), sample in zip(chunk, samples)])
+            for i, (slot, _) in enumerate(chunk):
+                if samples[i]:
+                    result[slot] = int(out[0, i]), self.logits[i, : self.model.shape.vocab].clone()
+        return result
+
+
+class Chain:
+    """Steps of a kernel that the sampler draws: launches of either in turn."""
+
+    def __init__(self, kernel, path):
+        self.kernel, padded = kernel, kernel.model.shape.head[0] * 16
+        self.function, (self.threads, words) = load_module(path, "sampler")
+        zeros = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")
+        self.tensors = dict(processed=zeros(kernel.columns * padded), counts=zeros(kernel.columns * padded), words=zeros(words // 4), sampling=zeros(kernel.columns * 18), rows=kernel.rows, stopped=zeros(1))
+        self.logprobs = torch.zeros(kernel.columns * 168, dtype=torch.uint8).pin_memory()
+
+    def run(self, rows, steps, temperature=0.0, top_p=1.0, top_k=0, logprobs=None, frequency_penalty=0.0):
+        """Tokens [steps][columns]."""
+        k = self.kernel
+        sampling = b"".join(struct.pack("<3f3I3f5I2Q", temperature, top_p, 0.0, top_k, 7 + slot, 0, 1.0, 0.0, frequency_penalty, int(logprobs is not None), logprobs or 0, 0, 0, 0, 0, 0) for slot in range(k.columns))
+        self.tensors["sampling"].copy_(torch.frombuffer(bytearray(sampling), dtype=torch.int32))
+        self.tensors["counts"].zero_()
+        with k.timed(rows):
+            for step in range(steps):
+                k.enqueue(len(rows), 1, 3, stopped=self.tensors["stopped"] if step else None)
+                base = k.host.data_ptr()
+                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()] + [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base]
+                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0, struct.pack("<11Q4I", *pointers, len(rows), step + 1, step, 0))
+        return k.tokens(steps)
 
 
 def decoding(token, position, slot=0, row=0, **more):
@@ -264,14 +361,14 @@ def check(args):
     for name in args.shapes:
         shape, n = Shape(**SHAPES[name]), 150
         model, tokens = Model(shape, deviation(shape)), prompt_of(shape, n)
-        one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in COLUMNS)
+        one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in NARROW)
         exact, rounded = model.reference(tokens.cuda(), False)[-1], model.reference(tokens.cuda())[-1]
         token, logits = one.prompt(tokens)
         same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
         steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
-        last = one.logits[0, : shape.vocab].clone()
+        last = one.logits[0].clone()
         beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
-        same += [torch.equal(last, eight.logits[0, : shape.vocab]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        same += [torch.equal(last, eight.logits[0]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
         one.launch([decoding(token, n)], steps=20, stop=1)
         print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {one.ran}", flush=True)
 
@@ -285,7 +382,7 @@ def bits(args):
             s, n = model.shape, 100
             nan, tokens = s.vocab - 1, prompt_of(s, n)
             model.embedding[nan] = float("nan")
-            for columns in COLUMNS:
+            for columns in NARROW:
                 kernel = Kernel(model, columns, cubin(args, name, columns, args.name, blocks))
                 token, logits = kernel.prompt(tokens)
                 out = kernel.launch([decoding(token, n)], steps=5)[:, 0].tolist()
@@ -306,16 +403,81 @@ def bits(args):
             print(f"{name}: wrong beside NaN or others: {wrong}", flush=True)
 
 
+def wide(args):
+    """Rows of wide passes have the bits of narrow ones, whatever is beside them: prompts, decode, several steps, stops."""
+    for name in args.shapes:
+        shape = Shape(**SHAPES[name])
+        model, slots, steps = Model(shape, deviation(shape), plain=False, positions=args.longest + 64), 64, 5
+        nan = shape.vocab - 1
+        if not shape.tied:
+            model.embedding[nan] = float("nan")
+        lengths = torch.randint(1, args.longest, (slots,), generator=torch.Generator().manual_seed(11)).tolist()
+        lengths[:4] = [1, 64, 65, args.longest]
+        prompts = {slot: prompt_of(shape, length, slot) for slot, length in enumerate(lengths)}
+        room = dict(slots=slots + 32, pages=(slots + 32) * ((max(lengths) + 64) // PAGE + 1))  # the last are for the rows of NaN
+        narrow = Kernel(model, 8, cubin(args, name, 8, args.name), **room)
+        want = narrow.prompts(prompts)
+        decoded = {}
+        for first in range(0, slots, 8):
+            rows = [decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(range(first, first + 8))]
+            out = narrow.launch(rows, steps)
+            for i in range(8):
+                decoded[first + i] = out[:, i].tolist(), narrow.logits[i, : shape.vocab].clone()
+
+        def compare(kernel, order, what, steps=steps, stop=0):
+            rows = [decoding(nan, 3, slots + i, i) if slot is None else decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(order)]
+            out = kernel.launch(rows, steps, stop=stop)
+            tokens = sum(out[: kernel.ran, i].tolist() != decoded[slot][0][: kernel.ran] for i, slot in enumerate(order) if slot is not None)
+            logits = sum(not torch.equal(kernel.logits[i, : shape.vocab], decoded[slot][1]) for i, slot in enumerate(order) if slot is not None and slot % 5)
+            print(f"{name}, {kernel.columns} columns, {what}: {tokens} rows with other tokens" + (f", {logits} with other logits" if kernel.ran == 5 else "") + f" of {len(order)}, {kernel.ran} steps, {kernel.ms:.2f} ms", flush=True)
+
+        for columns in WIDE:
+            if columns not in args.columns:
+                continue
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), **room)
+            got = kernel.prompts(prompts)
+            wrong = [slot for slot in range(slots) if got[slot][0] != want[slot][0] or not torch.equal(got[slot][1], want[slot][1])]
+            print(f"{name}, {columns} columns: prompts with other bits: {wrong}", flush=True)
+            mixed = torch.randperm(slots, generator=torch.Generator().manual_seed(5)).tolist()
+            compare(kernel, mixed[:columns], "all different positions")
+            compare(kernel, mixed[: columns // 2 + 1], "a part of the columns")
+            compare(kernel, [slot if slot % 3 else None for slot in mixed[: columns // 2]], "beside NaN")
+            compare(kernel, mixed[:columns], "told to stop", steps=20, stop=1)
+            differ = sum(not torch.equal(kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3), out) for out in [kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3)] for _ in range(args.repeats))
+            print(f"{name}, {columns} columns: repeats that differ: {differ} of {args.repeats}", flush=True)
+        if PROMPT in args.columns:
+            decode = Kernel(model, 64, cubin(args, name, 64, args.name), **room)
+            kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), **room, beside=decode)
+            kernel.prompts({slot: tokens[:-1] for slot, tokens in prompts.items()}, last=False)
+            order = list(range(64))
+            out = decode.launch([decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
+            wrong = [slot for slot in order if int(out[0, slot]) != want[slot][0] or not torch.equal(decode.logits[slot, : shape.vocab], want[slot][1])]
+            print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
+
+
 def time_(args):
-    """Median of 5 launches of 64 steps, for each variant."""
+    """Median of 5 launches of 64 steps, for each variant; of 128 columns, of prompts of 2048 tokens."""
     for name in args.shapes:
         contexts = [int(c) for c in args.context.split(",")]
-        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(contexts) + 128)
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
         s, steps = model.shape, 64
-        for columns in COLUMNS:
+        for columns in args.columns:
             for variant in args.variants.split(","):
+                if columns == PROMPT:
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=32, slots=1)
+                    times = []
+                    for _ in range(6):
+                        passes = []
+                        for first in range(0, 2048, columns):
+                            kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(columns)], logits=False)
+                            passes.append(kernel.ms)
+                        times.append(passes)
+                    passes = sorted(times[1:], key=sum)[2]
+                    print(f"{name} {variant or 'plain':10} prompt of 2048 tokens: {sum(passes):.1f} ms; first pass {passes[0]:.2f}, last {passes[-1]:.2f}", flush=True)
+                    continue
                 for context in contexts:
-                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=8 * ((context + 127) // PAGE + 1))
+                    slots = max(8, columns)
+                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
                     kernel.kv.normal_(0, 0.2)
                     rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
                     times = sorted(kernel.launch(rows, steps, logits=False) is not None and kernel.ms / steps for _ in range(5))
@@ -324,40 +486,73 @@ def time_(args):
                     print(f"{name} {variant or 'plain':10} batch {columns} context {context}: {times[2]:.3f} ms, {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
 
 
-def trace(args):
-    """Means of the stages of a layer, of a build with -DLP_TRACE."""
+SETTINGS = {"greedy": {}, "temperature 0.8": dict(temperature=0.8), "top_p 0.9": dict(temperature=0.8, top_p=0.9), "top_k 40, top_p 0.9": dict(temperature=0.8, top_p=0.9, top_k=40),
+            "penalty": dict(temperature=0.8, frequency_penalty=0.5), "greedy, 20 logprobs": dict(logprobs=20), "top_p 0.9, 20 logprobs": dict(temperature=0.8, top_p=0.9, logprobs=20)}
+
+
+def chain(args):
+    """Milliseconds a step: greedy in the loop, and chains of steps that the sampler draws. Greedy chains must give the tokens of the loop."""
+    context, steps = int(args.context), 64
     for name in args.shapes:
-        context = int(args.context)
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
-        kernel = Kernel(model, args.batch, cubin(args, name, args.batch, args.name), pages=8 * ((context + 127) // PAGE + 1))
+        for columns in args.columns:
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), pages=columns * ((context + 127) // PAGE + 1), slots=columns)
+            kernel.kv.normal_(0, 0.2)
+            chained = Chain(kernel, cubin(args, name, "sampler", args.name))
+            rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
+            looped = [(kernel.launch(rows, steps, logits=False), kernel.ms / steps) for _ in range(5)]
+            loop = sorted(ms for _, ms in looped)[2]
+            print(f"{name}, batch {columns}, in the loop: {loop:.4f} ms", flush=True)
+            for setting, sampling in SETTINGS.items():
+                runs = [(chained.run(rows, steps, **sampling), kernel.ms / steps) for _ in range(5)]
+                ms, same = sorted(ms for _, ms in runs)[2], all(torch.equal(runs[0][0], tokens) for tokens, _ in runs)
+                told = f"tokens of the loop: {torch.equal(runs[0][0], looped[0][0])}" if not sampling else f"repeats alike: {same}"
+                print(f"{name}, batch {columns}, {setting}: {ms:.4f} ms, {100 * (ms / loop - 1):+.2f} %, {1000 * (ms - loop):+.1f} us; {told}", flush=True)
+
+
+def trace(args):
+    """Means of the stages of a layer, of a build with -DLP_TRACE named `trace`."""
+    for name in args.shapes:
+        context, batch = int(args.context), args.batch
+        slots = max(8, batch)
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
+        kernel = Kernel(model, batch, cubin(args, name, batch, "trace"), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
         kernel.kv.normal_(0, 0.2)
         stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
+        rows = [decoding(17 + i, context - 1, i, i) for i in range(batch)]
         for _ in range(3):
-            kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(args.batch)], steps=8, logits=False, trace=stamps)
-        microseconds = stamps[:, :, 2:-2].double().cpu() / 1755
+            kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
+        consumers = 16 if batch in NARROW else 8
+        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1755
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
-        consumers, epilogue = microseconds[:, :16], microseconds[:, 17:19].amax(1)
-        print(f"{name} {args.name}, batch {args.batch}: " + ", ".join(f"{stage} {(consumers[..., i + 1] - consumers[..., i]).mean():.2f}" for i, stage in enumerate(stages)))
-        last = {"qkv": (2, 0), "o": (6, 1), "gate/up": (8, 2), "down": (9, 3)}
-        print("    last warp to published: " + ", ".join(f"{phase} {(epilogue[..., e] - consumers[..., c].amax(1)).mean():.2f}" for phase, (c, e) in last.items()))
+        if batch not in NARROW:
+            stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
+        between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
+        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
+        if batch not in NARROW:
+            print(f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["build", "check", "bits", "time", "trace"])
-    parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small"])
+    parser.add_argument("action", choices=["build", "check", "bits", "wide", "time", "chain", "trace"])
+    parser.add_argument("shapes", nargs="+", choices=[*SHAPES, "small", "fit"])
     parser.add_argument("--dir", default=".", help="where the .cubin files are")
     parser.add_argument("--name", default="", help="of the variant to build, or to check")
     parser.add_argument("--defines", default="", help="for nvcc")
     parser.add_argument("--grids", nargs="*", default=[], help="shapes to build for all grids, which `bits` wants")
     parser.add_argument("--variants", default="", help="names to time, by commas; an empty one is the plain build")
     parser.add_argument("--context", default="512")
+    parser.add_argument("--columns", default="1,8,32,64", help="of the kernels to build, to compare or to time")
+    parser.add_argument("--longest", type=int, default=300, help="prompt of `wide`")
+    parser.add_argument("--repeats", type=int, default=50, help="of `wide`")
     parser.add_argument("--batch", type=int, default=1, choices=COLUMNS)
     args = parser.parse_args()
-    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else [shape])]
+    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else FIT if shape == "fit" else [shape])]
+    args.columns = [int(columns) for columns in args.columns.split(",")]
     if args.action != "build":
         gpu()
-    {"build": build, "check": check, "bits": bits, "time": time_, "trace": trace}[args.action](args)
+    {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "chain": chain, "trace": trace}[args.action](args)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,21 @@
 //! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that it was
 //! skipped.
 
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
 use crate::bench::Shape;
 use crate::cuda::cache::Cache;
 use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
-use crate::cuda::kernel::{VARIANTS, check_shape, program};
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::cuda::sampler;
+use crate::cuda::variants::{LoopMode, VARIANTS, check_shape, check_wide};
 use crate::model::ModelConfig;
 
-/// Bytes that the kernel spills at most of these shapes as it is; to come down to 0.
-const MOST_SPILLED: u32 = 2048;
+/// Bytes that narrow and wide kernels spill at most of these shapes as they are; to come down to 0.
+const MOST_SPILLED: [u32; 2] = [768, 1024];
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
 
@@ -40,26 +45,70 @@ fn every_shape_compiles_and_its_resources_are_told() {
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());
-    let mut over = Vec::new();
+    let mut jobs = Vec::new();
     for (name, config) in shapes.chain(fixtures()) {
         if check_shape(&config).is_err() {
             eprintln!("{name}: refused");
             continue;
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
-        for columns in VARIANTS {
-            let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
+        let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
+        if let Err(problem) = check_wide(&layout) {
+            eprintln!("{name}, {blocks} blocks: narrow passes alone: {problem}");
+            // The kernel knows the same rule.
+            let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
+            assert!(refused.contains("wide passes need"), "{name}: {refused}");
+        }
+        let variants = VARIANTS.into_iter().filter(|variant| variant.takes(&layout));
+        jobs.extend(
+            variants.map(|variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone())),
+        );
+    }
+    let wide = jobs.iter().filter(|(_, variant, _)| variant.columns() > 8).count();
+    assert_eq!(wide, 9, "three widths of 1b, llama-1b and 8b");
+
+    let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((name, variant, layout)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let begun = Instant::now();
             let (binary, cached) =
-                compiler.build(&program(&layout, columns), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
+                compiler.build(&variant.program(layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let seconds = begun.elapsed().as_secs_f64();
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
-            let resources = Resources::of("looped_decoder", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
-            eprintln!("{name}, {columns} columns, {blocks} blocks: {resources:?}");
-            if resources.spilled > MOST_SPILLED {
-                over.push(format!("{name}, {columns} columns: {} bytes", resources.spilled));
+            let resources = Resources::of(variant.name(), &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            eprintln!("{name}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
+            if resources.spilled > MOST_SPILLED[usize::from(variant.columns() > 8)] {
+                over.lock().unwrap().push(format!("{name}: {} bytes", resources.spilled));
             }
-            let again = compiler.build(&program(&layout, columns), &cache).unwrap();
+            let again = compiler.build(&variant.program(layout), &cache).unwrap();
             assert_eq!(again, (binary, true));
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        (0..threads).for_each(|_| drop(scope.spawn(work)));
+    });
+    let over = over.into_inner().unwrap();
     assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
+
+    // What the benchmark measures with.
+    let shape = Shape::Llama1B.config();
+    let layout = Layout::new(layout(&shape, 1).plan(), 128, shape.head_dim);
+    for (mode, traced) in [(LoopMode::On, true), (LoopMode::Off, false), (LoopMode::Off, true)] {
+        for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)) {
+            let built = compiler.build(&variant.program(&layout), &cache);
+            let (binary, _) = built.unwrap_or_else(|e| panic!("loop {mode:?}, traced {traced}: {e}"));
+            let kernel = if mode == LoopMode::On { "looped_decoder" } else { "gate_up" };
+            let resources = Resources::of(kernel, &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            eprintln!("loop {mode:?}, traced {traced}, {} columns, {kernel}: {resources:?}", variant.columns());
+        }
+    }
+
+    for (vocab, blocks, rows) in [(128_256, SMS, 64), (151_936, SMS, 8), (768, SMS, 64), (40, 8, 1)] {
+        let (binary, _) =
+            compiler.build(&sampler::program(vocab, blocks, rows), &cache).unwrap_or_else(|e| panic!("{e}"));
+        let resources = Resources::of("sampler", &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+        eprintln!("sampler of {rows} rows, {vocab} tokens, {blocks} blocks: {resources:?}");
+        assert_eq!(resources.spilled, 0, "{}", binary.log);
+    }
 }

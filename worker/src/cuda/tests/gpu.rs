@@ -4,23 +4,32 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::plans::{Request, drive, plans, replies};
+use super::plans::{Request, drive, plans};
+use crate::batch::Plan;
 use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
-use crate::cuda::{CudaDecoder, Options, load_with, probe};
+use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest};
 use crate::golden;
 use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
 use crate::plan::KvLayout;
+use crate::sampling::{Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingParams, Serial};
 
 /// Set: a machine without a GPU fails the tests.
 const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
-/// Bound on the relative L2 error of a position's logits against fp32: bf16 keeps 8 bits, and these models are shallow.
-const LOGITS_RELATIVE_L2: f64 = 0.03;
+/// Bound on the relative L2 error of a single position's logits against fp32. Seen: 0.032 (mistral-window). transformers' own bf16 run
+/// has positions of 0.035 there and of 0.050 on llama-tied (bf16.py on a CPU, where its RMS are those of the GPU within 2 %).
+const LOGITS_RELATIVE_L2: f64 = 0.04;
+/// Bound on the difference of log-probabilities, relative to 1 + their size, from a CPU's, which adds up in another order.
+const LOGPROBS_OFF: f32 = 4e-6;
+/// Bound on the root mean square of those errors, over that of transformers' bf16 run.
+const BF16_ERRORS: f64 = 1.1;
+/// Least share of greedy steps that must be decided, or the comparison of tokens would say little.
+const DECIDED_SHARE: f64 = 0.9;
 
-fn gpu() -> bool {
+pub(super) fn gpu() -> bool {
     let found = probe(0);
     if let Err(why) = &found {
         assert!(std::env::var_os(REQUIRE_GPU).is_none(), "{why}");
@@ -90,51 +99,74 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|value| value.to_bits()).collect()).collect()
 }
 
-fn check_fixture(name: &str) {
-    if !gpu() {
-        return;
+/// How far a fixture's logits are from the recorded ones.
+#[derive(Default)]
+struct FixtureErrors {
+    /// Of the relative L2 errors of the positions.
+    squares: f64,
+    positions: usize,
+    /// Greedy steps, and those that no such error can turn.
+    steps: usize,
+    decided: usize,
+}
+
+impl FixtureErrors {
+    fn rms(&self) -> f64 {
+        (self.squares / self.positions as f64).sqrt()
     }
+}
+
+/// Asserts that the decided greedy steps are the recorded ones.
+fn fixture_errors(name: &str) -> FixtureErrors {
     let mut decoder = load(name, &Options::default());
-    let (mut worst, mut squares, mut count, mut decided, mut steps) = (0.0f64, 0.0, 0, 0, 0);
+    let mut all = FixtureErrors::default();
     for (index, prompt) in golden::read(&request(name).model_dir).iter().enumerate() {
         let got = logits(&mut decoder, 0, &prompt.tokens(), 8);
         let errors = prompt.errors(prompt.ends().map(|end| got[end - 1].as_slice()));
         for error in &errors {
-            assert!(error.relative_l2.is_finite(), "{name}, prompt {index}");
-            worst = worst.max(error.relative_l2);
-            squares += error.relative_l2.powi(2);
+            let error = error.relative_l2;
+            assert!(error <= LOGITS_RELATIVE_L2, "{name}, prompt {index}: relative L2 error {error}");
+            all.squares += error.powi(2);
         }
-        count += errors.len();
+        all.positions += errors.len();
         let sure = prompt.decided(&errors);
         for step in &sure {
             let token = largest(&got[prompt.ids.len() - 1 + step]);
             assert_eq!(token, prompt.greedy[*step], "{name} prompt {index} step {step}");
         }
-        decided += sure.len();
-        steps += prompt.greedy.len();
+        all.decided += sure.len();
+        all.steps += prompt.greedy.len();
     }
-    let rms = (squares / count as f64).sqrt();
-    eprintln!("{name}: relative L2 error {rms:.5} (worst {worst:.5}), {decided} of {steps} greedy steps decided");
-    assert!(worst <= LOGITS_RELATIVE_L2, "{name}: relative L2 error {worst}");
+    all
 }
 
-macro_rules! fixtures {
-    ($($test:ident: $name:literal,)*) => {
-        $(#[test]
-        fn $test() {
-            check_fixture($name);
-        })*
-    };
-}
-
-fixtures! {
-    llama_with_grouped_heads: "llama-gqa",
-    llama_with_scaled_rope: "llama31-scaled",
-    llama_with_tied_embeddings: "llama-tied",
-    llama_with_sixteen_kv_heads: "llama-mha16",
-    qwen2_with_bias: "qwen2-bias",
-    qwen3_with_head_norms: "qwen3-qknorm",
-    mistral_with_a_window: "mistral-window",
+/// No further from float32 than transformers' own bf16 run (tests/fixtures/bf16.json, by bf16.py beside it).
+#[test]
+fn fixtures_are_as_close_as_bf16_is() {
+    if !gpu() {
+        return;
+    }
+    let recorded = std::fs::read(request("bf16.json").model_dir).expect("it is in the repository");
+    let recorded: serde_json::Value = serde_json::from_slice(&recorded).unwrap();
+    let fixtures = recorded["rms"].as_object().unwrap();
+    assert_eq!(fixtures.len(), 7);
+    let mut all = FixtureErrors::default();
+    for (name, bf16) in fixtures {
+        let of = fixture_errors(name);
+        let (rms, bf16) = (of.rms(), bf16.as_f64().unwrap());
+        eprintln!(
+            "{name}: relative L2 error {rms:.5}, transformers in bf16 {bf16:.5}, {} of {} greedy steps decided",
+            of.decided, of.steps
+        );
+        all.squares += of.squares;
+        all.positions += of.positions;
+        all.decided += of.decided;
+        all.steps += of.steps;
+    }
+    let (rms, bf16) = (all.rms(), recorded["rms_of_all"].as_f64().unwrap());
+    eprintln!("all: {rms:.5} against {bf16:.5}, {} of {} greedy steps decided", all.decided, all.steps);
+    assert!(rms <= BF16_ERRORS * bf16, "relative L2 error {rms}, transformers in bf16 {bf16}");
+    assert!(all.decided as f64 >= DECIDED_SHARE * all.steps as f64, "{} of {} steps decided", all.decided, all.steps);
 }
 
 #[test]
@@ -154,6 +186,105 @@ fn passes_and_grids_do_not_touch_a_bit() {
     }
 }
 
+/// A launch for each phase instead of the loop; with programmatic dependent launches, too.
+#[test]
+fn launches_of_phases_compute_the_bits_of_the_loop() {
+    if !gpu() {
+        return;
+    }
+    let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
+    let tokens: Vec<u32> = (0..200).map(|i| (i * 37 + 5) % 768).collect();
+    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window", "llama-tied"] {
+        let gauge = Gauge::new(&modes);
+        let mut decoder = load(model, &Options { gauge: Some(gauge.clone()), ..Options::default() });
+        let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+        for (mode, rows) in
+            [(LoopMode::Off, 8), (LoopMode::Off, 1), (LoopMode::Overlapped, 8), (LoopMode::Overlapped, 1)]
+        {
+            gauge.set(mode, false);
+            let got = bits(&logits(&mut decoder, 1, &tokens, rows));
+            let first = got.iter().zip(&reference).position(|(got, expected)| got != expected);
+            assert_eq!(first, None, "{model}, loop {mode:?}, {rows} rows a pass: first position that differs");
+            // Steps of one launch hand their tokens on.
+            let step = |position| {
+                let decoding = Row { token: tokens[3], position, slot: 1, flags: ROW_SAMPLE, ..Row::default() };
+                Row { first_position: position, last_position: position + 4, ..decoding }
+            };
+            let runs = [mode, LoopMode::On].map(|mode| {
+                gauge.set(mode, false);
+                let engine = &mut decoder.decoder.launcher;
+                let launch = engine.launch(&[step(200)], 5, false).unwrap_or_else(|fault| panic!("{fault}"));
+                engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+                (0..5).map(|step| engine.sampled(launch, step, 0, false).token).collect::<Vec<_>>()
+            });
+            assert!(runs[0] == runs[1] && runs[0][4] < 768, "{model}, loop {mode:?}: {runs:?}");
+        }
+        for mode in modes {
+            gauge.set(mode, true);
+            logits(&mut decoder, 0, &tokens[..1], 1);
+            let engine = &mut decoder.decoder.launcher;
+            let row =
+                Row { token: 1, position: 1, first_position: 1, last_position: 4, flags: ROW_SAMPLE, ..Row::default() };
+            engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+            engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+            let noted = gauge.take().expect("a traced launch notes times");
+            eprintln!("{model}, loop {mode:?}: {:?}", noted.phases);
+            let known = |phase| noted.phases.iter().any(|time| time.phase == phase && time.us > 0.0 && time.us < 1e4);
+            assert!(Phase::ALL.into_iter().skip(1).all(known), "{model}, loop {mode:?}: {:?}", noted.phases);
+        }
+    }
+}
+
+/// Warps that are held up, here and there for up to 2 ms, in the loop and between its launches.
+#[test]
+fn delays_change_nothing_but_time() {
+    if !gpu() {
+        return;
+    }
+    let tokens: Vec<u32> = (0..90).map(|i| (i * 37 + 5) % 768).collect();
+    for model in ["llama-gqa", "mistral-window"] {
+        let reference = bits(&logits(&mut load(model, &Options::default()), 0, &tokens, 8));
+        for seed in [1, 2] {
+            let defines = vec![("LP_DELAYS", seed)];
+            let mut decoder = load(model, &Options { defines, ..Options::default() });
+            for rows in [8, 1] {
+                assert!(
+                    bits(&logits(&mut decoder, 1, &tokens, rows)) == reference,
+                    "{model}, seed {seed}, {rows} rows"
+                );
+            }
+        }
+    }
+}
+
+/// What `just sanitize` runs under compute-sanitizer: passes of either width over two pages, and a launch of several steps, with time for tools
+/// that make a kernel slow.
+#[test]
+fn sanitized() {
+    if !gpu() {
+        return;
+    }
+    let options = Options { poison: true, defines: vec![("LP_PATIENCE", 1000)], ..Options::default() };
+    let request = LoadRequest { wait_limit: Duration::from_secs(600), ..request("llama-gqa") };
+    let mut decoder = load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"));
+    let tokens: Vec<u32> = (0..67).map(|i| (i * 37 + 5) % 768).collect();
+    let reference = bits(&logits(&mut decoder, 0, &tokens, 8));
+    assert!(bits(&logits(&mut decoder, 1, &tokens[..3], 1)) == reference[..3]);
+    let engine = &mut decoder.decoder.launcher;
+    let row = Row {
+        token: tokens[66],
+        position: 66,
+        first_position: 66,
+        last_position: 68,
+        flags: ROW_SAMPLE,
+        ..Row::default()
+    };
+    let launch = engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+    engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+    let last: Vec<f32> = reference[66].iter().map(|bits| f32::from_bits(*bits)).collect();
+    assert_eq!(engine.sampled(launch, 0, 0, false).token, largest(&last));
+}
+
 /// Tags start again, in passes of either kernel and within what a sequence needs.
 #[test]
 fn the_wrap_of_the_tags_does_not_touch_a_bit() {
@@ -170,7 +301,7 @@ fn the_wrap_of_the_tags_does_not_touch_a_bit() {
     }
 }
 
-/// Requests that decode together, in launches of many steps or with the host drawing some: each as if it were alone.
+/// Requests that decode together, in launches of many steps or with the sampler drawing for some: each as if it were alone.
 #[test]
 fn plans_yield_the_tokens_of_teacher_forced_passes() {
     if !gpu() {
@@ -197,12 +328,120 @@ fn plans_yield_the_tokens_of_teacher_forced_passes() {
 }
 
 fn drive_model(model: &str, requests: &[Request], chunk: usize, eager: bool) -> Vec<Vec<u32>> {
+    let replies = run_plans(model, plans(requests, chunk, 64, 16), requests.len(), eager);
+    assert!(replies.iter().zip(requests).all(|(reply, request)| reply.len() == request.max_tokens as usize));
+    replies.into_iter().map(|reply| reply.into_iter().map(|sampled| sampled.token).collect()).collect()
+}
+
+/// What each of the sequences yields.
+fn run_plans(model: &str, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
     let decoder = load(model, &Options::default());
-    let outcomes =
-        drive(move |source, sink| Box::new(decoder).run(source, sink), plans(requests, chunk, 64, 16), eager);
-    let replies = replies(&outcomes, requests.len());
-    assert!(replies.iter().zip(requests).all(|(reply, request)| reply.0.len() == request.max_tokens as usize));
-    replies.into_iter().map(|(tokens, _)| tokens).collect()
+    let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+    let mut replies = vec![Vec::new(); sequences];
+    for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
+        replies[token.sequence as usize].push(token.sampled);
+    }
+    replies
+}
+
+/// Requests with all that the sampler does, and a greedy one among them.
+fn choosy_requests() -> Vec<Request> {
+    let plain = || SamplingParams { temperature: 0.9, seed: 0x1234_5678_9abc_def0, ..SamplingParams::greedy() };
+    let params = [
+        plain(),
+        SamplingParams { top_p: 0.9, ..plain() },
+        SamplingParams { top_k: 20, top_p: 0.8, ..plain() },
+        SamplingParams { top_k: 100, min_p: 0.02, temperature: 1.5, ..plain() },
+        SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.4, presence_penalty: 0.2, ..plain() },
+        SamplingParams { logit_bias: vec![(7, 4.0), (9, -3.0), (700, 6.0)], ..plain() },
+        SamplingParams { frequency_penalty: 2.0, ..SamplingParams::greedy() },
+        SamplingParams::greedy(),
+        SamplingParams { seed: 5, ..plain() },
+        SamplingParams { top_p: 0.5, min_p: 0.3, ..plain() },
+    ];
+    let requests = params.into_iter().enumerate().map(|(i, sampling)| {
+        let prompt: Vec<u32> = (0..4 + i as u32 * 9).map(|j| (i as u32 * 131 + j * 17) % 768).collect();
+        Request { sampling, logprobs: [None, Some(5), Some(0)][i % 3], ..Request::greedy(&prompt, 20 + i as u32 * 3) }
+    });
+    let mut requests: Vec<Request> = requests.collect();
+    // Whatever it draws is suppressed at first.
+    requests[8].min_tokens = 6;
+    requests[8].stop_tokens = (0..250).map(|i| i * 3).collect();
+    requests
+}
+
+/// What the CPU's sampler draws from the logits of this GPU, given the tokens drawn before.
+fn drawn_by_cpu(decoder: &mut CudaDecoder, request: &Request, reply: &[Sampled]) -> Vec<Sampled> {
+    let tokens = reply.iter().map(|sampled| sampled.token);
+    let all: Vec<u32> = request.prompt.iter().copied().chain(tokens).collect();
+    let rows = logits(decoder, 0, &all, 8);
+    let vocab_size = rows[0].len();
+    let padded_vocab = vocab_size.next_multiple_of(256);
+    let shape = SamplerShape { vocab_size, padded_vocab, tensor_parallel: 1, rank: 0, max_rows: 1 };
+    let mut sampler = Sampler::new(shape);
+    let prompt = request.prompt.len();
+    let drawn = (prompt..all.len()).map(|position| {
+        let forbidden = position - prompt < request.min_tokens as usize;
+        let input = RowInput {
+            params: &request.sampling,
+            position: position as u32,
+            prompt: &request.prompt,
+            generated: &all[prompt..position],
+            suppress: if forbidden { &request.stop_tokens } else { &[] },
+            logprobs: request.logprobs,
+        };
+        let mut row = rows[position - 1].clone();
+        row.resize(padded_vocab, f32::NAN);
+        let Ok(drawn) = sampler.sample(&[input], &mut row, &mut Alone::default(), &Serial);
+        drawn[0].clone()
+    });
+    drawn.collect()
+}
+
+fn near(a: &Sampled, b: &Sampled) -> bool {
+    let near = |a: f32, b: f32| (a - b).abs() <= LOGPROBS_OFF * (1.0 + a.abs());
+    let logprob = match (a.logprob, b.logprob) {
+        (Some(a), Some(b)) => near(a, b),
+        (a, b) => a == b,
+    };
+    let mut top = a.top.iter().zip(&b.top);
+    a.token == b.token && logprob && a.top.len() == b.top.len() && top.all(|(a, b)| a.0 == b.0 && near(a.1, b.1))
+}
+
+/// Chains of steps: the CPU sampler's tokens and log-probabilities, and the same bits whatever the chunks, the length of chains, the
+/// neighbours and the slot, and after a preemption.
+#[test]
+fn sampled_tokens_are_those_of_the_cpu_sampler() {
+    if !gpu() {
+        return;
+    }
+    let (model, requests) = ("llama-gqa", choosy_requests());
+    let whole = run_plans(model, plans(&requests, 64, 64, 16), requests.len(), true);
+    let mut decoder = load(model, &Options::default());
+    for (index, (request, reply)) in requests.iter().zip(&whole).enumerate() {
+        let cpu = drawn_by_cpu(&mut decoder, request, reply);
+        let off = reply.iter().zip(&cpu).position(|(a, b)| !near(a, b));
+        let differ = off.map(|step| (step, &reply[step], &cpu[step]));
+        assert_eq!(differ, None, "request {index}");
+        let stopped = reply.last().is_some_and(|last| request.stop_tokens.contains(&last.token));
+        assert!(stopped || reply.len() == request.max_tokens as usize, "request {index}: {} tokens", reply.len());
+        assert!(reply.len() >= request.min_tokens as usize);
+    }
+    for (chunk, steps, eager) in [(5, 3, true), (30, 200, false)] {
+        let again = run_plans(model, plans(&requests, chunk, 64, steps), requests.len(), eager);
+        assert!(again == whole, "chunks of {chunk}, plans of {steps} steps");
+    }
+    for (request, reply) in requests.iter().zip(&whole) {
+        let alone = run_plans(model, plans(std::slice::from_ref(request), 64, 64, 40), 1, true);
+        assert!(alone[0] == *reply, "alone");
+        // Preempted after nine tokens: they come back with the prompt.
+        let (before, after) = reply.split_at(9.min(reply.len() - 1));
+        let generated = before.iter().map(|sampled| sampled.token);
+        let prompt: Vec<u32> = request.prompt.iter().copied().chain(generated).collect();
+        let mut plans = plans(&[Request { prompt, ..request.clone() }], 64, 64, 16);
+        plans[0].admit[0].prompt_tokens = request.prompt.len() as u32;
+        assert!(run_plans(model, plans, 1, true)[0] == after, "preempted");
+    }
 }
 
 /// Weights of a model larger than the fixtures, in both packings of the LM head, as the CPU backend has them.

@@ -3,19 +3,26 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk};
+use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot};
 use crate::cuda::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::{Launcher, LoopedDecoder};
+use crate::cuda::passes::{Passes, Width};
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
-use crate::sampling::{Sampler, SamplerShape, SamplingParams};
+use crate::sampling::{Sampled, SamplingParams};
 
 const VOCAB: usize = 300;
-const PADDED: usize = 512;
-const COLUMNS: usize = 8;
 const CONTEXT: usize = 512;
 const SLOTS: usize = 12;
-const BATCH_TOKENS: usize = 64;
+const BATCH_TOKENS: usize = 160;
+
+/// Kernels, small ones so that a step takes many passes.
+const WIDTHS: [Width; 4] = [
+    Width { columns: 1, samples: true, time_us: 10 },
+    Width { columns: 4, samples: true, time_us: 12 },
+    Width { columns: 8, samples: true, time_us: 16 },
+    Width { columns: 16, samples: false, time_us: 20 },
+];
 
 /// One sequence to run.
 #[derive(Debug, Clone)]
@@ -147,16 +154,27 @@ struct Launched {
     rows: usize,
     steps: u32,
     run: u32,
+    sampled: bool,
+}
+
+struct FakeLaunch {
+    rows: Vec<Row>,
+    steps: u32,
+    sampled: bool,
+    /// By step and row.
+    tokens: Vec<Vec<u32>>,
 }
 
 struct Fake {
+    /// Whether sequences of slots want what the decoder does not give.
+    choosy: Vec<bool>,
     tables: Vec<Vec<u32>>,
     /// Tokens by page and position: what K and V are here.
     memory: Vec<u32>,
-    launches: Vec<(Vec<Row>, u32, Vec<Vec<u32>>)>,
+    launches: Vec<FakeLaunch>,
     finished: bool,
     last_step: u32,
-    logits: Vec<f32>,
+    passes: Passes,
     log: Arc<Mutex<Vec<Launched>>>,
 }
 
@@ -169,12 +187,13 @@ fn next_token(tokens: impl Iterator<Item = u32>) -> u32 {
 impl Fake {
     fn new(pages: usize, log: Arc<Mutex<Vec<Launched>>>) -> Self {
         Self {
+            choosy: vec![false; SLOTS],
             tables: vec![vec![u32::MAX; KvLayout::pages_for(CONTEXT)]; SLOTS],
             memory: vec![u32::MAX; pages * PAGE_POSITIONS],
             launches: Vec::new(),
             finished: true,
             last_step: 0,
-            logits: vec![0.0; SLOTS * PADDED],
+            passes: Passes::new(&WIDTHS, BATCH_TOKENS),
             log,
         }
     }
@@ -185,12 +204,12 @@ impl Fake {
     }
 
     fn run_step(&mut self, launch: usize) {
-        let (rows, _, done) = &self.launches[launch];
-        let (step, rows) = (done.len() as u32, rows.clone());
+        let of = &self.launches[launch];
+        let (step, rows) = (of.tokens.len() as u32, of.rows.clone());
         let active = |row: &Row| step == 0 || row.position + step <= row.last_position;
         let token = |this: &Self, index: usize, row: &Row| match step {
             0 => row.token,
-            _ => this.launches[launch].2[step as usize - 1][index],
+            _ => this.launches[launch].tokens[step as usize - 1][index],
         };
         for (index, row) in rows.iter().enumerate().filter(|(_, row)| active(row)) {
             let place = self.place(row.slot, row.position + step);
@@ -203,13 +222,13 @@ impl Fake {
             next_token((0..=row.position + step).map(|position| self.memory[self.place(row.slot, position)]))
         });
         let tokens = tokens.collect();
-        self.launches[launch].2.push(tokens);
+        self.launches[launch].tokens.push(tokens);
     }
 }
 
 impl Launcher for Fake {
-    fn columns(&self) -> usize {
-        COLUMNS
+    fn passes(&self) -> &Passes {
+        &self.passes
     }
 
     fn most_steps(&self) -> u32 {
@@ -222,8 +241,16 @@ impl Launcher for Fake {
         Ok(())
     }
 
-    fn launch(&mut self, rows: &[Row], steps: u32, _logits: bool) -> Result<usize, Fault> {
-        assert!(!rows.is_empty() && rows.len() <= COLUMNS && (1..=10).contains(&steps));
+    fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
+        assert!(self.finished, "a slot changes under a launch");
+        self.choosy[slot as usize] = sequence.logprobs().is_some() || sequence.sampling().temperature > 0.0;
+        Ok(())
+    }
+
+    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let held = WIDTHS.iter().any(|width| rows.len() <= width.columns && (width.samples || !samples));
+        assert!(!rows.is_empty() && held && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
         for (index, row) in rows.iter().enumerate() {
             let (back, first) = (row.position - row.first_position, row.first_row as usize);
             assert_eq!(
@@ -237,19 +264,13 @@ impl Launcher for Fake {
             self.last_step = steps;
         }
         assert!(steps == 1 || self.launches.is_empty(), "several steps beside another launch");
-        self.launches.push((rows.to_vec(), steps, Vec::new()));
+        let choosy = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0 && self.choosy[row.slot as usize]);
+        assert!(sampled || !choosy, "the decoder draws only the largest logit");
+        self.launches.push(FakeLaunch { rows: rows.to_vec(), steps, sampled, tokens: Vec::new() });
         if steps == 1 {
             self.run_step(self.launches.len() - 1);
         }
         Ok(self.launches.len() - 1)
-    }
-
-    fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault> {
-        let token = self.launches.last().unwrap().2[0][column];
-        self.logits[place * PADDED..][..PADDED].fill(f32::NAN);
-        self.logits[place * PADDED..][..VOCAB].fill(-1.0);
-        self.logits[place * PADDED + token as usize] = 9.0;
-        Ok(())
     }
 
     fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault> {
@@ -257,34 +278,38 @@ impl Launcher for Fake {
         if step >= self.last_step {
             return Ok(false);
         }
-        while self.launches[0].2.len() <= step as usize {
+        while self.launches[0].tokens.len() <= step as usize {
             self.run_step(0);
         }
         Ok(true)
     }
 
     fn stop(&mut self) {
-        self.last_step = self.last_step.min(self.launches[0].2.len() as u32 + 2);
+        self.last_step = self.last_step.min(self.launches[0].tokens.len() as u32 + 2);
     }
 
     fn finish(&mut self) -> Result<(), Fault> {
-        let run = |of: &(Vec<Row>, u32, Vec<Vec<u32>>)| of.2.len() as u32;
+        let run = |of: &FakeLaunch| of.tokens.len() as u32;
         // Steps that nobody waits for write to memory all the same.
-        while self.launches[0].1 > 1 && run(&self.launches[0]) < self.last_step {
+        while self.launches[0].steps > 1 && run(&self.launches[0]) < self.last_step {
             self.run_step(0);
         }
-        let launched = self.launches.iter().map(|of| Launched { rows: of.0.len(), steps: of.1, run: run(of) });
+        let launched = self.launches.iter().map(|of| Launched {
+            rows: of.rows.len(),
+            steps: of.steps,
+            run: run(of),
+            sampled: of.sampled,
+        });
         self.log.lock().unwrap().extend(launched);
         self.finished = true;
         Ok(())
     }
 
-    fn token(&self, launch: usize, step: u32, column: usize) -> u32 {
-        self.launches[launch].2[step as usize][column]
-    }
-
-    fn logits(&mut self, rows: usize) -> &mut [f32] {
-        &mut self.logits[..rows * PADDED]
+    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled {
+        let of = &self.launches[launch];
+        assert!(of.sampled || !logprobs, "the decoder gives no log-probabilities");
+        let token = of.tokens[step as usize][column];
+        Sampled { token, logprob: logprobs.then_some(-(token as f32)), top: Vec::new() }
     }
 }
 
@@ -320,13 +345,8 @@ fn run(requests: &[Request], plans: Vec<Plan>, eager: bool) -> (Vec<Outcome>, Ve
         max_context: CONTEXT,
         vocab_size: VOCAB,
     };
-    let shape = SamplerShape { vocab_size: VOCAB, padded_vocab: PADDED, tensor_parallel: 1, rank: 0, max_rows: SLOTS };
-    let decoder = LoopedDecoder {
-        launcher: Fake::new(pages as usize, log.clone()),
-        batch: Batch::new(limits),
-        sampler: Sampler::new(shape),
-        rank: 0,
-    };
+    let decoder =
+        LoopedDecoder { launcher: Fake::new(pages as usize, log.clone()), batch: Batch::new(limits), rank: 0 };
     let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
     let log = log.lock().unwrap().clone();
     (outcomes, log)
@@ -356,22 +376,33 @@ fn every_sequence_yields_its_tokens_whatever_the_plans() {
 }
 
 #[test]
-fn decoding_is_one_launch_and_what_needs_the_host_is_not() {
+fn decoding_is_one_launch_whoever_draws() {
     let alone = [request(1, 20, 30)];
     let (_, launched) = run(&alone, plans(&alone, 64, BATCH_TOKENS, 40), false);
-    // 20 prompt tokens in three launches; the 29 tokens that follow in launches of up to ten steps.
-    let prompt = launched.iter().take(3).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
-    assert_eq!(prompt, [(8, 1), (8, 1), (4, 1)]);
-    let decode: Vec<_> = launched[3..].iter().map(|of| (of.rows, of.run)).collect();
+    // 20 prompt tokens in two launches; the 29 tokens that follow in launches of up to ten steps.
+    let prompt = launched.iter().take(2).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
+    assert_eq!(prompt, [(16, 1), (4, 1)]);
+    let decode: Vec<_> = launched[2..].iter().map(|of| (of.rows, of.run)).collect();
     assert_eq!(decode, [(1, 10), (1, 10), (1, 9)]);
+    assert!(launched.iter().all(|of| !of.sampled), "{launched:?}");
 
     let mut suppressed = alone.clone();
     suppressed[0].stop_tokens = vec![299];
     suppressed[0].min_tokens = 3;
     let (outcomes, launched) = run(&suppressed, plans(&suppressed, 64, BATCH_TOKENS, 40), false);
     assert_eq!(replies(&outcomes, 1), [expected(&suppressed[0])]);
-    // Two more tokens may not be a stop token: the host draws them.
-    assert_eq!(launched[3..].iter().take(3).map(|of| of.steps).collect::<Vec<_>>(), [1, 1, 10]);
+    // The first three tokens may not be a stop token: the sampler draws, in as few launches. The first is the prompt's last row's.
+    let decode: Vec<_> = launched[1..].iter().take(3).map(|of| (of.run, of.sampled)).collect();
+    assert_eq!(decode, [(1, true), (10, true), (10, false)]);
+
+    let mut asked = [alone[0].clone(), request(2, 5, 30)];
+    asked[1].logprobs = Some(2);
+    let (outcomes, launched) = run(&asked, plans(&asked, 64, BATCH_TOKENS, 40), false);
+    assert!(launched.iter().any(|of| of.rows == 2 && of.sampled && of.run == 10), "{launched:?}");
+    for token in outcomes.iter().flat_map(|outcome| &outcome.tokens) {
+        let logprob = (token.sequence == 1).then_some(-(token.sampled.token as f32));
+        assert_eq!(token.sampled.logprob, logprob);
+    }
 }
 
 #[test]

@@ -1,9 +1,8 @@
-// What the sampler shares: with the host (parameters, results), between blocks (exchange words), within a block (scratch).
+// What the sampler's blocks share: exchange words; and what a block knows of its rows.
 //
-// The shape comes as LP_VOCAB (tokens), LP_BLOCKS (blocks of the launch), LP_COLUMNS (rows of one call), LP_SAMPLE_THREADS (threads of a
-// block that take part) and LP_SAMPLE_BARRIER (their named barrier; 1).
+// The shape comes as LP_VOCAB (tokens), LP_BLOCKS (blocks of the launch), LP_COLUMNS (rows of a launch at most) and LP_SAMPLE_THREADS
+// (threads of a block).
 #pragma once
-#include "noise.cuh"
 
 namespace sampling {
 
@@ -11,51 +10,9 @@ constexpr u32 kVocab = LP_VOCAB, kTiles = (kVocab + 15) / 16, kPadded = kTiles *
 constexpr u32 kBlocks = LP_BLOCKS, kRows = LP_COLUMNS;
 constexpr u32 kNone = 0xffffffffu;       // no token
 constexpr u32 kMaxListed = 64;           // up to this top_k, blocks exchange their best tokens themselves
-constexpr u32 kMaxTop = 20;              // most entries of RowLogprobs
 constexpr float kMinTemperature = 1e-5f; // below: greedy
 constexpr u32 kSeen = 1u << 31;          // of a count: the token occurs in the prompt
 static_assert(kTiles * 16ull < (1u << 22), "sums of weights could overflow");
-
-// ---- host to device: how a row is sampled; meanings and ranges as worker/v1 `Sampling`. Mirrored by Rust, repr(C), 72 bytes.
-enum RowFlags : u32 {
-  kLogitsOnly = 1,   // do not sample; the row's logits are all that is wanted
-  kWantLogprobs = 2, // log-probability of the drawn token, and of `top_logprobs` most likely ones
-};
-struct RowSampling {
-  float temperature;        // 0 or below kMinTemperature: greedy
-  float top_p;              // 1: off
-  float min_p;              // 0: off
-  u32 top_k;                // 0: off
-  u32 seed_lo, seed_hi;
-  float repetition_penalty; // 1: off
-  float presence_penalty;   // 0: off
-  float frequency_penalty;  // 0: off
-  u32 flags;                // RowFlags
-  u32 top_logprobs;         // 0 to kMaxTop
-  u32 bias_count;           // entries of bias
-  u32 suppress_count;       // entries of suppress
-  u32 suppress_until;       // suppressed while the new token's position is below this (prompt length + min_tokens)
-  u64 bias;                 // device address of [bias_count] {u32 token, f32 bias}, no token twice
-  u64 suppress;             // device address of [suppress_count] u32 tokens; ids past the vocabulary are ignored, also in bias
-};
-static_assert(sizeof(RowSampling) == 72, "Rust mirrors this");
-
-// ---- device to host, mapped memory. Written before the row's token word, which releases it. Mirrored by Rust, repr(C), 168 bytes.
-struct RowLogprobs {
-  float logprob; // of the drawn token
-  u32 count;     // entries of top
-  struct { u32 token; float logprob; } top[kMaxTop]; // most likely first, lowest id on a tie
-};
-static_assert(sizeof(RowLogprobs) == 168, "Rust mirrors this");
-
-// ---- device memory
-struct Memory {
-  const float* logits; // [kRows][kPadded] f32 raw; every block has written those of its own tiles
-  float* processed;    // [kRows][kPadded] f32: after bias, penalties and suppression; rows without them never touch it
-  u32* counts;         // [slots][kPadded]: times generated, kSeen; read and updated by the rows with penalties alone
-  u8* words;           // kWordsBytes, zeroed once; no other use
-  u32* report;         // [16] mapped host memory: 1 (failed), block, thread, site, expected tag, seen tag
-};
 
 // Exchange words of a row: what block b says stands at word_at(parity, row, kind) + 16 b. What all say is read by one warp a kind.
 enum Kind : u32 {
@@ -70,8 +27,7 @@ enum Kind : u32 {
 };
 constexpr u32 kHeadBytes = 64; // u32 tag of the next exchange
 constexpr u32 kRowWords = kHeadBytes, kRowWordsBytes = 2 * kRows * kKinds * kBlocks * 16;
-constexpr u32 kSpare = kRowWords + kRowWordsBytes, kSpareBytes = 2 * kBlocks * 16; // a word a block for the agreement on plans
-constexpr u32 kLists = kSpare + kSpareBytes;
+constexpr u32 kLists = kRowWords + kRowWordsBytes;
 constexpr u64 kListsBytes = 2ull * kRows * 2 * kBlocks * kMaxListed * 16, kWordsBytes = kLists + kListsBytes;
 LP_DEVICE u32 word_at(u32 parity, u32 row, u32 kind) { return kRowWords + ((parity * kRows + row) * kKinds + kind) * kBlocks * 16; }
 // {key, token, tag, length of the list}: best first; an empty list has one word that says so.
@@ -79,13 +35,6 @@ LP_DEVICE u64 list_at(u32 parity, u32 row, u32 list, u32 block) { return kLists 
 // Tags count exchanges and skip 0 (untouched memory) and 1 (so that the parity alternates over the wrap).
 LP_DEVICE constexpr u32 next_tag(u32 tag) { return tag + 1 < 2 ? 2 : tag + 1; }
 static_assert(next_tag(2) == 3 && next_tag(0xfffffffeu) == 0xffffffffu && next_tag(0xffffffffu) == 2, "wraps with its parity");
-
-// Where a step's results go, mapped host memory. The block that owns a token writes it.
-struct Output {
-  u64* tokens;           // [kRows]: tag << 32 | token
-  RowLogprobs* logprobs; // [kRows]: of the rows that want them
-  u32 tag;
-};
 
 // ---- block memory
 enum Stage : u32 {
@@ -101,11 +50,10 @@ enum Stage : u32 {
 };
 enum StateFlags : u32 {
   kGreedy = 1,
-  kProcessed = 2,  // logits are read from Memory::processed
+  kProcessed = 2,  // logits are read from SamplerLaunch::processed
   kPenalised = 4,  // counts matter
-  kScan = 8,       // candidates from the LM head are missing, or too close to call
-  kFirstCheck = 16,// this check also adds up what min_p keeps
-  kBound = 32      // the pivot is the first token that top_k drops, not a candidate
+  kFirstCheck = 8, // this check also adds up what min_p keeps
+  kBound = 16      // the pivot is the first token that top_k drops, not a candidate
 };
 enum LogprobStage : u32 { kNoLogprobs, kRawMax, kRawSum, kLogprobsDone };
 
@@ -131,11 +79,10 @@ struct RowState {
 };
 // What all blocks said of one kind: the best entry, or a sum.
 struct Said { u64 sum; Place place; u32 tokens, floor; };
-// What a block found in one pass, and candidates of the LM head.
+// What a block found in one pass.
 struct Found { u64 best, other, weight, all_weight, raw; u32 tokens, all_tokens; };
 struct Scratch {
-  Memory memory;
-  Output output;
+  SamplerLaunch launch;
   RowState rows[kRows];
   Found found[kRows];
   Said said[kRows][kKinds];
@@ -143,15 +90,11 @@ struct Scratch {
   u32 tag;                   // of the next exchange
   u32 block;
 };
-static_assert(sizeof(Scratch) <= 8192 || kRows > 16, "the looped decoder leaves 8 KiB");
+static_assert(kRows <= 64 && sizeof(Scratch) <= 48 * 1024, "rows are bits of 64, and lie in static shared memory");
 
-// The threads that take part: kThreads (whole warps) of a block, numbered from 0, with a named barrier of their own.
-#ifndef LP_SAMPLE_BARRIER
-#define LP_SAMPLE_BARRIER 1
-#endif
 constexpr u32 kThreads = LP_SAMPLE_THREADS, kWarps = kThreads / 32;
 static_assert(kThreads % 32 == 0 && kThreads >= 32, "whole warps");
-LP_DEVICE void sync() { bar_sync(LP_SAMPLE_BARRIER, kThreads); }
+LP_DEVICE void sync() { barrier_sync(0, kThreads); }
 LP_DEVICE u32 warp_of(u32 thread) { return thread / 32; }
 LP_DEVICE u32 lane_of(u32 thread) { return thread % 32; }
 

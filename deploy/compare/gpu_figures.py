@@ -1,0 +1,118 @@
+"""The README's figures of one GPU: measures them and prints the tables.
+
+    python3 gpu_figures.py --looplane target/release/looplane
+
+Needs one H200 (any GPU that Looplane takes will do, but the bars are an H200's), 40 GB of memory and, for HTTP, torch and safetensors. It takes five minutes. Bars are those of the issue that
+the kernel was built for: milliseconds that it must reach, and the floor: bytes of weights, K and V over LIMIT_GB_S.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIMIT_GB_S = 4653
+PORT = 8123
+# shape, context, {batch: (must, vLLM 0.24 at shorter context)}
+RUNS = [
+    ("8b", 512, {1: (3.60, 4.88), 8: (3.75, 5.00), 32: (4.6, 5.46), 64: (5.4, 6.02)}),
+    ("8b", 8192, {1: (None, None)}),
+    ("llama-1b", 512, {1: (0.60, None), 8: (None, None), 64: (None, None)}),
+]
+MUST_OF_FLOOR_AT_8192 = 1.10
+PROMPT_TOKENS, MUST_PROMPT_MS = 2048, 150
+MUST_ITL = {"mean": 1.03, "p99": 1.5}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--looplane", type=Path, default=HERE.parents[1] / "target/release/looplane", help="the binary to measure")
+    parser.add_argument("--steps", type=int, default=256, help="steps of each batch (default: 256)")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm/looplane-8b"), help="where the checkpoint for HTTP is written (16 GB)")
+    parser.add_argument("--no-http", action="store_true", help="only the loop")
+    args = parser.parse_args()
+    name = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.splitlines()[0]
+    print(f"{name}, {datetime.date.today()}\n", flush=True)
+    print(row(["shape", "context", "batch", "floor, ms", "**ms a step**", f"of {LIMIT_GB_S} GB/s", "of the run's read limit", "must", "vLLM 0.24"]))
+    print(row(["---"] * 9), flush=True)
+    step_ms, prompt = None, None
+    for shape, context, bars in RUNS:
+        is_main = (shape, context) == RUNS[0][:2]
+        report = bench(args, shape, context, list(bars), PROMPT_TOKENS if is_main else None)
+        for batch in report["batches"]:
+            floor = (batch["weight_bytes"] + batch["kv_bytes"]) / LIMIT_GB_S / 1e6
+            must, vllm = bars[batch["batch"]]
+            if context == 8192:
+                must = MUST_OF_FLOOR_AT_8192 * floor
+            cells = [shape, context, batch["batch"], f"{floor:.2f}", f"**{batch['step_ms']:.3g}**", f"{floor / batch['step_ms']:.1%}", f"{batch['share_of_best_read']:.1%}"]
+            print(row(cells + [f"{must:.2f}" if must else "", vllm or ""]), flush=True)
+        if is_main:
+            step_ms, prompt = report["batches"][0]["step_ms"], report["prompt"]
+            limit = report["read"]
+    print(f"\nread limit {limit['best_gb_s']:.0f} GB/s at best, {limit['median_gb_s']:.0f} in the median pass")
+    print(f"prompt of {prompt['tokens']} tokens (8b): {prompt['ms']:.0f} ms, {prompt['tokens_per_s']:.0f} tokens a second; must {MUST_PROMPT_MS} ms")
+    if not args.no_http:
+        http(args, step_ms)
+
+
+def bench(args: argparse.Namespace, shape: str, context: int, batches: list[int], prompt: int | None) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bench.json"
+        command = [args.looplane, "bench", "--device", "cuda", "--shape", shape, "--context", context, "--batch", ",".join(map(str, batches)), "--steps", args.steps, "--json", out]
+        command += ["--prompt", prompt] if prompt else []
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stderr}")
+        return json.loads(out.read_text())
+
+
+def http(args: argparse.Namespace, step_ms: float) -> None:
+    """Streams of one client from a checkpoint of the 8B shape, beside the kernel's own step of the same minutes."""
+    if not (args.dir / "generation_config.json").exists():
+        subprocess.run([sys.executable, HERE / "random_model.py", "8b", args.dir], check=True)
+    server = subprocess.Popen([args.looplane, "serve", "--model", args.dir, "--device", "cuda", "--port", str(PORT)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        begun = time.monotonic()
+        wait_ready(server)
+        print(f"\nHTTP, 8B checkpoint of {sum(f.stat().st_size for f in args.dir.iterdir()) / 1e9:.1f} GB: ready after {time.monotonic() - begun:.1f} s")
+        for prompt_tokens in (128, 2048):
+            figures = loadtest(args, prompt_tokens)
+            mean, p99 = figures["mean_itl_ms"], figures["p99_itl_ms"]
+            print(f"one stream, prompts of {prompt_tokens} tokens: first token {figures['median_ttft_ms']:.0f} ms; between tokens {mean:.2f} ms in the mean ({mean / step_ms:.3f}x the kernel's {step_ms:.2f}, "
+                  f"must {MUST_ITL['mean']}), p99 {p99:.2f} ms ({p99 / step_ms:.2f}x, must {MUST_ITL['p99']})", flush=True)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_ready(server: subprocess.Popen) -> None:
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health/ready", timeout=1)
+            return
+        except OSError:
+            time.sleep(0.1)
+    sys.exit("looplane serve ended before it was ready")
+
+
+def loadtest(args: argparse.Namespace, prompt_tokens: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "loadtest.json"
+        command = [args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions", "--concurrency", 1, "--requests", 6,
+                   "--prompt-tokens", prompt_tokens, "--max-tokens", 250, "--ignore-eos", "--json", out]
+        subprocess.run([str(part) for part in command], check=True, capture_output=True)
+        return json.loads(out.read_text())
+
+
+def row(cells: list) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Writes a Llama checkpoint with random weights: the model that the HTTP figures of a GPU are taken with.
+
+    pip install torch safetensors
+    python3 random_model.py 8b /dev/shm/llama-8b
+
+Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. The tokenizer is one word a token, so that any token prints and
+prompts of an exact length can be written: "w7 w9 w7".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+SHAPES = {
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+           "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False},
+    "llama-1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+                 "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True},
+}
+CONTEXT = 16384
+
+
+def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
+    hidden, width, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    for layer in range(c["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            at + "input_layernorm.weight": (hidden,), at + "post_attention_layernorm.weight": (hidden,),
+            at + "self_attn.q_proj.weight": (width, hidden), at + "self_attn.k_proj.weight": (kv, hidden),
+            at + "self_attn.v_proj.weight": (kv, hidden), at + "self_attn.o_proj.weight": (hidden, width),
+            at + "mlp.gate_proj.weight": (c["intermediate_size"], hidden), at + "mlp.up_proj.weight": (c["intermediate_size"], hidden),
+            at + "mlp.down_proj.weight": (hidden, c["intermediate_size"]),
+        }
+    return shapes
+
+
+def main() -> None:
+    shape, folder = sys.argv[1], Path(sys.argv[2])
+    c = SHAPES[shape]
+    folder.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def tensor(size: tuple[int, ...]) -> torch.Tensor:
+        if len(size) == 1:
+            return torch.ones(size, dtype=torch.bfloat16)
+        return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * 0.02).bfloat16().cpu()
+
+    save_file({name: tensor(size) for name, size in tensor_shapes(c).items()}, folder / "model.safetensors")
+    config = c | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": CONTEXT,
+                  "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocab = {f"w{token}": token for token in range(c["vocab_size"])}
+    tokenizer = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w2"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1",
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+
+
+if __name__ == "__main__":
+    main()

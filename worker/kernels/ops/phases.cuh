@@ -1,0 +1,179 @@
+// What the roles of a block do in each phase of a step: the loop walks these, and so do the single launches of unlooped_decoder.cu.
+#pragma once
+
+extern __shared__ __align__(1024) u8 shared_memory[];
+
+/// Barriers of a launch; one thread calls it before the block's first barrier.
+LP_DEVICE void begin_block(u32 shared) {
+  for (u32 i = 0; i < kRings * Shared::slots; i++) {
+    mbarrier_init(shared + Shared::full + 16 * i, 1);
+    mbarrier_init(shared + Shared::full + 16 * i + 8, 1);
+    mbarrier_init(shared + Shared::empty + 8 * i, 1);
+  }
+  for (int i = 0; i < 2; i++) {
+    mbarrier_init(shared + Shared::partials_full + 8 * i, kWarps);
+    mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
+  }
+}
+LP_DEVICE CountedRows rows_of(const Launch& launch, u32 step) {
+  const Rows rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+  return CountedRows{rows, shared_address(shared_memory) + Shared::item_ends + step % 2 * kColumns * 4};
+}
+LP_DEVICE bool samples(const Launch& launch) {
+  for (u32 r = 0; r < launch.row_count; r++)
+    if (rows_of(launch, 0).rows[r].flags & kRowSample) return true;
+  return false;
+}
+LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
+
+/// The number of a step of this launch in all launches.
+LP_DEVICE u32 count_of(u32 shared, u32 step) { return load_shared_u32(shared + Shared::first_step) + step; }
+
+/// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
+struct Place {
+  CountedRows rows;
+  u32 layer, tag, active, vectors;
+};
+
+/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
+/// it is: Launch::trace [block][producer][kLayers][8 + 2 end ..] and [12]. One thread a block calls it.
+LP_DEVICE void note_time(const Launch& launch, u32 end) {
+#ifdef LP_TRACE
+  long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + kProducer) * (kLayers + 1) + kLayers) * 16;
+  u64 before = global_nanoseconds(), now;
+  while ((now = global_nanoseconds()) == before) {}  // the shared time goes on in steps
+  notes[8 + 2 * end] = clock64();
+  notes[9 + 2 * end] = now;
+  notes[12] = multiprocessor();
+#endif
+}
+
+/// A consumer warp: its leaf of every product, its leaves of attention.
+struct ConsumerPhases {
+  const Launch& launch;
+  u32 shared, warp;
+  Consumer consumer;
+  Partials partials;
+
+  LP_DEVICE ConsumerPhases(const Launch& launch, u32 shared, u32 warp)
+      : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), partials(launch, shared, warp) {}
+
+  LP_DEVICE void at(const Place& place, u32 stage) const { reached(launch, place.rows.step, warp, place.layer, stage); }
+  /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
+  LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
+    if (warp >= kHiddenLeaves) return;
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b, site);
+    if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
+  }
+  LP_DEVICE void query_key_value(const Place& place) {
+    at(place, 0);
+    if (!Epilogue::sets<Qkv>()) return;
+    u32 b[kHiddenSteps][2];
+    get_hidden(place, Vectors::attention_x, 0, kSiteAttentionX, b);
+    at(place, 1);
+    multiply<Qkv>(consumer, partials, b);
+  }
+  LP_DEVICE void attend_pages(const Place& place) {
+    at(place, 2);
+    attend(launch, consumer, shared, place.rows, place.layer, place.tag);
+  }
+  LP_DEVICE void merge(const Place& place) {
+    at(place, 3);
+    merge_pages(launch, place.rows, warp, place.tag, launch.words + place.vectors + Vectors::attention_out);
+  }
+  LP_DEVICE void attention_out(const Place& place) {
+    at(place, 4);
+    if (!Epilogue::sets<O>()) return;
+    const u8* input = launch.words + place.vectors + Vectors::attention_out;
+    if constexpr (O::leaf_steps <= kPartSteps) {
+      u32 b[O::leaf_steps][2];
+      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
+      at(place, 5);
+      multiply<O>(consumer, partials, b);
+    } else {
+      multiply_fetching<O>(consumer, partials, input, place.tag, place.active, kSiteAttentionOut, [&] { at(place, 5); });
+    }
+  }
+  LP_DEVICE void gate_up(const Place& place) {
+    at(place, 6);
+    if (!Epilogue::sets<GateUp>()) return;
+    u32 b[kHiddenSteps][2];
+    get_hidden(place, Vectors::mlp_x, 1, kSiteMlpX, b);
+    at(place, 7);
+    multiply<GateUp>(consumer, partials, b);
+  }
+  LP_DEVICE void down(const Place& place) {
+    at(place, 8);
+    multiply_fetching<Down>(consumer, partials, launch.words + place.vectors + Vectors::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
+    at(place, 10);
+  }
+  LP_DEVICE void head(const Place& place) {
+    at(place, 0);
+    if (!Epilogue::sets<Head>()) return;
+    u32 b[kHiddenSteps][2];
+    get_hidden(place, Vectors::attention_x, 0, kSiteHeadX, b);
+    at(place, 1);
+    multiply<Head>(consumer, partials, b);
+    at(place, 2);
+  }
+};
+
+/// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
+/// launch to end.
+LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
+  const int lane = threadIdx.x & 31, first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
+  u32 stop = 0;
+  if (blockIdx.x == 0 && epilogue.warp == 0) stop = load_system_u32(launch.control);
+  Best best[kEpilogueColumns];
+  for (int s = 0; s < sets; s++) {
+    epilogue.take<Head>(s == 0 ? 0 : -1);
+    const int id = (first + 2 * s) * 16 + lane;
+    const bool on = id < kVocab && first + 2 * s + Epilogue::half() < Head::first_tile(blockIdx.x + 1);
+#pragma unroll
+    for (int c = 0; c < kEpilogueColumns; c++) {
+      const float logit = epilogue.y[c] * epilogue.inverse[c];
+      if (on) best[c].offer(logit, id);
+      if (on && launch.flags & kLaunchLogits) launch.logits[(u64)epilogue.column(c) * (Head::tiles * 16) + id] = logit;
+    }
+  }
+  if (launch.flags & kLaunchUndrawn) return;
+  fence_gpu();  // K and V of this step, and cleared vectors, before its token words
+  if (kColumns > 1) barrier_sync(kEpilogueBarrier, kEpilogueWarps * 32);  // those of either warp
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < kEpilogueColumns; c++) {
+    best[c].over_lanes();
+    u8* words = launch.words + Words::token + (u64)epilogue.column(c) * kBlocks * 16;
+    if (lane == 0) store_relaxed_16(words + blockIdx.x * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
+  }
+}
+
+/// The best token of every column over the whole vocabulary into `token`; true if the host wants the launch to end.
+LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
+  const int lane = threadIdx.x & 31;
+  const u32 tag = tag_of(launch, step);
+  bool stopped = false;
+#pragma unroll
+  for (int c = 0; c < kEpilogueColumns; c++) {
+    const int column = epilogue.column(c);
+    token[c] = ~0u;
+    if (!(active >> column & 1) && column != 0) continue;
+    const u8* words = launch.words + Words::token + (u64)column * kBlocks * 16;
+    Best all;
+    for (int from = 0; from < kBlocks; from += 32) {
+      u32 value, id, extra;
+      const bool on = from + lane < kBlocks;
+      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on ? 1 : 0, &value, &id, &extra, kSiteSampled);
+      if (on) all.offer(__uint_as_float(value), id);
+      if (from == 0 && column == 0) stopped = shuffle(extra, 0) != 0;
+    }
+    all.over_lanes();
+    if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
+  }
+  fence_gpu();  // token words before K and V of this step are read, and cleared vectors polled
+#pragma unroll
+  for (int c = 0; c < kEpilogueColumns; c++)
+    if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
+  return stopped;
+}

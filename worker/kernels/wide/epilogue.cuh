@@ -1,0 +1,197 @@
+// What follows the products: norm, bias, rope, residual, silu; each result goes out as the next product's input.
+#pragma once
+
+LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) { return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4); }
+/// Position of a column's new K and V in the pool; ~0 if the column idles.
+LP_DEVICE u32 place_in_pool(u32 shared, u32 column) { return load_shared_u32(shared + Shared::place + column * 4); }
+
+/// A (row tile, column) of q, k or v a thread and round.
+struct Projection {
+  static constexpr int kRounds = (QkvCut::odd_tiles * kColumns + (int)kConsumerThreads - 1) / (int)kConsumerThreads;
+  const Launch& launch;
+  u32 shared;
+  float angles[kRounds][8][2];  // of rows r and r + 8: cosine, sine; fetched while the pair exchanges partial sums
+
+  LP_DEVICE Projection(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + threadIdx.x) / kColumns; }  // tile of the block's
+  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + threadIdx.x) % kColumns; }
+  LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
+  LP_DEVICE static int tile(int round) { return Qkv::first_tile(blockIdx.x) + within(round); }
+  /// Queries, then k, then v of a KV head.
+  LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
+  LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
+
+  LP_DEVICE void fetch_angles(const Rows& rows) {
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) {
+      if (!on(r) || head(r) > kQueriesPerKv || place_in_pool(shared, column(r)) == ~0u) continue;
+      const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece(r) * 8) * 8;
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        const Quad two = load_constant_16(turn + i * 8);
+        angles[r][i][0] = __uint_as_float(two.x), angles[r][i][1] = __uint_as_float(two.y);
+        angles[r][i + 1][0] = __uint_as_float(two.z), angles[r][i + 1][1] = __uint_as_float(two.w);
+      }
+    }
+  }
+  /// Norm, bias and rope; q to this step's attention, k and v into their pages.
+  LP_DEVICE void write(const Receive& receive, u32 layer) const {
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) {
+      const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
+      if (place == ~0u) continue;
+      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles, query_tile = head * kDimTiles + piece;
+      const float inverse = inverse_of(shared, 0, column(r));
+      float v[16] = {};
+      receive.add_rows8<QkvCut>(2 * within(r), column(r), v);
+      receive.add_rows8<QkvCut>(2 * within(r) + 1, column(r), v + 8);
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        v[i] *= inverse;
+        if (kQkvBias) v[i] += launch.bias[(u64)layer * (Qkv::tiles * 16) + tile(r) * 16 + i];
+      }
+      if (head <= kQueriesPerKv) {
+        if (kQkNorm) {
+          float squares[16];
+#pragma unroll
+          for (int i = 0; i < 16; i++) {
+            squares[i] = v[i] * v[i];
+            v[i] *= launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + i];
+          }
+          store_u32(launch.words + Words::squares + square_byte(kv_head, query_tile, column(r)), __float_as_uint(tree_sum<16>(squares)));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float cosine = angles[r][i][0], sine = angles[r][i][1], low = v[i], high = v[i + 8];
+          v[i] = fmaf(low, cosine, -(high * sine));
+          v[i + 8] = fmaf(high, cosine, low * sine);
+        }
+      }
+      u32 pairs[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) pairs[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
+      if (head < kQueriesPerKv) {
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 0, column(r)), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 1, column(r)), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
+        continue;
+      }
+      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) + place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
+      const int position = place % kLeafPositions;
+      if (head == kQueriesPerKv) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) store_u32(leaf + fragment_byte(position, 2 * i), pairs[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 16; i++) store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
+      }
+    }
+  }
+};
+
+/// The residual stream of the block's rows, in registers: 8 rows of a column a lane, in fp32.
+struct Hidden {
+  static constexpr int kChunks = kBlockHiddenTiles * 2, kWarpColumns = 32 / kChunks;  // chunks of 8 rows; columns of a warp
+  static constexpr int kRounds = kConsumers * kWarpColumns < kColumns ? kColumns / (kConsumers * kWarpColumns) : 1;
+  const Launch& launch;
+  u32 warp;
+  float h[kRounds][8];
+  Quad gamma;
+
+  LP_DEVICE Hidden(const Launch& launch, u32 warp) : launch(launch), warp(warp) {}
+  LP_DEVICE static int chunk() { return (threadIdx.x & 31) / kWarpColumns; }
+  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kWarpColumns + (threadIdx.x & 31) % kWarpColumns; }
+  LP_DEVICE bool on(int round) const { return column(round) < kColumns; }
+  LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
+  /// Weights of the norm that is applied next, ahead of time.
+  LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }
+
+  LP_DEVICE void embed(int round, u32 token) {
+    u32 pairs[4];
+    if (kTied) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) pairs[i] = load_constant_u32((const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row() + 2 * i)));
+    } else {
+      const Quad row = load_constant_16(launch.embedding + ((u64)token * kHidden + first_row()) * 2);
+      pairs[0] = row.x, pairs[1] = row.y, pairs[2] = row.z, pairs[3] = row.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[round][i] = from_bf16(i & 1 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff);
+  }
+  /// Adds what the pair has summed in o or down.
+  template <class C> LP_DEVICE void add(const Receive& receive) {
+#pragma unroll
+    for (int r = 0; r < kRounds; r++)
+      if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
+  }
+  /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's), whose 1 / rms its readers apply after their product.
+  LP_DEVICE void publish_x(int norm) {
+    const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) {
+      if (!on(r)) continue;
+      u32 x[4];
+      float squares[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) squares[i] = h[r][i] * h[r][i];
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = bf16_pair(h[r][2 * i] * from_bf16(scales[i] & 0xffff), h[r][2 * i + 1] * from_bf16(scales[i] >> 16));
+      store_16(launch.words + (norm ? Words::mlp_x : Words::attention_x) + vector_byte(blockIdx.x * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
+      float sum = tree_sum<8>(squares);
+#pragma unroll
+      for (int d = kWarpColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+      if (chunk() == 0) store_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + blockIdx.x) * kColumns + column(r)) * 4, __float_as_uint(sum));
+    }
+    publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + blockIdx.x / kLeafBlocks * Words::counter);
+  }
+};
+
+/// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
+/// and tells all blocks.
+LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
+  const u32 lane = threadIdx.x & 31;
+  u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
+  if (blockIdx.x < kColumns) {
+    if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
+    __syncwarp();
+  }
+  for (u32 column = blockIdx.x; column < kColumns; column += kBlocks) {
+    float part[kBlocks / 32];
+#pragma unroll
+    for (int i = 0; i < kBlocks / 32; i++)
+      part[i] = __uint_as_float(load_relaxed_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + lane * (kBlocks / 32) + i) * kColumns + column) * 4));
+    float sum = tree_sum<kBlocks / 32>(part);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+    if (lane == 0) store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(rsqrt_approx(sum * (1.0f / kHidden) + __uint_as_float(LP_EPS))));
+  }
+  for (u32 column = lane; column < kColumns; column += 32) {
+    u64 word = load_relaxed_u64(inverse + column * 8);
+    const long long begun = clock64();
+    while (!kAblateWaits && (u32)(word >> 32) != tag) {
+      if (clock64() - begun > kWaitLimit) wait_failed(launch, kSiteInverse, tag, (u32)(word >> 32));
+      word = load_relaxed_u64(inverse + column * 8);
+    }
+    store_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4, __uint_as_float((u32)word));
+  }
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
+}
+
+using GateUpOwn = Own<GateUp>;
+/// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
+LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
+  const int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < GateUpOwn::columns / 8; j++) {
+    const u32 column = first_column + 8 * j;
+    float v[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float inverse = inverse_of(shared, 1, column + 2 * t + (c & 1)), gate = sum[0][4 * j + c] * inverse, up = sum[1][4 * j + c] * inverse;
+      v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+    }
+    u8* to = launch.words + Words::activation + vector_byte(pair_index, column, 0) + lane * 4;
+    store_u32(to, transpose_8x8(bf16_pair(v[0], v[1])));
+    store_u32(to + 128, transpose_8x8(bf16_pair(v[2], v[3])));
+  }
+}

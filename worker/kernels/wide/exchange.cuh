@@ -1,0 +1,169 @@
+// Exchanges. Over the chip by counters: a block stores, then adds one to a counter; readers wait for generation x writers. One buffer an exchange
+// suffices, because who reads it in a phase has a part in what every writer of its next use waits for (../layout/words.cuh). Within a pair by bulk copies from
+// shared memory to shared memory, whose bytes complete the receiver's barrier, so that nobody needs a fence at cluster scope.
+#pragma once
+
+constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
+constexpr u32 kQueryWriters = 2 * kQkvTiles / QkvCut::pair_tiles;          // blocks that write q, k and v of a KV head
+
+LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 site) {
+  const u32* p = (const u32*)(launch.words + counter);
+  u32 seen = load_acquire_u32(p);
+  if (kAblateWaits || (int)(seen - target) >= 0) return;
+  const long long begun = clock64();
+  while ((int)((seen = load_acquire_u32(p)) - target) < 0)
+    if (clock64() - begun > kWaitLimit) wait_failed(launch, site, target, seen);
+}
+/// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
+LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
+  if ((threadIdx.x & 31) == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+  __syncwarp();
+  fence_async_global();
+}
+/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's missing word
+/// stands for all (polling them all slows the stream).
+template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32* x, u32* y, u32* extra, u32 site) {
+  long long begun = 0;
+  while (true) {
+    u32 missing = ~0u, seen = 0;
+#pragma unroll
+    for (int j = N - 1; j >= 0; j--) {
+      const Quad v = load_relaxed_16(base + j * stride);
+      x[j] = v.x;
+      y[j] = v.y;
+      extra[j] = v.w;
+      if (!kAblateWaits && v.z != tag) missing = j, seen = v.z;
+    }
+    if (!any_lane(missing != ~0u)) break;
+    if (begun == 0) begun = clock64();
+    if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+    const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
+    if ((int)(threadIdx.x & 31) == __ffs(scout) - 1) {
+      const u8* word = base + missing * stride;
+      while ((seen = load_relaxed_16(word).z) != tag)
+        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+    }
+    __syncwarp();
+  }
+  __syncwarp();
+}
+LP_DEVICE void consumers_sync() { barrier_sync(1, kConsumerThreads); }
+/// What the consumers of this block have stored is there for all who see the counter grow: bulk copies, too.
+LP_DEVICE void publish(const Launch& launch, u64 counter) {
+  fence_async_global();
+  consumers_sync();
+  if (threadIdx.x == 0) add_release_u32((u32*)(launch.words + counter), 1);
+}
+
+/// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
+/// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
+struct Receive {
+  const Launch& launch;
+  u32 shared, warp, uses = 0, exchanges = 0;
+
+  LP_DEVICE Receive(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
+  /// Before anything is written to either block's buffer: both have read what they had received before.
+  LP_DEVICE void begin() {
+    wait_barrier(launch, shared + Shared::receive_free, (uses & 1) ^ 1, kSitePartialsEmpty);
+    __syncwarp();
+  }
+  /// After a barrier of the consumers that follows the last read: the peer may send again.
+  LP_DEVICE void end() {
+    uses++;
+    if (threadIdx.x < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, threadIdx.x));
+  }
+
+  template <class C> static constexpr u32 tile_bytes = C::columns * 64;
+  template <class C> static constexpr int pieces = C::split == Split::kColumns ? 2 : 1;  // of a tile
+  /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their way to the peer.
+  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
+
+  /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
+    static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
+    begin();
+    const u32 group = warp >> 2, peer = half() ^ 1;
+    const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
+    const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
+    const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
+    bool on = place.on;
+    swap_rows<C>(sum);
+    if constexpr (C::split == Split::kLeaves) {  // the second half of the leaves is in the second warpgroup
+      if (on && group == 1) put<C>(place.tile, place.tile, sum);
+      consumers_sync();
+      on = on && group == 0;
+      if (on) add<C>(place.tile, place.tile, sum);
+    }
+    if constexpr (C::halves) {
+      if (on && !mine) {
+        put<C>(sent, place.tile, sum);
+        fence_async_shared();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0)
+          bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
+      }
+      if (keeps_own<C> && on && mine) put<C>(place.tile, place.tile, sum);
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) {
+        if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
+        else mbarrier_arrive(shared + Shared::receive_full);
+      }
+      meanwhile();
+      wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
+      __syncwarp();
+      if (keeps_own<C>) return;
+      if (on && mine) add<C>(received, place.tile, sum);
+    } else {
+      meanwhile();
+    }
+    if (on && mine) put<C>(received, place.tile, sum);
+    consumers_sync();
+  }
+  /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.
+  template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to) const {
+    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, slot_column = column % C::columns;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int row = (chunk & 1) * 8 + i;
+      const u32 at = (row * C::columns + (slot_column ^ swizzle(row, tile))) * 4;
+      const float received = load_shared_f32(slot<C>(first_received<C> + within * pieces<C> + column / C::columns) + at);
+      if constexpr (keeps_own<C>) to[i] += load_shared_f32(slot<C>(tile) + at) + received;
+      else to[i] += received;
+    }
+  }
+
+ private:
+  /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
+  template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
+  template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
+  LP_DEVICE static int swizzle(int row, int tile) { return ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3; }
+  /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
+  template <class C> LP_DEVICE static void swap_rows(float* sum) {
+    const bool odd = threadIdx.x & 1;
+#pragma unroll
+    for (int j = 0; j < C::columns / 8; j++) {
+      float* v = sum + 4 * j;
+      const float a = shuffle_xor(odd ? v[0] : v[2], 1), b = shuffle_xor(odd ? v[1] : v[3], 1);
+      if (odd) v[0] = a, v[1] = b;
+      else v[2] = a, v[3] = b;
+    }
+  }
+  template <class C> LP_DEVICE u32 address(int slot_index, int tile, int j) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = g + 8 * (t & 1);
+    return slot<C>(slot_index) + (row * C::columns + ((8 * j + 4 * (t >> 1)) ^ swizzle(row, tile))) * 4;
+  }
+  template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {
+#pragma unroll
+    for (int j = 0; j < C::columns / 8; j++) store_shared_16(address<C>(slot_index, tile, j), sum + 4 * j);
+  }
+  template <class C> LP_DEVICE void add(int slot_index, int tile, float* sum) const {
+#pragma unroll
+    for (int j = 0; j < C::columns / 8; j++) {
+      const Quad v = load_shared_16(address<C>(slot_index, tile, j));
+      sum[4 * j] += __uint_as_float(v.x);
+      sum[4 * j + 1] += __uint_as_float(v.y);
+      sum[4 * j + 2] += __uint_as_float(v.z);
+      sum[4 * j + 3] += __uint_as_float(v.w);
+    }
+  }
+};

@@ -1,0 +1,153 @@
+// Who owns what in a wide pass, and what lies where.
+//
+// A pair is a cluster of two blocks. Of qkv, o and down a pair owns the row tiles that its blocks own in narrow passes, and each block sums half of K of all of them:
+// so a block reads half of the activations. Gate/up and the LM head are not cut: a block owns its tiles with all of K.
+#pragma once
+
+static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
+constexpr bool kPrompt = kColumns == 128;  // only rows of prompts that do not sample: no LM head
+constexpr int kConsumers = 8;              // warps, two warpgroups
+constexpr u32 kConsumerThreads = kConsumers * 32;
+constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;  // the other warps: weights and pages (two), activations, 1 / rms
+constexpr u32 kThreads = 12 * 32;
+constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
+constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
+
+/// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
+constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeaves == 16        // the leaves of half of K are a subtree
+                           && kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0                   // sums of squares of blocks are a subtree
+                           && (kHiddenTiles == kBlocks || kHiddenTiles == 2 * kBlocks)          // a block owns 1 or 2 tiles of the hidden state
+                           && kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0  // stages do not cross leaves
+                           && Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
+                           && kQkvTiles % (Qkv::tiles / kPairs) == 0;                           // a pair belongs to one KV head
+static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block, leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of one KV head a pair");
+
+LP_DEVICE u32 pair() { return blockIdx.x >> 1; }
+/// Which half of K this block sums, and which of the pair's tiles it owns.
+LP_DEVICE u32 half() { return blockIdx.x & 1; }
+
+// ---- stages and slots ----
+
+constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 ? 5 : 4;
+/// Stages in flight. Must not exceed the ring.
+constexpr u32 kInFlight = kPrompt ? 4 : 3;
+/// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
+constexpr u32 kStepBytes = kColumns * 32;
+constexpr u32 kInputSlots = 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot
+LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) { return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16; }
+
+constexpr int power_of_two_below(int n) { return n < 2 ? 1 : 2 * power_of_two_below(n / 2); }
+/// The largest power of two of k16 steps, at most `most`, that divides a leaf.
+constexpr int stage_steps(int most, int leaf_steps) {
+  int steps = power_of_two_below(most);
+  while (leaf_steps % steps) steps /= 2;
+  return steps;
+}
+
+/// Tiles next to each other in memory: first of them, among those of the stage, and how many (1 or 2; 0: none).
+struct Unit {
+  int first, width;
+};
+
+enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divide among them
+
+/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block owns its tiles with all of K.
+template <class PRODUCT, bool HALVES = true> struct Cut {
+  using P = PRODUCT;
+  static constexpr bool halves = HALVES;
+  static constexpr int pair_tiles = P::tiles / kPairs, even_tiles = pair_tiles / 2, odd_tiles = pair_tiles - even_tiles;
+  static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;  // of a stage
+  static constexpr Split split = kPrompt ? Split::kColumns : tiles > 4 ? Split::kTiles : Split::kLeaves;
+  static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
+  static constexpr int ways = split == Split::kLeaves ? 2 : 1, columns = split == Split::kColumns ? kColumns / 2 : kColumns;
+  static constexpr int block_leaves = HALVES ? kMaxLeaves / 2 : kMaxLeaves, leaves = block_leaves / ways;  // of a block, of a warp
+  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), P::leaf_steps);  // of each way, a stage
+  static constexpr int input_steps = (int)kInputSteps / ways;                                              // of each way, a slot
+  static constexpr int units = HALVES ? (even_tiles + 1) / 2 + (odd_tiles + 1) / 2 : (odd_tiles + 1) / 2;
+  static_assert(P::leaf_steps % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
+
+  /// First tile of the stage in the product, and how many the stage has.
+  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(blockIdx.x); }
+  LP_DEVICE static int stage_tiles() { return HALVES ? pair_tiles : owned(half()); }
+  LP_DEVICE static int first_leaf() { return HALVES ? (int)half() * block_leaves : 0; }
+  /// Tiles that block `of` of the pair owns, and the first of them.
+  LP_DEVICE static int owned(u32 of) { return of ? odd_tiles : even_tiles; }
+  LP_DEVICE static int first_owned(u32 of) { return of ? even_tiles : 0; }
+  LP_DEVICE static Unit unit_of(int tile) {
+    const bool odd = HALVES && tile >= even_tiles;
+    const int run = odd ? even_tiles : 0, length = HALVES ? owned(odd) : stage_tiles(), first = (tile - run) & ~1;
+    return Unit{run + first, first + 1 < length ? 2 : 1};
+  }
+  LP_DEVICE static Unit unit(int index) {
+    constexpr int even_units = (even_tiles + 1) / 2;
+    const int tile = HALVES && index >= even_units ? even_tiles + 2 * (index - even_units) : 2 * index;
+    return tile < stage_tiles() ? unit_of(tile) : Unit{0, 0};
+  }
+};
+using QkvCut = Cut<Qkv, !kPrompt>;
+using OCut = Cut<O>;
+using DownCut = Cut<Down>;
+
+/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit. Passes of some units, which read x once each.
+template <class PRODUCT> struct Own {
+  using P = PRODUCT;
+  static constexpr int most_units = (P::most_tiles + 1) / 2;
+  static constexpr int pass_units = kPrompt || most_units <= 4 ? 4 : most_units < 8 ? most_units : 8;
+  static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
+  static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
+  static constexpr int steps = stage_steps(kStageBytes / (pass_units * 2 * kFragment), P::leaf_steps < 8 ? P::leaf_steps : 8);  // a stage
+  LP_DEVICE static int first_tile() { return P::first_tile(blockIdx.x); }
+  LP_DEVICE static int tiles() { return P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x); }
+  LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
+  /// Tiles of a unit; not positive if there is none.
+  LP_DEVICE static int width(int pass, int unit) {
+    const int left = tiles() - 2 * (pass * pass_units + unit);
+    return unit >= pass_units ? 0 : left < 2 ? left : 2;
+  }
+};
+
+// ---- memory ----
+
+/// Offsets in Launch::words. The host zeroes the counters before every launch; what has a tag is told from older words by it, the rest is
+/// written before a counter that its readers wait for.
+struct Words {
+  static constexpr u64 counter = 128;                                             // bytes from one counter to the next
+  static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;         // one a leaf of K: a 16th of the blocks writes it
+  static constexpr u64 activation_ready = mlp_x_ready + 16 * counter;
+  static constexpr u64 queries_ready = activation_ready + 16 * counter;           // one a KV head: its q, k and v
+  static constexpr u64 outputs_ready = queries_ready + kKvHeads * counter;        // of attention: all blocks
+  static constexpr u64 tokens_ready = outputs_ready + counter;                    // all blocks
+  static constexpr u64 zeroed = tokens_ready + counter;
+  static constexpr u64 attention_x = zeroed, mlp_x = attention_x + (u64)kHiddenTiles * kStepBytes;
+  static constexpr u64 attention_out = mlp_x + (u64)kHiddenTiles * kStepBytes;
+  static constexpr u64 activation = attention_out + (u64)O::steps * kStepBytes;
+  static constexpr u64 queries = activation + (u64)Down::steps * kStepBytes;      // [kv head][tile of its query heads][2 halves of k][column][8] bf16
+  static constexpr u64 squares = queries + (u64)kHeads * kDimTiles * kStepBytes;  // [kv head][tile of its query heads and of k][column] f32 (kQkNorm)
+  static constexpr u64 sums = squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;  // [x, MLP's x][block][column] f32: squares of a block's rows
+  static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;            // [x, MLP's x][column] (tag << 32 | 1 / rms)
+  static constexpr u64 best = inverse + 2ull * kColumns * 8;                      // [block][column] (token << 32 | logit)
+  static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;                 // u32: the host wants the launch to end
+  static constexpr u64 items = stop + 128;                                        // of attention
+};
+LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) { return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16; }
+LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) { return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4; }
+
+/// Offsets in shared memory.
+struct Shared {
+  static constexpr u32 ring = 0;                                                     // [kStages]
+  static constexpr u32 input = ring + kStages * kStageBytes;                         // [kInputSlots]
+  static constexpr u32 receive = input + kInputSlots * kInputSteps * kStepBytes;     // partial sums of the pair; scratch of attention and of the LM head
+  static constexpr u32 scratch = kColumns == 32 ? 24576 : 32768;
+  static constexpr u32 inverse = receive + scratch;                                  // [x, MLP's x][column] 1 / rms
+  static constexpr u32 place = inverse + 2 * kColumns * 4;                           // [column] position of this step in the pool: page * kPage + within; ~0: idle
+  static constexpr u32 rows = place + kColumns * 4;                                  // [column] Row
+  static constexpr u32 stage_full = rows + (kPrompt ? 0 : kColumns * sizeof(Row));   // mbarriers
+  static constexpr u32 stage_empty = stage_full + kStages * 8;
+  static constexpr u32 input_full = stage_empty + kStages * 8, input_empty = input_full + kInputSlots * 8;
+  static constexpr u32 receive_full = input_empty + kInputSlots * 8, receive_free = receive_full + 8;
+  static constexpr u32 norms = receive_free + 8;                                     // [x, MLP's x]
+  static constexpr u32 sampled = norms + 16;                                         // completes once a step's tokens are known
+  static constexpr u32 last_step = sampled + 8;                                      // steps to run
+  static constexpr u32 bytes = last_step + 8;
+};
+static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");

@@ -1,0 +1,153 @@
+// What flows into a block: weights and KV pages through one ring of stages, activations through another. A stage belongs to all eight consumer warps: each
+// waits for every stage in order and releases it, and both stream warps take part in every one, so parities cannot alias.
+#pragma once
+
+/// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every other lane (a bulk copy costs a warp about
+/// 50 clocks a lane).
+struct Producer {
+  const Launch& launch;
+  u32 shared;
+  u64 policy;
+  u32 second, issued = 0, slot = 0, phase = 1, landed = 0, landed_slot = 0, landed_phase = 0;
+
+  LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
+  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon.
+  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true) {
+    const bool mine = on && (lane() & 1) == second;
+    const u32 total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
+    // Released: orders the consumers' reads before the copies that overwrite them (block).
+    const u32 empty = shared + Shared::stage_empty + 8 * slot;
+    for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));)
+      if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+    if (lane() == 0) {
+      // Landed: bounds what is in flight.
+      for (; landed + kInFlight <= issued; landed++) {
+        wait_barrier(launch, shared + Shared::stage_full + 8 * landed_slot, landed_phase, kSiteLanded);
+        if (++landed_slot == kStages) landed_slot = 0, landed_phase ^= 1;
+      }
+      mbarrier_expect(full, total);
+    }
+    __syncwarp();
+    if (mine) {
+      if (once) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
+      else bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full);
+    }
+    issued++;
+    if (++slot == kStages) slot = 0, phase ^= 1;
+  }
+  /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
+  template <class C> LP_DEVICE void stream(const u8* product) {
+    using P = typename C::P;
+    const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
+    const Unit unit = C::unit(lane() % C::units);
+    const bool on = way < C::ways && unit.width;
+    const u8* from = product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * kFragment;
+    const u32 to = (way * C::tiles + unit.first) * C::steps * kFragment, bytes = C::steps * unit.width * kFragment;
+    for (int k = 0; k < C::leaves * P::leaf_steps; k += C::steps) issue(on, from + k * unit.width * kFragment, to, bytes);
+  }
+  /// The block's own tiles, all of K, pass by pass: [unit][k16 step] a stage.
+  template <class C> LP_DEVICE void stream_own(const u8* product) {
+    using P = typename C::P;
+    for (int pass = 0; pass < C::passes(); pass++) {
+      const int width = C::width(pass, lane());
+      const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
+      for (int k = 0; k < P::steps; k += C::steps) issue(width > 0, from + k * width * kFragment, lane() * C::steps * 2 * kFragment, C::steps * width * kFragment);
+    }
+  }
+};
+
+/// The warp that fetches activations as soon as who writes them has published them.
+struct Input {
+  const Launch& launch;
+  u32 shared, slot = 0, phase = 1, ready = 0;
+
+  LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  /// Input of the pair's tiles of a product: this block's leaves. COUNTERS: 16, one a leaf, or one for all.
+  template <class C, int COUNTERS> LP_DEVICE void stream(u64 vector, u64 counters, u32 target, u32 site) {
+    using P = typename C::P;
+    const int first = C::first_leaf();
+    ready = 0;
+    for (int k = 0; k < C::leaves * P::leaf_steps; k += C::input_steps) {
+      for (int way = 0; way < C::ways; way++) await<COUNTERS>(counters, (first + way * C::leaves + k / P::leaf_steps) * COUNTERS / kMaxLeaves, target, site);
+      copy<C::ways>(vector + (u64)((first + (int)lane() * C::leaves) * P::leaf_steps + k) * kStepBytes);
+    }
+  }
+  /// Input of the block's own tiles: all of it, once a pass.
+  template <class C> LP_DEVICE void stream_own(u64 vector, u64 counters, u32 target, u32 site) {
+    using P = typename C::P;
+    ready = 0;
+    for (int pass = 0; pass < C::passes(); pass++)
+      for (int k = 0; k < P::steps; k += kInputSteps) {
+        await<kMaxLeaves>(counters, k / P::leaf_steps, target, site);
+        copy<1>(vector + (u64)k * kStepBytes);
+      }
+  }
+
+ private:
+  /// Waits for counter `index`; all are looked at together. Orders what its writers published before the copies that follow (grid, generic before async).
+  template <int COUNTERS> LP_DEVICE void await(u64 counters, u32 index, u32 target, u32 site) {
+    if (ready >> index & 1) return;
+    const long long begun = clock64();
+    while (true) {
+      u32 seen = target;
+      if (lane() < COUNTERS) seen = load_acquire_u32((const u32*)(launch.words + counters + lane() * Words::counter));
+      ready = __ballot_sync(kAllLanes, kAblateWaits || (int)(seen - target) >= 0);
+      if (ready >> index & 1) break;
+      if (clock64() - begun > kWaitLimit && lane() == index) wait_failed(launch, site, target, seen);
+    }
+    fence_async_global();
+    __syncwarp();
+  }
+  /// Fills the next slot, in as many copies as WAYS, each from its lane's offset in the words.
+  template <int WAYS> LP_DEVICE void copy(u64 from) {
+    constexpr u32 bytes = kInputSteps * kStepBytes;
+    const u32 full = shared + Shared::input_full + 8 * slot;
+    if (lane() == 0) {
+      wait_barrier(launch, shared + Shared::input_empty + 8 * slot, phase, kSiteInputEmpty);
+      mbarrier_expect(full, bytes);
+    }
+    __syncwarp();
+    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full);
+    __syncwarp();
+    if (++slot == kInputSlots) slot = 0, phase ^= 1;
+  }
+};
+
+/// A consumer warp's place in both rings.
+struct Consumer {
+  const Launch& launch;
+  u32 shared, warp, slot = 0, phase = 0, input_slot = 0, input_phase = 0;
+
+  LP_DEVICE Consumer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
+  /// Waits for the next stage; its address. Orders the copies before the reads (block).
+  LP_DEVICE u32 wait() {
+    wait_barrier(launch, shared + Shared::stage_full + 8 * slot, phase, kSiteFull);
+    __syncwarp();
+    return shared + Shared::ring + slot * kStageBytes;
+  }
+  /// Gives the stage back and moves on. All lanes must have used (not only requested) what they read: an arrive overtakes loads of its own
+  /// warp that are still queued. `never` is false, but the compiler cannot know if it is computed from every result.
+  /// `warps`: for how many consumer warps; the others skip it.
+  LP_DEVICE void release(bool never = false, u32 warps = 1) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * slot + (never ? 8192 : 0), warps);
+    if (++slot == kStages) slot = 0, phase ^= 1;
+  }
+  /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.
+  LP_DEVICE void skip(u32 stages) {
+    for (slot += stages; slot >= kStages; slot -= kStages) phase ^= 1;
+  }
+  /// The same for the slots of activations.
+  LP_DEVICE u32 wait_input() {
+    wait_barrier(launch, shared + Shared::input_full + 8 * input_slot, input_phase, kSiteInputFull);
+    __syncwarp();
+    return shared + Shared::input + input_slot * (kInputSteps * kStepBytes);
+  }
+  LP_DEVICE void release_input() {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * input_slot);
+    if (++input_slot == kInputSlots) input_slot = 0, input_phase ^= 1;
+  }
+};

@@ -1,0 +1,307 @@
+// The looped decoder for wide passes: 32 or 64 rows, several steps a launch, or 128 rows of prompts, which do not sample. The same arithmetic as looped_decoder.cu,
+// with the same weights, KV pool and launches, bit by bit; what differs is who does what (wide/geometry.cuh).
+//
+// Clusters of two blocks. Eight consumer warps (two warpgroups) do products, attention and what follows them; two warps stream weights and pages, one fetches
+// activations, one finds norms. Exchanges of a layer, each a counter that its readers wait for (wide/exchange.cuh):
+//   attention_x    residual -> qkv         a leaf of K        attention_out  attention -> o   all blocks
+//   queries        qkv -> attention        a KV head          mlp_x          residual -> gate/up, a leaf of K
+//   (and K, V)                                                activation     silu -> down     a leaf of K
+#include "ptx/ptx.cuh"
+#include "ptx/wgmma.cuh"
+#include "layout/shape.cuh"
+#include "layout/launch.cuh"
+#include "layout/rows.cuh"
+#include "wide/geometry.cuh"
+#include "sync/wait.cuh"
+#include "sync/reached.cuh"
+#include "ops/tree_sum.cuh"
+#include "ops/best.cuh"
+#include "wide/stream.cuh"
+#include "wide/product.cuh"
+#include "wide/exchange.cuh"
+#include "ops/softmax.cuh"
+#include "wide/attention_items.cuh"
+#include "wide/attention_share.cuh"
+#include "wide/attention.cuh"
+#include "wide/epilogue.cuh"
+#include "wide/head.cuh"
+
+extern __shared__ __align__(1024) u8 shared_memory[];
+
+LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
+  return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+}
+LP_DEVICE bool samples(const Launch& launch) {
+  for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
+    if (launch.rows[r].flags & kRowSample) return true;
+  return false;
+}
+/// Steps until every row idles, at most as many as the host asks for.
+LP_DEVICE u32 steps_of(const Launch& launch) {
+  u32 steps = launch.steps ? 1 : 0;
+  for (u32 r = 0; launch.steps > 1 && r < launch.row_count; r++) {
+    const u32 left = launch.rows[r].last_position - launch.rows[r].position;
+    if (launch.rows[r].last_position > launch.rows[r].position && left >= steps) steps = left < launch.steps ? left + 1 : launch.steps;
+  }
+  return steps < launch.steps ? steps : launch.steps;
+}
+LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
+/// Generations of the exchanges: the residual is published once more in a step than all else, for the LM head.
+LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
+LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
+/// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
+LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
+/// Waits until the tokens of the step before are known. Orders K and V of that step and a stop before this step (grid).
+LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
+  if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
+  __syncwarp();
+}
+
+LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+  Producer producer(launch, shared, warp);
+  for (u32 step = 0; step < last_step(shared); step++) {
+    const Rows rows = rows_of(launch, step);
+    const u8* weights = launch.weights;
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
+      reached(launch, step, warp, layer, 0);
+      producer.stream<QkvCut>(weights);
+      if (layer == 0) {
+        wait_sampled(launch, shared, step);
+        fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+      }
+      reached(launch, step, warp, layer, 1);
+      stream_attention(producer, rows, layer, generation_of(step, layer));
+      producer.stream<OCut>(weights + kOOffset);
+      reached(launch, step, warp, layer, 2);
+      producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
+      producer.stream<DownCut>(weights + kDownOffset);
+    }
+    if (!sampling) return;
+    producer.stream_own<HeadOwn>(weights);
+  }
+}
+
+LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
+  Input input(launch, shared);
+  for (u32 step = 0;; step++) {
+    wait_sampled(launch, shared, step);
+    if (step >= last_step(shared)) return;
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 generation = generation_of(step, layer);
+      reached(launch, step, kInput, layer, 0);
+      input.stream<QkvCut, kMaxLeaves>(Words::attention_x, Words::x_ready, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX);
+      input.stream<OCut, 1>(Words::attention_out, Words::outputs_ready, generation * kBlocks, kSiteAttentionOut);
+      reached(launch, step, kInput, layer, 1);
+      input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
+      input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
+    }
+    if (!sampling) return;
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+  }
+}
+
+LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
+  for (u32 step = 0;; step++) {
+    wait_sampled(launch, shared, step);
+    if (step >= last_step(shared)) return;
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer;
+      reached(launch, step, kNorms, layer, 0);
+      find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
+      find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
+    }
+    if (!sampling) return;
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+  }
+}
+
+/// The consumer warps' walk.
+struct Team {
+  const Launch& launch;
+  const u32 shared, warp;
+  Consumer consumer;
+  Receive receive;
+  Hidden hidden;
+  u32 norms[2] = {0, 0};  // waited for
+
+  LP_DEVICE Team(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), receive(launch, shared, warp), hidden(launch, warp) {}
+
+  LP_DEVICE void wait_norm(int norm) {
+    wait_barrier(launch, shared + Shared::norms + 8 * norm, norms[norm]++ & 1, kSiteNorm);
+    __syncwarp();
+  }
+  /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.
+  LP_DEVICE void begin(const Rows& rows, const Choice& choice) {
+    if (threadIdx.x < kColumns) {
+      const u32 row = threadIdx.x;
+      u32 place = ~0u;
+      if (rows.active(row)) {
+        const u32 position = rows.position(row), page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride + position / kPage);
+        place = page * kPage + position % kPage;
+      }
+      store_shared_u32(shared + Shared::place + row * 4, place);
+    }
+#pragma unroll
+    for (int r = 0; r < Hidden::kRounds; r++) {
+      const u32 row = hidden.column(r);
+#pragma unroll
+      for (int i = 0; i < 8; i++) hidden.h[r][i] = 0;
+      if (hidden.on(r) && rows.active(row)) hidden.embed(r, rows.step ? choice.load(0, row).id : rows.rows[row].token);
+    }
+    hidden.fetch_gamma(0);
+    hidden.publish_x(0);
+  }
+  LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
+    const Place place = place_of<QkvCut>(warp);
+    float sum[QkvCut::columns / 2];
+    sum_leaves<QkvCut>(consumer, place, sum);
+    reached(launch, step, warp, layer, 1);
+    Projection projection(launch, shared);
+    receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
+    reached(launch, step, warp, layer, 2);
+    wait_norm(0);
+    reached(launch, step, warp, layer, 12);
+    projection.write(receive, layer);
+    reached(launch, step, warp, layer, 13);
+    publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
+    reached(launch, step, warp, layer, 3);
+    attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
+    receive.end();
+    reached(launch, step, warp, layer, 4);
+    hidden.fetch_gamma(2 * layer + 1);
+    add_product<OCut>();
+    reached(launch, step, warp, layer, 5);
+    hidden.publish_x(1);
+    receive.end();
+  }
+  LP_DEVICE void mlp(u32 step, u32 layer, bool last) {
+    reached(launch, step, warp, layer, 6);
+#pragma unroll 1
+    for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
+      float sum[2][GateUpOwn::columns / 2];
+      const int unit = GateUpOwn::split_columns ? warp & 3 : warp, width = GateUpOwn::width(pass, unit);
+      sum_unit<GateUpOwn>(consumer, unit, width, sum);
+      if (pass == 0) wait_norm(1);
+      if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
+    }
+    reached(launch, step, warp, layer, 7);
+    publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
+    hidden.fetch_gamma(2 * layer + 2);
+    add_product<DownCut>();
+    reached(launch, step, warp, layer, 8);
+    if (last) consumers_sync();
+    else hidden.publish_x(0);
+    receive.end();
+    reached(launch, step, warp, layer, 9);
+  }
+  LP_DEVICE bool head(u32 step, const Choice& choice) {
+    u32 stop = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) stop = load_system_u32(launch.control);
+    choice.clear();
+    wait_norm(0);
+#pragma unroll 1
+    for (int pass = 0; pass < HeadOwn::passes(); pass++) {
+      float sum[2][HeadOwn::columns / 2];
+      const int unit = HeadOwn::split_columns ? warp & 3 : warp, width = HeadOwn::width(pass, unit);
+      sum_unit<HeadOwn>(consumer, unit, width, sum);
+      if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
+    }
+    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
+  }
+
+ private:
+  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp >> 2) * C::columns : 0; }
+  /// o or down, into the residual.
+  template <class C> LP_DEVICE void add_product() {
+    const Place place = place_of<C>(warp);
+    float sum[C::columns / 2];
+    sum_leaves<C>(consumer, place, sum);
+    receive.exchange<C>(place, sum, [] {});
+    hidden.add<C>(receive);
+  }
+};
+
+LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+  Team team(launch, shared, warp);
+  const Choice choice{launch, shared};
+  u32 step = 0;
+  for (; step < last_step(shared); step++) {
+    const Rows rows = rows_of(launch, step);
+    team.begin(rows, choice);
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      reached(launch, step, warp, layer, 0);
+      team.attention(rows, step, layer);
+      team.mlp(step, layer, !sampling && layer + 1 == kLayers);
+    }
+    if (!sampling) {
+      step++;
+      break;
+    }
+    const bool stopped = team.head(step, choice);
+    if (launch.flags & kLaunchUndrawn) {
+      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x < kColumns) {
+      const u32 row = threadIdx.x;
+      const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
+      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step) << 32 | (sampled ? choice.load(0, row).id : ~0u));
+    }
+    if (threadIdx.x == 0) {
+      if (stopped && step + 2 < last_step(shared)) {
+        store_shared_u32(shared + Shared::last_step, step + 2);
+        if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
+      }
+      mbarrier_arrive(shared + Shared::sampled);
+    }
+    consumers_sync();
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_system_u32(launch.control + 1, step);
+}
+
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
+/// before a launch, pages of an item.
+extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages};
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
+  if (launch.stopped && *launch.stopped) return;
+  const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
+  if (!kPrompt)
+    for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
+      reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < kStages; i++) {
+      mbarrier_init(shared + Shared::stage_full + 8 * i, 2);
+      mbarrier_init(shared + Shared::stage_empty + 8 * i, kConsumers);
+    }
+    for (u32 i = 0; i < kInputSlots; i++) {
+      mbarrier_init(shared + Shared::input_full + 8 * i, 1);
+      mbarrier_init(shared + Shared::input_empty + 8 * i, kConsumers);
+    }
+    mbarrier_init(shared + Shared::receive_full, kConsumers);
+    mbarrier_init(shared + Shared::receive_free, 2);
+    mbarrier_init(shared + Shared::norms, 1);
+    mbarrier_init(shared + Shared::norms + 8, 1);
+    mbarrier_init(shared + Shared::sampled, 1);
+    store_shared_u32(shared + Shared::last_step, steps_of(launch));
+    fence_mbarrier_init();
+  }
+  const bool sampling = samples(launch);
+  __syncthreads();
+  cluster_sync();
+  if (warp < kConsumers) {
+    raise_registers<224>();
+    consume(launch, shared, warp, sampling);
+  } else {
+    lower_registers<56>();
+    if (warp == kInput) fetch(launch, shared, sampling);
+    else if (warp == kNorms) find_norms(launch, shared, sampling);
+    else produce(launch, shared, warp, sampling);
+  }
+  __syncthreads();
+  cluster_sync();  // a block's shared memory lives until its peer has sent its last
+}

@@ -1,0 +1,140 @@
+//! What a benchmark changes and reads while an engine runs: how phases become launches, and when each of them was where.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::device::Gpu;
+use super::error::CudaError;
+use super::kernel::Kernel;
+use super::layout::Layout;
+use super::memory::DeviceBuffer;
+use super::trace::{PhaseTime, Trace, unlooped_phases};
+use super::variants::{LoopMode, Variant};
+
+/// Notes of a warp in a layer.
+pub const STAGES: usize = 16;
+
+/// The benchmark's end.
+#[derive(Debug, Default)]
+pub struct Gauge {
+    modes: Vec<LoopMode>,
+    now: Mutex<Setting>,
+    noted: Mutex<Option<Noted>>,
+}
+
+/// How the next launches run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Setting {
+    mode: LoopMode,
+    traced: bool,
+}
+
+/// What a traced launch noted of its last step.
+#[derive(Debug, Clone)]
+pub struct Noted {
+    /// Time of each phase, in all layers.
+    pub phases: Vec<PhaseTime>,
+    /// Everything, of a looped launch.
+    pub trace: Option<Trace>,
+}
+
+/// The engine's end: kernels that run in place of its own.
+#[derive(Debug)]
+pub struct Gauged {
+    gauge: Arc<Gauge>,
+    kernels: Vec<Kernel>,
+    /// `[block][warp][layer][STAGES]` i64 of a looped launch; other launches need less.
+    trace: DeviceBuffer,
+    blocks: usize,
+    layers: usize,
+    /// Mode, warps of a block and steps of the traced launch under way.
+    noting: Option<(LoopMode, usize, u32)>,
+}
+
+impl Gauge {
+    /// For launches in these modes.
+    pub fn new(modes: &[LoopMode]) -> Arc<Self> {
+        Arc::new(Self { modes: modes.to_vec(), ..Self::default() })
+    }
+
+    /// Launches run in `mode` from now on; `traced`: those of more than one step note times, which costs some.
+    pub fn set(&self, mode: LoopMode, traced: bool) {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Setting { mode, traced };
+    }
+
+    /// What the last traced launch noted.
+    pub fn take(&self) -> Option<Noted> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// The kernels that it takes beside those of the engine.
+    pub fn variants(&self, usual: &[Variant]) -> Vec<Variant> {
+        let settings = || self.modes.iter().flat_map(|mode| [(*mode, false), (*mode, true)]);
+        let all =
+            usual.iter().flat_map(|variant| settings().filter_map(|(mode, traced)| variant.in_mode(mode, traced)));
+        all.filter(|variant| !usual.contains(variant)).collect()
+    }
+
+    fn setting(&self) -> Setting {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Gauged {
+    /// With the kernels of [`Gauge::variants`].
+    ///
+    /// # Errors
+    /// The GPU has no memory left for the notes.
+    pub fn new(gauge: Arc<Gauge>, gpu: &Arc<Gpu>, layout: &Layout, kernels: Vec<Kernel>) -> Result<Self, CudaError> {
+        let (blocks, layers) = (layout.blocks(), layout.plan().config.num_layers);
+        let warps = kernels.iter().map(Kernel::warps).max().unwrap_or(0);
+        let trace = DeviceBuffer::zeroed(gpu, blocks * warps * (layers + 1) * STAGES * 8)?;
+        Ok(Self { gauge, kernels, trace, blocks, layers, noting: None })
+    }
+
+    /// The mode that launches run in.
+    pub fn mode(&self) -> LoopMode {
+        self.gauge.setting().mode
+    }
+
+    /// What runs in place of a kernel of the engine, for so many steps, and where it is to note times (0: nowhere). `None`: that kernel
+    /// itself runs, as do all whose width the mode does not have.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub fn instead(&mut self, usual: Variant, steps: u32) -> Result<Option<(&mut Kernel, u64)>, CudaError> {
+        let Setting { mode, traced } = self.gauge.setting();
+        // A phase's time begins where the step before ended.
+        let traced = traced && steps > 1;
+        let wanted = usual.in_mode(mode, traced);
+        let Some(kernel) = self.kernels.iter_mut().find(|kernel| Some(kernel.variant) == wanted) else {
+            return Ok(None);
+        };
+        if !traced {
+            return Ok(Some((kernel, 0)));
+        }
+        self.trace.fill(0)?;
+        self.noting = Some((mode, kernel.warps(), steps));
+        Ok(Some((kernel, self.trace.address())))
+    }
+
+    /// Once all launches have ended: hands over what the last one noted.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub fn collect(&mut self) -> Result<(), CudaError> {
+        let Some((mode, warps, steps)) = self.noting.take() else { return Ok(()) };
+        let mut values = vec![0i64; self.trace.bytes() / 8];
+        self.trace.read(0, &mut values)?;
+        let noted = match mode {
+            LoopMode::On => {
+                let trace = Trace::new(values, self.blocks, warps, self.layers);
+                Noted { phases: trace.phases(), trace: Some(trace) }
+            }
+            LoopMode::Off | LoopMode::Overlapped => {
+                Noted { phases: unlooped_phases(&values, self.layers, steps), trace: None }
+            }
+        };
+        *self.gauge.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some(noted);
+        Ok(())
+    }
+}

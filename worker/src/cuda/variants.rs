@@ -1,0 +1,275 @@
+//! The kernels of a model: one for each width of a pass, out of two sources.
+
+use super::compile::Program;
+use super::error::CudaError;
+use super::layout::Layout;
+use super::passes::Width;
+use crate::model::ModelConfig;
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{MAX_LEAVES, ROW_TILE};
+
+/// One kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Variant {
+    /// The width of its passes, and what one takes: of Llama 3.1 8B at 512 positions on an H200.
+    pub width: Width,
+    design: Design,
+    /// Launches note times, for whoever measures.
+    traced: bool,
+}
+
+/// How a kernel works. All compute the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Design {
+    /// A block owns rows of every product, with all of K.
+    Narrow,
+    /// Pairs of blocks own rows of qkv, o and down, and halve K.
+    Wide,
+    /// As narrow, a launch for each phase.
+    Unlooped {
+        /// A launch begins while the one before it ends.
+        overlapped: bool,
+    },
+}
+
+/// How the phases of a step become launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LoopMode {
+    /// One launch walks all phases of many steps.
+    #[default]
+    On,
+    /// A launch for each phase of each layer, in a CUDA graph for each step.
+    Off,
+    /// As off, but a launch begins while the one before it ends (programmatic dependent launch).
+    Overlapped,
+}
+
+/// All, by columns ascending.
+pub const VARIANTS: [Variant; 5] =
+    [narrow(1, 3380), narrow(8, 3770), wide(32, true, 4570), wide(64, true, 5420), wide(128, false, 7100)];
+/// The kernels' sources: narrow, wide.
+pub const SOURCES: [&str; 2] =
+    [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
+/// The kernels that run a phase each.
+const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
+/// What the sources include, by the names they have for it.
+pub const HEADERS: [(&str, &str); 26] = [
+    ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
+    ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
+    ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
+    ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
+    ("layout/rows.cuh", include_str!("../../kernels/layout/rows.cuh")),
+    ("layout/words.cuh", include_str!("../../kernels/layout/words.cuh")),
+    ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
+    ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
+    ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
+    ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
+    ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
+    ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
+    ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
+    ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
+    ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
+    ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
+    ("ops/phases.cuh", include_str!("../../kernels/ops/phases.cuh")),
+    ("wide/geometry.cuh", include_str!("../../kernels/wide/geometry.cuh")),
+    ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
+    ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
+    ("wide/exchange.cuh", include_str!("../../kernels/wide/exchange.cuh")),
+    ("wide/attention_items.cuh", include_str!("../../kernels/wide/attention_items.cuh")),
+    ("wide/attention_share.cuh", include_str!("../../kernels/wide/attention_share.cuh")),
+    ("wide/attention.cuh", include_str!("../../kernels/wide/attention.cuh")),
+    ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
+    ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),
+];
+/// Widest head; narrower ones are padded to this or half of it.
+const MAX_HEAD_DIM: usize = 128;
+/// Query heads of a KV head are columns of one tensor-core product.
+const MAX_QUERIES_PER_KV: usize = 8;
+
+const fn narrow(columns: usize, time_us: u32) -> Variant {
+    Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow, traced: false }
+}
+
+const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
+    Variant { width: Width { columns, samples, time_us }, design: Design::Wide, traced: false }
+}
+
+/// Refuses dimensions that the kernels are not written for.
+///
+/// # Errors
+/// Names the dimension.
+pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
+    let refuse = |problem: String| Err(CudaError::Shape(problem));
+    if !config.hidden_size.is_multiple_of(16) {
+        return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
+    }
+    if config.head_dim > MAX_HEAD_DIM {
+        return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
+    }
+    let queries = config.num_heads / config.num_kv_heads;
+    if queries > MAX_QUERIES_PER_KV {
+        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most"));
+    }
+    Ok(())
+}
+
+/// Why the wide kernel does not take a model on so many blocks; the same rule as `kWideFits` in kernels/wide/geometry.cuh.
+///
+/// # Errors
+/// The condition that is not met.
+pub fn check_wide(layout: &Layout) -> Result<(), String> {
+    let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
+    let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
+    let c = &layout.plan().config;
+    let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
+    let pair_tiles = qkv.tiles / pairs.max(1);
+    let rules = [
+        (
+            [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
+            format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
+        ),
+        (blocks >= 32 && blocks.is_power_of_two(), format!("{blocks} blocks are not a power of two from 32 on")),
+        (
+            out.tiles == blocks || out.tiles == 2 * blocks,
+            format!("{blocks} blocks do not own 1 or 2 of {} row tiles each", out.tiles),
+        ),
+        (
+            gate_up.steps().is_multiple_of(8) && out.steps().is_multiple_of(4) && down.steps().is_multiple_of(4),
+            format!("leaves of {}, {} and {} steps of 16", gate_up.steps(), out.steps(), down.steps()),
+        ),
+        (
+            qkv.tiles.is_multiple_of(pairs.max(1))
+                && (2..=8).contains(&pair_tiles)
+                && group_tiles.is_multiple_of(pair_tiles),
+            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
+        ),
+    ];
+    rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
+}
+
+impl Variant {
+    /// Whether it computes a model on so many blocks.
+    pub fn takes(&self, layout: &Layout) -> bool {
+        self.design != Design::Wide || check_wide(layout).is_ok()
+    }
+
+    /// Rows of a launch at most.
+    pub fn columns(&self) -> usize {
+        self.width.columns
+    }
+
+    /// Name of the kernel in its source.
+    pub fn name(&self) -> &'static str {
+        match self.design {
+            Design::Narrow => "looped_decoder",
+            Design::Wide => "wide_decoder",
+            Design::Unlooped { .. } => "unlooped_decoder",
+        }
+    }
+
+    /// The same pass in another mode, noting times or not; `None` where there is none.
+    pub fn in_mode(self, mode: LoopMode, traced: bool) -> Option<Self> {
+        let design = match (self.design, mode) {
+            (Design::Narrow, LoopMode::On) => Design::Narrow,
+            (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
+            (Design::Wide | Design::Unlooped { .. }, _) => return None,
+        };
+        Some(Self { design, traced, ..self })
+    }
+
+    /// Whether it runs a launch for each phase, and if so, whether they overlap.
+    pub fn unlooped(&self) -> Option<bool> {
+        match self.design {
+            Design::Narrow | Design::Wide => None,
+            Design::Unlooped { overlapped } => Some(overlapped),
+        }
+    }
+
+    /// The kernel's source with its constants for a model.
+    pub fn program(&self, layout: &Layout) -> Program<'static> {
+        let c = &layout.plan().config;
+        let mut defines: Vec<(&'static str, usize)> = vec![
+            ("LP_LAYERS", c.num_layers),
+            ("LP_HIDDEN", c.hidden_size),
+            ("LP_HEADS", c.num_heads),
+            ("LP_KV_HEADS", c.num_kv_heads),
+            ("LP_HEAD_DIM", c.head_dim),
+            ("LP_HEAD_WIDTH", layout.head_width()),
+            ("LP_INTERMEDIATE", c.intermediate_size),
+            ("LP_VOCAB", c.vocab_size),
+            ("LP_WINDOW", c.sliding_window.unwrap_or(0)),
+            ("LP_QKV_BIAS", c.qkv_bias.into()),
+            ("LP_QK_NORM", c.qk_norm.into()),
+            ("LP_TIED", c.tied_embeddings.into()),
+            ("LP_EPS", c.rms_norm_eps.to_bits() as usize),
+            ("LP_BLOCKS", layout.blocks()),
+            ("LP_COLUMNS", self.columns()),
+        ];
+        defines.extend(self.traced.then_some(("LP_TRACE", 1)));
+        let defines = defines.into_iter().map(|(name, value)| (name, value as u64)).collect();
+        let source = match self.design {
+            Design::Narrow => SOURCES[0],
+            Design::Wide => SOURCES[1],
+            Design::Unlooped { .. } => UNLOOPED_SOURCE,
+        };
+        Program { name: self.name(), source, headers: &HEADERS, defines }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::heads::padded;
+    use super::super::layout::best_blocks;
+    use super::super::layout::tests::{config, layout};
+    use super::*;
+
+    /// Multiprocessors of an H200.
+    const SMS: usize = 132;
+
+    fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
+        let layout = layout(&padded(config), 1);
+        let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
+        check_wide(&Layout::new(layout.plan(), blocks, config.head_dim)).err()
+    }
+
+    #[test]
+    fn wide_passes_take_the_models_they_are_written_for() {
+        let of = |hidden_size, heads, kv, head_dim, intermediate, vocab| ModelConfig {
+            hidden_size,
+            head_dim,
+            num_layers: 32,
+            ..config(heads, kv, intermediate, vocab)
+        };
+        let llama_8b = of(4096, 32, 8, 128, 14_336, 128_256);
+        let taken = [
+            llama_8b.clone(),
+            // Mistral 7B, Qwen 3 8B, Llama 3.2 1B.
+            of(4096, 32, 8, 128, 14_336, 32_768),
+            of(4096, 32, 8, 128, 12_288, 151_936),
+            of(2048, 32, 8, 64, 8192, 128_256),
+        ];
+        for config in &taken {
+            assert_eq!(refusal(config, None), None, "{config:?}");
+        }
+        let refused = |config: &ModelConfig, blocks, why: &str| {
+            let problem = refusal(config, blocks).expect("wide passes do not take it");
+            assert!(problem.contains(why), "{problem}");
+        };
+        refused(&llama_8b, Some(132), "132 blocks are not a power of two");
+        refused(&llama_8b, Some(64), "64 blocks do not own 1 or 2 of 256");
+        // Llama 3.2 3B, Qwen 2.5 7B, Llama 3.1 70B.
+        refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
+        refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
+        refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
+    }
+
+    #[test]
+    fn wider_variants_take_longer_but_less_a_row() {
+        for pair in VARIANTS.windows(2) {
+            let [one, next] = [pair[0].width, pair[1].width];
+            assert!(one.columns < next.columns && one.time_us < next.time_us);
+            assert!(next.time_us as usize * one.columns < one.time_us as usize * next.columns);
+        }
+    }
+}

@@ -74,10 +74,10 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
-    u32 vectors = vectors_of(count_of(shared, step), 0);
+    const u32 count = count_of(shared, step);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::stride) {
-      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors};
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors_of(count, layer)};
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -86,7 +86,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
       phases.down(place);
     }
     if (!samples(launch)) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors});
+    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_of(count, kLayers)});
   }
 }
 
@@ -105,14 +105,13 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
     const u32 count = count_of(shared, step);
-    u32 vectors = vectors_of(count, 0), unused = vectors_of(count + 1, 0);
-    if (!epilogue.second()) epilogue.embed(token, active, vectors, tag_of(launch, step));
+    if (!epilogue.second()) epilogue.embed(token, active, vectors_of(count, 0), tag_of(launch, step));
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::stride, unused += Vectors::stride) {
-      const u32 tag = tag_of(launch, step) + layer;
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer, vectors = vectors_of(count, layer);
       epilogue.query_key_value(rows, layer, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 0);
-      epilogue.prepare(unused, vectors + Vectors::stride);
+      epilogue.prepare(vectors_of(count + 1, layer), vectors + Vectors::stride);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
@@ -124,7 +123,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       epilogue.add_residual<Down>(vectors + Vectors::stride + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
-    epilogue.prepare(unused, vectors_of(count + 1, 0));
+    epilogue.prepare(vectors_of(count + 1, kLayers), vectors_of(count + 1, 0));
     if (!samples(launch)) {
       step++;
       break;

@@ -85,14 +85,15 @@ struct ConsumerPhases {
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
     if (!Epilogue::sets<O>()) return;
-    const u8* input = launch.words + place.vectors + Vectors::attention_out;
+    const u32 input = place.vectors + Vectors::attention_out;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
-      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
+      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + input + warp * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {
-      multiply_fetching<O>(consumer, partials, input, place.tag, place.active, kSiteAttentionOut, [&] { at(place, 5); });
+      // In parts of a chunk: longer ones are spilled.
+      multiply_fetching<O, kSlotBytes / kFragment>(consumer, partials, input, place.tag, place.active, kSiteAttentionOut, [&] { at(place, 5); });
     }
   }
   LP_DEVICE void gate_up(const Place& place) {
@@ -105,7 +106,7 @@ struct ConsumerPhases {
   }
   LP_DEVICE void down(const Place& place) {
     at(place, 8);
-    multiply_fetching<Down>(consumer, partials, launch.words + place.vectors + Vectors::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
+    multiply_fetching<Down, kPartSteps>(consumer, partials, place.vectors + Vectors::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
     at(place, 10);
   }
   LP_DEVICE void head(const Place& place) {

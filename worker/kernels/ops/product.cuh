@@ -140,26 +140,27 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   }
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched 16 k blocks at a time. `arrived` is told of the first.
-template <class P, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 tag, u32 active, u32 site, F&& arrived) {
-  constexpr int PART = kPartSteps, REST = P::leaf_steps % PART;
+/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. `arrived` is told of the first.
+template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 vector, u32 tag, u32 active, u32 site, F&& arrived) {
+  static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
+  constexpr int REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
 #pragma unroll 1
   for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
     float acc[2][4] = {};
     const auto unit = [&](auto width) {
-      const u8* leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
+      const u32 leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
       u32 b[PART][2];
 #pragma unroll 1
       for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
-        get_fragments<PART>(consumer.launch, leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
+        get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
         if (k == 0 && tile == P::first_tile(blockIdx.x)) arrived();
         multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
       }
       if constexpr (REST > 0)
         if (mine) {
-          get_fragments<REST>(consumer.launch, leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
+          get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
           multiply_steps<REST, decltype(width)::value>(consumer, b, acc);
         }
       partials.template put<decltype(width)::value>(mine, acc);

@@ -12,6 +12,11 @@ test:
 gpu:
     LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
 
+# The README's figures of a GPU, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
+gpu-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/gpu_figures.py {{ARGS}}
+
 # compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \

@@ -128,6 +128,9 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       step++;
       break;
     }
+    // K, V and cleared vectors of both warps lie before the token words of either: of the other's columns nobody may wait for any.
+    __syncwarp();
+    barrier_sync(5, kEpilogueWarps * 32);
     if (epilogue.second()) {
       epilogue.skip(Epilogue::sets<Head>());
       continue;

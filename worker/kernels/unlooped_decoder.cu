@@ -135,7 +135,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
   Launch launch = captured;
   launch.row_count = pass.row_count, launch.epoch = pass.epoch, launch.flags = pass.flags, launch.tokens = pass.tokens, launch.steps = 0;
   const u32 step = pass.step;
-  barrier_sync(kEpilogueBarrier + 1, ahead ? kThreads - 32 : kThreads);
+  barrier_sync(5, ahead ? kThreads - 32 : kThreads);
   const CountedRows rows = rows_of(launch, step);
   if constexpr (PHASE == Phase::kAttend || PHASE == Phase::kMerge) {
     if (warp == 0) rows.count_items();

@@ -3,7 +3,6 @@
 
 constexpr int kWarps = 16;                                    // consumers
 constexpr int kEpilogueWarps = 2, kThreads = (kWarps + 1 + kEpilogueWarps) * 32;
-constexpr int kEpilogueBarrier = 5;                           // named; 1 to 4 are attention's
 constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
 /// Columns that one epilogue warp owns. At one column the second warp takes every other set of qkv instead.
 constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;

@@ -7,7 +7,8 @@
 // waits for: readers of x (attention, MLP) own row tiles whose results all attention leaves, or all of down, need; each of the
 // 16 warps of a block contributes a leaf to each of them. Attention leaves are needed by the merges, merges by all of o, o by the
 // next x. A block without tiles in a phase reads nothing in it. A late reader would find a foreign tag and report it: a tagged word is
-// never taken for another layer's.
+// never taken for another layer's. Token words: by its tiles of qkv or
+// gate/up; of a block that has neither (tiny models on a full grid) it is only assumed that it reads them within a step.
 //
 // Vectors, the activations that every block reads, are B fragments: of k block kb and column c four words, word t with k 2t, 2t+1 | 2t+8, 2t+9 of it.
 // With one column their words are tagged, and extra is the block's sum of squares in word 0.
@@ -17,6 +18,7 @@
 // Words go back to 0 between two uses: every layer of a step has vectors of its own, and steps take turns at two sets of them. While a step writes one set,
 // the epilogue warps clear the other one: all that it held has been read, since the tokens of the step before are known, and the tokens of this step, with a fence on both
 // sides of them, or the end of the launch order the zeros before the next step's words. Each block remembers from launch to launch how many steps there have been.
+// A step that does not sample has no token words, so it is its launch's only one.
 #pragma once
 
 constexpr bool kTaggedVectors = kColumns == 1;

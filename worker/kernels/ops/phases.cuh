@@ -139,9 +139,8 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
     }
   }
   if (launch.flags & kLaunchUndrawn) return;
-  fence_gpu();  // K and V of this step, and cleared vectors, before its token words
-  if (kColumns > 1) barrier_sync(kEpilogueBarrier, kEpilogueWarps * 32);  // those of either warp
   __syncwarp();
+  fence_gpu();  // K and V of this step, and cleared vectors, of all lanes before lane 0's token words
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();

@@ -102,7 +102,10 @@ struct Receive {
         if ((threadIdx.x & 31) == 0)
           bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
       }
-      if (keeps_own<C> && on && mine) put<C>(place.tile, place.tile, sum);
+      if constexpr (keeps_own<C>) {
+        if (on && mine) put<C>(place.tile, place.tile, sum);
+        fence_async_shared();  // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
+      }
       __syncwarp();
       if ((threadIdx.x & 31) == 0) {
         if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
@@ -117,6 +120,7 @@ struct Receive {
       meanwhile();
     }
     if (on && mine) put<C>(received, place.tile, sum);
+    if constexpr (kPrompt) fence_async_shared();  // the same; in other passes attention's does
     consumers_sync();
   }
   /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.

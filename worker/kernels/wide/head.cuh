@@ -7,6 +7,8 @@ struct Choice {
   const Launch& launch;
   u32 shared;
 
+  /// After the LM head the peer may send the next step's qkv as soon as it has the tokens, while they are read here: it sends to later slots.
+  static_assert(kPrompt || kConsumers * kColumns * 8 <= Receive::first_received<QkvCut> * Receive::tile_bytes<QkvCut>, "the choice lies before what the peer sends");
   LP_DEVICE u32 slot(u32 row, u32 column) const { return shared + Shared::receive + (row * kColumns + column) * 8; }
   LP_DEVICE Best load(u32 row, u32 column) const {
     Best best;

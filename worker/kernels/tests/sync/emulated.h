@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <barrier>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -59,7 +60,7 @@ inline bool any_lane(bool v) {
 }
 template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
 inline float shuffle_xor(float v, int) { return v; }
-inline u32 __ballot_sync(u32, bool v) { return v; }
+inline u32 __ballot_sync(u32, bool v) { return (u32)v << (threadIdx.x & 31); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() {}
 inline float __uint_as_float(u32 v) { return __builtin_bit_cast(float, v); }
@@ -70,20 +71,6 @@ inline long long clock64() {
 inline void fence_system() {}
 inline void trap() { std::abort(); }
 inline u64 policy_evict_first() { return 0; }
-inline Quad load_relaxed_16(const u8* p) {
-  Quad v;
-  std::memcpy(&v, p, 16);
-  return v;
-}
-inline void store_relaxed_8(u8* p, u32 x, u32 y) { std::memcpy(p, &x, 4), std::memcpy(p + 4, &y, 4); }
-inline void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) { store_relaxed_8(p, x, y), store_relaxed_8(p + 8, z, w); }
-inline Quad load_relaxed_8x2(const u8* p) { return load_relaxed_16(p); }
-inline Quad load_relaxed_4x4(const u8* p) { return load_relaxed_16(p); }
-inline u32 load_relaxed_u32(const u8* p) {
-  u32 v;
-  std::memcpy(&v, p, 4);
-  return v;
-}
 
 /// Now and then a thread is held up.
 inline void stumble() {
@@ -93,15 +80,80 @@ inline void stumble() {
   if (state >> 26 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state >> 16 & 255));
 }
 
-// ---- shared memory ----
-inline u8 shared_bytes[232448];
+// ---- exchange words: atomic, and ordered by nothing but fences. ThreadSanitizer knows no fences: here one makes what the thread has seen
+// an acquire, and the 16-byte words that it writes next a release. ----
+inline thread_local std::vector<const u64*> seen_tags;
+inline thread_local bool fenced = false;
+inline void fence_gpu() {
+  for (const u64* tag : seen_tags) (void)__atomic_load_n(tag, __ATOMIC_ACQUIRE);
+  seen_tags.clear();
+  fenced = true;
+}
+inline u64 load_relaxed_u64(const u8* p) {
+  stumble();
+  return __atomic_load_n((const u64*)p, __ATOMIC_RELAXED);
+}
+inline u32 load_relaxed_u32(const u8* p) {
+  std::this_thread::yield();
+  return __atomic_load_n((const u32*)p, __ATOMIC_RELAXED);
+}
+inline Quad load_relaxed_16(const u8* p) {
+  std::this_thread::yield();
+  const u64 b = load_relaxed_u64(p + 8), a = load_relaxed_u64(p);  // the tag last written is the first read
+  seen_tags.push_back((const u64*)(p + 8));
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+inline Quad load_relaxed_8x2(const u8* p) {
+  const u64 a = load_relaxed_u64(p), b = load_relaxed_u64(p + 8);
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+inline Quad load_relaxed_4x4(const u8* p) { return Quad{load_relaxed_u32(p), load_relaxed_u32(p + 4), load_relaxed_u32(p + 8), load_relaxed_u32(p + 12)}; }
+inline void store_relaxed_u32(u8* p, u32 v) {
+  fenced = false;
+  __atomic_store_n((u32*)p, v, __ATOMIC_RELAXED);
+}
+inline void store_relaxed_8(u8* p, u32 x, u32 y) {
+  stumble();
+  fenced = false;
+  __atomic_store_n((u64*)p, (u64)y << 32 | x, __ATOMIC_RELAXED);
+}
+inline void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
+  stumble();
+  __atomic_store_n((u64*)p, (u64)y << 32 | x, __ATOMIC_RELAXED);
+  if (fenced) __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELEASE);
+  else __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELAXED);
+}
+/// Ordinary stores: a race with whoever is not ordered behind them.
+inline void store_16(u8* p, const Quad& v) {
+  stumble();
+  fenced = false;
+  std::memcpy(p, &v, 16);
+}
+inline void store_u16(u8* p, u32 v) { std::memcpy(p, &v, 2); }
+inline void prefetch_l2(const u8*) {}
+inline u32 load_constant_u32(const u32* p) { return *p; }
+inline u32 load_constant_u16(const u8* p) {
+  u16 v;
+  std::memcpy(&v, p, 2);
+  return v;
+}
+
+// ---- shared memory, of several blocks ----
+inline u8 shared_bytes[4 * 232448];
 inline Quad load_shared_16(u32 address) {
   stumble();
   Quad v;
   std::memcpy(&v, shared_bytes + address, 16);
   return v;
 }
+inline float load_shared_f32(u32 address) {
+  float v;
+  std::memcpy(&v, shared_bytes + address, 4);
+  return v;
+}
+inline u32 load_shared_u32(u32 address) { return __float_as_uint(load_shared_f32(address)); }
 inline void store_shared_f32(u32 address, float v) { std::memcpy(shared_bytes + address, &v, 4); }
+inline void store_shared_u32(u32 address, u32 v) { std::memcpy(shared_bytes + address, &v, 4); }
 
 // ---- mbarriers: phase << 40 | arrivals missing << 32 | bytes missing ----
 struct Mbarrier {
@@ -169,3 +221,8 @@ inline void bulk_load(u32 to, const u8* from, u32 bytes, u32 barrier, u64) {
 
 // ---- arithmetic: a product only notes which fragment it was given ----
 inline void mma_m16n8k16(float*, const Quad& a, u32, u32) { seen_fragments->push_back(a.x); }
+inline u32 bf16_pair(float low, float high) { return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16; }
+inline float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float rsqrt_approx(float x) { return 1 / std::sqrt(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }

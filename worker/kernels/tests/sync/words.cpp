@@ -1,0 +1,222 @@
+// The vectors' exchange words over several blocks, launches and steps, with the kernel's own headers, under ThreadSanitizer: what a warp takes is what this step
+// and layer wrote, and zeros that clear a set are ordered between the last read of what was there and the next word. A thread is a warp, its lanes one after the other.
+// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_UNORDERED` lets an epilogue warp offer tokens before the other has cleared. See run.sh.
+#include "emulated.h"
+
+#include "../../layout/shape.cuh"
+#include "../../layout/launch.cuh"
+#include "../../layout/rows.cuh"
+#include "../../layout/words.cuh"
+#include "../../layout/shared_memory.cuh"
+#include "../../sync/wait.cuh"
+#include "../../sync/ring.cuh"
+#include "../../ops/tree_sum.cuh"
+#include "../../ops/product.cuh"
+#include "../../ops/epilogue.cuh"
+
+constexpr u32 kReaders = 2;        // consumer warps: each takes every other leaf
+constexpr u32 kBlockBytes = sizeof(shared_bytes) / 4;
+static_assert(kBlocks <= 4 && kColumns == 8);
+
+/// Rows 1, 3, 5 .. idle after step `shortest`. `stop`: the step that sees the host's wish to end.
+struct Pass {
+  u32 row_count, steps, shortest, stop;
+  bool sampling;
+};
+constexpr u32 kNever = ~0u;
+constexpr Pass kPasses[] = {{3, 5, 1, kNever, true}, {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true}, {6, 9, 3, 2, true}, {2, 1, 0, kNever, false}, {4, 4, 9, kNever, true}};
+
+enum Kind : u32 { kAttentionX, kAttentionOut, kMlpX, kActivation };
+/// What word t of (k block, column) should hold: four small numbers, which are exact as bf16.
+struct Expected {
+  u32 serial, layer;  // serial: of the step
+  Kind kind;
+  float value(int i, int k_block, int column, int t) const { return i == 0 ? (float)(serial % 200 + 1) : i == 1 ? (float)(layer * 4 + kind) : i == 2 ? (float)k_block : (float)(column * 4 + t); }
+};
+
+struct Block {
+  std::barrier<> epilogues{kEpilogueWarps};
+};
+/// A warp of a block in a launch.
+struct Role {
+  const Launch& launch;
+  const Pass& pass;
+  Block& block;
+  u32 serial, shared, warp;  // serial: of the launch's first step
+  std::atomic<int>& wrong;
+  u32 set = 0;
+
+  void lane(u32 l) const { threadIdx.x = warp * 32 + l; }
+  template <class F> void each_lane(F&& f) const {
+    for (u32 l = 0; l < 32; l++) lane(l), f();
+    lane(0);
+  }
+  Rows rows(u32 step) const { return Rows{launch.rows, launch.row_count, step}; }
+  u32 vectors(u32 step) const { return vectors_of(load_shared_u32(shared + Shared::first_step) + step, 0); }
+  u32 tag(u32 step) const { return launch.epoch + step * (kLayers + 1); }
+  bool heads() const { return blockIdx.x + 1 < kBlocks; }  // the last block has no rows of the LM head
+  /// Whether there is such a step, once that is known.
+  bool begins(u32 step) const {
+    if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
+    return step < load_shared_u32(shared + Shared::last_step) && rows(step).mask();
+  }
+
+  // ---- consumers ----
+  template <class V, int LEAVES, int STEPS, bool SQUARES> void take(const Expected& expected, u32 vector, u32 active, Partials& partials) {
+    for (int leaf = warp; leaf < LEAVES; leaf += kReaders)
+      each_lane([&] {
+        const int column = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+        u32 b[STEPS][2];
+        get_fragments<STEPS, SQUARES>(launch, launch.words + vector + leaf * V::leaf_bytes, 0, active, b, kSiteAttentionX);
+        for (int k = 0; k < STEPS; k++)
+          for (int h = 0; h < 2; h++) {
+            const auto value = [&](int i) { return expected.value(2 * h + i, leaf * STEPS + k, column, t); };
+            if (b[k][h] != (active >> column & 1 ? bf16_pair(value(0), value(1)) : 0)) wrong++;
+          }
+      });
+    partials.put<1>(false, nullptr);
+  }
+  /// Merges its share of attention's output, as merge_pages does.
+  void merge(const Expected& expected, u32 vector, u32 active) const {
+    for (int job = blockIdx.x + kBlocks * warp; job < kColumns * kHeads * kDimTiles; job += kBlocks * kReaders) {
+      const int column = job / (kHeads * kDimTiles), k_block = job % (kHeads * kDimTiles);
+      for (int t = 0; active >> column & 1 && t < 4; t++) {
+        const auto value = [&](int i) { return expected.value(i, k_block, column, t); };
+        store_relaxed_8(launch.words + vector + AttentionVector::word(k_block, column, t), ~bf16_pair(value(0), value(1)), ~bf16_pair(value(2), value(3)));
+      }
+    }
+  }
+  void consume() {
+    Partials partials(launch, shared, warp);
+    for (u32 step = 0; begins(step); step++) {
+      const u32 active = rows(step).mask();
+      u32 at = vectors(step), layer = 0;
+      for (; layer < kLayers; layer++, at += Vectors::bytes) {
+        const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
+        take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x, active, partials);
+        merge(expected(kAttentionOut), at + Vectors::attention_out, active);
+        take<AttentionVector, kHeadLeaves, O::leaf_steps, false>(expected(kAttentionOut), at + Vectors::attention_out, active, partials);
+        take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kMlpX), at + Vectors::mlp_x, active, partials);
+        take<ActivationVector, kDownLeaves, kDownSteps, false>(expected(kActivation), at + Vectors::activation, active, partials);
+      }
+      if (!pass.sampling) return;
+      if (heads()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(Expected{serial + step, layer, kAttentionX}, at + Vectors::attention_x, active, partials);
+    }
+  }
+
+  // ---- epilogue: as `finish` in looped_decoder.cu ----
+  void await_set() {
+    wait_barrier(launch, shared + Shared::partials_full + 8 * (set & 1), set >> 1 & 1, kSitePartialsFull);
+    mbarrier_arrive(shared + Shared::partials_empty + 8 * (set++ & 1));
+  }
+  void publish_hidden(Epilogue& epilogue, const Expected& expected, u32 vector, u32 active) const {
+    for (int s = 0; s < Epilogue::kSets; s++)
+      each_lane([&] {
+        const int tile = O::first_tile(blockIdx.x) + 2 * s + Epilogue::half();
+        for (int i = 0; i < kEpilogueColumns; i++) epilogue.hidden[s][i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
+        epilogue.publish_hidden(vector, s, 1, active, 0);
+      });
+  }
+  void publish_activation(Epilogue& epilogue, const Expected& expected, u32 vector, u32 active) const {
+    for (int k = GateUp::first_tile(blockIdx.x) / 2; k < GateUp::first_tile(blockIdx.x + 1) / 2; k++)
+      each_lane([&] {
+        float v[kEpilogueColumns];
+        for (int i = 0; i < kEpilogueColumns; i++) v[i] = expected.value(i, k, epilogue.word_column(), Epilogue::word());
+        epilogue.publish<ActivationVector>(vector, k, v, active, 0, Epilogue::half() == 0);
+      });
+  }
+  /// Token words to all blocks and from all; true if the launch is to end.
+  bool exchange_tokens(const Epilogue& epilogue, u32 step, u32 active) const {
+    const auto words = [&](int column) { return launch.words + Words::token + (u64)column * kBlocks * 16; };
+    fence_gpu();
+    for (int c = 0; c < kEpilogueColumns; c++) store_relaxed_16(words(epilogue.column(c)) + blockIdx.x * 16, 0, 0, tag(step), step == pass.stop && blockIdx.x == 0);
+    bool stopped = false;
+    for (int c = 0; c < kEpilogueColumns; c++) {
+      const int column = epilogue.column(c);
+      if (!(active >> column & 1) && column != 0) continue;
+      for (u32 from = 0; from < kBlocks; from++) {
+        u32 x, y, extra;
+        poll_words<1>(launch, words(column) + from * 16, 0, tag(step), 1, &x, &y, &extra, kSiteSampled);
+        stopped |= column == 0 && from == 0 && extra != 0;
+      }
+    }
+    fence_gpu();
+    return stopped;
+  }
+  void finish() {
+    const u32 number = warp - kEpilogue;
+    Epilogue epilogue(launch, shared, number);
+    u32 step = 0;
+    for (; begins(step); step++) {
+      const u32 active = rows(step).mask();
+      u32 at = vectors(step), unused = vectors(step + 1), layer = 0;
+      const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
+      publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
+      while (layer < kLayers) {
+        await_set();
+        each_lane([&] { epilogue.prepare(unused, at); });
+        await_set();
+        publish_hidden(epilogue, expected(kMlpX), at + Vectors::mlp_x, active);
+        await_set();
+        publish_activation(epilogue, expected(kActivation), at + Vectors::activation, active);
+        await_set();
+        layer++, at += Vectors::bytes, unused += Vectors::bytes;
+        publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
+      }
+      each_lane([&] { epilogue.prepare(unused, at); });
+      if (!pass.sampling) {
+        step++;
+        break;
+      }
+#ifndef LP_CLEAR_UNORDERED
+      block.epilogues.arrive_and_wait();
+#endif
+      if (heads()) await_set();
+      const bool stopped = exchange_tokens(epilogue, step, active);
+      if (number == 0 && stopped) store_shared_u32(shared + Shared::last_step, step + 2);
+      mbarrier_arrive(shared + Shared::sampled);
+    }
+    if (number == 0) store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, load_shared_u32(shared + Shared::first_step) + step);
+  }
+};
+
+int main() {
+  std::vector<u8> words(Words::page + 16);
+  u8* aligned = words.data() + (16 - (uintptr_t)words.data() % 16) % 16;
+  static u32 report[16];
+  std::atomic<int> wrong{0};
+  u32 epoch = 1, serial = 0;
+  for (const Pass& pass : kPasses) {
+    Row rows[kColumns] = {};
+    for (u32 r = 0; r < pass.row_count; r++) rows[r].last_position = r % 2 ? pass.shortest : pass.steps;
+    Launch launch{};
+    launch.words = aligned, launch.report = report, launch.rows = rows, launch.row_count = pass.row_count, launch.steps = pass.steps, launch.epoch = epoch;
+    std::deque<Block> blocks(kBlocks);
+    std::vector<std::thread> threads;
+    for (u32 b = 0; b < kBlocks; b++) {
+      const u32 shared = b * kBlockBytes;
+      for (u32 i = 0; i < 2; i++) {
+        mbarrier_init(shared + Shared::partials_full + 8 * i, kReaders);
+        mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
+      }
+      mbarrier_init(shared + Shared::sampled, kEpilogueWarps);
+      store_shared_u32(shared + Shared::last_step, pass.steps);
+      store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + b * 4));
+      for (u32 w = 0; w < kReaders + kEpilogueWarps; w++)
+        threads.emplace_back([&, b, w, shared] {
+          blockIdx.x = b;
+          Warp alone(1);
+          warp_of_lane = &alone;
+          Role role{launch, pass, blocks[b], serial, shared, w < kReaders ? w : kEpilogue + w - kReaders, wrong};
+          role.lane(0);
+          if (w < kReaders) role.consume();
+          else role.finish();
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    epoch += pass.steps * (kLayers + 1);
+    serial += pass.steps;
+  }
+  std::printf("%d blocks, %u steps of %d layers: %d fragments of another step or place\n", kBlocks, serial, kLayers, wrong.load());
+  return wrong != 0;
+}

@@ -6,7 +6,7 @@
 // A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of every product;
 // one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves in the product's order and publish the result as data-as-flag words to all blocks.
 //
-// Exchanges of a layer (words.cuh says how many buffers each needs, and why they suffice):
+// Exchanges of a layer (words.cuh says when a word may be written again):
 //   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
 //   qkv            q, k, v -> attention     blocks of a KV head   attention_out  merge -> o         all blocks
 //   mlp_x          residual -> gate/up      all blocks            activation     -> down            all blocks
@@ -35,10 +35,10 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
 }
 
-LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
-    const Rows rows = rows_of(launch, step);
+    const CountedRows rows = rows_of(launch, step);
     const u8* weights = launch.weights;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
@@ -61,23 +61,23 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, bool sampling) {
       reached(launch, step, kProducer, layer, 6);
     }
     reached(launch, step, kProducer, kLayers, 0);
-    if (sampling) producer.stream<Head, false>(weights);
+    if (samples(launch)) producer.stream<Head, false>(weights);
     reached(launch, step, kProducer, kLayers, 1);
   }
 }
 
-LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
   ConsumerPhases phases(launch, shared, warp);
   for (u32 step = 0;; step++) {
     reached(launch, step, warp, kLayers, 3);
     wait_sampled(launch, shared, step);
-    const Rows rows = rows_of(launch, step);
+    const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
-    u32 vectors = vectors_of(set_of(shared, step), 0);
+    const u32 count = count_of(shared, step);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes) {
-      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors};
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors_of(count, layer)};
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -85,12 +85,12 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
       phases.gate_up(place);
       phases.down(place);
     }
-    if (!sampling) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors});
+    if (!samples(launch)) return;
+    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_of(count, kLayers)});
   }
 }
 
-LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling) {
+LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
   Epilogue epilogue(launch, shared, warp);
   u32 token[kEpilogueColumns];
 #pragma unroll
@@ -101,31 +101,30 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
   u32 step = 0;
   for (;; step++) {
     wait_sampled(launch, shared, step);
-    const Rows rows = rows_of(launch, step);
+    const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    u32 vectors = vectors_of(set_of(shared, step), 0), unused = vectors_of(set_of(shared, step + 1), 0);
-    if (!epilogue.second()) epilogue.embed(token, active, vectors);
+    const u32 count = count_of(shared, step);
+    if (!epilogue.second()) epilogue.embed(token, active, vectors_of(count, 0), tag_of(launch, step));
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++, vectors += Vectors::bytes, unused += Vectors::bytes) {
-      epilogue.query_key_value(rows, layer, active, tag_of(launch, step) + layer);
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer, vectors = vectors_of(count, layer);
+      epilogue.query_key_value(rows, layer, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 0);
-      epilogue.clear(unused);
-      epilogue.warm(vectors + Vectors::bytes);
+      epilogue.prepare(vectors_of(count + 1, layer), vectors + Vectors::stride);
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active);
+      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, vectors);
+      epilogue.gate_up(active, vectors, tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(vectors + Vectors::bytes + Vectors::attention_x, 2 * layer + 2, active);
+      epilogue.add_residual<Down>(vectors + Vectors::stride + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
-    epilogue.clear(unused);
-    epilogue.warm(vectors_of(set_of(shared, step + 1), 0));
-    if (!sampling) {
+    epilogue.prepare(vectors_of(count + 1, kLayers), vectors_of(count + 1, 0));
+    if (!samples(launch)) {
       step++;
       break;
     }
@@ -142,11 +141,12 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp, bool sampling)
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
     }
+    if (warp == 0) rows_of(launch, step + 1).count_items();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
-    store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, set_of(shared, step));
+    store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, count_of(shared, step));
     if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
   }
 }
@@ -165,16 +165,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     begin_block(shared);
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     store_shared_u32(shared + Shared::last_step, launch.steps);
-    store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4));
+    store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4));
     fence_mbarrier_init();
   }
   __syncthreads();
-  const bool sampling = samples(launch);
+  if (warp == 0) rows_of(launch, 0).count_items();
+  __syncthreads();
   if (threadIdx.x == 0) note_time(launch, 0);
   if (warp < kWarps) {
-    consume(launch, shared, warp, sampling);
+    consume(launch, shared, warp);
     if (threadIdx.x == 0) note_time(launch, 1);
   } else if (warp == kProducer) {
-    produce(launch, shared, sampling);
-  } else finish(launch, shared, warp - kEpilogue, sampling);
+    produce(launch, shared);
+  } else finish(launch, shared, warp - kEpilogue);
 }

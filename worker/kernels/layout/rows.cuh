@@ -19,10 +19,4 @@ struct Rows {
   }
   LP_DEVICE u32 first_page(u32 row) const { return first_visible(row) / kPage; }
   LP_DEVICE u32 pages(u32 row) const { return position(row) / kPage - first_page(row) + 1; }
-  /// Items of the rows before `row`; items of a row are [page][kv head].
-  LP_DEVICE u32 items_before(u32 row) const {
-    u32 items = 0;
-    for (u32 r = 0; r < row; r++) items += active(r) ? pages(r) * kKvHeads : 0;
-    return items;
-  }
 };

@@ -2,36 +2,53 @@
 // warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
+/// The rows of a step and their items, [row][page][kv head], which are counted once a step.
+struct CountedRows : Rows {
+  u32 item_ends;  // shared address: [columns] items of the rows up to and with each
+
+  LP_DEVICE u32 items_before(u32 row) const { return row == 0 ? 0 : load_shared_u32(item_ends + (row - 1) * 4); }
+  LP_DEVICE u32 items() const { return load_shared_u32(item_ends + (kColumns - 1) * 4); }
+  /// Writes `item_ends`. A whole warp calls it.
+  LP_DEVICE void count_items() const {
+    const u32 row = threadIdx.x & 31;
+    u32 items = row < kColumns && active(row) ? pages(row) * kKvHeads : 0;
+#pragma unroll
+    for (u32 d = 1; d < kColumns; d *= 2) {
+      const u32 before = shuffle(items, (int)(row - d) & 31);
+      items += row >= d ? before : 0;
+    }
+    if (row < kColumns) store_shared_u32(item_ends + row * 4, items);
+    __syncwarp();
+  }
+};
 struct Item {
   u32 row, page, kv_head;
 };
 /// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
-LP_DEVICE bool block_item(const Rows& rows, u32 layer, u32 j, u32& index, Item& item) {
+LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index, Item& item) {
   index = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
-  u32 rest = index;
-  for (u32 r = 0; r < rows.count; r++) {
-    if (!rows.active(r)) continue;
-    const u32 items = rows.pages(r) * kKvHeads;
-    if (rest < items) {
-      item = Item{r, rows.first_page(r) + rest / kKvHeads, rest % kKvHeads};
-      return true;
-    }
-    rest -= items;
+  u32 row = 0, before = 0;
+#pragma unroll
+  for (u32 r = 0; r < kColumns; r++) {
+    const u32 end = load_shared_u32(rows.item_ends + r * 4);
+    if (index >= end) row = r + 1, before = end;
   }
-  return false;
+  if (row == kColumns) return false;
+  item = Item{row, rows.first_page(row) + (index - before) / kKvHeads, (index - before) % kKvHeads};
+  return true;
 }
 
 /// Items go in turn to the four warps of a quad each: a round of items is one for each ring.
 constexpr u32 kItemRings = kRings / 4;
 /// Items of this block in a layer.
-LP_DEVICE u32 block_items(const Rows& rows, u32 layer) {
-  const u32 items = rows.items_before(rows.count), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
+LP_DEVICE u32 block_items(const CountedRows& rows, u32 layer) {
+  const u32 items = rows.items(), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
   return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
 }
 
 /// Streams the pages of this block's items: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this step appends is
 /// patched in by the consumer.
-LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows& rows, u32 layer) {
+LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const CountedRows& rows, u32 layer) {
   for (u32 j = 0;; j += kItemRings) {
     u32 index;
     Item item;
@@ -47,6 +64,8 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Rows
   }
 }
 
+/// With one column a scout polls for q, K and V of this step; with eight that costs more than it saves.
+constexpr bool kScoutQuery = kColumns == 1;
 /// Words of K and V that one lane fetches of a new position.
 constexpr int kFreshWords = kDimTiles / 4;
 
@@ -56,7 +75,7 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   const int lane = threadIdx.x & 31;
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
   const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
-  poll_words<kFreshWords>(launch, words + lane * 16, 32 * 16, tag, true, x, y, squares, kSiteFresh);
+  poll_words<kFreshWords, kScoutQuery>(launch, words + lane * 16, 32 * 16, tag, kFreshWords, x, y, squares, kSiteFresh);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kFreshWords; i++) {
@@ -85,14 +104,14 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
 /// the end of its V as [query head][2].
 constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
 static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
-LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
+LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
   const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
   float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
   if (base <= p && base + kLeafPositions > low) {
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv, x, y, squares, kSiteQuery);
+    poll_words<kDimTiles, kScoutQuery>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
     float scale[4] = {kScoreScale, kScoreScale, kScoreScale, kScoreScale};
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
@@ -177,7 +196,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const Rows& rows, const Item& i
 }
 
 /// This warp's leaves of the block's items, and its quarter of the pages' results.
-LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const Rows& rows, u32 layer, u32 tag) {
+LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer, u32 tag) {
   const u32 lane = threadIdx.x & 31, quad = consumer.warp >> 2, number = consumer.warp & 3;
   u32 index;
   Item item;
@@ -205,12 +224,13 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       for (int i = 0; i < 4; i++) largest = fmaxf(largest, reference[i] = load_shared_f32(sums[i] + head * 8));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (reference[i] == kMinusInfinity) continue;  // its output is K still
         const float scale = rescale(reference[i], largest);
         const u32 out = outputs[i] + head * kOutputStride + dim * 4;
-        total = fmaf(scale, load_shared_f32(sums[i] + head * 8 + 4), total);
-        low = fmaf(scale, load_shared_f32(out), low);
-        high = fmaf(scale, load_shared_f32(out + 32), high);
+        const float sum = load_shared_f32(sums[i] + head * 8 + 4), first = load_shared_f32(out), second = load_shared_f32(out + 32);
+        const bool none = reference[i] == kMinusInfinity;  // its output is K still
+        total = fmaf(scale, sum, total);
+        low = fmaf(scale, none ? 0 : first, low);
+        high = fmaf(scale, none ? 0 : second, high);
       }
       // Even words carry the reference, odd ones the sum.
       store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low), __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
@@ -226,7 +246,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
 
 /// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
 /// first ones have leaves.
-LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32 tag, u8* attention_out) {
+LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
   const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
   for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
     const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;
@@ -235,27 +255,10 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + pair * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
     for (u32 begin = 0; begin < pages; begin += kSpanPages) {
+      constexpr u32 STRIDE = kKvHeads * Words::page_bytes;
       u32 x[4], y[4], z[4];
       const u32 mine = begin + share, n = mine >= pages ? 0 : pages - mine < kSpanPages ? (pages - mine + 3) / 4 : 4;
-      // A lane with fewer than four pages left takes its last one again, and does not add it.
-      long long begun = 0;
-      const auto fetch = [&](int i) { return words + (u64)(mine + 4 * ((u32)i < n ? i : n - 1)) * (kKvHeads * Words::page_bytes); };
-      while (true) {
-        bool missing = false;
-        u32 seen = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          Quad v{0, 0, tag, 0};
-          if (n) v = load_relaxed_16(fetch(i));
-          x[i] = v.x;
-          y[i] = v.y;
-          z[i] = v.w;
-          if (!kAblateWaits && v.z != tag) missing = true, seen = v.z;
-        }
-        if (!any_lane(missing)) break;
-        if (begun == 0) begun = clock64();
-        if (missing && clock64() - begun > kWaitLimit) wait_failed(launch, kSitePage, tag, seen);
-      }
+      poll_words<4>(launch, words + (u64)mine * STRIDE, 4 * STRIDE, tag, n, x, y, z, kSitePage);
       // References are in even lanes, sums in odd ones.
       float now = kMinusInfinity;
 #pragma unroll
@@ -289,6 +292,6 @@ LP_DEVICE void merge_pages(const Launch& launch, const Rows& rows, u32 warp, u32
     low *= inverse;
     high *= inverse;
     const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
-    if (lane < 4) store_relaxed_8(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), ~bf16_pair(a, b), ~bf16_pair(c, d));
+    if (lane < 4) put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), bf16_pair(a, b), bf16_pair(c, d), tag, 0);
   }
 }

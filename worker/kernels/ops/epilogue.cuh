@@ -78,9 +78,9 @@ struct Epilogue {
     }
   }
   /// A k block of a vector.
-  template <class V> LP_DEVICE void publish(u32 vector, int k_block, const float* v, u32 active, bool on) const {
+  template <class V> LP_DEVICE void publish(u32 vector, int k_block, const float* v, u32 active, u32 tag, bool on, u32 extra = 0) const {
     const Pairs pairs = fragment_words(v);
-    if (on && has_word() && active >> word_column() & 1) store_relaxed_8(launch.words + vector + V::word(k_block, word_column(), word()), ~pairs.low, ~pairs.high);
+    if (on && has_word() && active >> word_column() & 1) put_word(launch.words + vector + V::word(k_block, word_column(), word()), pairs.low, pairs.high, tag, word() == 0 ? extra : 0);
   }
   LP_DEVICE static float half_sum(float v) {
 #pragma unroll
@@ -100,7 +100,7 @@ struct Epilogue {
     }
   }
   /// A row of the embedding, and the first layer's input.
-  LP_DEVICE void embed(const u32* token, u32 active, u32 vectors) {
+  LP_DEVICE void embed(const u32* token, u32 active, u32 vectors, u32 tag) {
     const int first = O::first_tile(blockIdx.x), end = O::first_tile(blockIdx.x + 1);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
@@ -113,23 +113,27 @@ struct Epilogue {
       }
     }
 #pragma unroll
-    for (int s = 0; s < kSets; s++) publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active);
+    for (int s = 0; s < kSets; s++) publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
     const int first = O::first_tile(blockIdx.x), tile = first + 2 * s + half();
     return tile < O::first_tile(blockIdx.x + 1) ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2)) : 0;
   }
   /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their product.
-  LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active) {
+  LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active, u32 tag) {
     const int tile = O::first_tile(blockIdx.x) + 2 * s + half(), of = row() % kEpilogueColumns;
     const bool on = tile < O::first_tile(blockIdx.x + 1);
     float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden[s][c] * gamma, square[c] = hidden[s][c] * hidden[s][c];
-    publish<HiddenVector>(vector, tile, scaled, active, on);
-    const float sum = half_sum_columns(square);
-    if (on && row() < kEpilogueColumns && active >> column(of) & 1)
-      store_relaxed_u32(launch.words + vector + HiddenVector::square(tile, column(of)), ~__float_as_uint(sum));
+    const auto sum = [&] { return __float_as_uint(half_sum_columns(square)); };
+    if constexpr (kTaggedVectors) {
+      publish<HiddenVector>(vector, tile, scaled, active, tag, on, sum());
+    } else {
+      publish<HiddenVector>(vector, tile, scaled, active, tag, on);
+      const u32 word = ~sum();
+      if (on && row() < kEpilogueColumns && active >> column(of) & 1) store_relaxed_u32(launch.words + vector + HiddenVector::square(tile, column(of)), word);
+    }
   }
   /// q, k and v: norm, bias, rope; k and v go into their page and, with q, to this step's attention.
   LP_DEVICE void query_key_value(const Rows& rows, u32 layer, u32 active, u32 tag) {
@@ -184,7 +188,7 @@ struct Epilogue {
     }
   }
   /// Residual after o or down, and the next norm's input.
-  template <class P> LP_DEVICE void add_residual(u32 vector, int gamma, u32 active) {
+  template <class P> LP_DEVICE void add_residual(u32 vector, int gamma, u32 active, u32 tag) {
     const int sets = Epilogue::sets<P>();
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
@@ -193,10 +197,10 @@ struct Epilogue {
       take<P>(-1);
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += y[c];
-      publish_hidden(vector, s, scale, active);
+      publish_hidden(vector, s, scale, active, tag);
     }
   }
-  LP_DEVICE void gate_up(u32 active, u32 vectors) {
+  LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
     const int first = GateUp::first_tile(blockIdx.x) / 2, sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
       take<GateUp>(s == 0 ? 1 : -1);
@@ -205,21 +209,19 @@ struct Epilogue {
         const float gate = y[c] * inverse[c], up = shuffle_xor(gate, 16);
         y[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
       }
-      publish<ActivationVector>(vectors + Vectors::activation, first + s, y, active, half() == 0);
+      publish<ActivationVector>(vectors + Vectors::activation, first + s, y, active, tag, half() == 0);
     }
   }
-  /// Makes this block's share of a layer's vectors, of the set that is not in use, "not there". All blocks together clear the layer.
-  LP_DEVICE void clear(u32 vectors) const {
+  /// This block's share of a layer's vectors: makes those of the set that is not in use "not there", and brings those of the next layer
+  /// back into L2, out of which the weights may have pushed them: a poll must not wait for memory behind the stream.
+  LP_DEVICE void prepare(u32 unused, u32 next) const {
+    if constexpr (kTaggedVectors) return;
+    constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
+    const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31);
 #ifndef LP_KEEP_WORDS  // negative control
-    constexpr u32 ALL = kBlocks * kEpilogueWarps * 32 * 16;
-    for (u32 at = ((blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31)) * 16; at < Vectors::bytes; at += ALL) store_16(launch.words + vectors + at, Quad{});
+    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + unused + at, Quad{});
 #endif
-  }
-
-  /// Brings this block's share of a layer's vectors back into L2, which the weights may have pushed out: a poll must not wait for memory, least of all behind the stream.
-  LP_DEVICE void warm(u32 vectors) const {
-    constexpr u32 LINE = 128, ALL = kBlocks * kEpilogueWarps * 32 * LINE;
-    for (u32 at = ((blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31)) * LINE; at < Vectors::bytes; at += ALL) prefetch_l2(launch.words + vectors + at);
+    for (u32 at = thread * 128; at < Vectors::bytes; at += THREADS * 128) prefetch_l2(launch.words + next + at);
   }
 
  private:

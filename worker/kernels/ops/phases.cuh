@@ -15,8 +15,9 @@ LP_DEVICE void begin_block(u32 shared) {
     mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
   }
 }
-LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
-  return Rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+LP_DEVICE CountedRows rows_of(const Launch& launch, u32 step) {
+  const Rows rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+  return CountedRows{rows, shared_address(shared_memory) + Shared::item_ends + step % 2 * kColumns * 4};
 }
 LP_DEVICE bool samples(const Launch& launch) {
   for (u32 r = 0; r < launch.row_count; r++)
@@ -25,12 +26,12 @@ LP_DEVICE bool samples(const Launch& launch) {
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 
-/// Of the two sets of vectors the one that a step writes.
-LP_DEVICE u32 set_of(u32 shared, u32 step) { return (load_shared_u32(shared + Shared::first_set) + step) & 1; }
+/// The number of a step of this launch in all launches.
+LP_DEVICE u32 count_of(u32 shared, u32 step) { return load_shared_u32(shared + Shared::first_step) + step; }
 
 /// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
 struct Place {
-  Rows rows;
+  CountedRows rows;
   u32 layer, tag, active, vectors;
 };
 
@@ -62,7 +63,7 @@ struct ConsumerPhases {
   LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
     if (warp >= kHiddenLeaves) return;
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.active, b, site);
+    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   }
   LP_DEVICE void query_key_value(const Place& place) {
@@ -84,14 +85,15 @@ struct ConsumerPhases {
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
     if (!Epilogue::sets<O>()) return;
-    const u8* input = launch.words + place.vectors + Vectors::attention_out;
+    const u32 input = place.vectors + Vectors::attention_out;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
-      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, input + warp * AttentionVector::leaf_bytes, place.active, b, kSiteAttentionOut);
+      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + input + warp * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {
-      multiply_fetching<O>(consumer, partials, input, place.active, kSiteAttentionOut, [&] { at(place, 5); });
+      // In parts of a chunk: longer ones are spilled.
+      multiply_fetching<O, kSlotBytes / kFragment>(consumer, partials, input, place.tag, place.active, kSiteAttentionOut, [&] { at(place, 5); });
     }
   }
   LP_DEVICE void gate_up(const Place& place) {
@@ -104,7 +106,7 @@ struct ConsumerPhases {
   }
   LP_DEVICE void down(const Place& place) {
     at(place, 8);
-    multiply_fetching<Down>(consumer, partials, launch.words + place.vectors + Vectors::activation, place.active, kSiteActivation, [&] { at(place, 9); });
+    multiply_fetching<Down, kPartSteps>(consumer, partials, place.vectors + Vectors::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
     at(place, 10);
   }
   LP_DEVICE void head(const Place& place) {
@@ -162,14 +164,14 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
     for (int from = 0; from < kBlocks; from += 32) {
       u32 value, id, extra;
       const bool on = from + lane < kBlocks;
-      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on, &value, &id, &extra, kSiteSampled);
+      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on ? 1 : 0, &value, &id, &extra, kSiteSampled);
       if (on) all.offer(__uint_as_float(value), id);
       if (from == 0 && column == 0) stopped = shuffle(extra, 0) != 0;
     }
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read, and before the cleared vectors are used
+  fence_gpu();  // token words before K and V of this step are read, and cleared vectors polled
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);

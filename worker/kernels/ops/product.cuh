@@ -5,43 +5,64 @@ template <int V> struct Constant {
   static constexpr int value = V;
 };
 
-/// B fragments of STEPS k blocks of a vector, whose words begin at `rows`, for the columns of `active`. With one column the 32 lanes share the words and
-/// hand them out. With SQUARES it is a whole leaf, and returns the sum of squares of this lane's column over it: by eights as a tree, the eights in order.
-template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* rows, u32 active, u32 (*b)[2], u32 site) {
+/// A word of a vector.
+LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
+  if constexpr (kTaggedVectors) store_relaxed_16(word, low, high, tag, extra);
+  else store_relaxed_8(word, ~low, ~high);
+}
+
+/// B fragments of STEPS k blocks of a vector, whose words begin at `words`, for the columns of `active`. With SQUARES it is a whole leaf, and returns
+/// the sum of squares of this lane's column over it: by eights as a tree, the eights in order.
+template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag, u32 active, u32 (*b)[2], u32 site) {
   using Leaf = Vector<1, STEPS, SQUARES>;
+  constexpr int EIGHTS = (STEPS + 7) / 8;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const bool on = active >> (kColumns == 1 ? 0 : g) & 1;
-  Quad v[Leaf::rows + Leaf::square_rows] = {};
-  poll<Leaf::rows + Leaf::square_rows>(launch, rows + lane * 16, [&](int j) {
-    // k blocks that are left at this row and lane: of which it holds two, or squares of four.
-    const int squares = j - Leaf::rows, left = !on ? 0 : STEPS - (j < Leaf::rows ? kColumns == 1 ? 16 * j + 2 * g : 2 * j : kColumns == 1 ? 4 * lane : 16 * squares + 4 * t);
-    const auto missing = [&] {
-      if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
-      return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
-    };
-    if (missing() != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(rows + lane * 16 + j * 512) : load_relaxed_4x4(rows + lane * 16 + j * 512);
-    return missing();
-  }, site);
-#pragma unroll
-  for (int k = 0; k < STEPS; k++) {
-    const Quad& pair = v[kColumns == 1 ? k / 16 : k / 2];
-    u32 low = k % 2 ? pair.z : pair.x, high = k % 2 ? pair.w : pair.y;
-    if (kColumns == 1) low = shuffle(low, k / 2 % 8 * 4 + t), high = shuffle(high, k / 2 % 8 * 4 + t);
-    const bool mine = kColumns == 1 ? g == 0 : on;
-    b[k][0] = mine ? ~low : 0;
-    b[k][1] = mine ? ~high : 0;
-  }
   float sum = 0;
+  if constexpr (kTaggedVectors) {
+    // One column: the 32 lanes share the words and hand them out.
+    u32 x[EIGHTS], y[EIGHTS], squares[EIGHTS];
+    poll_words<EIGHTS, true>(launch, words + lane * 16, 512, tag, (STEPS * 4 + 31 - lane) / 32, x, y, squares, site);
 #pragma unroll
-  for (int row = 0; row < Leaf::square_rows; row++) {
-    constexpr int EIGHTS = (STEPS + 7) / 8, HERE = kColumns == 1 ? 16 : 2;
-    const int first = kColumns == 1 ? 4 * lane : 16 * row + 4 * t;
-    const Quad& quad = v[Leaf::rows + row];
-    const auto square = [&](u32 word, int i) { return on && first + i < STEPS ? __uint_as_float(~word) : 0; };
-    float eight = (square(quad.x, 0) + square(quad.y, 1)) + (square(quad.z, 2) + square(quad.w, 3));
-    eight += shuffle_xor(eight, 1);
+    for (int j = 0; j < STEPS; j++) {
+      const u32 low = shuffle(x[j / 8], (j % 8) * 4 + t), high = shuffle(y[j / 8], (j % 8) * 4 + t);
+      b[j][0] = g == 0 ? low : 0;
+      b[j][1] = g == 0 ? high : 0;
+    }
 #pragma unroll
-    for (int e = 0; e < HERE && row * HERE + e < EIGHTS; e++) sum += shuffle(eight, (kColumns == 1 ? 0 : lane & ~3) + 2 * e);
+    for (int e = 0; e < (SQUARES ? EIGHTS : 0); e++) {
+      float q = __uint_as_float(squares[e]);
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) q += shuffle_xor(q, d);
+      sum += q;
+    }
+  } else {
+    const bool on = active >> g & 1;
+    Quad v[Leaf::rows + Leaf::square_rows] = {};
+    poll<Leaf::rows + Leaf::square_rows, true>(launch, words + lane * 16, ~0u, [&](int j) {
+      // k blocks that are left at this row and lane: of which it holds two, or the squares of four.
+      const int left = !on ? 0 : STEPS - (j < Leaf::rows ? 2 * j : 16 * (j - Leaf::rows) + 4 * t);
+      const auto missing = [&] {
+        if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
+        return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
+      };
+      if (missing() != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512) : load_relaxed_4x4(words + lane * 16 + j * 512);
+      return missing();
+    }, [](u32 seen) { return seen != 0; }, site);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      const Quad& pair = v[k / 2];
+      b[k][0] = on ? ~(k % 2 ? pair.z : pair.x) : 0;
+      b[k][1] = on ? ~(k % 2 ? pair.w : pair.y) : 0;
+    }
+#pragma unroll
+    for (int row = 0; row < Leaf::square_rows; row++) {
+      const Quad& quad = v[Leaf::rows + row];
+      const auto square = [&](u32 word, int i) { return on && 16 * row + 4 * t + i < STEPS ? __uint_as_float(~word) : 0; };
+      float eight = (square(quad.x, 0) + square(quad.y, 1)) + (square(quad.z, 2) + square(quad.w, 3));
+      eight += shuffle_xor(eight, 1);
+#pragma unroll
+      for (int e = 0; e < 2 && row * 2 + e < EIGHTS; e++) sum += shuffle(eight, (lane & ~3) + 2 * e);
+    }
   }
   return sum;
 }
@@ -119,26 +140,27 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   }
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched 16 k blocks at a time. `arrived` is told of the first.
-template <class P, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, const u8* vector, u32 active, u32 site, F&& arrived) {
-  constexpr int PART = kPartSteps, REST = P::leaf_steps % PART;
+/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. `arrived` is told of the first.
+template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 vector, u32 tag, u32 active, u32 site, F&& arrived) {
+  static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
+  constexpr int REST = P::leaf_steps % PART;
   const int end = P::first_tile(blockIdx.x + 1);
   const bool mine = consumer.warp < P::leaves;
 #pragma unroll 1
   for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
     float acc[2][4] = {};
     const auto unit = [&](auto width) {
-      const u8* leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
+      const u32 leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
       u32 b[PART][2];
 #pragma unroll 1
       for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
-        get_fragments<PART>(consumer.launch, leaf + k / 2 * (kColumns * 64), active, b, site);
+        get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
         if (k == 0 && tile == P::first_tile(blockIdx.x)) arrived();
         multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
       }
       if constexpr (REST > 0)
         if (mine) {
-          get_fragments<REST>(consumer.launch, leaf + P::leaf_steps / PART * PART / 2 * (kColumns * 64), active, b, site);
+          get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
           multiply_steps<REST, decltype(width)::value>(consumer, b, acc);
         }
       partials.template put<decltype(width)::value>(mine, acc);

@@ -59,12 +59,12 @@ struct Producer {
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
   template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes) {
     const u32 ring = lane();
-    const long long begun = clock64();
+    const Clocks begun = clocks();
     while (any_lane(todo)) {
       if (!todo) continue;
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.
       if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
-        if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
+        if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
         continue;
       }
       if (chunk >= 1 && !mbarrier_test_wait(full_barrier(shared, ring, chunk - 1), full_parity(chunk - 1))) continue;

@@ -4,8 +4,15 @@
 #ifndef LP_PATIENCE
 #define LP_PATIENCE 1  // under tools that slow a kernel down
 #endif
+/// What waits count with. Narrow passes have no register to spare: the low half of the clock, whose wrap, 2.4 s, is longer than a wait.
+#if LP_COLUMNS > 8 || LP_PATIENCE > 1
+using Clocks = long long;
+#else
+using Clocks = u32;
+#endif
+LP_DEVICE Clocks clocks() { return (Clocks)clock64(); }
 /// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
-constexpr long long kWaitLimit = 1000000000ll * LP_PATIENCE;
+constexpr Clocks kWaitLimit = (Clocks)1000000000 * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
@@ -29,9 +36,9 @@ template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 exp
 }
 LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 site) {
   if (mbarrier_try_wait(barrier, parity)) return;
-  const long long begun = clock64();
+  const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
-    if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, site, parity, barrier);
+    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, parity, barrier);
 }
 
 #ifdef LP_ABLATE_WAITS
@@ -40,11 +47,12 @@ constexpr bool kAblateWaits = true;  // what do the exchanges cost? wrong result
 constexpr bool kAblateWaits = false;
 #endif
 
-/// Calls `get(j)` for j < N until nothing is missing. It loads what it does not have yet and returns kThere, or, if that has not been written, its offset from `base`.
-/// While something is missing, a word that one lane misses, the last of its words, stands for all (polling them all slows the stream).
 constexpr u32 kThere = ~0u;
-template <int N, class Get> LP_DEVICE void poll(const Launch& launch, const u8* base, Get get, u32 site) {
-  long long begun = 0;
+/// Calls `get(j)` for j < N until nothing is missing. It loads what it does not have yet and returns kThere, or how far from `base` that is which tells,
+/// by `there(value)`, that a word has been written. With SCOUT, while something is missing,
+/// one lane's last missing word stands for all: polling them all slows the stream. Words of many writers are better polled all, each until it is there.
+template <int N, bool SCOUT, class Get, class There> LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Get get, There there, u32 site) {
+  Clocks begun = 0;
   while (true) {
     u32 missing = kThere;
 #pragma unroll
@@ -54,39 +62,30 @@ template <int N, class Get> LP_DEVICE void poll(const Launch& launch, const u8* 
     }
     const u32 waiting = __ballot_sync(kAllLanes, missing != kThere);
     if (kAblateWaits || waiting == 0) break;
-    if (begun == 0) begun = clock64();
-    if ((int)(threadIdx.x & 31) == __ffs(waiting) - 1)
-      while (load_relaxed_u32(base + missing) == 0)
-        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, (u32)(base + missing - launch.words), 0);
+    if (begun == 0) begun = clocks();
+    if constexpr (!SCOUT) {
+      if (missing != kThere && clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, load_relaxed_u32(base + missing));
+      continue;
+    }
+    if ((int)(threadIdx.x & 31) == __ffs(waiting) - 1) {
+      u32 seen;
+      while (!there(seen = load_relaxed_u32(base + missing)))
+        if (clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, seen);
+    }
     __syncwarp();
   }
 }
 
-/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's missing word
-/// stands for all (polling them all slows the stream). Lanes that are not `active` get zeros.
-template <int N> LP_DEVICE void poll_words(const Launch& launch, const u8* base, u32 stride, u32 tag, bool active, u32* x, u32* y, u32* extra, u32 site) {
-  long long begun = 0;
-  while (true) {
-    u32 missing = ~0u, seen = 0;
+/// Waits until the words at `base + j * stride`, j < `count` <= N, have the tag: their x, y and extra. Beyond `count`, which may differ by lane, zeros.
+template <int N, bool SCOUT = false> LP_DEVICE void poll_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32 count, u32* x, u32* y, u32* extra, u32 site) {
+  u32 have = ~0u << count;  // bit j
 #pragma unroll
-    for (int j = N - 1; j >= 0; j--) {
-      Quad v{0, 0, tag, 0};
-      if (active) v = load_relaxed_16(base + j * stride);
-      x[j] = v.x;
-      y[j] = v.y;
-      extra[j] = v.w;
-      if (!kAblateWaits && v.z != tag) missing = j, seen = v.z;
-    }
-    if (!any_lane(missing != ~0u)) break;
-    if (begun == 0) begun = clock64();
-    if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
-    const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
-    if ((int)(threadIdx.x & 31) == __ffs(scout) - 1) {
-      const u8* word = base + missing * stride;
-      while ((seen = load_relaxed_16(word).z) != tag)
-        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
-    }
-    __syncwarp();
-  }
-  __syncwarp();
+  for (int j = 0; j < N; j++) x[j] = y[j] = extra[j] = 0;
+  poll<N, SCOUT>(launch, base, tag, [&](int j) {
+    if (have >> j & 1) return kThere;
+    const Quad v = load_relaxed_16(base + j * stride);
+    x[j] = v.x, y[j] = v.y, extra[j] = v.w;
+    if (v.z == tag) have |= 1u << j;
+    return v.z == tag ? kThere : j * stride + 8;
+  }, [&](u32 seen) { return seen == tag; }, site);
 }

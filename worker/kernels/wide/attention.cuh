@@ -42,7 +42,7 @@ struct Merged {
   LP_DEVICE void receive(const Launch& launch, const u8* words, u32 tag) {
     const u32 lane = threadIdx.x & 31;
     u32 x[kLaneDims / 2], y[kLaneDims / 2], extra[kLaneDims / 2];
-    poll_words<kLaneDims / 2>(launch, words + lane * 16, 32 * 16, tag, true, x, y, extra, kSitePage);
+    receive_words<kLaneDims / 2>(launch, words + lane * 16, 32 * 16, tag, x, y, extra, kSitePage);
 #pragma unroll
     for (u32 i = 0; i < kLaneDims / 2; i++) out[2 * i] = __uint_as_float(x[i]), out[2 * i + 1] = __uint_as_float(y[i]);
     reference = __uint_as_float(shuffle(extra[0], lane & ~1));

@@ -20,6 +20,33 @@ LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
   __syncwarp();
   fence_async_global();
 }
+/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's missing word
+/// stands for all (polling them all slows the stream).
+template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32* x, u32* y, u32* extra, u32 site) {
+  long long begun = 0;
+  while (true) {
+    u32 missing = ~0u, seen = 0;
+#pragma unroll
+    for (int j = N - 1; j >= 0; j--) {
+      const Quad v = load_relaxed_16(base + j * stride);
+      x[j] = v.x;
+      y[j] = v.y;
+      extra[j] = v.w;
+      if (!kAblateWaits && v.z != tag) missing = j, seen = v.z;
+    }
+    if (!any_lane(missing != ~0u)) break;
+    if (begun == 0) begun = clock64();
+    if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+    const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
+    if ((int)(threadIdx.x & 31) == __ffs(scout) - 1) {
+      const u8* word = base + missing * stride;
+      while ((seen = load_relaxed_16(word).z) != tag)
+        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+    }
+    __syncwarp();
+  }
+  __syncwarp();
+}
 LP_DEVICE void consumers_sync() { barrier_sync(1, kConsumerThreads); }
 /// What the consumers of this block have stored is there for all who see the counter grow: bulk copies, too.
 LP_DEVICE void publish(const Launch& launch, u64 counter) {

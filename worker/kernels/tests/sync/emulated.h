@@ -71,6 +71,7 @@ inline long long clock64() {
 inline void fence_system() {}
 inline void trap() { std::abort(); }
 inline u64 policy_evict_first() { return 0; }
+
 /// Now and then a thread is held up.
 inline void stumble() {
   static std::atomic<u32> seeds{1};

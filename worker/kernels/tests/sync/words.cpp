@@ -52,7 +52,7 @@ struct Role {
     lane(0);
   }
   Rows rows(u32 step) const { return Rows{launch.rows, launch.row_count, step}; }
-  u32 vectors(u32 step) const { return vectors_of((load_shared_u32(shared + Shared::first_set) + step) & 1, 0); }
+  u32 vectors(u32 step) const { return vectors_of(load_shared_u32(shared + Shared::first_step) + step, 0); }
   u32 tag(u32 step) const { return launch.epoch + step * (kLayers + 1); }
   bool heads() const { return blockIdx.x + 1 < kBlocks; }  // the last block has no rows of the LM head
   /// Whether there is such a step, once that is known.
@@ -67,7 +67,7 @@ struct Role {
       each_lane([&] {
         const int column = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
         u32 b[STEPS][2];
-        get_fragments<STEPS, SQUARES>(launch, launch.words + vector + leaf * V::leaf_bytes, active, b, kSiteAttentionX);
+        get_fragments<STEPS, SQUARES>(launch, launch.words + vector + leaf * V::leaf_bytes, 0, active, b, kSiteAttentionX);
         for (int k = 0; k < STEPS; k++)
           for (int h = 0; h < 2; h++) {
             const auto value = [&](int i) { return expected.value(2 * h + i, leaf * STEPS + k, column, t); };
@@ -114,7 +114,7 @@ struct Role {
       each_lane([&] {
         const int tile = O::first_tile(blockIdx.x) + 2 * s + Epilogue::half();
         for (int i = 0; i < kEpilogueColumns; i++) epilogue.hidden[s][i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
-        epilogue.publish_hidden(vector, s, 1, active);
+        epilogue.publish_hidden(vector, s, 1, active, 0);
       });
   }
   void publish_activation(Epilogue& epilogue, const Expected& expected, u32 vector, u32 active) const {
@@ -122,7 +122,7 @@ struct Role {
       each_lane([&] {
         float v[kEpilogueColumns];
         for (int i = 0; i < kEpilogueColumns; i++) v[i] = expected.value(i, k, epilogue.word_column(), Epilogue::word());
-        epilogue.publish<ActivationVector>(vector, k, v, active, Epilogue::half() == 0);
+        epilogue.publish<ActivationVector>(vector, k, v, active, 0, Epilogue::half() == 0);
       });
   }
   /// Token words to all blocks and from all; true if the launch is to end.
@@ -136,7 +136,7 @@ struct Role {
       if (!(active >> column & 1) && column != 0) continue;
       for (u32 from = 0; from < kBlocks; from++) {
         u32 x, y, extra;
-        poll_words<1>(launch, words(column) + from * 16, 0, tag(step), true, &x, &y, &extra, kSiteSampled);
+        poll_words<1>(launch, words(column) + from * 16, 0, tag(step), 1, &x, &y, &extra, kSiteSampled);
         stopped |= column == 0 && from == 0 && extra != 0;
       }
     }
@@ -154,7 +154,7 @@ struct Role {
       publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
       while (layer < kLayers) {
         await_set();
-        each_lane([&] { epilogue.clear(unused); });
+        each_lane([&] { epilogue.prepare(unused, at); });
         await_set();
         publish_hidden(epilogue, expected(kMlpX), at + Vectors::mlp_x, active);
         await_set();
@@ -163,7 +163,7 @@ struct Role {
         layer++, at += Vectors::bytes, unused += Vectors::bytes;
         publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
       }
-      each_lane([&] { epilogue.clear(unused); });
+      each_lane([&] { epilogue.prepare(unused, at); });
       if (!pass.sampling) {
         step++;
         break;
@@ -176,7 +176,7 @@ struct Role {
       if (number == 0 && stopped) store_shared_u32(shared + Shared::last_step, step + 2);
       mbarrier_arrive(shared + Shared::sampled);
     }
-    if (number == 0) store_relaxed_u32(launch.words + Words::first_set + blockIdx.x * 4, (load_shared_u32(shared + Shared::first_set) + step) & 1);
+    if (number == 0) store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, load_shared_u32(shared + Shared::first_step) + step);
   }
 };
 
@@ -201,7 +201,7 @@ int main() {
       }
       mbarrier_init(shared + Shared::sampled, kEpilogueWarps);
       store_shared_u32(shared + Shared::last_step, pass.steps);
-      store_shared_u32(shared + Shared::first_set, load_relaxed_u32(launch.words + Words::first_set + b * 4));
+      store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + b * 4));
       for (u32 w = 0; w < kReaders + kEpilogueWarps; w++)
         threads.emplace_back([&, b, w, shared] {
           blockIdx.x = b;

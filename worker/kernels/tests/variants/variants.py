@@ -61,6 +61,7 @@ class Shape:
 
 SHAPES = {
     "8b": {}, "llama-1b": dict(layers=16, hidden=2048, head_dim=64, intermediate=8192, tied=1),
+    "3b": dict(layers=28, hidden=3072, heads=24, intermediate=8192, tied=1),
     "gqa": dict(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=384, vocab=768),
     "tied": dict(layers=2, hidden=128, heads=4, kv_heads=1, head_dim=64, intermediate=320, vocab=768, tied=1),
     "window": dict(layers=3, hidden=128, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, window=48),

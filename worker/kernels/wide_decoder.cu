@@ -57,6 +57,11 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   __syncwarp();
 }
 
+/// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and fetch have one copy of the code for both, because
+/// code that runs once a layer comes from far away.
+constexpr u32 kAttention = 0, kMlp = 1;
+LP_DEVICE int residual_steps(u32 part) { return part == kAttention ? O::leaf_steps : Down::leaf_steps; }
+
 LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling) {
   Producer producer(launch, shared, warp);
   for (u32 step = 0; step < last_step(shared); step++) {
@@ -64,18 +69,22 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
     const u8* weights = launch.weights;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
-      reached(launch, step, warp, layer, 0);
-      producer.stream<QkvCut>(weights);
-      if (layer == 0) {
-        wait_sampled(launch, shared, step);
-        fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+#pragma unroll 1
+      for (u32 part = 0; part < 2; part++) {
+        reached(launch, step, warp, layer, 2 * part);
+        if (part == kAttention) {
+          producer.stream<QkvCut>(weights, Qkv::leaf_steps);
+          if (layer == 0) {
+            wait_sampled(launch, shared, step);
+            fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+          }
+          reached(launch, step, warp, layer, 1);
+          stream_attention(producer, rows, layer, generation_of(step, layer));
+        } else {
+          producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
+        }
+        producer.stream<ResidualCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
       }
-      reached(launch, step, warp, layer, 1);
-      stream_attention(producer, rows, layer, generation_of(step, layer));
-      producer.stream<OCut>(weights + kOOffset);
-      reached(launch, step, warp, layer, 2);
-      producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
-      producer.stream<DownCut>(weights + kDownOffset);
     }
     if (!sampling) return;
     producer.stream_own<HeadOwn>(weights);
@@ -90,12 +99,15 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 generation = generation_of(step, layer);
-      reached(launch, step, kInput, layer, 0);
-      input.stream<QkvCut, kMaxLeaves>(Words::attention_x, Words::x_ready, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX);
-      input.stream<OCut, 1>(Words::attention_out, Words::outputs_ready, generation * kBlocks, kSiteAttentionOut);
-      reached(launch, step, kInput, layer, 1);
-      input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
-      input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
+#pragma unroll 1
+      for (u32 part = 0; part < 2; part++) {
+        const bool attention = part == kAttention;
+        reached(launch, step, kInput, layer, part);
+        if (attention) input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
+        else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
+        input.stream<ResidualCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : kMaxLeaves,
+                                  generation * (attention ? kBlocks : kLeafBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
+      }
     }
     if (!sampling) return;
     input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
@@ -110,8 +122,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       reached(launch, step, kNorms, layer, 0);
-      find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
-      find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
+#pragma unroll 1
+      for (u32 part = 0; part < 2; part++) find_norm(launch, shared, part, (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafBlocks, tag);
     }
     if (!sampling) return;
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
@@ -157,7 +169,7 @@ struct Team {
   LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
     const Place place = place_of<QkvCut>(warp);
     float sum[QkvCut::columns / 2];
-    sum_leaves<QkvCut>(consumer, place, sum);
+    sum_leaves<QkvCut>(consumer, place, Qkv::leaf_steps, sum);
     reached(launch, step, warp, layer, 1);
     Projection projection(launch, shared);
     receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
@@ -171,14 +183,8 @@ struct Team {
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
     receive.end();
     reached(launch, step, warp, layer, 4);
-    hidden.fetch_gamma(2 * layer + 1);
-    add_product<OCut>();
-    reached(launch, step, warp, layer, 5);
-    hidden.publish_x(1);
-    receive.end();
   }
-  LP_DEVICE void mlp(u32 step, u32 layer, bool last) {
-    reached(launch, step, warp, layer, 6);
+  LP_DEVICE void mlp(u32 step, u32 layer) {
 #pragma unroll 1
     for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
       float sum[2][GateUpOwn::columns / 2];
@@ -189,13 +195,20 @@ struct Team {
     }
     reached(launch, step, warp, layer, 7);
     publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
-    hidden.fetch_gamma(2 * layer + 2);
-    add_product<DownCut>();
-    reached(launch, step, warp, layer, 8);
+  }
+  /// Ends a part of a layer: o or down, into the residual. `last`: nobody reads it.
+  LP_DEVICE void add_product(u32 part, u32 step, u32 layer, bool last) {
+    hidden.fetch_gamma(2 * layer + 1 + part);
+    const Place place = place_of<ResidualCut>(warp);
+    float sum[ResidualCut::columns / 2];
+    sum_leaves<ResidualCut>(consumer, place, residual_steps(part), sum);
+    receive.exchange<ResidualCut>(place, sum, [] {});
+    hidden.add<ResidualCut>(receive);
+    reached(launch, step, warp, layer, part == kAttention ? 5 : 8);
     if (last) consumers_sync();
-    else hidden.publish_x(0);
+    else hidden.publish_x(part ^ 1);
     receive.end();
-    reached(launch, step, warp, layer, 9);
+    reached(launch, step, warp, layer, part == kAttention ? 6 : 9);
   }
   LP_DEVICE bool head(u32 step, const Choice& choice) {
     u32 stop = 0;
@@ -214,14 +227,6 @@ struct Team {
 
  private:
   template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp >> 2) * C::columns : 0; }
-  /// o or down, into the residual.
-  template <class C> LP_DEVICE void add_product() {
-    const Place place = place_of<C>(warp);
-    float sum[C::columns / 2];
-    sum_leaves<C>(consumer, place, sum);
-    receive.exchange<C>(place, sum, [] {});
-    hidden.add<C>(receive);
-  }
 };
 
 LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
@@ -234,8 +239,12 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       reached(launch, step, warp, layer, 0);
-      team.attention(rows, step, layer);
-      team.mlp(step, layer, !sampling && layer + 1 == kLayers);
+#pragma unroll  // here, one copy for both costs 3 %: it spills more
+      for (u32 part = 0; part < 2; part++) {
+        if (part == kAttention) team.attention(rows, step, layer);
+        else team.mlp(step, layer);
+        team.add_product(part, step, layer, part == kMlp && !sampling && layer + 1 == kLayers);
+      }
     }
     if (!sampling) {
       step++;

@@ -51,8 +51,9 @@ struct Unit {
 
 enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divide among them
 
-/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block owns its tiles with all of K.
-template <class PRODUCT, bool HALVES = true> struct Cut {
+/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block owns its tiles with all of K. RUN: k16 steps of a leaf, or a
+/// divisor of them.
+template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
   using P = PRODUCT;
   static constexpr bool halves = HALVES;
   static constexpr int pair_tiles = P::tiles / kPairs, even_tiles = pair_tiles / 2, odd_tiles = pair_tiles - even_tiles;
@@ -61,10 +62,10 @@ template <class PRODUCT, bool HALVES = true> struct Cut {
   static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
   static constexpr int ways = split == Split::kLeaves ? 2 : 1, columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int block_leaves = HALVES ? kMaxLeaves / 2 : kMaxLeaves, leaves = block_leaves / ways;  // of a block, of a warp
-  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), P::leaf_steps);  // of each way, a stage
+  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);            // of each way, a stage
   static constexpr int input_steps = (int)kInputSteps / ways;                                              // of each way, a slot
   static constexpr int units = HALVES ? (even_tiles + 1) / 2 + (odd_tiles + 1) / 2 : (odd_tiles + 1) / 2;
-  static_assert(P::leaf_steps % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
+  static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
   LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(blockIdx.x); }
@@ -85,8 +86,10 @@ template <class PRODUCT, bool HALVES = true> struct Cut {
   }
 };
 using QkvCut = Cut<Qkv, !kPrompt>;
-using OCut = Cut<O>;
-using DownCut = Cut<Down>;
+constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
+/// o and down, which differ in nothing but the length of a leaf.
+using ResidualCut = Cut<O, true, common_divisor(O::leaf_steps, Down::leaf_steps)>;
+static_assert((int)O::tiles == (int)Down::tiles, "both add to the residual");
 
 /// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit. Passes of some units, which read x once each.
 template <class PRODUCT> struct Own {

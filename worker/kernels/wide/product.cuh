@@ -17,13 +17,13 @@ template <class C> LP_DEVICE Place place_of(u32 warp) {
 }
 
 /// One leaf of a warp's tile, k16 steps ascending from zero.
-template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
+template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, int leaf_steps, float* sum) {
   constexpr int N = C::columns, STEPS = 4;
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
   u32 stage = 0, input = 0;
 #pragma unroll 1
-  for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
+  for (int k = 0; k < leaf_steps; k += STEPS) {
     if (k % C::input_steps == 0) input = consumer.wait_input() + place.input;
     if (k % C::steps == 0) stage = consumer.wait() + place.fragments;
     Quad a[STEPS];
@@ -40,16 +40,16 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
   }
 }
 /// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
-template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float* sum) {
+template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, int leaf_steps, float* sum) {
   if constexpr (LEAVES == 1) {
-    sum_leaf<C>(consumer, place, sum);
+    sum_leaf<C>(consumer, place, leaf_steps, sum);
   } else {
 #pragma unroll
     for (int i = 0; i < C::columns / 2; i++) sum[i] = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
       float part[C::columns / 2];
-      sum_leaves<C, LEAVES / 2>(consumer, place, part);
+      sum_leaves<C, LEAVES / 2>(consumer, place, leaf_steps, part);
 #pragma unroll
       for (int i = 0; i < C::columns / 2; i++) sum[i] += part[i];
     }

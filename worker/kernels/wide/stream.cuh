@@ -37,14 +37,13 @@ struct Producer {
     if (++slot == kStages) slot = 0, phase ^= 1;
   }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
-  template <class C> LP_DEVICE void stream(const u8* product) {
-    using P = typename C::P;
+  template <class C> LP_DEVICE void stream(const u8* product, int leaf_steps) {
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
     const bool on = way < C::ways && unit.width;
-    const u8* from = product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * kFragment;
+    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * kMaxLeaves) + leaf * leaf_steps * unit.width) * kFragment;
     const u32 to = (way * C::tiles + unit.first) * C::steps * kFragment, bytes = C::steps * unit.width * kFragment;
-    for (int k = 0; k < C::leaves * P::leaf_steps; k += C::steps) issue(on, from + k * unit.width * kFragment, to, bytes);
+    for (int k = 0; k < C::leaves * leaf_steps; k += C::steps) issue(on, from + k * unit.width * kFragment, to, bytes);
   }
   /// The block's own tiles, all of K, pass by pass: [unit][k16 step] a stage.
   template <class C> LP_DEVICE void stream_own(const u8* product) {
@@ -64,14 +63,15 @@ struct Input {
 
   LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
-  /// Input of the pair's tiles of a product: this block's leaves. COUNTERS: 16, one a leaf, or one for all.
-  template <class C, int COUNTERS> LP_DEVICE void stream(u64 vector, u64 counters, u32 target, u32 site) {
-    using P = typename C::P;
-    const int first = C::first_leaf();
+  /// Input of the pair's tiles of a product: this block's leaves. count: of counters, 16, one a leaf, or one for all.
+  template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site, int leaf_steps) {
     ready = 0;
-    for (int k = 0; k < C::leaves * P::leaf_steps; k += C::input_steps) {
-      for (int way = 0; way < C::ways; way++) await<COUNTERS>(counters, (first + way * C::leaves + k / P::leaf_steps) * COUNTERS / kMaxLeaves, target, site);
-      copy<C::ways>(vector + (u64)((first + (int)lane() * C::leaves) * P::leaf_steps + k) * kStepBytes);
+#pragma unroll 1
+    for (int n = 0; n < C::leaves; n++) {
+      const int leaf = C::first_leaf() + n;
+      for (int way = 0; way < C::ways; way++) await(counters, count, (leaf + way * C::leaves) * count / kMaxLeaves, target, site);
+#pragma unroll 1
+      for (int k = 0; k < leaf_steps; k += C::input_steps) copy<C::ways>(vector + (u64)((leaf + (int)lane() * C::leaves) * leaf_steps + k) * kStepBytes);
     }
   }
   /// Input of the block's own tiles: all of it, once a pass.
@@ -80,19 +80,19 @@ struct Input {
     ready = 0;
     for (int pass = 0; pass < C::passes(); pass++)
       for (int k = 0; k < P::steps; k += kInputSteps) {
-        await<kMaxLeaves>(counters, k / P::leaf_steps, target, site);
+        await(counters, kMaxLeaves, k / P::leaf_steps, target, site);
         copy<1>(vector + (u64)k * kStepBytes);
       }
   }
 
  private:
   /// Waits for counter `index`; all are looked at together. Orders what its writers published before the copies that follow (grid, generic before async).
-  template <int COUNTERS> LP_DEVICE void await(u64 counters, u32 index, u32 target, u32 site) {
+  LP_DEVICE void await(u64 counters, u32 count, u32 index, u32 target, u32 site) {
     if (ready >> index & 1) return;
     const long long begun = clock64();
     while (true) {
       u32 seen = target;
-      if (lane() < COUNTERS) seen = load_acquire_u32((const u32*)(launch.words + counters + lane() * Words::counter));
+      if (lane() < count) seen = load_acquire_u32((const u32*)(launch.words + counters + lane() * Words::counter));
       ready = __ballot_sync(kAllLanes, kAblateWaits || (int)(seen - target) >= 0);
       if (ready >> index & 1) break;
       if (clock64() - begun > kWaitLimit && lane() == index) wait_failed(launch, site, target, seen);

@@ -62,8 +62,8 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
   static constexpr int ways = split == Split::kLeaves ? 2 : 1, columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int block_leaves = HALVES ? kMaxLeaves / 2 : kMaxLeaves, leaves = block_leaves / ways;  // of a block, of a warp
-  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);            // of each way, a stage
-  static constexpr int input_steps = (int)kInputSteps / ways;                                              // of each way, a slot
+  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);  // of each way, a stage
+  static constexpr int input_steps = (int)kInputSteps / ways;                                    // of each way, a slot
   static constexpr int units = HALVES ? (even_tiles + 1) / 2 + (odd_tiles + 1) / 2 : (odd_tiles + 1) / 2;
   static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 

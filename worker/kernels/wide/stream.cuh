@@ -56,12 +56,15 @@ struct Producer {
   }
 };
 
-/// The warp that fetches activations as soon as who writes them has published them.
+/// The warp that fetches activations as soon as who writes them has published them. All blocks read them, for as long as weights stream past: they are to stay in the
+/// second-level cache.
 struct Input {
   const Launch& launch;
-  u32 shared, slot = 0, phase = 1, ready = 0;
+  u32 shared;
+  u64 policy;
+  u32 slot = 0, phase = 1, ready = 0;
 
-  LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_last()) {}
   LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
   /// Input of the pair's tiles of a product: this block's leaves. count: of counters, 16, one a leaf, or one for all.
   template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site, int leaf_steps) {
@@ -109,7 +112,7 @@ struct Input {
       mbarrier_expect(full, bytes);
     }
     __syncwarp();
-    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full);
+    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full, policy);
     __syncwarp();
     if (++slot == kInputSlots) slot = 0, phase ^= 1;
   }

@@ -33,7 +33,7 @@ constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 ? 5 : 4;
 constexpr u32 kInFlight = kPrompt ? 4 : 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
-constexpr u32 kInputSlots = 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot
+constexpr u32 kInputSlots = kColumns == 32 ? 5 : 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot
 LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) { return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16; }
 
 constexpr int power_of_two_below(int n) { return n < 2 ? 1 : 2 * power_of_two_below(n / 2); }

@@ -75,7 +75,8 @@ fn every_shape_compiles_and_its_resources_are_told() {
                 compiler.build(&variant.program(layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
             let seconds = begun.elapsed().as_secs_f64();
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
-            let resources = Resources::of(variant.name(), &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
+            let resources = Resources::of(variant.name(), &binary.log)
+                .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
             eprintln!("{name}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
             if resources.spilled > MOST_SPILLED[usize::from(variant.columns() > 8)] {
                 over.lock().unwrap().push(format!("{name}: {} bytes", resources.spilled));

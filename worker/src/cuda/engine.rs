@@ -68,6 +68,7 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    loop_mode: LoopMode,
     /// Others, while somebody measures.
     pub(super) gauged: Option<Gauged>,
     sampler: Sampler,
@@ -98,13 +99,14 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine that waits for launches.
+    /// An engine that waits for launches of kernels in a mode.
     ///
     /// # Errors
     /// There is not so much memory that can be locked.
     pub fn new(
         sizes: Sizes,
         kernels: Vec<Kernel>,
+        loop_mode: LoopMode,
         sampler: Sampler,
         weights: Weights,
         pools: Pools,
@@ -124,6 +126,7 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            loop_mode,
             gauged: None,
             sampler,
             passes,
@@ -353,7 +356,7 @@ impl Launcher for Engine {
     }
 
     fn most_steps(&self) -> u32 {
-        match self.gauged.as_ref().map_or(LoopMode::On, Gauged::mode) {
+        match self.gauged.as_ref().map_or(self.loop_mode, Gauged::mode) {
             LoopMode::On => MOST_STEPS as u32,
             LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
         }

@@ -51,6 +51,7 @@ fn request(model: &str) -> LoadRequest {
         wait_limit: Duration::from_secs(20),
         max_context: 2048,
         device: Device::Cuda,
+        unlooped: false,
     }
 }
 
@@ -335,13 +336,38 @@ fn drive_model(model: &str, requests: &[Request], chunk: usize, eager: bool) -> 
 
 /// What each of the sequences yields.
 fn run_plans(model: &str, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
-    let decoder = load(model, &Options::default());
+    yields(load(model, &Options::default()), plans, sequences, eager)
+}
+
+fn yields(decoder: CudaDecoder, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
     let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
     let mut replies = vec![Vec::new(); sequences];
     for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
         replies[token.sequence as usize].push(token.sampled);
     }
     replies
+}
+
+/// A launch for each phase, as `--loop off` asks: what the loop yields, whether the sampler draws or nobody wants it to.
+#[test]
+fn plans_without_the_loop_yield_the_same_tokens() {
+    if !gpu() {
+        return;
+    }
+    let greedy = (0..6u32).map(|i| Request::greedy(&(0..3 + i * 23).collect::<Vec<u32>>(), 30 + i * 5)).collect();
+    for requests in [greedy, choosy_requests()] {
+        let run = |unlooped, steps, eager| {
+            let request = LoadRequest { unlooped, ..request("llama-gqa") };
+            let options = Options { poison: true, ..Options::default() };
+            let decoder = load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!(decoder.loaded().notes.iter().any(|note| note.starts_with("--loop off")), unlooped);
+            yields(decoder, plans(&requests, 40, 64, steps), requests.len(), eager)
+        };
+        let looped = run(false, 16, true);
+        for (steps, eager) in [(16, true), (40, false), (3, false)] {
+            assert!(run(true, steps, eager) == looped, "plans of {steps} steps");
+        }
+    }
 }
 
 /// Requests with all that the sampler does, and a greedy one among them.

@@ -60,6 +60,7 @@ pub(super) fn load(
         wait_limit: Duration::from_secs(20),
         max_context: config.max_positions,
         device: Device::Cuda,
+        unlooped: false,
     };
     let options = Options { blocks, random: Some((config.clone(), source)), poison: true, ..Options::default() };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))

@@ -159,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
+  poison(shared_memory, Shared::bytes);
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
@@ -171,10 +172,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();
-  if (threadIdx.x == 0) note_time(launch, 0);
+  if (threadIdx.x == 0) note_time(launch, kProducer, 0);
   if (warp < kWarps) {
     consume(launch, shared, warp);
-    if (threadIdx.x == 0) note_time(launch, 1);
+    if (threadIdx.x == 0) note_time(launch, kProducer, 1);
   } else if (warp == kProducer) {
     produce(launch, shared);
   } else finish(launch, shared, warp - kEpilogue);

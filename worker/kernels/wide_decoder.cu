@@ -76,9 +76,12 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
       reached(launch, step, warp, layer, 2);
       producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
       producer.stream<DownCut>(weights + kDownOffset);
+      reached(launch, step, warp, layer, 3);
     }
     if (!sampling) return;
+    reached(launch, step, warp, kLayers, 0);
     producer.stream_own<HeadOwn>(weights);
+    reached(launch, step, warp, kLayers, 1);
   }
 }
 
@@ -96,9 +99,12 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
       reached(launch, step, kInput, layer, 1);
       input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
       input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
+      reached(launch, step, kInput, layer, 2);
     }
     if (!sampling) return;
+    reached(launch, step, kInput, kLayers, 0);
     input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    reached(launch, step, kInput, kLayers, 1);
   }
 }
 
@@ -201,6 +207,7 @@ struct Team {
     u32 stop = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) stop = load_system_u32(launch.control);
     choice.clear();
+    reached(launch, step, warp, kLayers, 0);
     wait_norm(0);
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
@@ -209,7 +216,10 @@ struct Team {
       sum_unit<HeadOwn>(consumer, unit, width, sum);
       if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
-    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
+    reached(launch, step, warp, kLayers, 1);
+    const bool stopped = launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
+    reached(launch, step, warp, kLayers, 2);
+    return stopped;
   }
 
  private:
@@ -230,6 +240,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
   u32 step = 0;
   for (; step < last_step(shared); step++) {
     const Rows rows = rows_of(launch, step);
+    reached(launch, step, warp, kLayers, 3);
     team.begin(rows, choice);
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
@@ -270,6 +281,7 @@ extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
+  poison(shared_memory, Shared::bytes);
   if (!kPrompt)
     for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
       reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
@@ -291,6 +303,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     fence_mbarrier_init();
   }
   const bool sampling = samples(launch);
+  if (threadIdx.x == 0) note_time(launch, kStream0, 0);
   __syncthreads();
   cluster_sync();
   if (warp < kConsumers) {
@@ -303,5 +316,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     else produce(launch, shared, warp, sampling);
   }
   __syncthreads();
+  if (threadIdx.x == 0) note_time(launch, kStream0, 1);
   cluster_sync();  // a block's shared memory lives until its peer has sent its last
 }

@@ -35,19 +35,6 @@ struct Place {
   u32 layer, tag, active, vectors;
 };
 
-/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
-/// it is: Launch::trace [block][producer][kLayers][8 + 2 end ..] and [12]. One thread a block calls it.
-LP_DEVICE void note_time(const Launch& launch, u32 end) {
-#ifdef LP_TRACE
-  long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + kProducer) * (kLayers + 1) + kLayers) * 16;
-  u64 before = global_nanoseconds(), now;
-  while ((now = global_nanoseconds()) == before) {}  // the shared time goes on in steps
-  notes[8 + 2 * end] = clock64();
-  notes[9 + 2 * end] = now;
-  notes[12] = multiprocessor();
-#endif
-}
-
 /// A consumer warp: its leaf of every product, its leaves of attention.
 struct ConsumerPhases {
   const Launch& launch;

@@ -458,6 +458,12 @@ impl Engine {
         copied.map_err(|error| self.failed(error))
     }
 
+    /// Fills the words of wide passes with ones, but for those that each launch zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
+    pub fn poison_words(&self) -> Result<(), CudaError> {
+        let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
+        wide.map(|(_, words)| words).try_for_each(|words| words.fill(0xff))
+    }
+
     /// Kept logits, `[rows][vocabulary padded to tiles]`.
     pub fn logits(&mut self, rows: usize) -> &mut [f32] {
         &mut self.host_logits[..rows * self.sizes.kernel_vocab]

@@ -4,6 +4,7 @@ use super::compile::Program;
 use super::error::CudaError;
 use super::layout::Layout;
 use super::passes::Width;
+use super::roles::{self, Roles};
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{MAX_LEAVES, ROW_TILE};
@@ -173,6 +174,8 @@ impl Variant {
         let design = match (self.design, mode) {
             (Design::Narrow, LoopMode::On) => Design::Narrow,
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
+            // Prompts have launches of one step, which note nothing.
+            (Design::Wide, LoopMode::On) if self.width.samples || !traced => Design::Wide,
             (Design::Wide | Design::Unlooped { .. }, _) => return None,
         };
         Some(Self { design, traced, ..self })
@@ -183,6 +186,15 @@ impl Variant {
         match self.design {
             Design::Narrow | Design::Wide => None,
             Design::Unlooped { overlapped } => Some(overlapped),
+        }
+    }
+
+    /// What its warps do, where they are of a loop.
+    pub fn roles(&self) -> Option<&'static Roles> {
+        match self.design {
+            Design::Narrow => Some(&roles::NARROW),
+            Design::Wide => Some(&roles::WIDE),
+            Design::Unlooped { .. } => None,
         }
     }
 

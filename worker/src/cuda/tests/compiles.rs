@@ -99,7 +99,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)) {
             let built = compiler.build(&variant.program(&layout), &cache);
             let (binary, _) = built.unwrap_or_else(|e| panic!("loop {mode:?}, traced {traced}: {e}"));
-            let kernel = if mode == LoopMode::On { "looped_decoder" } else { "gate_up" };
+            let kernel = if mode == LoopMode::On { variant.name() } else { "gate_up" };
             let resources = Resources::of(kernel, &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
             eprintln!("loop {mode:?}, traced {traced}, {} columns, {kernel}: {resources:?}", variant.columns());
         }

@@ -236,23 +236,20 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
     }
 }
 
-/// Warps that are held up, here and there for up to 2 ms, in the loop and between its launches.
+/// Warps that are held up, here and there for up to 2 ms, in the loop and between its launches; shared memory that begins full of NaN.
 #[test]
-fn delays_change_nothing_but_time() {
+fn delays_and_poison_change_nothing_but_time() {
     if !gpu() {
         return;
     }
     let tokens: Vec<u32> = (0..90).map(|i| (i * 37 + 5) % 768).collect();
     for model in ["llama-gqa", "mistral-window"] {
         let reference = bits(&logits(&mut load(model, &Options::default()), 0, &tokens, 8));
-        for seed in [1, 2] {
-            let defines = vec![("LP_DELAYS", seed)];
-            let mut decoder = load(model, &Options { defines, ..Options::default() });
+        for define in [("LP_DELAYS", 1), ("LP_DELAYS", 2), ("LP_POISON", 1)] {
+            let mut decoder = load(model, &Options { defines: vec![define], ..Options::default() });
             for rows in [8, 1] {
-                assert!(
-                    bits(&logits(&mut decoder, 1, &tokens, rows)) == reference,
-                    "{model}, seed {seed}, {rows} rows"
-                );
+                let got = bits(&logits(&mut decoder, 1, &tokens, rows));
+                assert!(got == reference, "{model}, {define:?}, {rows} rows");
             }
         }
     }

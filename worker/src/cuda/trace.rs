@@ -132,6 +132,16 @@ impl Trace {
         (note(BEGUN + 1) - origin) as f64 + (clock - note(BEGUN)) as f64 * rate
     }
 
+    /// Clock of the multiprocessors during the launch, their mean, in MHz.
+    pub fn sm_mhz(&self) -> f64 {
+        let mhz = |block| {
+            let note = |stage| self.at(block, self.roles.clocks, self.layers, stage).unwrap_or(0);
+            let (clocks, ns) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
+            clocks as f64 * 1e3 / ns.max(1) as f64
+        };
+        (0..self.blocks).map(mhz).sum::<f64>() / self.blocks as f64
+    }
+
     /// Times of the phases: means over all consumer warps.
     pub fn phases(&self) -> Vec<PhaseTime> {
         let Roles { consumers, known_waits, .. } = *self.roles;
@@ -364,6 +374,8 @@ mod tests {
         assert!(near(of(Phase::Attend).us, 3.0) && of(Phase::Attend).wait_us.is_none());
         assert!(near(of(Phase::Down).us, 18.0) && near(of(Phase::Down).wait_us.unwrap(), 15.0));
         assert_eq!(phases.len(), 8);
+        // Clocks of 1500 and of 2000 a microsecond.
+        assert!(near(trace().sm_mhz(), 1750.0));
     }
 
     #[test]

@@ -524,12 +524,14 @@ def trace(args):
         for _ in range(3):
             kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
         consumers = 16 if batch in NARROW else 8
-        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1755
+        notes = stamps[:, 16 if batch in NARROW else 8, -1].double().cpu()  # clock and time at either end (note_time)
+        mhz = float(((notes[:, 10] - notes[:, 8]) * 1e3 / (notes[:, 11] - notes[:, 9])).mean())
+        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / mhz
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
             stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
         between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
-        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
+        print(f"{name}, batch {batch}, {mhz:.0f} MHz: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
         if batch not in NARROW:
             print(f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}")
 

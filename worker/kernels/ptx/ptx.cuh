@@ -137,7 +137,6 @@ LP_DEVICE u32 load_relaxed_u32(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 LP_DEVICE u64 load_relaxed_u64(const void* p) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");

@@ -19,6 +19,7 @@ enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
+  kSiteTurns = 27, kSiteBegun, kSiteOpened,
 };
 
 /// `launch`: of any kernel.

@@ -44,6 +44,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
       reached(launch, step, kProducer, layer, 0);
+      producer.look_ahead<Qkv>(weights, 1);
       producer.stream<Qkv, false>(weights);
       reached(launch, step, kProducer, layer, 1);
       if (layer == 0) {
@@ -51,6 +52,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
         fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
       }
       reached(launch, step, kProducer, layer, 2);
+      producer.look_ahead<GateUp>(weights + kGateUpOffset, 0);
       stream_pages(producer, launch, rows, layer);
       reached(launch, step, kProducer, layer, 3);
       // Fewer bytes in flight while attention is being waited for: three exchanges in a row queue behind them.
@@ -76,10 +78,15 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
+    for (u32 layer = 0; layer <= kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       begin_turn(launch, shared, tag);
       const Place place{rows, layer, tag, active, vectors_at(shared, tag)};
+      if (layer == kLayers) {
+        if (!samples(launch)) return;
+        phases.head(place);
+        break;
+      }
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -87,9 +94,6 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
       phases.gate_up(place);
       phases.down(place);
     }
-    begin_turn(launch, shared, tag_of(launch, step) + kLayers);
-    if (!samples(launch)) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_at(shared, tag_of(launch, step) + kLayers)});
   }
 }
 

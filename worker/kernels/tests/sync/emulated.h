@@ -223,6 +223,13 @@ inline void bulk_load(u32 to, const u8* from, u32 bytes, u32 barrier, u64) {
   copies.more.notify_one();
 }
 
+inline thread_local std::vector<std::pair<const u8*, u32>>* seen_ahead = nullptr;
+inline std::atomic<u32> brought_ahead{0};
+inline void bulk_prefetch_l2(const void* from, u32 bytes) {
+  seen_ahead->push_back({(const u8*)from, bytes});
+  brought_ahead += bytes;
+}
+
 // ---- arithmetic: a product only notes which fragment it was given ----
 inline void mma_m16n8k16(float*, const Quad& a, u32, u32) { seen_fragments->push_back(a.x); }
 inline u32 bf16_pair(float low, float high) { return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16; }

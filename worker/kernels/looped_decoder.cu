@@ -134,7 +134,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       step++;
       break;
     }
-    // K and V of both warps lie before the token words of either: with one column it is one warp that has them.
+    // K and V of both warps lie before the token words of either: with one column one warp offers them all.
     __syncwarp();
     barrier_sync(5, kEpilogueWarps * 32);
     if (epilogue.second()) {

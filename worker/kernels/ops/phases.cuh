@@ -26,9 +26,6 @@ LP_DEVICE bool samples(const Launch& launch) {
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 
-/// The number of a step of this launch in all launches.
-LP_DEVICE u32 count_of(u32 shared, u32 step) { return load_shared_u32(shared + Shared::first_step) + step; }
-
 /// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
 struct Place {
   CountedRows rows;
@@ -127,7 +124,7 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
   }
   if (launch.flags & kLaunchUndrawn) return;
   __syncwarp();
-  fence_gpu();  // K and V of this step, and cleared vectors, of all lanes before lane 0's token words
+  fence_gpu();  // K and V of this step of all lanes before lane 0's token words
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
@@ -158,7 +155,7 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read, and cleared vectors polled
+  fence_gpu();  // token words before K and V of this step are read
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);

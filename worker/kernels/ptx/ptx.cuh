@@ -72,6 +72,7 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory"); }
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -137,7 +138,6 @@ LP_DEVICE u32 load_relaxed_u32(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 LP_DEVICE u64 load_relaxed_u64(const void* p) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");

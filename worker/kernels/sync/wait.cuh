@@ -11,7 +11,7 @@ using Clocks = long long;
 using Clocks = u32;
 #endif
 LP_DEVICE Clocks clocks() { return (Clocks)clock64(); }
-/// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
+/// Clocks a wait may take, about 0.6 s. Waits within a block, and for turns, get twice that, so that the exchange that is at fault reports first.
 constexpr Clocks kWaitLimit = (Clocks)1000000000 * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
@@ -19,6 +19,7 @@ enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
+  kSiteTurns = 27, kSiteBegun, kSiteOpened,
 };
 
 /// `launch`: of any kernel.

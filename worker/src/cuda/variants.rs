@@ -55,7 +55,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 26] = [
+pub const HEADERS: [(&str, &str); 27] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -66,6 +66,7 @@ pub const HEADERS: [(&str, &str); 26] = [
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
+    ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
     ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),

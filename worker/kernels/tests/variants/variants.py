@@ -367,9 +367,9 @@ def check(args):
         token, logits = one.prompt(tokens)
         same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
         steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
-        last = one.logits[0].clone()
+        last = one.logits[0, : shape.vocab].clone()
         beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
-        same += [torch.equal(last, eight.logits[0]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        same += [torch.equal(last, eight.logits[0, : shape.vocab]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
         one.launch([decoding(token, n)], steps=20, stop=1)
         print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {one.ran}", flush=True)
 

@@ -74,10 +74,9 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
-    const u32 count = count_of(shared, step);
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors_of(count, layer)};
+      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors_of(count_of(shared, step), layer)};
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -86,7 +85,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
       phases.down(place);
     }
     if (!samples(launch)) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_of(count, kLayers)});
+    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_of(count_of(shared, step), kLayers)});
   }
 }
 

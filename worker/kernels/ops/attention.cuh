@@ -110,7 +110,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
   if (base <= p && base + kLeafPositions > low) {
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
     poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
-    float scale[4] = {kScoreScale, kScoreScale, kScoreScale, kScoreScale};
+    float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};  // of columns 2t, 2t + 1; of positions g, g + 8
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
       const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage + number * kLeafPositions;
@@ -118,18 +118,14 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
 #pragma unroll
       for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
       const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
-      const float first = shuffle(mine, 8 * t), second = shuffle(mine, 8 * t + 4);
-      const float upper = load_relaxed_f32(stored + g), lower = load_relaxed_f32(stored + g + 8);
-      scale[0] = kScoreScale * first * upper;
-      scale[1] = kScoreScale * second * upper;
-      scale[2] = kScoreScale * first * lower;
-      scale[3] = kScoreScale * second * lower;
+      query_scale[0] *= shuffle(mine, 8 * t), query_scale[1] *= shuffle(mine, 8 * t + 4);
+      key_scale[0] = load_relaxed_f32(stored + g), key_scale[1] = load_relaxed_f32(stored + g + 8);
       const Row& row = rows.rows[item.row];
       const u32 fresh = row.first_position + rows.step;
       for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
         const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
-        if (at == g) scale[0] = kScoreScale * first * k, scale[1] = kScoreScale * second * k;
-        if (at == g + 8) scale[2] = kScoreScale * first * k, scale[3] = kScoreScale * second * k;
+        if (at == g) key_scale[0] = k;
+        if (at == g + 8) key_scale[1] = k;
         if (lane == 0) const_cast<float*>(stored)[at] = k;
       }
     } else {
@@ -147,7 +143,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
     float weight[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      score[i] = seen[i / 2] ? score[i] * scale[i] : kMinusInfinity;
+      score[i] = seen[i / 2] ? score[i] * (query_scale[i & 1] * key_scale[i / 2]) : kMinusInfinity;
       most[i & 1] = fmaxf(most[i & 1], score[i]);
     }
 #pragma unroll

@@ -36,6 +36,10 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
 }
 
+/// While attention is being waited for, three exchanges in a row queue behind what is in flight: then o streams with fewer bytes in flight, unless the rings take
+/// all of it.
+constexpr bool kPacedOut = O::bytes / kBlocks > kRings * Shared::slots * kSlotBytes;
+
 LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
@@ -55,8 +59,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       producer.look_ahead<GateUp>(weights + kGateUpOffset, 0);
       stream_pages(producer, launch, rows, layer);
       reached(launch, step, kProducer, layer, 3);
-      // Fewer bytes in flight while attention is being waited for: three exchanges in a row queue behind them.
-      producer.stream<O, true>(weights + kOOffset);
+      producer.stream<O, kPacedOut>(weights + kOOffset);
       reached(launch, step, kProducer, layer, 4);
       producer.stream<GateUp, false>(weights + kGateUpOffset);
       reached(launch, step, kProducer, layer, 5);

@@ -46,7 +46,7 @@ struct ConsumerPhases {
   /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
   LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
     if (warp >= kHiddenLeaves) return;
-    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
     const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   }
@@ -64,7 +64,10 @@ struct ConsumerPhases {
   }
   LP_DEVICE void merge(const Place& place) {
     at(place, 3);
-    merge_pages(launch, place.rows, warp, place.tag, launch.words + place.vectors + Vectors::attention_out);
+    u8* out = launch.words + place.vectors + Vectors::attention_out;
+    // Of one row with many pages twice as many warps merge half a k block each, and fetch two spans at once.
+    if (kColumns == 1 && place.rows.pages(0) > kSpanPages) merge_pages<4>(launch, place.rows, warp, place.tag, out);
+    else merge_pages<8>(launch, place.rows, warp, place.tag, out);
   }
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
@@ -107,7 +110,7 @@ struct ConsumerPhases {
 /// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
 /// launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
-  const int lane = threadIdx.x & 31, first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
+  const int lane = lane_index(), first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
   u32 stop = 0;
   if (blockIdx.x == 0 && epilogue.warp == 0) stop = load_system_u32(launch.control);
   Best best[kEpilogueColumns];
@@ -135,7 +138,7 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
 
 /// The best token of every column over the whole vocabulary into `token`; true if the host wants the launch to end.
 LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_index();
   const u32 tag = tag_of(launch, step);
   bool stopped = false;
 #pragma unroll
@@ -145,13 +148,13 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
     if (!(active >> column & 1) && column != 0) continue;
     const u8* words = launch.words + Words::token + (u64)column * kBlocks * 16;
     Best all;
-    for (int from = 0; from < kBlocks; from += 32) {
-      u32 value, id, extra;
-      const bool on = from + lane < kBlocks;
-      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on ? 1 : 0, &value, &id, &extra, kSiteSampled);
-      if (on) all.offer(__uint_as_float(value), id);
-      if (from == 0 && column == 0) stopped = shuffle(extra, 0) != 0;
-    }
+    constexpr int EACH = (kBlocks + 31) / 32;  // words a lane
+    u32 value[EACH], id[EACH], stop[EACH];
+    poll_words<EACH>(launch, words + lane * 16, 512, tag, (kBlocks + 31 - lane) / 32, value, id, stop, kSiteSampled);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 + lane < kBlocks) all.offer(__uint_as_float(value[i]), id[i]);
+    if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }

@@ -239,6 +239,12 @@ LP_DEVICE u32 transpose_8x8(u32 v) {
 // ---- warp ----
 
 constexpr u32 kAllLanes = ~0u;
+/// Read anew at each call: of a lane that is known throughout, the compiler keeps all that follows from it in registers throughout, too.
+LP_DEVICE u32 lane_index() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
 template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
 LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

@@ -33,7 +33,7 @@ struct Producer {
   Clocks ahead_asked = 0;  // when the last piece was
 
   LP_DEVICE Producer(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_first()) {}
-  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// The next chunk of each lane that is `on`.
   template <bool PACED> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
     constexpr u32 HALF = kRings / 2;
@@ -120,6 +120,6 @@ struct Consumer {
   /// are still queued, and the next copy would overwrite what they have not read.
   LP_DEVICE void release(u32 chunk, bool never) {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
+    if (lane_index() == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
   }
 };

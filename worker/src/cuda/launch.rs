@@ -98,7 +98,7 @@ pub struct Report {
     pub thread: u32,
     /// Place in the kernel; [`site_name`] has words for it.
     pub site: u32,
-    /// Tag or parity waited for; all ones where any data will do.
+    /// Tag, count or parity waited for; all ones where any data will do, 1 of a barrier that was only to complete.
     pub expected: u32,
     /// What was there.
     pub seen: u32,

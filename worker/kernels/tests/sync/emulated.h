@@ -38,20 +38,21 @@ inline thread_local Warp* warp_of_lane = nullptr;
 inline thread_local std::vector<u32>* seen_fragments = nullptr;
 
 constexpr u32 kAllLanes = ~0u;
+inline u32 lane_index() { return threadIdx.x & 31; }
 inline u32 exchanged(u32 mine, int from) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return mine;
-  warp.values[threadIdx.x & 31] = mine;
+  warp.values[lane_index()] = mine;
   warp.meet.arrive_and_wait();
   const u32 value = warp.values[from];
   warp.meet.arrive_and_wait();
   return value;
 }
-inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, (threadIdx.x & 31) ^ mask); }
+inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, lane_index() ^ mask); }
 inline bool any_lane(bool v) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return v;
-  warp.values[threadIdx.x & 31] = v;
+  warp.values[lane_index()] = v;
   warp.meet.arrive_and_wait();
   bool any = false;
   for (int lane = 0; lane < warp.lanes; lane++) any |= warp.values[lane] != 0;
@@ -60,7 +61,7 @@ inline bool any_lane(bool v) {
 }
 template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
 inline float shuffle_xor(float v, int) { return v; }
-inline u32 __ballot_sync(u32, bool v) { return (u32)v << (threadIdx.x & 31); }
+inline u32 __ballot_sync(u32, bool v) { return (u32)v << lane_index(); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() {}
 inline float __uint_as_float(u32 v) { return __builtin_bit_cast(float, v); }

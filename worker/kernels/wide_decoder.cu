@@ -294,10 +294,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   __syncthreads();
   cluster_sync();
   if (warp < kConsumers) {
-    raise_registers<224>();
+    raise_registers<216>();
     consume(launch, shared, warp, sampling);
   } else {
-    lower_registers<56>();
+    lower_registers<72>();
     if (warp == kInput) fetch(launch, shared, sampling);
     else if (warp == kNorms) find_norms(launch, shared, sampling);
     else produce(launch, shared, warp, sampling);

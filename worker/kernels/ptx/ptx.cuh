@@ -100,6 +100,11 @@ LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 LP_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+/// The same value, of which the compiler knows nothing: what follows from it is computed where it is used, not once and then kept.
+LP_DEVICE u32 unknown(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 template <int N> LP_DEVICE void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 

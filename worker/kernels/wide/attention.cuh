@@ -187,7 +187,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
       others = false;
     };
     const u32 half = (tiles + 1) / 2, mine = set && !alone ? tiles - half : half, first = set && !alone ? half * 8 : 0;
-    if (mine == 2) attend_span<2>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
+    if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
     else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }
   reached(consumer.launch, rows.step, consumer.warp, layer, 11);

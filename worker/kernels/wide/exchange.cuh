@@ -125,14 +125,14 @@ struct Receive {
   }
   /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.
   template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to) const {
-    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, slot_column = column % C::columns;
+    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, row = (chunk & 1) * 8;
+    const u32 first = unknown(place<C>(row, column % C::columns, tile));
+    const u32 received = slot<C>(first_received<C> + within * pieces<C> + column / C::columns), own = slot<C>(tile);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int row = (chunk & 1) * 8 + i;
-      const u32 at = (row * C::columns + (slot_column ^ swizzle(row, tile))) * 4;
-      const float received = load_shared_f32(slot<C>(first_received<C> + within * pieces<C> + column / C::columns) + at);
-      if constexpr (keeps_own<C>) to[i] += load_shared_f32(slot<C>(tile) + at) + received;
-      else to[i] += received;
+      const u32 at = (first ^ kSwizzled * (i & 3)) + i * C::columns * 4;
+      if constexpr (keeps_own<C>) to[i] += load_shared_f32(own + at) + load_shared_f32(received + at);
+      else to[i] += load_shared_f32(received + at);
     }
   }
 
@@ -140,7 +140,9 @@ struct Receive {
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
   template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
-  LP_DEVICE static int swizzle(int row, int tile) { return ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3; }
+  /// Byte of a tile. Groups of 8 columns lie in another order in each row: of a row four further, or of column c ^ 8, it is this byte ^ kSwizzled.
+  template <class C> LP_DEVICE static u32 place(int row, int column, int tile) { return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4; }
+  static constexpr u32 kSwizzled = 32;
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
   template <class C> LP_DEVICE static void swap_rows(float* sum) {
     const bool odd = threadIdx.x & 1;
@@ -152,18 +154,21 @@ struct Receive {
       else v[2] = a, v[3] = b;
     }
   }
-  template <class C> LP_DEVICE u32 address(int slot_index, int tile, int j) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = g + 8 * (t & 1);
-    return slot<C>(slot_index) + (row * C::columns + ((8 * j + 4 * (t >> 1)) ^ swizzle(row, tile))) * 4;
+  /// Of this lane's first four columns; those of group j are at this address ^ kSwizzled * j.
+  template <class C> LP_DEVICE u32 address(int slot_index, int tile) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    return unknown(slot<C>(slot_index) + place<C>(g + 8 * (t & 1), 4 * (t >> 1), tile));
   }
   template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {
+    const u32 to = address<C>(slot_index, tile);
 #pragma unroll
-    for (int j = 0; j < C::columns / 8; j++) store_shared_16(address<C>(slot_index, tile, j), sum + 4 * j);
+    for (int j = 0; j < C::columns / 8; j++) store_shared_16(to ^ kSwizzled * j, sum + 4 * j);
   }
   template <class C> LP_DEVICE void add(int slot_index, int tile, float* sum) const {
+    const u32 from = address<C>(slot_index, tile);
 #pragma unroll
     for (int j = 0; j < C::columns / 8; j++) {
-      const Quad v = load_shared_16(address<C>(slot_index, tile, j));
+      const Quad v = load_shared_16(from ^ kSwizzled * j);
       sum[4 * j] += __uint_as_float(v.x);
       sum[4 * j + 1] += __uint_as_float(v.y);
       sum[4 * j + 2] += __uint_as_float(v.z);

@@ -51,13 +51,15 @@ LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + 
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
+/// Whether a row of this launch samples.
+LP_DEVICE bool sampling(u32 shared) { return load_shared_u32(shared + Shared::sampling); }
 /// Waits until the tokens of the step before are known. Orders K and V of that step and a stop before this step (grid).
 LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
   __syncwarp();
 }
 
-LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
   Producer producer(launch, shared, warp);
   for (u32 step = 0; step < last_step(shared); step++) {
     const Rows rows = rows_of(launch, step);
@@ -77,12 +79,12 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
       producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
       producer.stream<DownCut>(weights + kDownOffset);
     }
-    if (!sampling) return;
+    if (!sampling(shared)) return;
     producer.stream_own<HeadOwn>(weights);
   }
 }
 
-LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void fetch(const Launch& launch, u32 shared) {
   Input input(launch, shared);
   for (u32 step = 0;; step++) {
     wait_sampled(launch, shared, step);
@@ -97,12 +99,12 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
       input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
       input.stream<DownCut, kMaxLeaves>(Words::activation, Words::activation_ready, generation * kLeafBlocks, kSiteActivation);
     }
-    if (!sampling) return;
+    if (!sampling(shared)) return;
     input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
   }
 }
 
-LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
   for (u32 step = 0;; step++) {
     wait_sampled(launch, shared, step);
     if (step >= last_step(shared)) return;
@@ -113,7 +115,7 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
       find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
     }
-    if (!sampling) return;
+    if (!sampling(shared)) return;
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
   }
 }
@@ -224,7 +226,7 @@ struct Team {
   }
 };
 
-LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
   Team team(launch, shared, warp);
   const Choice choice{launch, shared};
   u32 step = 0;
@@ -235,9 +237,9 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
     for (u32 layer = 0; layer < kLayers; layer++) {
       reached(launch, step, warp, layer, 0);
       team.attention(rows, step, layer);
-      team.mlp(step, layer, !sampling && layer + 1 == kLayers);
+      team.mlp(step, layer, layer + 1 == kLayers && !sampling(shared));
     }
-    if (!sampling) {
+    if (!sampling(shared)) {
       step++;
       break;
     }
@@ -269,7 +271,7 @@ extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
   if (launch.stopped && *launch.stopped) return;
-  const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
+  const u32 shared = shared_address(shared_memory);
   if (!kPrompt)
     for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
       reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
@@ -290,17 +292,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     store_shared_u32(shared + Shared::last_step, steps_of(launch));
     fence_mbarrier_init();
   }
-  const bool sampling = samples(launch);
+  if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
   __syncthreads();
   cluster_sync();
-  if (warp < kConsumers) {
+  // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
+  const u32 role = thread_index() >> 5;
+  if (role < kConsumers) {
     raise_registers<216>();
-    consume(launch, shared, warp, sampling);
+    consume(launch, unknown(shared_address(shared_memory)), thread_index() >> 5);
   } else {
     lower_registers<72>();
-    if (warp == kInput) fetch(launch, shared, sampling);
-    else if (warp == kNorms) find_norms(launch, shared, sampling);
-    else produce(launch, shared, warp, sampling);
+    const u32 own = unknown(shared_address(shared_memory));
+    if (role == kInput) fetch(launch, own);
+    else if (role == kNorms) find_norms(launch, own);
+    else produce(launch, own, role);
   }
   __syncthreads();
   cluster_sync();  // a block's shared memory lives until its peer has sent its last

@@ -13,8 +13,8 @@ struct Projection {
   float angles[kRounds][8][2];  // of rows r and r + 8: cosine, sine; fetched while the pair exchanges partial sums
 
   LP_DEVICE Projection(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
-  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + threadIdx.x) / kColumns; }  // tile of the block's
-  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + threadIdx.x) % kColumns; }
+  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }  // tile of the block's
+  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
   LP_DEVICE static int tile(int round) { return Qkv::first_tile(blockIdx.x) + within(round); }
   /// Queries, then k, then v of a KV head.
@@ -98,8 +98,8 @@ struct Hidden {
   Quad gamma;
 
   LP_DEVICE Hidden(const Launch& launch, u32 warp) : launch(launch), warp(warp) {}
-  LP_DEVICE static int chunk() { return (threadIdx.x & 31) / kWarpColumns; }
-  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kWarpColumns + (threadIdx.x & 31) % kWarpColumns; }
+  LP_DEVICE static int chunk() { return (thread_index() & 31) / kWarpColumns; }
+  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kWarpColumns + (thread_index() & 31) % kWarpColumns; }
   LP_DEVICE bool on(int round) const { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
   /// Weights of the norm that is applied next, ahead of time.
@@ -148,7 +148,7 @@ struct Hidden {
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
 /// and tells all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
-  const u32 lane = threadIdx.x & 31;
+  const u32 lane = thread_index() & 31;
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
   if (blockIdx.x < kColumns) {
     if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
@@ -180,7 +180,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 using GateUpOwn = Own<GateUp>;
 /// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
-  const int lane = threadIdx.x & 31, t = lane & 3;
+  const int lane = thread_index() & 31, t = lane & 3;
 #pragma unroll
   for (int j = 0; j < GateUpOwn::columns / 8; j++) {
     const u32 column = first_column + 8 * j;

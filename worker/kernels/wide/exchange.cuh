@@ -16,7 +16,7 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
 }
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
-  if ((threadIdx.x & 31) == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+  if ((thread_index() & 31) == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
   __syncwarp();
   fence_async_global();
 }
@@ -38,7 +38,7 @@ template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* ba
     if (begun == 0) begun = clock64();
     if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
     const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
-    if ((int)(threadIdx.x & 31) == __ffs(scout) - 1) {
+    if ((int)(thread_index() & 31) == __ffs(scout) - 1) {
       const u8* word = base + missing * stride;
       while ((seen = load_relaxed_16(word).z) != tag)
         if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
@@ -52,7 +52,7 @@ LP_DEVICE void consumers_sync() { barrier_sync(1, kConsumerThreads); }
 LP_DEVICE void publish(const Launch& launch, u64 counter) {
   fence_async_global();
   consumers_sync();
-  if (threadIdx.x == 0) add_release_u32((u32*)(launch.words + counter), 1);
+  if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
 /// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
@@ -70,7 +70,7 @@ struct Receive {
   /// After a barrier of the consumers that follows the last read: the peer may send again.
   LP_DEVICE void end() {
     uses++;
-    if (threadIdx.x < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, threadIdx.x));
+    if (thread_index() < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, thread_index()));
   }
 
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
@@ -99,7 +99,7 @@ struct Receive {
         put<C>(sent, place.tile, sum);
         fence_async_shared();
         __syncwarp();
-        if ((threadIdx.x & 31) == 0)
+        if ((thread_index() & 31) == 0)
           bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
       }
       if constexpr (keeps_own<C>) {
@@ -107,7 +107,7 @@ struct Receive {
         fence_async_shared();  // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
       }
       __syncwarp();
-      if ((threadIdx.x & 31) == 0) {
+      if ((thread_index() & 31) == 0) {
         if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
         else mbarrier_arrive(shared + Shared::receive_full);
       }
@@ -145,7 +145,7 @@ struct Receive {
   static constexpr u32 kSwizzled = 32;
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
   template <class C> LP_DEVICE static void swap_rows(float* sum) {
-    const bool odd = threadIdx.x & 1;
+    const bool odd = thread_index() & 1;
 #pragma unroll
     for (int j = 0; j < C::columns / 8; j++) {
       float* v = sum + 4 * j;
@@ -156,7 +156,7 @@ struct Receive {
   }
   /// Of this lane's first four columns; those of group j are at this address ^ kSwizzled * j.
   template <class C> LP_DEVICE u32 address(int slot_index, int tile) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
     return unknown(slot<C>(slot_index) + place<C>(g + 8 * (t & 1), 4 * (t >> 1), tile));
   }
   template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {

@@ -21,12 +21,12 @@ struct Choice {
     store_shared_u32(slot(row, column) + 4, best.id);
   }
   LP_DEVICE void clear() const {
-    for (u32 i = threadIdx.x; i < kConsumers * kColumns; i += kConsumerThreads) store(i / kColumns, i % kColumns, Best{});
+    for (u32 i = thread_index(); i < kConsumers * kColumns; i += kConsumerThreads) store(i / kColumns, i % kColumns, Best{});
     consumers_sync();
   }
   /// The logits of a warp's unit: into its best, and to the host if it asks.
   LP_DEVICE void offer(u32 warp, int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int j = 0; j < HeadOwn::columns / 8; j++)
 #pragma unroll
@@ -58,7 +58,7 @@ struct Choice {
   /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (`stop`: block 0's).
   /// Orders K, V and words of this step before all that follows in any block (grid).
   LP_DEVICE bool exchange(u32 step, u32 stop) const {
-    const u32 tid = threadIdx.x;
+    const u32 tid = thread_index();
     consumers_sync();
     if (tid < kColumns) {
       Best best;

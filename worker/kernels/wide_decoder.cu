@@ -147,7 +147,7 @@ struct Team {
       store_shared_u32(shared + Shared::place + row * 4, place);
     }
 #pragma unroll
-    for (int r = 0; r < Hidden::kRounds; r++) {
+    for (int r = 0; r < kHiddenRounds; r++) {
       const u32 row = hidden.column(r);
 #pragma unroll
       for (int i = 0; i < 8; i++) hidden.h[r][i] = 0;
@@ -173,8 +173,7 @@ struct Team {
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
     receive.end();
     reached(launch, step, warp, layer, 4);
-    hidden.fetch_gamma(2 * layer + 1);
-    add_product<OCut>();
+    add_product<OCut>(2 * layer + 1);
     reached(launch, step, warp, layer, 5);
     hidden.publish_x(1);
     receive.end();
@@ -191,8 +190,7 @@ struct Team {
     }
     reached(launch, step, warp, layer, 7);
     publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
-    hidden.fetch_gamma(2 * layer + 2);
-    add_product<DownCut>();
+    add_product<DownCut>(2 * layer + 2);
     reached(launch, step, warp, layer, 8);
     if (last) consumers_sync();
     else hidden.publish_x(0);
@@ -216,12 +214,12 @@ struct Team {
 
  private:
   template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp >> 2) * C::columns : 0; }
-  /// o or down, into the residual.
-  template <class C> LP_DEVICE void add_product() {
+  /// o or down, into the residual, whose next norm is `norm`.
+  template <class C> LP_DEVICE void add_product(int norm) {
     const Place place = place_of<C>(warp);
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
-    receive.exchange<C>(place, sum, [] {});
+    receive.exchange<C>(place, sum, [&] { hidden.fetch(norm); });
     hidden.add<C>(receive);
   }
 };

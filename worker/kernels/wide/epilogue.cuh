@@ -88,22 +88,30 @@ struct Projection {
   }
 };
 
-/// The residual stream of the block's rows, in registers: 8 rows of a column a lane, in fp32.
+/// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its registers, so between its uses it lies in memory.
 struct Hidden {
-  static constexpr int kChunks = kBlockHiddenTiles * 2, kWarpColumns = 32 / kChunks;  // chunks of 8 rows; columns of a warp
-  static constexpr int kRounds = kConsumers * kWarpColumns < kColumns ? kColumns / (kConsumers * kWarpColumns) : 1;
   const Launch& launch;
   u32 warp;
-  float h[kRounds][8];
+  float h[kHiddenRounds][8];
   Quad gamma;
 
   LP_DEVICE Hidden(const Launch& launch, u32 warp) : launch(launch), warp(warp) {}
-  LP_DEVICE static int chunk() { return (thread_index() & 31) / kWarpColumns; }
-  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kWarpColumns + (thread_index() & 31) % kWarpColumns; }
+  LP_DEVICE static int chunk() { return (thread_index() & 31) / kHiddenColumns; }
+  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kHiddenColumns + (thread_index() & 31) % kHiddenColumns; }
   LP_DEVICE bool on(int round) const { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
-  /// Weights of the norm that is applied next, ahead of time.
+  /// The weights of the norm that is applied next.
   LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }
+  /// The residual and gamma.
+  LP_DEVICE void fetch(int norm) {
+    fetch_gamma(norm);
+#pragma unroll
+    for (int i = 0; i < kHiddenRounds * 2; i++) {
+      const Quad v = load_relaxed_16(residual() + i * (kConsumerThreads * 16));
+      float* to = h[i / 2] + i % 2 * 4;
+      to[0] = __uint_as_float(v.x), to[1] = __uint_as_float(v.y), to[2] = __uint_as_float(v.z), to[3] = __uint_as_float(v.w);
+    }
+  }
 
   LP_DEVICE void embed(int round, u32 token) {
     u32 pairs[4];
@@ -120,14 +128,14 @@ struct Hidden {
   /// Adds what the pair has summed in o or down.
   template <class C> LP_DEVICE void add(const Receive& receive) {
 #pragma unroll
-    for (int r = 0; r < kRounds; r++)
+    for (int r = 0; r < kHiddenRounds; r++)
       if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
   }
   /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's), whose 1 / rms its readers apply after their product.
   LP_DEVICE void publish_x(int norm) {
     const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
-    for (int r = 0; r < kRounds; r++) {
+    for (int r = 0; r < kHiddenRounds; r++) {
       if (!on(r)) continue;
       u32 x[4];
       float squares[8];
@@ -138,11 +146,19 @@ struct Hidden {
       store_16(launch.words + (norm ? Words::mlp_x : Words::attention_x) + vector_byte(blockIdx.x * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
       float sum = tree_sum<8>(squares);
 #pragma unroll
-      for (int d = kWarpColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+      for (int d = kHiddenColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
       if (chunk() == 0) store_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + blockIdx.x) * kColumns + column(r)) * 4, __float_as_uint(sum));
     }
     publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + blockIdx.x / kLeafBlocks * Words::counter);
+#pragma unroll
+    for (int i = 0; i < kHiddenRounds * 2; i++) {
+      const float* from = h[i / 2] + i % 2 * 4;
+      store_16(residual() + i * (kConsumerThreads * 16), Quad{__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])});
+    }
   }
+
+ private:
+  LP_DEVICE u8* residual() const { return launch.words + Words::hidden + (blockIdx.x * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16; }
 };
 
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree

@@ -11,6 +11,9 @@ constexpr u32 kConsumerThreads = kConsumers * 32;
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;  // the other warps: weights and pages (two), activations, 1 / rms
 constexpr u32 kThreads = 12 * 32;
 constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
+/// The residual stream: of the block's rows, runs of 8 for a lane; columns of a warp; rounds until it has all columns.
+constexpr int kHiddenChunks = kBlockHiddenTiles * 2, kHiddenColumns = 32 / kHiddenChunks;
+constexpr int kHiddenRounds = kConsumers * kHiddenColumns < kColumns ? kColumns / (kConsumers * kHiddenColumns) : 1;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
 /// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
@@ -127,7 +130,8 @@ struct Words {
   static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;            // [x, MLP's x][column] (tag << 32 | 1 / rms)
   static constexpr u64 best = inverse + 2ull * kColumns * 8;                      // [block][column] (token << 32 | logit)
   static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;                 // u32: the host wants the launch to end
-  static constexpr u64 items = stop + 128;                                        // of attention
+  static constexpr u64 hidden = stop + 128;                                       // the residual stream, each thread's own: Hidden
+  static constexpr u64 items = hidden + (u64)kBlocks * kHiddenRounds * kConsumerThreads * 32;  // of attention
 };
 LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) { return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16; }
 LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) { return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4; }

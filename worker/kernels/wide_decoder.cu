@@ -161,12 +161,11 @@ struct Team {
     float sum[QkvCut::columns / 2];
     sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp, layer, 1);
-    Projection projection(launch, shared);
-    receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
+    receive.exchange<QkvCut>(place, sum, [] {});
     reached(launch, step, warp, layer, 2);
     wait_norm(0);
     reached(launch, step, warp, layer, 12);
-    projection.write(receive, layer);
+    Projection{launch, shared}.write(rows, receive, layer);
     reached(launch, step, warp, layer, 13);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
     reached(launch, step, warp, layer, 3);

@@ -10,9 +10,7 @@ struct Projection {
   static constexpr int kRounds = (QkvCut::odd_tiles * kColumns + (int)kConsumerThreads - 1) / (int)kConsumerThreads;
   const Launch& launch;
   u32 shared;
-  float angles[kRounds][8][2];  // of rows r and r + 8: cosine, sine; fetched while the pair exchanges partial sums
 
-  LP_DEVICE Projection(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }  // tile of the block's
   LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
@@ -21,26 +19,19 @@ struct Projection {
   LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
   LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
 
-  LP_DEVICE void fetch_angles(const Rows& rows) {
-#pragma unroll
-    for (int r = 0; r < kRounds; r++) {
-      if (!on(r) || head(r) > kQueriesPerKv || place_in_pool(shared, column(r)) == ~0u) continue;
-      const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece(r) * 8) * 8;
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const Quad two = load_constant_16(turn + i * 8);
-        angles[r][i][0] = __uint_as_float(two.x), angles[r][i][1] = __uint_as_float(two.y);
-        angles[r][i + 1][0] = __uint_as_float(two.z), angles[r][i + 1][1] = __uint_as_float(two.w);
-      }
-    }
-  }
   /// Norm, bias and rope; q to this step's attention, k and v into their pages.
-  LP_DEVICE void write(const Receive& receive, u32 layer) const {
+  LP_DEVICE void write(const Rows& rows, const Receive& receive, u32 layer) const {
 #pragma unroll
     for (int r = 0; r < kRounds; r++) {
       const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
       if (place == ~0u) continue;
       const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles, query_tile = head * kDimTiles + piece;
+      Quad turns[4] = {};  // of rows r and r + 8: cosine, sine
+      if (head <= kQueriesPerKv) {
+        const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece * 8) * 8;
+#pragma unroll
+        for (int i = 0; i < 4; i++) turns[i] = load_constant_16(turn + i * 16);
+      }
       const float inverse = inverse_of(shared, 0, column(r));
       float v[16] = {};
       receive.add_rows8<QkvCut>(2 * within(r), column(r), v);
@@ -62,7 +53,8 @@ struct Projection {
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const float cosine = angles[r][i][0], sine = angles[r][i][1], low = v[i], high = v[i + 8];
+          const Quad& two = turns[i / 2];
+          const float cosine = __uint_as_float(i & 1 ? two.z : two.x), sine = __uint_as_float(i & 1 ? two.w : two.y), low = v[i], high = v[i + 8];
           v[i] = fmaf(low, cosine, -(high * sine));
           v[i + 8] = fmaf(high, cosine, low * sine);
         }

@@ -127,12 +127,11 @@ struct Team {
   Consumer consumer;
   Receive receive;
   Hidden hidden;
-  u32 norms[2] = {0, 0};  // waited for
 
-  LP_DEVICE Team(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), receive(launch, shared, warp), hidden(launch, warp) {}
+  LP_DEVICE Team(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), receive{launch, shared, warp}, hidden(launch, warp) {}
 
   LP_DEVICE void wait_norm(int norm) {
-    wait_barrier(launch, shared + Shared::norms + 8 * norm, norms[norm]++ & 1, kSiteNorm);
+    wait_barrier(launch, shared + Shared::norms + 8 * norm, receive.parities.next(Parities::kNorms + norm), kSiteNorm);
     __syncwarp();
   }
   /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.

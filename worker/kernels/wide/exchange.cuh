@@ -55,21 +55,34 @@ LP_DEVICE void publish(const Launch& launch, u64 counter) {
   if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
+/// Parities of barriers that a warp waits for again and again, a bit each.
+struct Parities {
+  enum { kNorms, kReceiveFree = 2, kReceiveFull };
+  u32 bits = 0;
+
+  LP_DEVICE u32 of(int barrier) const { return bits >> barrier & 1; }
+  LP_DEVICE u32 next(int barrier) {
+    const u32 now = of(barrier);
+    bits ^= 1u << barrier;
+    return now;
+  }
+};
+
 /// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
 /// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
   const Launch& launch;
-  u32 shared, warp, uses = 0, exchanges = 0;
+  u32 shared, warp;
+  Parities parities{};
 
-  LP_DEVICE Receive(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
   /// Before anything is written to either block's buffer: both have read what they had received before.
   LP_DEVICE void begin() {
-    wait_barrier(launch, shared + Shared::receive_free, (uses & 1) ^ 1, kSitePartialsEmpty);
+    wait_barrier(launch, shared + Shared::receive_free, parities.of(Parities::kReceiveFree) ^ 1, kSitePartialsEmpty);
     __syncwarp();
   }
   /// After a barrier of the consumers that follows the last read: the peer may send again.
   LP_DEVICE void end() {
-    uses++;
+    parities.next(Parities::kReceiveFree);
     if (thread_index() < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, thread_index()));
   }
 
@@ -112,7 +125,7 @@ struct Receive {
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
+      wait_barrier(launch, shared + Shared::receive_full, parities.next(Parities::kReceiveFull), kSitePartialsFull);
       __syncwarp();
       if (keeps_own<C>) return;
       if (on && mine) add<C>(received, place.tile, sum);

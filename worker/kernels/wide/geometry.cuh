@@ -25,9 +25,9 @@ constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeav
                            && kQkvTiles % (Qkv::tiles / kPairs) == 0;                           // a pair belongs to one KV head
 static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block, leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of one KV head a pair");
 
-LP_DEVICE u32 pair() { return blockIdx.x >> 1; }
+LP_DEVICE u32 pair() { return unknown(blockIdx.x) >> 1; }
 /// Which half of K this block sums, and which of the pair's tiles it owns.
-LP_DEVICE u32 half() { return blockIdx.x & 1; }
+LP_DEVICE u32 half() { return unknown(blockIdx.x) & 1; }
 
 // ---- stages and slots ----
 

@@ -123,12 +123,12 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
 /// The consumer warps' walk.
 struct Team {
   const Launch& launch;
-  const u32 shared, warp;
+  const u32 shared;
   Consumer consumer;
   Receive receive;
   Hidden hidden;
 
-  LP_DEVICE Team(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), receive{launch, shared, warp}, hidden(launch, warp) {}
+  LP_DEVICE Team(const Launch& launch, u32 shared) : launch(launch), shared(shared), consumer(launch, shared), receive{launch, shared}, hidden(launch) {}
 
   LP_DEVICE void wait_norm(int norm) {
     wait_barrier(launch, shared + Shared::norms + 8 * norm, receive.parities.next(Parities::kNorms + norm), kSiteNorm);
@@ -156,44 +156,44 @@ struct Team {
     hidden.publish_x(0);
   }
   LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
-    const Place place = place_of<QkvCut>(warp);
+    const Place place = place_of<QkvCut>();
     float sum[QkvCut::columns / 2];
     sum_leaves<QkvCut>(consumer, place, sum);
-    reached(launch, step, warp, layer, 1);
+    reached(launch, step, warp_index(), layer, 1);
     receive.exchange<QkvCut>(place, sum, [] {});
-    reached(launch, step, warp, layer, 2);
+    reached(launch, step, warp_index(), layer, 2);
     wait_norm(0);
-    reached(launch, step, warp, layer, 12);
+    reached(launch, step, warp_index(), layer, 12);
     Projection{launch, shared}.write(rows, receive, layer);
-    reached(launch, step, warp, layer, 13);
+    reached(launch, step, warp_index(), layer, 13);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
-    reached(launch, step, warp, layer, 3);
+    reached(launch, step, warp_index(), layer, 3);
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
     receive.end();
-    reached(launch, step, warp, layer, 4);
+    reached(launch, step, warp_index(), layer, 4);
     add_product<OCut>(2 * layer + 1);
-    reached(launch, step, warp, layer, 5);
+    reached(launch, step, warp_index(), layer, 5);
     hidden.publish_x(1);
     receive.end();
   }
   LP_DEVICE void mlp(u32 step, u32 layer, bool last) {
-    reached(launch, step, warp, layer, 6);
+    reached(launch, step, warp_index(), layer, 6);
 #pragma unroll 1
     for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
       float sum[2][GateUpOwn::columns / 2];
-      const int unit = GateUpOwn::split_columns ? warp & 3 : warp, width = GateUpOwn::width(pass, unit);
+      const int unit = GateUpOwn::split_columns ? warp_index() & 3 : warp_index(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
       if (pass == 0) wait_norm(1);
       if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }
-    reached(launch, step, warp, layer, 7);
+    reached(launch, step, warp_index(), layer, 7);
     publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
     add_product<DownCut>(2 * layer + 2);
-    reached(launch, step, warp, layer, 8);
+    reached(launch, step, warp_index(), layer, 8);
     if (last) consumers_sync();
     else hidden.publish_x(0);
     receive.end();
-    reached(launch, step, warp, layer, 9);
+    reached(launch, step, warp_index(), layer, 9);
   }
   LP_DEVICE bool head(u32 step, const Choice& choice) {
     u32 stop = 0;
@@ -203,18 +203,18 @@ struct Team {
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
       float sum[2][HeadOwn::columns / 2];
-      const int unit = HeadOwn::split_columns ? warp & 3 : warp, width = HeadOwn::width(pass, unit);
+      const int unit = HeadOwn::split_columns ? warp_index() & 3 : warp_index(), width = HeadOwn::width(pass, unit);
       sum_unit<HeadOwn>(consumer, unit, width, sum);
-      if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
+      if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
     return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
   }
 
  private:
-  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp >> 2) * C::columns : 0; }
+  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp_index() >> 2) * C::columns : 0; }
   /// o or down, into the residual, whose next norm is `norm`.
   template <class C> LP_DEVICE void add_product(int norm) {
-    const Place place = place_of<C>(warp);
+    const Place place = place_of<C>();
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
     receive.exchange<C>(place, sum, [&] { hidden.fetch(norm); });
@@ -222,8 +222,8 @@ struct Team {
   }
 };
 
-LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
-  Team team(launch, shared, warp);
+LP_DEVICE void consume(const Launch& launch, u32 shared) {
+  Team team(launch, shared);
   const Choice choice{launch, shared};
   u32 step = 0;
   for (; step < last_step(shared); step++) {
@@ -231,7 +231,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     team.begin(rows, choice);
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      reached(launch, step, warp, layer, 0);
+      reached(launch, step, warp_index(), layer, 0);
       team.attention(rows, step, layer);
       team.mlp(step, layer, layer + 1 == kLayers && !sampling(shared));
     }
@@ -292,10 +292,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   __syncthreads();
   cluster_sync();
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
-  const u32 role = thread_index() >> 5;
+  const u32 role = warp_index();
   if (role < kConsumers) {
     raise_registers<216>();
-    consume(launch, unknown(shared_address(shared_memory)), thread_index() >> 5);
+    consume(launch, unknown(shared_address(shared_memory)));
   } else {
     lower_registers<72>();
     const u32 own = unknown(shared_address(shared_memory));

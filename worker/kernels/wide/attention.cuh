@@ -59,7 +59,7 @@ constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
 /// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group; `whole`: the span is all that its rows see.
 template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share<TILES>& share, u32 begin, u32 first, u32 columns, bool whole, u32 tag) {
-  const u32 lane = thread_index() & 31, g = lane >> 2, t = lane & 3, set = consumer.warp / kSetWarps, number = consumer.warp % kSetWarps;
+  const u32 lane = thread_index() & 31, g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps, number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
   const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
@@ -104,7 +104,7 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 template <int TILES, class BEGIN, class LANDED>
 LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
-  const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = consumer.warp % kSetWarps;
+  const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin), first_page = rows.first_page(item.last) + item.begin;
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
   begin_stages();
@@ -132,7 +132,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
 LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) {
-  for (u32 job = blockIdx.x + kBlocks * consumer.warp; job < rows.count * kHeads; job += kBlocks * kConsumers) {
+  for (u32 job = blockIdx.x + kBlocks * warp_index(); job < rows.count * kHeads; job += kBlocks * kConsumers) {
     const u32 row = job / kHeads, head = job % kHeads;
     if (!rows.active(row)) continue;
     u32 last = row;
@@ -164,7 +164,7 @@ LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
   return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
 }
 LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 tag, u32 generation) {
-  const u32 set = consumer.warp / kSetWarps;
+  const u32 set = warp_index() / kSetWarps;
   const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
   u32 ready = ~0u, turn = 0;
@@ -178,7 +178,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
       continue;
     }
     if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
-    if (turn == 0) reached(consumer.launch, rows.step, consumer.warp, layer, 10);
+    if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const auto landed = [&] {
       if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
     };
@@ -190,7 +190,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
     if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
     else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }
-  reached(consumer.launch, rows.step, consumer.warp, layer, 11);
+  reached(consumer.launch, rows.step, warp_index(), layer, 11);
   merge_spans(consumer, rows, tag);
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);

@@ -83,14 +83,13 @@ struct Projection {
 /// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its registers, so between its uses it lies in memory.
 struct Hidden {
   const Launch& launch;
-  u32 warp;
   float h[kHiddenRounds][8];
   Quad gamma;
 
-  LP_DEVICE Hidden(const Launch& launch, u32 warp) : launch(launch), warp(warp) {}
+  LP_DEVICE Hidden(const Launch& launch) : launch(launch) {}
   LP_DEVICE static int chunk() { return (thread_index() & 31) / kHiddenColumns; }
-  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kHiddenColumns + (thread_index() & 31) % kHiddenColumns; }
-  LP_DEVICE bool on(int round) const { return column(round) < kColumns; }
+  LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + (thread_index() & 31) % kHiddenColumns; }
+  LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
   /// The weights of the norm that is applied next.
   LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }

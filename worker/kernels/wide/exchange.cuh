@@ -72,7 +72,7 @@ struct Parities {
 /// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
   const Launch& launch;
-  u32 shared, warp;
+  u32 shared;
   Parities parities{};
 
   /// Before anything is written to either block's buffer: both have read what they had received before.
@@ -95,7 +95,7 @@ struct Receive {
   template <class C, class MEANWHILE> LP_DEVICE void exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
     begin();
-    const u32 group = warp >> 2, peer = half() ^ 1;
+    const u32 group = warp_index() >> 2, peer = half() ^ 1;
     const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
     const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
     const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
@@ -121,7 +121,7 @@ struct Receive {
       }
       __syncwarp();
       if ((thread_index() & 31) == 0) {
-        if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
+        if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();

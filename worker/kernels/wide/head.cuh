@@ -25,7 +25,7 @@ struct Choice {
     consumers_sync();
   }
   /// The logits of a warp's unit: into its best, and to the host if it asks.
-  LP_DEVICE void offer(u32 warp, int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
+  LP_DEVICE void offer(int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
     const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int j = 0; j < HeadOwn::columns / 8; j++)
@@ -49,9 +49,9 @@ struct Choice {
           best.offer(v, i);
         }
         if (g == 0) {
-          const Best before = load(warp, column);
+          const Best before = load(warp_index(), column);
           best.offer(before.value, before.id);
-          store(warp, column, best);
+          store(warp_index(), column, best);
         }
       }
   }

@@ -7,7 +7,8 @@ struct Place {
   bool on;                       // idle warps multiply zeros
   u32 fragments, stride, input;  // bytes
 };
-template <class C> LP_DEVICE Place place_of(u32 warp) {
+template <class C> LP_DEVICE Place place_of() {
+  const u32 warp = warp_index();
   const u32 group = warp >> 2, way = C::split == Split::kLeaves ? group : 0;
   const int tile = C::split == Split::kTiles ? warp : warp & 3;
   const bool on = tile < C::stage_tiles();
@@ -60,7 +61,7 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   constexpr int R = C::columns / 2, STEPS = 4;
   const u32 fragments = unit * (C::steps * 2 * kFragment) + (thread_index() & 31) * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
-  const u32 columns = C::split_columns ? (consumer.warp >> 2) * (C::columns / 8 * 256) : 0;
+  const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
 #pragma unroll
   for (int i = 0; i < R; i++) sum[0][i] = sum[1][i] = 0;
 #pragma unroll 1

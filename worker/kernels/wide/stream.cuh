@@ -118,9 +118,9 @@ struct Input {
 /// A consumer warp's place in both rings.
 struct Consumer {
   const Launch& launch;
-  u32 shared, warp, slot = 0, phase = 0, input_slot = 0, input_phase = 0;
+  u32 shared, slot = 0, phase = 0, input_slot = 0, input_phase = 0;
 
-  LP_DEVICE Consumer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
+  LP_DEVICE Consumer(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   /// Waits for the next stage; its address. Orders the copies before the reads (block).
   LP_DEVICE u32 wait() {
     wait_barrier(launch, shared + Shared::stage_full + 8 * slot, phase, kSiteFull);

@@ -164,7 +164,7 @@ LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
   return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
 }
 LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 tag, u32 generation) {
-  const u32 set = warp_index() / kSetWarps;
+  const auto set = [] { return warp_index() / kSetWarps; };
   const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
   u32 ready = ~0u, turn = 0;
@@ -172,7 +172,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
   for (AttentionItem item; items.next(item); turn++) {
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
-    if (alone && set != turn % kSets) {
+    if (alone && set() != turn % kSets) {
       consumer.skip(item.pages);
       others = true;
       continue;
@@ -180,13 +180,13 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
     if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
     if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const auto landed = [&] {
-      if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
+      if (alone && items.stages > 0) barrier_arrive(4 + set(), kConsumerThreads);
     };
     const auto begin = [&] {
-      if (others) barrier_sync(4 + (set ^ 1), kConsumerThreads);
+      if (others) barrier_sync(4 + (set() ^ 1), kConsumerThreads);
       others = false;
     };
-    const u32 half = (tiles + 1) / 2, mine = set && !alone ? tiles - half : half, first = set && !alone ? half * 8 : 0;
+    const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half, first = set() && !alone ? half * 8 : 0;
     if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
     else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
   }

@@ -294,10 +294,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
   const u32 role = warp_index();
   if (role < kConsumers) {
-    raise_registers<216>();
+    raise_registers<kPrompt ? 216 : 208>();
     consume(launch, unknown(shared_address(shared_memory)));
   } else {
-    lower_registers<72>();
+    lower_registers<kPrompt ? 72 : 88>();
     const u32 own = unknown(shared_address(shared_memory));
     if (role == kInput) fetch(launch, own);
     else if (role == kNorms) find_norms(launch, own);

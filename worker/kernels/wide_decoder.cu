@@ -49,6 +49,8 @@ LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + ste
 /// Generations of the exchanges: the residual is published once more in a step than all else, for the LM head.
 LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
+/// Uses of the receive buffer before this layer's.
+LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, layer) - 1) * Receive::kLayerUses; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 /// Whether a row of this launch samples.
@@ -130,8 +132,8 @@ struct Team {
 
   LP_DEVICE Team(const Launch& launch, u32 shared) : launch(launch), shared(shared), consumer(launch, shared), receive{launch, shared}, hidden(launch) {}
 
-  LP_DEVICE void wait_norm(int norm) {
-    wait_barrier(launch, shared + Shared::norms + 8 * norm, receive.parities.next(Parities::kNorms + norm), kSiteNorm);
+  LP_DEVICE void wait_norm(int norm, u32 generation) {
+    wait_barrier(launch, shared + Shared::norms + 8 * norm, generation & 1 ^ 1, kSiteNorm);
     __syncwarp();
   }
   /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.
@@ -160,9 +162,9 @@ struct Team {
     float sum[QkvCut::columns / 2];
     sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp_index(), layer, 1);
-    receive.exchange<QkvCut>(place, sum, [] {});
+    receive.exchange<QkvCut>(receive_use(step, layer), place, sum, [] {});
     reached(launch, step, warp_index(), layer, 2);
-    wait_norm(0);
+    wait_norm(0, x_generation(step, layer));
     reached(launch, step, warp_index(), layer, 12);
     Projection{launch, shared}.write(rows, receive, layer);
     reached(launch, step, warp_index(), layer, 13);
@@ -171,7 +173,7 @@ struct Team {
     attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
     receive.end();
     reached(launch, step, warp_index(), layer, 4);
-    add_product<OCut>(2 * layer + 1);
+    add_product<OCut>(receive_use(step, layer) + 1, 2 * layer + 1);
     reached(launch, step, warp_index(), layer, 5);
     hidden.publish_x(1);
     receive.end();
@@ -183,12 +185,12 @@ struct Team {
       float sum[2][GateUpOwn::columns / 2];
       const int unit = GateUpOwn::split_columns ? warp_index() & 3 : warp_index(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
-      if (pass == 0) wait_norm(1);
+      if (pass == 0) wait_norm(1, generation_of(step, layer));
       if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }
     reached(launch, step, warp_index(), layer, 7);
     publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
-    add_product<DownCut>(2 * layer + 2);
+    add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2);
     reached(launch, step, warp_index(), layer, 8);
     if (last) consumers_sync();
     else hidden.publish_x(0);
@@ -199,7 +201,7 @@ struct Team {
     u32 stop = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) stop = load_system_u32(launch.control);
     choice.clear();
-    wait_norm(0);
+    wait_norm(0, x_generation(step, kLayers));
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
       float sum[2][HeadOwn::columns / 2];
@@ -213,11 +215,11 @@ struct Team {
  private:
   template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp_index() >> 2) * C::columns : 0; }
   /// o or down, into the residual, whose next norm is `norm`.
-  template <class C> LP_DEVICE void add_product(int norm) {
+  template <class C> LP_DEVICE void add_product(u32 use, int norm) {
     const Place place = place_of<C>();
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
-    receive.exchange<C>(place, sum, [&] { hidden.fetch(norm); });
+    receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
     hidden.add<C>(receive);
   }
 };

@@ -55,34 +55,20 @@ LP_DEVICE void publish(const Launch& launch, u64 counter) {
   if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
-/// Parities of barriers that a warp waits for again and again, a bit each.
-struct Parities {
-  enum { kNorms, kReceiveFree = 2, kReceiveFull };
-  u32 bits = 0;
-
-  LP_DEVICE u32 of(int barrier) const { return bits >> barrier & 1; }
-  LP_DEVICE u32 next(int barrier) {
-    const u32 now = of(barrier);
-    bits ^= 1u << barrier;
-    return now;
-  }
-};
-
 /// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
 /// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
   const Launch& launch;
   u32 shared;
-  Parities parities{};
 
+  static constexpr u32 kLayerUses = 3;  // of the buffer in a layer: qkv and attention, o, down
   /// Before anything is written to either block's buffer: both have read what they had received before.
-  LP_DEVICE void begin() {
-    wait_barrier(launch, shared + Shared::receive_free, parities.of(Parities::kReceiveFree) ^ 1, kSitePartialsEmpty);
+  LP_DEVICE void begin(u32 use) {
+    wait_barrier(launch, shared + Shared::receive_free, use & 1 ^ 1, kSitePartialsEmpty);
     __syncwarp();
   }
   /// After a barrier of the consumers that follows the last read: the peer may send again.
   LP_DEVICE void end() {
-    parities.next(Parities::kReceiveFree);
     if (thread_index() < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, thread_index()));
   }
 
@@ -92,9 +78,9 @@ struct Receive {
   template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
 
   /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
-  template <class C, class MEANWHILE> LP_DEVICE void exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum, const MEANWHILE& meanwhile) {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
-    begin();
+    begin(use);
     const u32 group = warp_index() >> 2, peer = half() ^ 1;
     const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
     const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
@@ -125,7 +111,7 @@ struct Receive {
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, parities.next(Parities::kReceiveFull), kSitePartialsFull);
+      wait_barrier(launch, shared + Shared::receive_full, (kPrompt ? use % kLayerUses - 1 : use) & 1, kSitePartialsFull);  // prompts receive nothing in qkv
       __syncwarp();
       if (keeps_own<C>) return;
       if (on && mine) add<C>(received, place.tile, sum);

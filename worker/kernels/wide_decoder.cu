@@ -50,7 +50,7 @@ LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + ste
 LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
 /// Uses of the receive buffer before this layer's.
-LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, layer) - 1) * Receive::kLayerUses; }
+LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, unknown(layer)) - 1) * Receive::kLayerUses; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 /// Whether a row of this launch samples.
@@ -118,6 +118,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
     }
     if (!sampling(shared)) return;
+    // Does the host want the launch to end? Its memory is far: asked for while down is computed.
+    if (blockIdx.x == 0 && thread_index() % 32 == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
   }
 }
@@ -138,8 +140,8 @@ struct Team {
   }
   /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.
   LP_DEVICE void begin(const Rows& rows, const Choice& choice) {
-    if (threadIdx.x < kColumns) {
-      const u32 row = threadIdx.x;
+    if (thread_index() < kColumns) {
+      const u32 row = thread_index();
       u32 place = ~0u;
       if (rows.active(row)) {
         const u32 position = rows.position(row), page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride + position / kPage);
@@ -198,8 +200,6 @@ struct Team {
     reached(launch, step, warp_index(), layer, 9);
   }
   LP_DEVICE bool head(u32 step, const Choice& choice) {
-    u32 stop = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) stop = load_system_u32(launch.control);
     choice.clear();
     wait_norm(0, x_generation(step, kLayers));
 #pragma unroll 1
@@ -209,7 +209,7 @@ struct Team {
       sum_unit<HeadOwn>(consumer, unit, width, sum);
       if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
-    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
+    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step);
   }
 
  private:
@@ -243,15 +243,15 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     }
     const bool stopped = team.head(step, choice);
     if (launch.flags & kLaunchUndrawn) {
-      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
       return;
     }
-    if (blockIdx.x == 0 && threadIdx.x < kColumns) {
-      const u32 row = threadIdx.x;
+    if (blockIdx.x == 0 && thread_index() < kColumns) {
+      const u32 row = thread_index();
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
       store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step) << 32 | (sampled ? choice.load(0, row).id : ~0u));
     }
-    if (threadIdx.x == 0) {
+    if (thread_index() == 0) {
       if (stopped && step + 2 < last_step(shared)) {
         store_shared_u32(shared + Shared::last_step, step + 2);
         if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
@@ -260,7 +260,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     }
     consumers_sync();
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_system_u32(launch.control + 1, step);
+  if (blockIdx.x == 0 && thread_index() == 0) store_system_u32(launch.control + 1, step);
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero

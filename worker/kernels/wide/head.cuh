@@ -55,9 +55,9 @@ struct Choice {
         }
       }
   }
-  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (`stop`: block 0's).
+  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (the warp of the norms has asked).
   /// Orders K, V and words of this step before all that follows in any block (grid).
-  LP_DEVICE bool exchange(u32 step, u32 stop) const {
+  LP_DEVICE bool exchange(u32 step) const {
     const u32 tid = thread_index();
     consumers_sync();
     if (tid < kColumns) {
@@ -68,7 +68,6 @@ struct Choice {
       }
       store_relaxed_u64(launch.words + Words::best + (blockIdx.x * kColumns + tid) * 8, (u64)best.id << 32 | __float_as_uint(best.value));
     }
-    if (blockIdx.x == 0 && tid == 0) store_relaxed_u32(launch.words + Words::stop, stop);
     publish(launch, Words::tokens_ready);
     if (tid == 0) wait_count(launch, Words::tokens_ready, kBlocks * (step + 1), kSiteSampled);
     consumers_sync();

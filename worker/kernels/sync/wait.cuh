@@ -38,7 +38,8 @@ LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 s
   if (mbarrier_try_wait(barrier, parity)) return;
   const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
-    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, parity, barrier);
+    // The parity that is waited for is the one of the phase that has not ended. Asked for again, it needs no register here.
+    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, mbarrier_test_wait(barrier, 0), barrier);
 }
 
 #ifdef LP_ABLATE_WAITS

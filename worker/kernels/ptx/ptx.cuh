@@ -106,6 +106,7 @@ LP_DEVICE u32 unknown(u32 x) {
   return x;
 }
 LP_DEVICE u32 thread_index() { return unknown(threadIdx.x); }
+LP_DEVICE u32 block_index() { return unknown(blockIdx.x); }
 LP_DEVICE u32 warp_index() { return thread_index() >> 5; }
 template <int N> LP_DEVICE void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -25,9 +25,9 @@ constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeav
                            && kQkvTiles % (Qkv::tiles / kPairs) == 0;                           // a pair belongs to one KV head
 static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block, leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of one KV head a pair");
 
-LP_DEVICE u32 pair() { return unknown(blockIdx.x) >> 1; }
+LP_DEVICE u32 pair() { return block_index() >> 1; }
 /// Which half of K this block sums, and which of the pair's tiles it owns.
-LP_DEVICE u32 half() { return unknown(blockIdx.x) & 1; }
+LP_DEVICE u32 half() { return block_index() & 1; }
 
 // ---- stages and slots ----
 
@@ -70,7 +70,7 @@ template <class PRODUCT, bool HALVES = true> struct Cut {
   static_assert(P::leaf_steps % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
-  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(blockIdx.x); }
+  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(block_index()); }
   LP_DEVICE static int stage_tiles() { return HALVES ? pair_tiles : owned(half()); }
   LP_DEVICE static int first_leaf() { return HALVES ? (int)half() * block_leaves : 0; }
   /// Tiles that block `of` of the pair owns, and the first of them.
@@ -99,8 +99,8 @@ template <class PRODUCT> struct Own {
   static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   static constexpr int steps = stage_steps(kStageBytes / (pass_units * 2 * kFragment), P::leaf_steps < 8 ? P::leaf_steps : 8);  // a stage
-  LP_DEVICE static int first_tile() { return P::first_tile(blockIdx.x); }
-  LP_DEVICE static int tiles() { return P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x); }
+  LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
+  LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {

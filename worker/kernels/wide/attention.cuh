@@ -167,9 +167,13 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
   const auto set = [] { return warp_index() / kSetWarps; };
   const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
-  u32 ready = ~0u, turn = 0;
+  u32 turn = 0;
   bool others = false;  // the item before was the other set's
-  for (AttentionItem item; items.next(item); turn++) {
+  for (AttentionItem item;; turn++) {
+    const u32 before = items.kv_head;
+    if (!items.next(item)) break;
+    if (turn == 0 || item.kv_head != before) wait_queries(consumer.launch, item.kv_head, generation);
+    if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
     if (alone && set() != turn % kSets) {
@@ -177,8 +181,6 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
       others = true;
       continue;
     }
-    if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
-    if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const auto landed = [&] {
       if (alone && items.stages > 0) barrier_arrive(4 + set(), kConsumerThreads);
     };

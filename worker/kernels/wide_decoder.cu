@@ -48,9 +48,9 @@ LP_DEVICE u32 steps_of(const Launch& launch) {
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 /// Generations of the exchanges: the residual is published once more in a step than all else, for the LM head.
 LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
-LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
+LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
 /// Uses of the receive buffer before this layer's.
-LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, unknown(layer)) - 1) * Receive::kLayerUses; }
+LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, layer) - 1) * Receive::kLayerUses; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 /// Whether a row of this launch samples.

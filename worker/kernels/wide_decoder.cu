@@ -45,10 +45,8 @@ LP_DEVICE u32 steps_of(const Launch& launch) {
   }
   return steps < launch.steps ? steps : launch.steps;
 }
-LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
-/// Generations of the exchanges: the residual is published once more in a step than all else, for the LM head.
+/// Generation of the residual's exchange: it is published once more in a step than all else, for the LM head.
 LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
-LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
 /// Uses of the receive buffer before this layer's.
 LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, layer) - 1) * Receive::kLayerUses; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
@@ -112,7 +110,7 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
     if (step >= last_step(shared)) return;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      const u32 tag = tag_of(launch, step) + layer;
+      const u32 tag = tag_of(launch, step, layer);
       reached(launch, step, kNorms, layer, 0);
       find_norm(launch, shared, 0, x_generation(step, layer) * kLeafBlocks, tag);
       find_norm(launch, shared, 1, generation_of(step, layer) * kLeafBlocks, tag);
@@ -120,7 +118,7 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
     if (!sampling(shared)) return;
     // Does the host want the launch to end? Its memory is far: asked for while down is computed.
     if (blockIdx.x == 0 && thread_index() % 32 == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
-    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
   }
 }
 
@@ -172,7 +170,7 @@ struct Team {
     reached(launch, step, warp_index(), layer, 13);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
     reached(launch, step, warp_index(), layer, 3);
-    attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
+    attend(consumer, rows, layer);
     receive.end();
     reached(launch, step, warp_index(), layer, 4);
     add_product<OCut>(receive_use(step, layer) + 1, 2 * layer + 1);
@@ -249,7 +247,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     if (blockIdx.x == 0 && thread_index() < kColumns) {
       const u32 row = thread_index();
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
-      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step) << 32 | (sampled ? choice.load(0, row).id : ~0u));
+      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step, 0) << 32 | (sampled ? choice.load(0, row).id : ~0u));
     }
     if (thread_index() == 0) {
       if (stopped && step + 2 < last_step(shared)) {

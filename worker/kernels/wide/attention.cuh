@@ -102,7 +102,7 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 
 /// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
 template <int TILES, class BEGIN, class LANDED>
-LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
+LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin), first_page = rows.first_page(item.last) + item.begin;
@@ -127,7 +127,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
     consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
-  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag);
+  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag_of(launch, rows.step, layer));
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
@@ -163,7 +163,7 @@ LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
   consumers_sync();
   return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
 }
-LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 tag, u32 generation) {
+LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
   const auto set = [] { return warp_index() / kSetWarps; };
   const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
@@ -172,7 +172,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
   for (AttentionItem item;; turn++) {
     const u32 before = items.kv_head;
     if (!items.next(item)) break;
-    if (turn == 0 || item.kv_head != before) wait_queries(consumer.launch, item.kv_head, generation);
+    if (turn == 0 || item.kv_head != before) wait_queries(consumer.launch, item.kv_head, generation_of(rows.step, layer));
     if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
@@ -189,11 +189,11 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 t
       others = false;
     };
     const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half, first = set() && !alone ? half * 8 : 0;
-    if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
-    else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
+    if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, first, columns, alone, begin, landed);
+    else attend_span<1>(consumer, rows, item, layer, first, columns, alone, begin, landed);
   }
   reached(consumer.launch, rows.step, warp_index(), layer, 11);
-  merge_spans(consumer, rows, tag);
+  merge_spans(consumer, rows, tag_of(consumer.launch, rows.step, layer));
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);
 }

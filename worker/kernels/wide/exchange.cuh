@@ -6,6 +6,10 @@
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
 constexpr u32 kQueryWriters = 2 * kQkvTiles / QkvCut::pair_tiles;          // blocks that write q, k and v of a KV head
 
+/// Generations of the exchanges, from 1; and the tags of words.
+LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
+LP_DEVICE u32 tag_of(const Launch& launch, u32 step, u32 layer) { return launch.epoch + unknown(step) * (kLayers + 1) + layer; }
+
 LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 site) {
   const u32* p = (const u32*)(launch.words + counter);
   u32 seen = load_acquire_u32(p);

@@ -19,7 +19,7 @@ template <class C> LP_DEVICE Place place_of() {
 
 /// One leaf of a warp's tile, k16 steps ascending from zero.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
-  constexpr int N = C::columns, STEPS = 4;
+  constexpr int N = C::columns, STEPS = C::leaves == kMaxLeaves ? 2 : 4;  // the tree of 16 leaves leaves fewer registers
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
   u32 stage = 0, input = 0;

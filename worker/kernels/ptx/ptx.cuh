@@ -239,12 +239,20 @@ LP_DEVICE u32 transpose_8x8(u32 v) {
 // ---- warp ----
 
 constexpr u32 kAllLanes = ~0u;
-/// Read anew at each call: of a lane that is known throughout, the compiler keeps all that follows from it in registers throughout, too.
+// Of an index that is known throughout, the compiler keeps all that follows from it in registers throughout, too. So these are read anew at each call.
 LP_DEVICE u32 lane_index() {
   u32 lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+/// The same value, of which the compiler knows nothing: what follows from it is computed where it is used.
+LP_DEVICE u32 unknown(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+LP_DEVICE u32 thread_index() { return unknown(threadIdx.x); }
+LP_DEVICE u32 warp_index() { return thread_index() >> 5; }
+LP_DEVICE u32 block_index() { return unknown(blockIdx.x); }
 template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
 template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
 LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

@@ -123,7 +123,7 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
     }
     if (!sampling(shared)) return;
     // Does the host want the launch to end? Its memory is far: asked for while down is computed.
-    if (blockIdx.x == 0 && thread_index() % 32 == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
+    if (blockIdx.x == 0 && lane_index() == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
   }
 }

@@ -27,20 +27,20 @@ struct Merged {
   /// Into the input of o.
   LP_DEVICE void write(const Launch& launch, u32 head, u32 row) const {
     const float inverse = reciprocal_approx(total);
-    const u32 dim = (thread_index() & 31) * kLaneDims;
+    const u32 dim = lane_index() * kLaneDims;
     u8* to = launch.words + Words::attention_out + vector_byte(head * kDimTiles + dim / 16, row, dim / 8 % 2) + dim % 8 * 2;
 #pragma unroll
     for (u32 i = 0; i < kLaneDims; i += 2) store_u32(to + 2 * i, bf16_pair(out[i] * inverse, out[i + 1] * inverse));
   }
   /// As words, for who merges the row's spans: even lanes carry the reference, odd ones the sum.
   LP_DEVICE void publish(u8* words, u32 tag) const {
-    const u32 lane = thread_index() & 31;
+    const u32 lane = lane_index();
 #pragma unroll
     for (u32 i = 0; i < kLaneDims / 2; i++)
       store_relaxed_16(words + (i * 32 + lane) * 16, __float_as_uint(out[2 * i]), __float_as_uint(out[2 * i + 1]), tag, __float_as_uint(lane % 2 ? total : reference));
   }
   LP_DEVICE void receive(const Launch& launch, const u8* words, u32 tag) {
-    const u32 lane = thread_index() & 31;
+    const u32 lane = lane_index();
     u32 x[kLaneDims / 2], y[kLaneDims / 2], extra[kLaneDims / 2];
     receive_words<kLaneDims / 2>(launch, words + lane * 16, 32 * 16, tag, x, y, extra, kSitePage);
 #pragma unroll
@@ -59,7 +59,7 @@ constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
 /// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group; `whole`: the span is all that its rows see.
 template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share<TILES>& share, u32 begin, u32 first, u32 columns, bool whole, u32 tag) {
-  const u32 lane = thread_index() & 31, g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps, number = warp_index() % kSetWarps;
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps, number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
   const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll

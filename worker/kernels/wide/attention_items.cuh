@@ -89,13 +89,13 @@ struct AttentionItems {
   }
 
  private:
-  LP_DEVICE static u32 lane() { return thread_index() & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
 };
 
 /// The pages of the block's items. Those that this pass adds to come after the KV head's counter.
 LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer, u32 generation) {
   const Launch& launch = producer.launch;
-  const u32 lane = thread_index() & 31;
+  const u32 lane = lane_index();
   AttentionItems items(rows);
   u32 ready = ~0u;  // a KV head
   for (AttentionItem item; items.next(item);) {

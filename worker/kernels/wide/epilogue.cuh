@@ -87,8 +87,8 @@ struct Hidden {
   Quad gamma;
 
   LP_DEVICE Hidden(const Launch& launch) : launch(launch) {}
-  LP_DEVICE static int chunk() { return (thread_index() & 31) / kHiddenColumns; }
-  LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + (thread_index() & 31) % kHiddenColumns; }
+  LP_DEVICE static int chunk() { return lane_index() / kHiddenColumns; }
+  LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns; }
   LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
   /// The weights of the norm that is applied next.
@@ -155,7 +155,7 @@ struct Hidden {
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
 /// and tells all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
-  const u32 lane = thread_index() & 31;
+  const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
   if (blockIdx.x < kColumns) {
     if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
@@ -187,7 +187,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 using GateUpOwn = Own<GateUp>;
 /// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
-  const int lane = thread_index() & 31, t = lane & 3;
+  const int lane = lane_index(), t = lane & 3;
 #pragma unroll
   for (int j = 0; j < GateUpOwn::columns / 8; j++) {
     const u32 column = first_column + 8 * j;

@@ -20,7 +20,7 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
 }
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
-  if ((thread_index() & 31) == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+  if (lane_index() == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
   __syncwarp();
   fence_async_global();
 }
@@ -42,7 +42,7 @@ template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* ba
     if (begun == 0) begun = clock64();
     if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
     const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
-    if ((int)(thread_index() & 31) == __ffs(scout) - 1) {
+    if ((int)lane_index() == __ffs(scout) - 1) {
       const u8* word = base + missing * stride;
       while ((seen = load_relaxed_16(word).z) != tag)
         if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
@@ -102,7 +102,7 @@ struct Receive {
         put<C>(sent, place.tile, sum);
         fence_async_shared();
         __syncwarp();
-        if ((thread_index() & 31) == 0)
+        if (lane_index() == 0)
           bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
       }
       if constexpr (keeps_own<C>) {
@@ -110,7 +110,7 @@ struct Receive {
         fence_async_shared();  // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
       }
       __syncwarp();
-      if ((thread_index() & 31) == 0) {
+      if (lane_index() == 0) {
         if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
         else mbarrier_arrive(shared + Shared::receive_full);
       }
@@ -159,7 +159,7 @@ struct Receive {
   }
   /// Of this lane's first four columns; those of group j are at this address ^ kSwizzled * j.
   template <class C> LP_DEVICE u32 address(int slot_index, int tile) const {
-    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
     return unknown(slot<C>(slot_index) + place<C>(g + 8 * (t & 1), 4 * (t >> 1), tile));
   }
   template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {

@@ -26,7 +26,7 @@ struct Choice {
   }
   /// The logits of a warp's unit: into its best, and to the host if it asks.
   LP_DEVICE void offer(int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
-    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int j = 0; j < HeadOwn::columns / 8; j++)
 #pragma unroll

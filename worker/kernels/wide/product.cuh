@@ -13,7 +13,7 @@ template <class C> LP_DEVICE Place place_of() {
   const int tile = C::split == Split::kTiles ? warp : warp & 3;
   const bool on = tile < C::stage_tiles();
   const Unit unit = C::unit_of(on ? tile : 0);
-  return Place{tile, on, ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + (thread_index() & 31) * 16, (u32)unit.width * kFragment,
+  return Place{tile, on, ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + lane_index() * 16, (u32)unit.width * kFragment,
                C::split == Split::kLeaves ? way * C::input_steps * kStepBytes : C::split == Split::kColumns ? group * (C::columns / 8 * 256) : 0};
 }
 
@@ -60,7 +60,7 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
 /// A unit of a block's own tiles with all of K, leaves ascending. `width` tiles; of fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   constexpr int R = C::columns / 2, STEPS = 4;
-  const u32 fragments = unit * (C::steps * 2 * kFragment) + (thread_index() & 31) * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
+  const u32 fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
 #pragma unroll
   for (int i = 0; i < R; i++) sum[0][i] = sum[1][i] = 0;

@@ -11,7 +11,7 @@ struct Producer {
   u32 second, issued = 0, landed = 0;  // stages
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
-  LP_DEVICE static u32 lane() { return thread_index() & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon.
   LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true) {
     const bool mine = on && (lane() & 1) == second;
@@ -59,7 +59,7 @@ struct Input {
   u32 shared, filled = 0, ready = 0;  // filled: slots
 
   LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
-  LP_DEVICE static u32 lane() { return thread_index() & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// Input of the pair's tiles of a product: this block's leaves. COUNTERS: 16, one a leaf, or one for all.
   template <class C, int COUNTERS> LP_DEVICE void stream(u64 vector, u64 counters, u32 target, u32 site) {
     using P = typename C::P;
@@ -129,7 +129,7 @@ struct Consumer {
   /// `warps`: for how many consumer warps; the others skip it.
   LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
-    if ((thread_index() & 31) == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
     stages++;
   }
   /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.
@@ -143,7 +143,7 @@ struct Consumer {
   }
   LP_DEVICE void release_input() {
     __syncwarp();
-    if ((thread_index() & 31) == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * (inputs % kInputSlots));
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * (inputs % kInputSlots));
     inputs++;
   }
 };

@@ -47,6 +47,10 @@ pub struct ServeArgs {
     #[arg(long, value_enum, default_value_t = Device::Auto, env = "LOOPLANE_DEVICE")]
     pub device: Device,
 
+    /// How a GPU runs the phases of a step: off is there to be measured against; the tokens are the same
+    #[arg(long = "loop", value_enum, value_name = "MODE", default_value_t = LoopMode::On, env = "LOOPLANE_LOOP")]
+    pub loop_mode: LoopMode,
+
     /// Compute threads of each worker [default: the machine's cores divided by --tp]
     #[arg(long, value_name = "N", env = "LOOPLANE_THREADS")]
     pub threads: Option<u32>,
@@ -122,6 +126,15 @@ pub enum Device {
     Cpu,
     /// GPUs.
     Cuda,
+}
+
+/// How a GPU runs the phases of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LoopMode {
+    /// One launch walks all phases of many steps.
+    On,
+    /// A launch for each phase of each layer, in a CUDA graph, for passes of up to 8 rows; wider ones have none and keep their loop.
+    Off,
 }
 
 /// Options that can work, as far as can be known before anything is started.
@@ -239,6 +252,7 @@ impl ServeArgs {
                     Device::Cpu => load_request::Device::Cpu,
                     Device::Cuda => load_request::Device::Cuda,
                 },
+                unlooped: self.loop_mode == LoopMode::Off,
                 max_context: self.max_context,
                 waits: Waits {
                     step: Duration::from_secs(self.step_limit_seconds.into()),
@@ -349,6 +363,8 @@ mod tests {
         let ranks = |options: &[&str]| group(options).tensor_parallel;
         assert_eq!((ranks(&[]), ranks(&["--device", "cuda"]), ranks(&["--device", "cuda", "--tp", "4"])), (2, 1, 4));
         assert_eq!(group(&["--device", "cuda"]).device, load_request::Device::Cuda);
+        let unlooped = |options: &[&str]| group(options).unlooped;
+        assert!(unlooped(&["--loop", "off"]) && !unlooped(&["--loop", "on"]) && !unlooped(&[]));
         assert_eq!((group(&[]).kv_bytes_limit, group(&["--kv-memory-mib", "3"]).kv_bytes_limit), (0, 3 << 20));
     }
 

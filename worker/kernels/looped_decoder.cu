@@ -19,6 +19,7 @@
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
+#include "sync/turns.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"
@@ -35,6 +36,10 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
 }
 
+/// While attention is being waited for, three exchanges in a row queue behind what is in flight: then o streams with fewer bytes in flight, unless the rings take
+/// all of it.
+constexpr bool kPacedOut = O::bytes / kBlocks > kRings * Shared::slots * kSlotBytes;
+
 LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
   for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
@@ -43,6 +48,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
       reached(launch, step, kProducer, layer, 0);
+      producer.look_ahead<Qkv>(weights, 1);
       producer.stream<Qkv, false>(weights);
       reached(launch, step, kProducer, layer, 1);
       if (layer == 0) {
@@ -50,10 +56,10 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
         fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
       }
       reached(launch, step, kProducer, layer, 2);
+      producer.look_ahead<GateUp>(weights + kGateUpOffset, 0);
       stream_pages(producer, launch, rows, layer);
       reached(launch, step, kProducer, layer, 3);
-      // Fewer bytes in flight while attention is being waited for: three exchanges in a row queue behind them.
-      producer.stream<O, true>(weights + kOOffset);
+      producer.stream<O, kPacedOut>(weights + kOOffset);
       reached(launch, step, kProducer, layer, 4);
       producer.stream<GateUp, false>(weights + kGateUpOffset);
       reached(launch, step, kProducer, layer, 5);
@@ -74,10 +80,16 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
-    const u32 count = count_of(shared, step);
 #pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; layer++) {
-      const Place place{rows, layer, tag_of(launch, step) + layer, active, vectors_of(count, layer)};
+    for (u32 layer = 0; layer <= kLayers; layer++) {
+      const u32 tag = tag_of(launch, step) + layer;
+      begin_turn(launch, shared, tag);
+      const Place place{rows, layer, tag, active, vectors_at(shared, tag)};
+      if (layer == kLayers) {
+        if (!samples(launch)) return;
+        phases.head(place);
+        break;
+      }
       phases.query_key_value(place);
       phases.attend_pages(place);
       phases.merge(place);
@@ -85,8 +97,6 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
       phases.gate_up(place);
       phases.down(place);
     }
-    if (!samples(launch)) return;
-    phases.head(Place{rows, kLayers, tag_of(launch, step) + kLayers, active, vectors_of(count, kLayers)});
   }
 }
 
@@ -104,31 +114,30 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    const u32 count = count_of(shared, step);
-    if (!epilogue.second()) epilogue.embed(token, active, vectors_of(count, 0), tag_of(launch, step));
+    if (!epilogue.second()) epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      const u32 tag = tag_of(launch, step) + layer, vectors = vectors_of(count, layer);
+      const u32 tag = tag_of(launch, step) + layer;
       epilogue.query_key_value(rows, layer, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 0);
-      epilogue.prepare(vectors_of(count + 1, layer), vectors + Vectors::stride);
+      pass_turn(launch, shared, tag, [&](u32 turn) { epilogue.clear(turn); });
       if (epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active, tag);
+      epilogue.add_residual<O>(vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, vectors, tag);
+      epilogue.gate_up(active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(vectors + Vectors::stride + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
+      epilogue.add_residual<Down>(vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
-    epilogue.prepare(vectors_of(count + 1, kLayers), vectors_of(count + 1, 0));
+    pass_turn(launch, shared, tag_of(launch, step) + kLayers, [&](u32 turn) { epilogue.clear(turn); });
     if (!samples(launch)) {
       step++;
       break;
     }
-    // K, V and cleared vectors of both warps lie before the token words of either: of the other's columns nobody may wait for any.
+    // K and V of both warps lie before the token words of either: with one column one warp offers them all.
     __syncwarp();
     barrier_sync(5, kEpilogueWarps * 32);
     if (epilogue.second()) {
@@ -146,7 +155,8 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
-    store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, count_of(shared, step));
+    u8* steps = launch.words + Words::steps + blockIdx.x * 4;
+    store_relaxed_u32(steps, load_relaxed_u32(steps) + step);
     if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
   }
 }
@@ -159,22 +169,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
+  poison(shared_memory, Shared::bytes);
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
     begin_block(shared);
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
+    begin_turns(shared);
     store_shared_u32(shared + Shared::last_step, launch.steps);
-    store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4));
+    store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();
-  if (threadIdx.x == 0) note_time(launch, 0);
+  if (threadIdx.x == 0) note_time(launch, kProducer, 0);
   if (warp < kWarps) {
     consume(launch, shared, warp);
-    if (threadIdx.x == 0) note_time(launch, 1);
+    if (threadIdx.x == 0) note_time(launch, kProducer, 1);
   } else if (warp == kProducer) {
     produce(launch, shared);
   } else finish(launch, shared, warp - kEpilogue);

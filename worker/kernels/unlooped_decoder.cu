@@ -27,7 +27,7 @@
 struct Pass {
   u64* tokens;
   u32 row_count, epoch, flags, step;
-  u32 vectors;          // of layer 0, in the set that the loop's next launch clears before it uses it: here nobody waits for a word, so none must be cleared
+  u32 vectors;          // of all layers: the set that was used last, which the loop's next launch clears before it uses it; here nobody waits for a word, so none must be cleared
   u32 token[kColumns];  // to embed
   Row rows[kColumns];
   float residual[kColumns][kHidden];
@@ -98,7 +98,7 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   if constexpr (residual) each_residual(epilogue, pass, [](float& here, float there) { here = there; });
   if constexpr (PHASE == Phase::kAttentionOut) epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active, place.tag);
   if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(active, vectors, place.tag);
-  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(vectors + Vectors::stride + Vectors::attention_x, 2 * layer + 2, active, place.tag + 1);
+  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(vectors + Vectors::attention_x, 2 * layer + 2, active, place.tag + 1);
   if constexpr (residual || PHASE == Phase::kEmbed) each_residual(epilogue, pass, [](float here, float& there) { there = here; });
   if constexpr (PHASE == Phase::kHead) offer_tokens(launch, epilogue, place.rows.step);
   if constexpr (PHASE == Phase::kChoose) {
@@ -141,7 +141,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
     if (warp == 0) rows.count_items();
     __syncthreads();
   }
-  const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask(), pass.vectors + layer * Vectors::stride};
+  const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask(), pass.vectors};
   if ((PHASE == Phase::kHead || PHASE == Phase::kChoose) && !samples(launch)) return;
   if (PHASE == Phase::kChoose && launch.flags & kLaunchUndrawn) return;
   if (warp < kWarps) consume<PHASE>(launch, shared, warp, place);
@@ -162,7 +162,7 @@ extern "C" __global__ void begin(const __grid_constant__ Launch launch, Pass* pa
   if (threadIdx.x > 0) return;
   pass->tokens = launch.tokens;
   pass->row_count = launch.row_count, pass->epoch = launch.epoch, pass->flags = launch.flags, pass->step = 0;
-  pass->vectors = vectors_of(load_relaxed_u32(launch.words + Words::steps) + 1, 0);
+  pass->vectors = vectors_of(load_relaxed_u32(launch.words + Words::steps) * (kLayers + 1) - 1);
 }
 
 #define LP_LAUNCH(NAME, PHASE) \

@@ -45,12 +45,14 @@ LP_DEVICE u32 steps_of(const Launch& launch) {
   }
   return steps < launch.steps ? steps : launch.steps;
 }
-LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
-/// Generations of the exchanges: the residual is published once more in a step than all else, for the LM head.
+/// Generation of the residual's exchange: it is published once more in a step than all else, for the LM head.
 LP_DEVICE u32 x_generation(u32 step, u32 layer) { return step * (kLayers + 1) + layer + 1; }
-LP_DEVICE u32 generation_of(u32 step, u32 layer) { return step * kLayers + layer + 1; }
+/// Uses of the receive buffer before this layer's.
+LP_DEVICE u32 receive_use(u32 step, u32 layer) { return (generation_of(step, layer) - 1) * Receive::kLayerUses; }
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
+/// Whether a row of this launch samples.
+LP_DEVICE bool sampling(u32 shared) { return load_shared_u32(shared + Shared::sampling); }
 /// Waits until the tokens of the step before are known. Orders K and V of that step and a stop before this step (grid).
 LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
@@ -58,11 +60,11 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
 }
 
 /// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and fetch have one copy of the code for both, because
-/// code that runs once a layer comes from far away.
+/// code that runs once a layer comes from far away; the consumers, whose copy would spill, have two.
 constexpr u32 kAttention = 0, kMlp = 1;
 LP_DEVICE int residual_steps(u32 part) { return part == kAttention ? O::leaf_steps : Down::leaf_steps; }
 
-LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling) {
+LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
   Producer producer(launch, shared, warp);
   for (u32 step = 0; step < last_step(shared); step++) {
     const Rows rows = rows_of(launch, step);
@@ -83,15 +85,18 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp, bool sampling
         } else {
           producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
         }
-        producer.stream<ResidualCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
+        producer.stream<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
       }
+      reached(launch, step, warp, layer, 3);
     }
-    if (!sampling) return;
+    if (!sampling(shared)) return;
+    reached(launch, step, warp, kLayers, 0);
     producer.stream_own<HeadOwn>(weights);
+    reached(launch, step, warp, kLayers, 1);
   }
 }
 
-LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void fetch(const Launch& launch, u32 shared) {
   Input input(launch, shared);
   for (u32 step = 0;; step++) {
     wait_sampled(launch, shared, step);
@@ -105,50 +110,54 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared, bool sampling) {
         reached(launch, step, kInput, layer, part);
         if (attention) input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
         else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
-        input.stream<ResidualCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : kMaxLeaves,
-                                  generation * (attention ? kBlocks : kLeafBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
+        input.stream<OCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : kMaxLeaves,
+                           generation * (attention ? kBlocks : kLeafBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
       }
+      reached(launch, step, kInput, layer, 2);
     }
-    if (!sampling) return;
+    if (!sampling(shared)) return;
+    reached(launch, step, kInput, kLayers, 0);
     input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    reached(launch, step, kInput, kLayers, 1);
   }
 }
 
-LP_DEVICE void find_norms(const Launch& launch, u32 shared, bool sampling) {
+LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
   for (u32 step = 0;; step++) {
     wait_sampled(launch, shared, step);
     if (step >= last_step(shared)) return;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      const u32 tag = tag_of(launch, step) + layer;
+      const u32 tag = tag_of(launch, step, layer);
       reached(launch, step, kNorms, layer, 0);
 #pragma unroll 1
       for (u32 part = 0; part < 2; part++) find_norm(launch, shared, part, (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafBlocks, tag);
     }
-    if (!sampling) return;
-    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step) + kLayers);
+    if (!sampling(shared)) return;
+    // Does the host want the launch to end? Its memory is far: asked for while down is computed.
+    if (blockIdx.x == 0 && lane_index() == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
   }
 }
 
 /// The consumer warps' walk.
 struct Team {
   const Launch& launch;
-  const u32 shared, warp;
+  const u32 shared;
   Consumer consumer;
   Receive receive;
   Hidden hidden;
-  u32 norms[2] = {0, 0};  // waited for
 
-  LP_DEVICE Team(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), receive(launch, shared, warp), hidden(launch, warp) {}
+  LP_DEVICE Team(const Launch& launch, u32 shared) : launch(launch), shared(shared), consumer(launch, shared), receive{launch, shared}, hidden(launch) {}
 
-  LP_DEVICE void wait_norm(int norm) {
-    wait_barrier(launch, shared + Shared::norms + 8 * norm, norms[norm]++ & 1, kSiteNorm);
+  LP_DEVICE void wait_norm(int norm, u32 generation) {
+    wait_barrier(launch, shared + Shared::norms + 8 * norm, generation & 1 ^ 1, kSiteNorm);
     __syncwarp();
   }
   /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.
   LP_DEVICE void begin(const Rows& rows, const Choice& choice) {
-    if (threadIdx.x < kColumns) {
-      const u32 row = threadIdx.x;
+    if (thread_index() < kColumns) {
+      const u32 row = thread_index();
       u32 place = ~0u;
       if (rows.active(row)) {
         const u32 position = rows.position(row), page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride + position / kPage);
@@ -157,7 +166,7 @@ struct Team {
       store_shared_u32(shared + Shared::place + row * 4, place);
     }
 #pragma unroll
-    for (int r = 0; r < Hidden::kRounds; r++) {
+    for (int r = 0; r < kHiddenRounds; r++) {
       const u32 row = hidden.column(r);
 #pragma unroll
       for (int i = 0; i < 8; i++) hidden.h[r][i] = 0;
@@ -167,100 +176,103 @@ struct Team {
     hidden.publish_x(0);
   }
   LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
-    const Place place = place_of<QkvCut>(warp);
+    const Place place = place_of<QkvCut>();
     float sum[QkvCut::columns / 2];
-    sum_leaves<QkvCut>(consumer, place, Qkv::leaf_steps, sum);
-    reached(launch, step, warp, layer, 1);
-    Projection projection(launch, shared);
-    receive.exchange<QkvCut>(place, sum, [&] { projection.fetch_angles(rows); });
-    reached(launch, step, warp, layer, 2);
-    wait_norm(0);
-    reached(launch, step, warp, layer, 12);
-    projection.write(receive, layer);
-    reached(launch, step, warp, layer, 13);
+    sum_leaves<QkvCut>(consumer, place, sum);
+    reached(launch, step, warp_index(), layer, 1);
+    receive.exchange<QkvCut>(receive_use(step, layer), place, sum, [] {});
+    reached(launch, step, warp_index(), layer, 2);
+    wait_norm(0, x_generation(step, layer));
+    reached(launch, step, warp_index(), layer, 12);
+    Projection{launch, shared}.write(rows, receive, layer);
+    reached(launch, step, warp_index(), layer, 13);
     publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
-    reached(launch, step, warp, layer, 3);
-    attend(consumer, rows, layer, tag_of(launch, step) + layer, generation_of(step, layer));
+    reached(launch, step, warp_index(), layer, 3);
+    attend(consumer, rows, layer);
     receive.end();
-    reached(launch, step, warp, layer, 4);
+    reached(launch, step, warp_index(), layer, 4);
+    add_product<OCut>(receive_use(step, layer) + 1, 2 * layer + 1);
+    reached(launch, step, warp_index(), layer, 5);
+    hidden.publish_x(1);
+    receive.end();
   }
-  LP_DEVICE void mlp(u32 step, u32 layer) {
+  LP_DEVICE void mlp(u32 step, u32 layer, bool last) {
+    reached(launch, step, warp_index(), layer, 6);
 #pragma unroll 1
     for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
       float sum[2][GateUpOwn::columns / 2];
-      const int unit = GateUpOwn::split_columns ? warp & 3 : warp, width = GateUpOwn::width(pass, unit);
+      const int unit = GateUpOwn::split_columns ? warp_index() & 3 : warp_index(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
-      if (pass == 0) wait_norm(1);
+      if (pass == 0) wait_norm(1, generation_of(step, layer));
       if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }
-    reached(launch, step, warp, layer, 7);
+    reached(launch, step, warp_index(), layer, 7);
     publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
-  }
-  /// Ends a part of a layer: o or down, into the residual. `last`: nobody reads it.
-  LP_DEVICE void add_product(u32 part, u32 step, u32 layer, bool last) {
-    hidden.fetch_gamma(2 * layer + 1 + part);
-    const Place place = place_of<ResidualCut>(warp);
-    float sum[ResidualCut::columns / 2];
-    sum_leaves<ResidualCut>(consumer, place, residual_steps(part), sum);
-    receive.exchange<ResidualCut>(place, sum, [] {});
-    hidden.add<ResidualCut>(receive);
-    reached(launch, step, warp, layer, part == kAttention ? 5 : 8);
+    add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2);
+    reached(launch, step, warp_index(), layer, 8);
     if (last) consumers_sync();
-    else hidden.publish_x(part ^ 1);
+    else hidden.publish_x(0);
     receive.end();
-    reached(launch, step, warp, layer, part == kAttention ? 6 : 9);
+    reached(launch, step, warp_index(), layer, 9);
   }
   LP_DEVICE bool head(u32 step, const Choice& choice) {
-    u32 stop = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) stop = load_system_u32(launch.control);
     choice.clear();
-    wait_norm(0);
+    reached(launch, step, warp_index(), kLayers, 0);
+    wait_norm(0, x_generation(step, kLayers));
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
       float sum[2][HeadOwn::columns / 2];
-      const int unit = HeadOwn::split_columns ? warp & 3 : warp, width = HeadOwn::width(pass, unit);
+      const int unit = HeadOwn::split_columns ? warp_index() & 3 : warp_index(), width = HeadOwn::width(pass, unit);
       sum_unit<HeadOwn>(consumer, unit, width, sum);
-      if (width > 0) choice.offer(warp, HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
+      if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
-    return launch.flags & kLaunchUndrawn ? false : choice.exchange(step, stop);
+    reached(launch, step, warp_index(), kLayers, 1);
+    const bool stopped = launch.flags & kLaunchUndrawn ? false : choice.exchange(step);
+    reached(launch, step, warp_index(), kLayers, 2);
+    return stopped;
   }
 
  private:
-  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp >> 2) * C::columns : 0; }
+  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp_index() >> 2) * C::columns : 0; }
+  /// o or down, into the residual, whose next norm is `norm`.
+  template <class C> LP_DEVICE void add_product(u32 use, int norm) {
+    const Place place = place_of<C>();
+    float sum[C::columns / 2];
+    sum_leaves<C>(consumer, place, sum);
+    receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
+    hidden.add<C>(receive);
+  }
 };
 
-LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling) {
-  Team team(launch, shared, warp);
+LP_DEVICE void consume(const Launch& launch, u32 shared) {
+  Team team(launch, shared);
   const Choice choice{launch, shared};
   u32 step = 0;
   for (; step < last_step(shared); step++) {
     const Rows rows = rows_of(launch, step);
+    reached(launch, step, warp_index(), kLayers, 3);
     team.begin(rows, choice);
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
-      reached(launch, step, warp, layer, 0);
-#pragma unroll  // here, one copy for both costs 3 %: it spills more
-      for (u32 part = 0; part < 2; part++) {
-        if (part == kAttention) team.attention(rows, step, layer);
-        else team.mlp(step, layer);
-        team.add_product(part, step, layer, part == kMlp && !sampling && layer + 1 == kLayers);
-      }
+      reached(launch, step, warp_index(), layer, 0);
+      team.attention(rows, step, layer);
+      team.mlp(step, layer, layer + 1 == kLayers && !sampling(shared));
     }
-    if (!sampling) {
+    if (!sampling(shared)) {
       step++;
       break;
     }
     const bool stopped = team.head(step, choice);
     if (launch.flags & kLaunchUndrawn) {
-      if (threadIdx.x == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
       return;
     }
-    if (blockIdx.x == 0 && threadIdx.x < kColumns) {
-      const u32 row = threadIdx.x;
+    if (blockIdx.x == 0 && thread_index() < kColumns) {
+      const u32 row = thread_index();
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
-      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step) << 32 | (sampled ? choice.load(0, row).id : ~0u));
+      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step, 0) << 32 | (sampled ? choice.load(0, row).id : ~0u));
     }
-    if (threadIdx.x == 0) {
+    if (thread_index() == 0) {
       if (stopped && step + 2 < last_step(shared)) {
         store_shared_u32(shared + Shared::last_step, step + 2);
         if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
@@ -269,7 +281,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, bool sampling
     }
     consumers_sync();
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_system_u32(launch.control + 1, step);
+  if (blockIdx.x == 0 && thread_index() == 0) store_system_u32(launch.control + 1, step);
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
@@ -278,7 +290,8 @@ extern "C" __device__ const u64 wide_decoder_needs[6] = {Shared::bytes, kThreads
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
   if (launch.stopped && *launch.stopped) return;
-  const u32 shared = shared_address(shared_memory), warp = threadIdx.x >> 5;
+  const u32 shared = shared_address(shared_memory);
+  poison(shared_memory, Shared::bytes);
   if (!kPrompt)
     for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
       reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
@@ -299,18 +312,23 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     store_shared_u32(shared + Shared::last_step, steps_of(launch));
     fence_mbarrier_init();
   }
-  const bool sampling = samples(launch);
+  if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
+  if (threadIdx.x == 0) note_time(launch, kStream0, 0);
   __syncthreads();
   cluster_sync();
-  if (warp < kConsumers) {
-    raise_registers<224>();
-    consume(launch, shared, warp, sampling);
+  // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
+  const u32 role = warp_index();
+  if (role < kConsumers) {
+    raise_registers<kPrompt ? 216 : 208>();
+    consume(launch, unknown(shared_address(shared_memory)));
   } else {
-    lower_registers<56>();
-    if (warp == kInput) fetch(launch, shared, sampling);
-    else if (warp == kNorms) find_norms(launch, shared, sampling);
-    else produce(launch, shared, warp, sampling);
+    lower_registers<kPrompt ? 72 : 88>();
+    const u32 own = unknown(shared_address(shared_memory));
+    if (role == kInput) fetch(launch, own);
+    else if (role == kNorms) find_norms(launch, own);
+    else produce(launch, own, role);
   }
   __syncthreads();
+  if (threadIdx.x == 0) note_time(launch, kStream0, 1);
   cluster_sync();  // a block's shared memory lives until its peer has sent its last
 }

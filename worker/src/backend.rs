@@ -15,6 +15,9 @@ pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result
     if on_gpu(request)? {
         return Ok(Box::new(cuda::load(request, progress)?));
     }
+    if request.unlooped {
+        return Err(LoadError::Request("--loop off takes a GPU: CPU sockets have no launches (leave it out)".into()));
+    }
     let limit = if request.kv_bytes_limit == 0 { CPU_KV_BYTES } else { request.kv_bytes_limit };
     Ok(Box::new(cpu::load(&LoadRequest { kv_bytes_limit: limit, ..request.clone() }, progress)?))
 }
@@ -58,6 +61,7 @@ mod tests {
             wait_limit: Duration::from_secs(1),
             max_context: 0,
             device,
+            unlooped: false,
         }
     }
 
@@ -68,6 +72,9 @@ mod tests {
             let loaded = load(&request(device, 2), &mut |_| ()).unwrap();
             assert!(loaded.loaded().bit_domain.starts_with("cpu-"));
         }
+        let unlooped = LoadRequest { unlooped: true, ..request(Device::Cpu, 2) };
+        let refusal = load(&unlooped, &mut |_| ()).err().expect("CPU sockets have one way to run").to_string();
+        assert!(refusal.contains("--loop off takes a GPU"), "{refusal}");
         let refusal = load(&request(Device::Cuda, 2), &mut |_| ()).err().expect("two ranks are refused").to_string();
         assert!(refusal.contains("--tp 1") && refusal.contains("--device cpu"), "{refusal}");
         if let Err(missing) = cuda::probe(0) {

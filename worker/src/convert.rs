@@ -51,6 +51,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         wait_limit: Duration::from_millis(request.wait_limit_ms.into()),
         max_context: request.max_context as usize,
         device,
+        unlooped: request.unlooped,
     })
 }
 
@@ -263,6 +264,8 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(load_request(valid.clone()).unwrap().wait_limit, Duration::from_secs(1));
+        let unlooped = |unlooped| load_request(v1::LoadRequest { unlooped, ..valid.clone() }).unwrap().unlooped;
+        assert!(unlooped(true) && !unlooped(false));
         for (edit, says) in [
             ((|r| r.model_dir.clear()) as fn(&mut v1::LoadRequest), "model_dir"),
             (|r| r.rank = 2, "rank 2 of tensor_parallel 2"),

@@ -48,6 +48,8 @@ pub struct LoadRequest {
     pub max_context: usize,
     /// Where to compute.
     pub device: Device,
+    /// A launch for each phase, where a GPU computes; CPU sockets refuse it.
+    pub unlooped: bool,
 }
 
 /// Where to compute.

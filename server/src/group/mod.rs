@@ -47,6 +47,8 @@ pub struct GroupConfig {
     pub kv_bytes_limit: u64,
     /// Where the workers compute.
     pub device: load_request::Device,
+    /// GPUs run a launch for each phase.
+    pub unlooped: bool,
     /// Bound on the positions of one sequence; 0: the model's own.
     pub max_context: u32,
     /// How long what may take.
@@ -106,6 +108,7 @@ impl GroupConfig {
             kv_pages: 0,
             kv_bytes_limit: 0,
             device: load_request::Device::Auto,
+            unlooped: false,
             max_context: 0,
             waits: Waits::default(),
             max_failed_starts: 5,

@@ -180,6 +180,7 @@ async fn load(
         wait_limit_ms: u32::try_from(config.waits.step.as_millis()).unwrap_or(u32::MAX),
         max_context: config.max_context,
         device: config.device.into(),
+        unlooped: config.unlooped,
     };
     let limit = config.waits.load;
     let silent = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

@@ -28,9 +28,10 @@ struct Shared {
   static constexpr u32 partials_full = empty + kRings * slots * 8;             // [2]
   static constexpr u32 partials_empty = partials_full + 16;
   static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
-  static constexpr u32 quad_leaf = sampled + 16;                               // [warp][2] addresses of K and V of its attention leaf
+  static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
+  static constexpr u32 quad_leaf = opened + 8;                                 // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
-  static constexpr u32 first_step = last_step + 4;                             // steps of all launches before
+  static constexpr u32 turns_before = last_step + 4;                           // of all launches before, less this one's epoch
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
   static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see CountedRows; steps take turns
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;

@@ -8,17 +8,24 @@
 // 16 warps of a block contributes a leaf to each of them. Attention leaves are needed by the merges, merges by all of o, o by the
 // next x. A block without tiles in a phase reads nothing in it. A late reader would find a foreign tag and report it: a tagged word is
 // never taken for another layer's. Token words have one buffer, too: a block with tiles of qkv or gate/up has read them before its part of the next step,
-// which all token words after that need; of a block without (tiny models on a full grid) it is only assumed that it reads them within a step.
+// which all token words after that need; a block without (tiny models on a full grid) has, with eight columns, since turns go on with it; with one it is only assumed that it
+// reads them within a step.
 //
 // Vectors, the activations that every block reads, are B fragments: of k block kb and column c four words, word t with k 2t, 2t+1 | 2t+8, 2t+9 of it.
 // With one column their words are tagged, and extra is the block's sum of squares in word 0.
 //
 // With eight columns tags would be half of what all blocks read of vectors. So a word is its 8 bytes of data alone, and holds the complement of its
 // bf16s: bf16_pair makes every NaN 0x7fff, so no complement is 0, and 0 stands for "not there". Sums of squares are words of 4 bytes of the same kind.
-// Words go back to 0 between two uses: every layer of a step has vectors of its own, and steps take turns at two sets of them. While a step writes one set,
-// the epilogue warps clear the other one: all that it held has been read, since the tokens of the step before are known, and the tokens of this step, with a fence on both
-// sides of them, or the end of the launch order the zeros before the next step's words. Each block remembers from launch to launch how many steps there have been.
-// A step that does not sample has no token words, so it is its launch's only one.
+// Words go back to 0 between two uses. The layers of all steps of all launches, the LM head for one, take turns at four sets of vectors (few enough to stay in L2). A turn is
+// passed on a layer late, so nobody waits for it (sync/turns.cuh). In turn n an epilogue warp, whose block's consumers have all begun turn n,
+//   1. waits until the epilogue warps of all blocks have passed turn n - 1 (acquire), and opens turn n + 1 to its consumers,
+//   2. clears its share of the set of turn n - 2,
+//   3. passes turn n: counts itself in Words::turns (release).
+// Who passed turn n - 1 had begun it in all its warps, which end a turn before they begin the next: whatever belongs to turns up to n - 2 has been read and written once 1 is
+// through, by blocks and warps without a part in it, too. So nobody reads what 2 clears, and no word of turn n - 2 is on its way. The set's next words are those of turn n + 2, the first of them
+// its input, which epilogue warps publish in turn n + 1, after their step 1, that is after the zeros of all blocks; consumers poll and merge in a turn after it has been opened by
+// step 1 of the turn before, so after those zeros, too. Launches order theirs as they follow each other: the first two turns of a launch use sets that the one before has
+// cleared, and each block remembers how many steps there have been. What ends a launch after a step (a stop, idle columns, nothing to sample) ends it in all blocks after its turn of the head.
 #pragma once
 
 constexpr bool kTaggedVectors = kColumns == 1;
@@ -42,17 +49,18 @@ using HiddenVector = Vector<kHiddenLeaves, kHiddenSteps, true>;
 using AttentionVector = Vector<kHeadLeaves, O::leaf_steps>;
 using ActivationVector = Vector<kDownLeaves, kDownSteps>;
 
-/// Offsets in the vectors of a layer. A layer after the last has the LM head's input.
+/// Offsets in a set of vectors. The LM head's has but attention_x, its input.
 struct Vectors {
+  static constexpr u32 sets = kTaggedVectors ? 1 : 4;
   static constexpr u32 attention_x = 0, mlp_x = attention_x + HiddenVector::bytes;
   static constexpr u32 attention_out = mlp_x + HiddenVector::bytes, activation = attention_out + AttentionVector::bytes;
   static constexpr u32 bytes = activation + ActivationVector::bytes;
-  static constexpr u32 stride = kTaggedVectors ? 0 : bytes;                    // from a layer to the next: tagged vectors are all layers'
 };
 /// Offsets in Launch::words.
 struct Words {
-  static constexpr u64 vectors = 0;                                            // [2 sets][layers + 1], tagged [1]
-  static constexpr u64 steps = vectors + (kTaggedVectors ? 1 : 2ull * (kLayers + 1)) * Vectors::bytes;  // [blocks] so far, of all launches
+  static constexpr u64 vectors = 0;                                            // [sets]
+  static constexpr u64 turns = vectors + (u64)Vectors::sets * Vectors::bytes;  // how often an epilogue warp has passed one
+  static constexpr u64 steps = turns + 128;                                    // [blocks] so far, of all launches
   static constexpr u64 qkv = (steps + kBlocks * 4 + 15) / 16 * 16;             // [kv head][column][tiles of its heads][4]
   static constexpr int qkv_tiles = (kQueriesPerKv + 2) * kDimTiles;
   static constexpr u64 token = qkv + (u64)kKvHeads * kColumns * qkv_tiles * 64;       // [column][blocks]
@@ -60,8 +68,8 @@ struct Words {
   static constexpr u64 page_bytes = (u64)kQueriesPerKv * kDimTiles * 128;
 };
 static_assert(Words::steps < 1ull << 32, "vectors are addressed with 32 bits");
-/// Where the vectors of a layer are, in the `step`th step of all launches.
-LP_DEVICE u32 vectors_of(u32 step, u32 layer) { return (step % 2 * (kLayers + 1) + layer) * Vectors::stride; }
+/// Where the vectors of a turn are, counted over all launches; the count may wrap.
+LP_DEVICE u32 vectors_of(u32 turn) { return turn % Vectors::sets * Vectors::bytes; }
 LP_DEVICE u64 qkv_word(int kv_head, int column, int tile) {
   return Words::qkv + (u64)((kv_head * kColumns + column) * Words::qkv_tiles + tile) * 64;
 }

@@ -10,7 +10,7 @@ struct CountedRows : Rows {
   LP_DEVICE u32 items() const { return load_shared_u32(item_ends + (kColumns - 1) * 4); }
   /// Writes `item_ends`. A whole warp calls it.
   LP_DEVICE void count_items() const {
-    const u32 row = threadIdx.x & 31;
+    const u32 row = lane_index();
     u32 items = row < kColumns && active(row) ? pages(row) * kKvHeads : 0;
 #pragma unroll
     for (u32 d = 1; d < kColumns; d *= 2) {
@@ -64,18 +64,16 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Coun
   }
 }
 
-/// With one column a scout polls for q, K and V of this step; with eight that costs more than it saves.
-constexpr bool kScoutQuery = kColumns == 1;
 /// Words of K and V that one lane fetches of a new position.
 constexpr int kFreshWords = kDimTiles / 4;
 
 /// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position within the leaf.
 /// Returns 1 / rms of k (kQkNorm).
 LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int kv_head, u32 row, u32 at, u32 tag) {
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_index();
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
   const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
-  poll_words<kFreshWords, kScoutQuery>(launch, words + lane * 16, 32 * 16, tag, kFreshWords, x, y, squares, kSiteFresh);
+  poll_words<kFreshWords>(launch, words + lane * 16, 32 * 16, tag, kFreshWords, x, y, squares, kSiteFresh);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kFreshWords; i++) {
@@ -105,14 +103,14 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
 constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
 static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
 LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = lane_index(), g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
   const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
   float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
   if (base <= p && base + kLeafPositions > low) {
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-    poll_words<kDimTiles, kScoutQuery>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
-    float scale[4] = {kScoreScale, kScoreScale, kScoreScale, kScoreScale};
+    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
+    float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};  // of columns 2t, 2t + 1; of positions g, g + 8
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
       const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage + number * kLeafPositions;
@@ -120,20 +118,14 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
 #pragma unroll
       for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
       const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
-      const float first = shuffle(mine, 8 * t), second = shuffle(mine, 8 * t + 4);
-      const float upper = load_relaxed_f32(stored + g), lower = load_relaxed_f32(stored + g + 8);
-      scale[0] = kScoreScale * first * upper;
-      scale[1] = kScoreScale * second * upper;
-      scale[2] = kScoreScale * first * lower;
-      scale[3] = kScoreScale * second * lower;
+      query_scale[0] *= shuffle(mine, 8 * t), query_scale[1] *= shuffle(mine, 8 * t + 4);
+      key_scale[0] = load_relaxed_f32(stored + g), key_scale[1] = load_relaxed_f32(stored + g + 8);
       const Row& row = rows.rows[item.row];
       const u32 fresh = row.first_position + rows.step;
       for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
         const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
-        if (g == (at & 7)) {
-          scale[at >> 3 ? 2 : 0] = kScoreScale * first * k;
-          scale[at >> 3 ? 3 : 1] = kScoreScale * second * k;
-        }
+        if (at == g) key_scale[0] = k;
+        if (at == g + 8) key_scale[1] = k;
         if (lane == 0) const_cast<float*>(stored)[at] = k;
       }
     } else {
@@ -151,7 +143,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
     float weight[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      score[i] = seen[i / 2] ? score[i] * scale[i] : kMinusInfinity;
+      score[i] = seen[i / 2] ? score[i] * (query_scale[i & 1] * key_scale[i / 2]) : kMinusInfinity;
       most[i & 1] = fmaxf(most[i & 1], score[i]);
     }
 #pragma unroll
@@ -197,7 +189,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
 
 /// This warp's leaves of the block's items, and its quarter of the pages' results.
 LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer, u32 tag) {
-  const u32 lane = threadIdx.x & 31, quad = consumer.warp >> 2, number = consumer.warp & 3;
+  const u32 lane = lane_index(), quad = consumer.warp >> 2, number = consumer.warp & 3;
   u32 index;
   Item item;
   for (u32 j = quad; block_item(rows, layer, j, index, item); j += 4) {
@@ -244,54 +236,60 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
   consumer.next += (items > first ? (items - first + kItemRings - 1) / kItemRings : 0) * kLeafChunks;
 }
 
-/// Merges the pages of (row, query head, 16 dimensions) and publishes one k block of attention's output. Jobs start at the last warp: the
-/// first ones have leaves.
-LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
-  const int lane = threadIdx.x & 31, t = lane & 3, share = lane >> 3, pair = lane & 7;
-  for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * kHeads * kDimTiles; job += kBlocks * kWarps) {
-    const u32 row = job / (kHeads * kDimTiles), head = job / kDimTiles % kHeads, tile = job % kDimTiles;
+/// Merges the pages of (row, query head, tile of 16 dimensions, part of it) and publishes that part of a k block of attention's output. A part is PAIRS pairs of
+/// dimensions d, d + 8. Lanes are [span][share of it][pair], so that small parts take several spans of pages at once. Jobs start at the last warp: the first ones have leaves.
+template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
+  constexpr u32 PARTS = 8 / PAIRS, JOBS = kHeads * kDimTiles * PARTS, SPAN = kSpanShares * PAIRS, SPANS = 32 / SPAN, STRIDE = kKvHeads * Words::page_bytes;
+  const u32 lane = lane_index(), pair = lane % PAIRS, share = lane / PAIRS % kSpanShares, span = lane / SPAN;
+  for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * JOBS; job += kBlocks * kWarps) {
+    const u32 row = job / JOBS, head = job % JOBS / (kDimTiles * PARTS), tile = job / PARTS % kDimTiles, part = job % PARTS;
     if (!rows.active(row)) continue;
     const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;
-    const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + pair * 16;
+    const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + (part * PAIRS + pair) * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
-    for (u32 begin = 0; begin < pages; begin += kSpanPages) {
-      constexpr u32 STRIDE = kKvHeads * Words::page_bytes;
+    for (u32 begin = 0; begin < pages; begin += SPANS * kSpanPages) {
+      const u32 page = begin + span * kSpanPages + share, left = page < pages ? (pages - page + kSpanShares - 1) / kSpanShares : 0, n = left < 4 ? left : 4;
       u32 x[4], y[4], z[4];
-      const u32 mine = begin + share, n = mine >= pages ? 0 : pages - mine < kSpanPages ? (pages - mine + 3) / 4 : 4;
-      poll_words<4>(launch, words + (u64)mine * STRIDE, 4 * STRIDE, tag, n, x, y, z, kSitePage);
+      poll_words<4>(launch, words + (u64)page * STRIDE, kSpanShares * STRIDE, tag, n, x, y, z, kSitePage);
       // References are in even lanes, sums in odd ones.
       float now = kMinusInfinity;
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if ((u32)i < n) now = fmaxf(now, __uint_as_float(z[i]));
-      now = fmaxf(now, shuffle_xor(now, 8));
-      now = fmaxf(now, shuffle_xor(now, 16));
+      for (u32 i = 0; i < 4; i++)
+        if (i < n) now = fmaxf(now, __uint_as_float(z[i]));
+#pragma unroll
+      for (u32 d = PAIRS; d < 32; d *= 2) now = fmaxf(now, shuffle_xor(now, d));
       now = fmaxf(largest, shuffle(now, lane & ~1));
       float span_total = 0, span_low = 0, span_high = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (u32 i = 0; i < 4; i++) {
         const float scale = rescale(__uint_as_float(shuffle(z[i], lane & ~1)), now);
-        if ((u32)i >= n) continue;
+        if (i >= n) continue;
         span_total = fmaf(scale, __uint_as_float(z[i]), span_total);
         span_low = fmaf(scale, __uint_as_float(x[i]), span_low);
         span_high = fmaf(scale, __uint_as_float(y[i]), span_high);
       }
 #pragma unroll
-      for (int d = 8; d < 32; d *= 2) {
+      for (u32 d = PAIRS; d < SPAN; d *= 2) {
         span_total += shuffle_xor(span_total, d);
         span_low += shuffle_xor(span_low, d);
         span_high += shuffle_xor(span_high, d);
       }
-      const float keep = rescale(largest, now);
-      total = fmaf(keep, total, span_total);
-      low = fmaf(keep, low, span_low);
-      high = fmaf(keep, high, span_high);
+#pragma unroll
+      for (u32 s = 0; s < SPANS; s++) {
+        const float keep = s == 0 ? rescale(largest, now) : 1;
+        const auto of_span = [&](float v) { return SPANS == 1 ? v : shuffle(v, s * SPAN + lane % SPAN); };
+        total = fmaf(keep, total, of_span(span_total));
+        low = fmaf(keep, low, of_span(span_low));
+        high = fmaf(keep, high, of_span(span_high));
+      }
       largest = now;
     }
     const float inverse = reciprocal_approx(shuffle(total, lane | 1));
     low *= inverse;
     high *= inverse;
+    const u32 t = lane % (PAIRS / 2);
     const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
-    if (lane < 4) put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, t), bf16_pair(a, b), bf16_pair(c, d), tag, 0);
+    if (lane < PAIRS / 2)
+      put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, part * (PAIRS / 2) + t), bf16_pair(a, b), bf16_pair(c, d), tag, 0);
   }
 }

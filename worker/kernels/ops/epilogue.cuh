@@ -212,16 +212,14 @@ struct Epilogue {
       publish<ActivationVector>(vectors + Vectors::activation, first + s, y, active, tag, half() == 0);
     }
   }
-  /// This block's share of a layer's vectors: makes those of the set that is not in use "not there", and brings those of the next layer
-  /// back into L2, out of which the weights may have pushed them: a poll must not wait for memory behind the stream.
-  LP_DEVICE void prepare(u32 unused, u32 next) const {
-    if constexpr (kTaggedVectors) return;
+  /// Makes this warp's share of a turn's vectors "not there".
+  LP_DEVICE void clear(u32 turn) const {
+#ifndef LP_KEEP_WORDS  // negative control
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
     const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31);
-#ifndef LP_KEEP_WORDS  // negative control
-    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + unused + at, Quad{});
+#pragma unroll 1
+    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + vectors_of(turn) + at, Quad{});
 #endif
-    for (u32 at = thread * 128; at < Vectors::bytes; at += THREADS * 128) prefetch_l2(launch.words + next + at);
   }
 
  private:

@@ -26,27 +26,11 @@ LP_DEVICE bool samples(const Launch& launch) {
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 
-/// The number of a step of this launch in all launches.
-LP_DEVICE u32 count_of(u32 shared, u32 step) { return load_shared_u32(shared + Shared::first_step) + step; }
-
 /// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
 struct Place {
   CountedRows rows;
   u32 layer, tag, active, vectors;
 };
-
-/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
-/// it is: Launch::trace [block][producer][kLayers][8 + 2 end ..] and [12]. One thread a block calls it.
-LP_DEVICE void note_time(const Launch& launch, u32 end) {
-#ifdef LP_TRACE
-  long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + kProducer) * (kLayers + 1) + kLayers) * 16;
-  u64 before = global_nanoseconds(), now;
-  while ((now = global_nanoseconds()) == before) {}  // the shared time goes on in steps
-  notes[8 + 2 * end] = clock64();
-  notes[9 + 2 * end] = now;
-  notes[12] = multiprocessor();
-#endif
-}
 
 /// A consumer warp: its leaf of every product, its leaves of attention.
 struct ConsumerPhases {
@@ -62,7 +46,7 @@ struct ConsumerPhases {
   /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
   LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
     if (warp >= kHiddenLeaves) return;
-    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
     const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b, site);
     if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   }
@@ -80,7 +64,10 @@ struct ConsumerPhases {
   }
   LP_DEVICE void merge(const Place& place) {
     at(place, 3);
-    merge_pages(launch, place.rows, warp, place.tag, launch.words + place.vectors + Vectors::attention_out);
+    u8* out = launch.words + place.vectors + Vectors::attention_out;
+    // Of one row with many pages twice as many warps merge half a k block each, and fetch two spans at once.
+    if (kColumns == 1 && place.rows.pages(0) > kSpanPages) merge_pages<4>(launch, place.rows, warp, place.tag, out);
+    else merge_pages<8>(launch, place.rows, warp, place.tag, out);
   }
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
@@ -123,7 +110,7 @@ struct ConsumerPhases {
 /// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
 /// launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
-  const int lane = threadIdx.x & 31, first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
+  const int lane = lane_index(), first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
   u32 stop = 0;
   if (blockIdx.x == 0 && epilogue.warp == 0) stop = load_system_u32(launch.control);
   Best best[kEpilogueColumns];
@@ -140,7 +127,7 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
   }
   if (launch.flags & kLaunchUndrawn) return;
   __syncwarp();
-  fence_gpu();  // K and V of this step, and cleared vectors, of all lanes before lane 0's token words
+  fence_gpu();  // K and V of this step of all lanes before lane 0's token words
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
@@ -151,7 +138,7 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
 
 /// The best token of every column over the whole vocabulary into `token`; true if the host wants the launch to end.
 LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_index();
   const u32 tag = tag_of(launch, step);
   bool stopped = false;
 #pragma unroll
@@ -161,17 +148,17 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
     if (!(active >> column & 1) && column != 0) continue;
     const u8* words = launch.words + Words::token + (u64)column * kBlocks * 16;
     Best all;
-    for (int from = 0; from < kBlocks; from += 32) {
-      u32 value, id, extra;
-      const bool on = from + lane < kBlocks;
-      poll_words<1>(launch, words + (from + lane) * 16, 0, tag, on ? 1 : 0, &value, &id, &extra, kSiteSampled);
-      if (on) all.offer(__uint_as_float(value), id);
-      if (from == 0 && column == 0) stopped = shuffle(extra, 0) != 0;
-    }
+    constexpr int EACH = (kBlocks + 31) / 32;  // words a lane
+    u32 value[EACH], id[EACH], stop[EACH];
+    poll_words<EACH>(launch, words + lane * 16, 512, tag, (kBlocks + 31 - lane) / 32, value, id, stop, kSiteSampled);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 + lane < kBlocks) all.offer(__uint_as_float(value[i]), id[i]);
+    if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read, and cleared vectors polled
+  fence_gpu();  // token words before K and V of this step are read
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
     if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);

@@ -16,7 +16,7 @@ LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
 template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag, u32 active, u32 (*b)[2], u32 site) {
   using Leaf = Vector<1, STEPS, SQUARES>;
   constexpr int EIGHTS = (STEPS + 7) / 8;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = lane_index(), g = lane >> 2, t = lane & 3;
   float sum = 0;
   if constexpr (kTaggedVectors) {
     // One column: the 32 lanes share the words and hand them out.
@@ -38,16 +38,16 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
   } else {
     const bool on = active >> g & 1;
     Quad v[Leaf::rows + Leaf::square_rows] = {};
-    poll<Leaf::rows + Leaf::square_rows, true>(launch, words + lane * 16, ~0u, [&](int j) {
+    const auto missing = [&](int j) {
       // k blocks that are left at this row and lane: of which it holds two, or the squares of four.
       const int left = !on ? 0 : STEPS - (j < Leaf::rows ? 2 * j : 16 * (j - Leaf::rows) + 4 * t);
-      const auto missing = [&] {
-        if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
-        return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
-      };
-      if (missing() != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512) : load_relaxed_4x4(words + lane * 16 + j * 512);
-      return missing();
-    }, [](u32 seen) { return seen != 0; }, site);
+      if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
+      return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
+    };
+    const auto fetch = [&](int j) {
+      if (missing(j) != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512) : load_relaxed_4x4(words + lane * 16 + j * 512);
+    };
+    poll<Leaf::rows + Leaf::square_rows, true>(launch, words + lane * 16, ~0u, fetch, missing, [](u32 seen) { return seen != 0; }, site);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
       const Quad& pair = v[k / 2];
@@ -76,7 +76,7 @@ template <int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
 template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, const u32 (*b)[2], float (*acc)[4]) {
   if constexpr (BEGIN < STEPS) {
     constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
-    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + (threadIdx.x & 31) * 16;
+    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * 16;
 #ifdef LP_RELEASE_EARLY
     consumer.release(chunk, false);  // negative control
 #endif
@@ -104,7 +104,7 @@ struct Partials {
   LP_DEVICE Partials(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
   template <int WIDTH> LP_DEVICE void put(bool mine, const float (*acc)[4]) {
     const u32 buffer = set & 1;
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
     wait_barrier(launch, shared + Shared::partials_empty + 8 * buffer, (set >> 1 & 1) ^ 1, kSitePartialsEmpty);
     __syncwarp();
     if (mine) {

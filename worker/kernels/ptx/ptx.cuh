@@ -72,6 +72,7 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory"); }
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -142,7 +143,6 @@ LP_DEVICE u32 load_relaxed_u32(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void prefetch_l2(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 LP_DEVICE u64 load_relaxed_u64(const void* p) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
@@ -244,6 +244,20 @@ LP_DEVICE u32 transpose_8x8(u32 v) {
 // ---- warp ----
 
 constexpr u32 kAllLanes = ~0u;
+// Of an index that is known throughout, the compiler keeps all that follows from it in registers throughout, too. So these are read anew at each call.
+LP_DEVICE u32 lane_index() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+/// The same value, of which the compiler knows nothing: what follows from it is computed where it is used.
+LP_DEVICE u32 unknown(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+LP_DEVICE u32 thread_index() { return unknown(threadIdx.x); }
+LP_DEVICE u32 warp_index() { return thread_index() >> 5; }
+LP_DEVICE u32 block_index() { return unknown(blockIdx.x); }
 template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
 template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
 LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

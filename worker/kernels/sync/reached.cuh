@@ -19,3 +19,25 @@ LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 
   __syncwarp();
 #endif
 }
+
+/// With LP_POISON shared memory begins full of NaN: whoever uses what nobody has written shows it. All threads call it, before anything is written there.
+LP_DEVICE void poison(u8* memory, u32 bytes) {
+#ifdef LP_POISON
+  for (u32 i = threadIdx.x; i < bytes / 4; i += kThreads) reinterpret_cast<u32*>(memory)[i] = ~0u;
+  fence_async_shared();  // orders it before what bulk copies write
+  __syncthreads();
+#endif
+}
+
+/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
+/// it is: Launch::trace [block][warp][kLayers][8 + 2 end ..] and [12], `warp` one that has no such stages. One thread a block calls it.
+LP_DEVICE void note_time(const Launch& launch, u32 warp, u32 end) {
+#ifdef LP_TRACE
+  long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + kLayers) * 16;
+  u64 before = global_nanoseconds(), now;
+  while ((now = global_nanoseconds()) == before) {}  // the shared time goes on in steps
+  notes[8 + 2 * end] = clock64();
+  notes[9 + 2 * end] = now;
+  notes[12] = multiprocessor();
+#endif
+}

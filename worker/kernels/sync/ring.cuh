@@ -5,6 +5,9 @@
 // Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring has landed; the rest
 // of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns.
 //
+// A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings into L2 what comes later, in small pieces: from there
+// the ring fills faster than from memory once they go on.
+//
 // A chunk's full barrier is one of two of its slot, taken in turns: parities then alias only 4 x slots chunks apart. A warp that waits for chunk n
 // has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has landed, and the phase it waits for is the next.
 #pragma once
@@ -16,15 +19,21 @@ LP_DEVICE u32 full_parity(u32 chunk) { return chunk / (2 * Shared::slots) & 1; }
 LP_DEVICE u32 empty_barrier(u32 shared, u32 ring, u32 chunk) { return shared + Shared::empty + (ring * Shared::slots + chunk % Shared::slots) * 8; }
 LP_DEVICE u32 slot_address(u32 shared, u32 ring, u32 chunk) { return shared + Shared::ring + (ring * Shared::slots + chunk % Shared::slots) * kSlotBytes; }
 
+/// Bytes that a lane brings into L2 ahead of its ring, and how: pieces, so many clocks apart.
+constexpr u32 kAheadBytes = 16384, kAheadPiece = 2048, kAheadPace = 200;
+
 /// Lane r issues the chunks of ring r. All lanes of the producer warp call everything together.
 struct Producer {
   const Launch& launch;
   u32 shared;  // address of shared memory
   u64 policy;
   u32 chunk = 0;  // of this lane's ring
+  const u8* ahead = nullptr;  // what may be brought into L2: `ahead_bytes` from here on
+  u32 ahead_bytes = 0;
+  Clocks ahead_asked = 0;  // when the last piece was
 
   LP_DEVICE Producer(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_first()) {}
-  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// The next chunk of each lane that is `on`.
   template <bool PACED> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
     constexpr u32 HALF = kRings / 2;
@@ -36,6 +45,13 @@ struct Producer {
     } else {
       issue_lanes<false>(on, 0, from, bytes);
     }
+  }
+  /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product: to the leaf that comes first in the ring.
+  template <class P> LP_DEVICE void look_ahead(const u8* product, int unit) {
+    const int tile = P::first_tile(blockIdx.x) + 2 * unit, end = P::first_tile(blockIdx.x + 1), width = tile + 1 < end ? 2 : 1;
+    const u32 leaf_bytes = P::leaf_steps * width * kFragment;
+    ahead = product + (u64)tile * P::steps * kFragment + lane() * leaf_bytes;
+    ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0 : leaf_bytes < kAheadBytes ? leaf_bytes : kAheadBytes;
   }
   /// The block's share of a product: unit by unit, a leaf's k16 steps ascending.
   template <class P, bool PACED> LP_DEVICE void stream(const u8* product) {
@@ -53,9 +69,11 @@ struct Producer {
           issue<PACED>(on, leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment);
       }
     }
+    ahead_bytes = 0;
   }
 
  private:
+  LP_DEVICE bool landed(u32 ring, u32 chunk) const { return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk)); }
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
   template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes) {
     const u32 ring = lane();
@@ -65,10 +83,15 @@ struct Producer {
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.
       if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
         if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
+        if (ahead_bytes > 0 && clocks() - ahead_asked > kAheadPace && landed(ring, chunk - 1)) {
+          const u32 piece = ahead_bytes < kAheadPiece ? ahead_bytes : kAheadPiece;
+          bulk_prefetch_l2(ahead, piece);
+          ahead += piece, ahead_bytes -= piece, ahead_asked = clocks();
+        }
         continue;
       }
-      if (chunk >= 1 && !mbarrier_test_wait(full_barrier(shared, ring, chunk - 1), full_parity(chunk - 1))) continue;
-      if (PACED && partner > 0 && !mbarrier_test_wait(full_barrier(shared, ring ^ (kRings / 2), partner - 1), full_parity(partner - 1))) continue;
+      if (chunk >= 1 && !landed(ring, chunk - 1)) continue;
+      if (PACED && partner > 0 && !landed(ring ^ (kRings / 2), partner - 1)) continue;
       const u32 barrier = full_barrier(shared, ring, chunk);
       mbarrier_expect(barrier, bytes);
       bulk_load(slot_address(shared, ring, chunk), from, bytes, barrier, policy);
@@ -97,6 +120,6 @@ struct Consumer {
   /// are still queued, and the next copy would overwrite what they have not read.
   LP_DEVICE void release(u32 chunk, bool never) {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
+    if (lane_index() == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
   }
 };

@@ -11,7 +11,7 @@ using Clocks = long long;
 using Clocks = u32;
 #endif
 LP_DEVICE Clocks clocks() { return (Clocks)clock64(); }
-/// Clocks a wait may take, about 0.6 s. Waits within a block get twice that, so that the exchange that is at fault reports first.
+/// Clocks a wait may take, about 0.6 s. Waits within a block, and for turns, get twice that, so that the exchange that is at fault reports first.
 constexpr Clocks kWaitLimit = (Clocks)1000000000 * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
@@ -19,6 +19,7 @@ enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
+  kSiteTurns = 27, kSiteBegun, kSiteOpened,
 };
 
 /// `launch`: of any kernel.
@@ -34,11 +35,12 @@ template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 exp
   fence_system();
   trap();
 }
+/// What only a report needs would be kept all along, in registers that products need. So the parity is asked for again: it is the one of the phase that has not ended.
 LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 site) {
   if (mbarrier_try_wait(barrier, parity)) return;
   const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
-    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, parity, barrier);
+    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, mbarrier_test_wait(barrier, 0), barrier);
 }
 
 #ifdef LP_ABLATE_WAITS
@@ -48,44 +50,42 @@ constexpr bool kAblateWaits = false;
 #endif
 
 constexpr u32 kThere = ~0u;
-/// Calls `get(j)` for j < N until nothing is missing. It loads what it does not have yet and returns kThere, or how far from `base` that is which tells,
-/// by `there(value)`, that a word has been written. With SCOUT, while something is missing,
+/// Until nothing is missing: `fetch(j)` for j < N loads what it does not have yet, and `missing(j)` is kThere, or how far from `base` that is which tells,
+/// by `there(value)`, that a word has been written. All loads of a round are under way before the first is looked at. With SCOUT, while something is missing,
 /// one lane's last missing word stands for all: polling them all slows the stream. Words of many writers are better polled all, each until it is there.
-template <int N, bool SCOUT, class Get, class There> LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Get get, There there, u32 site) {
+template <int N, bool SCOUT, class Fetch, class Missing, class There>
+LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Fetch fetch, Missing missing, There there, u32 site) {
   Clocks begun = 0;
   while (true) {
-    u32 missing = kThere;
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-      const u32 at = get(j);
-      if (at != kThere) missing = at;
-    }
-    const u32 waiting = __ballot_sync(kAllLanes, missing != kThere);
+    for (int j = 0; j < N; j++) fetch(j);
+    u32 at = kThere;
+#pragma unroll
+    for (int j = 0; j < N; j++) at = missing(j) != kThere ? missing(j) : at;
+    const u32 waiting = __ballot_sync(kAllLanes, at != kThere);
     if (kAblateWaits || waiting == 0) break;
     if (begun == 0) begun = clocks();
     if constexpr (!SCOUT) {
-      if (missing != kThere && clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, load_relaxed_u32(base + missing));
+      if (at != kThere && clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, load_relaxed_u32(base + at));
       continue;
     }
-    if ((int)(threadIdx.x & 31) == __ffs(waiting) - 1) {
+    if ((int)lane_index() == __ffs(waiting) - 1) {
       u32 seen;
-      while (!there(seen = load_relaxed_u32(base + missing)))
+      while (!there(seen = load_relaxed_u32(base + at)))
         if (clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, seen);
     }
     __syncwarp();
   }
 }
 
-/// Waits until the words at `base + j * stride`, j < `count` <= N, have the tag: their x, y and extra. Beyond `count`, which may differ by lane, zeros.
+/// Waits until the words at `base + j * stride`, j < `count` <= N, have the tag (not 0): their x, y and extra. Beyond `count`, which may differ by lane, zeros.
 template <int N, bool SCOUT = false> LP_DEVICE void poll_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32 count, u32* x, u32* y, u32* extra, u32 site) {
-  u32 have = ~0u << count;  // bit j
+  Quad v[N] = {};
+  const auto missing = [&](int j) { return (u32)j < count && v[j].z != tag ? j * stride + 8 : kThere; };
+  const auto fetch = [&](int j) {
+    if (missing(j) != kThere) v[j] = load_relaxed_16(base + j * stride);
+  };
+  poll<N, SCOUT>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, site);
 #pragma unroll
-  for (int j = 0; j < N; j++) x[j] = y[j] = extra[j] = 0;
-  poll<N, SCOUT>(launch, base, tag, [&](int j) {
-    if (have >> j & 1) return kThere;
-    const Quad v = load_relaxed_16(base + j * stride);
-    x[j] = v.x, y[j] = v.y, extra[j] = v.w;
-    if (v.z == tag) have |= 1u << j;
-    return v.z == tag ? kThere : j * stride + 8;
-  }, [&](u32 seen) { return seen == tag; }, site);
+  for (int j = 0; j < N; j++) x[j] = v[j].x, y[j] = v[j].y, extra[j] = v[j].w;
 }

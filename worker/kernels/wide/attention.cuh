@@ -27,20 +27,20 @@ struct Merged {
   /// Into the input of o.
   LP_DEVICE void write(const Launch& launch, u32 head, u32 row) const {
     const float inverse = reciprocal_approx(total);
-    const u32 dim = (threadIdx.x & 31) * kLaneDims;
+    const u32 dim = lane_index() * kLaneDims;
     u8* to = launch.words + Words::attention_out + vector_byte(head * kDimTiles + dim / 16, row, dim / 8 % 2) + dim % 8 * 2;
 #pragma unroll
     for (u32 i = 0; i < kLaneDims; i += 2) store_u32(to + 2 * i, bf16_pair(out[i] * inverse, out[i + 1] * inverse));
   }
   /// As words, for who merges the row's spans: even lanes carry the reference, odd ones the sum.
   LP_DEVICE void publish(u8* words, u32 tag) const {
-    const u32 lane = threadIdx.x & 31;
+    const u32 lane = lane_index();
 #pragma unroll
     for (u32 i = 0; i < kLaneDims / 2; i++)
       store_relaxed_16(words + (i * 32 + lane) * 16, __float_as_uint(out[2 * i]), __float_as_uint(out[2 * i + 1]), tag, __float_as_uint(lane % 2 ? total : reference));
   }
   LP_DEVICE void receive(const Launch& launch, const u8* words, u32 tag) {
-    const u32 lane = threadIdx.x & 31;
+    const u32 lane = lane_index();
     u32 x[kLaneDims / 2], y[kLaneDims / 2], extra[kLaneDims / 2];
     receive_words<kLaneDims / 2>(launch, words + lane * 16, 32 * 16, tag, x, y, extra, kSitePage);
 #pragma unroll
@@ -59,7 +59,7 @@ constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
 /// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group; `whole`: the span is all that its rows see.
 template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share<TILES>& share, u32 begin, u32 first, u32 columns, bool whole, u32 tag) {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, set = consumer.warp / kSetWarps, number = consumer.warp % kSetWarps;
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps, number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
   const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
@@ -102,9 +102,9 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 
 /// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
 template <int TILES, class BEGIN, class LANDED>
-LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 tag, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
+LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
-  const u32 t = threadIdx.x & 3, begin = group_begin(rows, item.last), number = consumer.warp % kSetWarps;
+  const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin), first_page = rows.first_page(item.last) + item.begin;
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
   begin_stages();
@@ -127,12 +127,12 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
     consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
-  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag);
+  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag_of(launch, rows.step, layer));
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
 LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) {
-  for (u32 job = blockIdx.x + kBlocks * consumer.warp; job < rows.count * kHeads; job += kBlocks * kConsumers) {
+  for (u32 job = blockIdx.x + kBlocks * warp_index(); job < rows.count * kHeads; job += kBlocks * kConsumers) {
     const u32 row = job / kHeads, head = job % kHeads;
     if (!rows.active(row)) continue;
     u32 last = row;
@@ -155,43 +155,45 @@ LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
   if (!kPrompt) return rows;
   constexpr u32 kAt = Shared::receive + kSets * kSetScratch, kBytes = kColumns * sizeof(Row);
   static_assert(kSets * kSetScratch + kBytes <= Shared::scratch && kBytes <= kConsumerThreads * 16, "rows beside the shares");
-  if (threadIdx.x * 16 < rows.count * sizeof(Row)) {
-    const Quad v = load_constant_16(reinterpret_cast<const u8*>(rows.rows) + threadIdx.x * 16);
+  if (thread_index() * 16 < rows.count * sizeof(Row)) {
+    const Quad v = load_constant_16(reinterpret_cast<const u8*>(rows.rows) + thread_index() * 16);
     const float words[4] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-    store_shared_16(consumer.shared + kAt + threadIdx.x * 16, words);
+    store_shared_16(consumer.shared + kAt + thread_index() * 16, words);
   }
   consumers_sync();
   return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
 }
-LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer, u32 tag, u32 generation) {
-  const u32 set = consumer.warp / kSetWarps;
+LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
+  const auto set = [] { return warp_index() / kSetWarps; };
   const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(rows);
-  u32 ready = ~0u, turn = 0;
+  u32 turn = 0;
   bool others = false;  // the item before was the other set's
-  for (AttentionItem item; items.next(item); turn++) {
+  for (AttentionItem item;; turn++) {
+    const u32 before = items.kv_head;
+    if (!items.next(item)) break;
+    if (turn == 0 || item.kv_head != before) wait_queries(consumer.launch, item.kv_head, generation_of(rows.step, layer));
+    if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
-    if (alone && set != turn % kSets) {
+    if (alone && set() != turn % kSets) {
       consumer.skip(item.pages);
       others = true;
       continue;
     }
-    if (ready != item.kv_head) wait_queries(consumer.launch, ready = item.kv_head, generation);
-    if (turn == 0) reached(consumer.launch, rows.step, consumer.warp, layer, 10);
     const auto landed = [&] {
-      if (alone && items.stages > 0) barrier_arrive(4 + set, kConsumerThreads);
+      if (alone && items.stages > 0) barrier_arrive(4 + set(), kConsumerThreads);
     };
     const auto begin = [&] {
-      if (others) barrier_sync(4 + (set ^ 1), kConsumerThreads);
+      if (others) barrier_sync(4 + (set() ^ 1), kConsumerThreads);
       others = false;
     };
-    const u32 half = (tiles + 1) / 2, mine = set && !alone ? tiles - half : half, first = set && !alone ? half * 8 : 0;
-    if (mine == 2) attend_span<2>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
-    else attend_span<1>(consumer, rows, item, layer, tag, first, columns, alone, begin, landed);
+    const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half, first = set() && !alone ? half * 8 : 0;
+    if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, first, columns, alone, begin, landed);
+    else attend_span<1>(consumer, rows, item, layer, first, columns, alone, begin, landed);
   }
-  reached(consumer.launch, rows.step, consumer.warp, layer, 11);
-  merge_spans(consumer, rows, tag);
+  reached(consumer.launch, rows.step, warp_index(), layer, 11);
+  merge_spans(consumer, rows, tag_of(consumer.launch, rows.step, layer));
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);
 }

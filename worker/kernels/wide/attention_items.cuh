@@ -3,7 +3,7 @@
 #pragma once
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
-constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = 2;
+constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = kPrompt ? 2 : 1;
 constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;  // with a window, spans begin at another page for each row
 constexpr u32 kPageBytes = 4 * kLeafBytes, kPageLeaves = kPage / kLeafPositions;
 static_assert(kPageBytes <= kStageBytes, "a page is a stage");
@@ -89,13 +89,13 @@ struct AttentionItems {
   }
 
  private:
-  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
 };
 
 /// The pages of the block's items. Those that this pass adds to come after the KV head's counter.
 LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer, u32 generation) {
   const Launch& launch = producer.launch;
-  const u32 lane = threadIdx.x & 31;
+  const u32 lane = lane_index();
   AttentionItems items(rows);
   u32 ready = ~0u;  // a KV head
   for (AttentionItem item; items.next(item);) {

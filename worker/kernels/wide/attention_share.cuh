@@ -10,7 +10,7 @@ template <int TILES> struct Share {
 
   /// first: column of the group; begin: its first row.
   LP_DEVICE Share(const Launch& launch, u32 kv_head, u32 begin, u32 first, u32 columns) {
-    const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const u32 column = first + 8 * n + g, row = begin + column / kQueriesPerKv, query = column % kQueriesPerKv * kDimTiles;
@@ -37,7 +37,7 @@ template <int TILES> struct Share {
   /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it; `whole`: all do. k: 1 / rms (kQkNorm).
   /// True never, which only the products know.
   template <class SEEN> LP_DEVICE bool add_page(u32 stage, bool whole, const SEEN& seen, const float (*k)[2]) {
-    const u32 lane = threadIdx.x & 31, g = lane >> 2, from = stage + lane * 16;
+    const u32 lane = lane_index(), g = lane >> 2, from = stage + lane * 16;
     float score[TILES][kPageLeaves][4] = {};
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++)
@@ -129,7 +129,7 @@ template <int TILES> struct Share {
 
 /// Zeroes V of the positions of a page that nobody sees: it may hold anything, NaN too, whose products with weights of zero are NaN.
 template <class SEEN> LP_DEVICE void clear_unseen(u32 stage, const SEEN& seen) {
-  const u32 lane = threadIdx.x & 31, t = lane & 3;
+  const u32 lane = lane_index(), t = lane & 3;
 #pragma unroll 1
   for (u32 l = 0; l < kPageLeaves; l++) {
     const auto mask = [&](u32 at) { return (seen(l * kLeafPositions + at) ? 0xffffu : 0) | (seen(l * kLeafPositions + at + 1) ? 0xffff0000u : 0); };
@@ -146,7 +146,7 @@ template <class SEEN> LP_DEVICE void clear_unseen(u32 stage, const SEEN& seen) {
 
 /// 1 / rms of k at positions 16 l + g and + 8 of a page; of this pass from what qkv left, which is kept for later passes.
 LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const AttentionItem& item, u32 layer, u32 page, float (*k)[2]) {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, last = rows.position(item.last);
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, last = rows.position(item.last);
   const Row& row = rows.rows[item.last];
   const u32 fresh = row.first_position + rows.step, entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
   float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + entry) * kKvHeads + item.kv_head) * kPage;

@@ -10,37 +10,28 @@ struct Projection {
   static constexpr int kRounds = (QkvCut::odd_tiles * kColumns + (int)kConsumerThreads - 1) / (int)kConsumerThreads;
   const Launch& launch;
   u32 shared;
-  float angles[kRounds][8][2];  // of rows r and r + 8: cosine, sine; fetched while the pair exchanges partial sums
 
-  LP_DEVICE Projection(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
-  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + threadIdx.x) / kColumns; }  // tile of the block's
-  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + threadIdx.x) % kColumns; }
+  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }  // tile of the block's
+  LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
   LP_DEVICE static int tile(int round) { return Qkv::first_tile(blockIdx.x) + within(round); }
   /// Queries, then k, then v of a KV head.
   LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
   LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
 
-  LP_DEVICE void fetch_angles(const Rows& rows) {
-#pragma unroll
-    for (int r = 0; r < kRounds; r++) {
-      if (!on(r) || head(r) > kQueriesPerKv || place_in_pool(shared, column(r)) == ~0u) continue;
-      const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece(r) * 8) * 8;
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const Quad two = load_constant_16(turn + i * 8);
-        angles[r][i][0] = __uint_as_float(two.x), angles[r][i][1] = __uint_as_float(two.y);
-        angles[r][i + 1][0] = __uint_as_float(two.z), angles[r][i + 1][1] = __uint_as_float(two.w);
-      }
-    }
-  }
   /// Norm, bias and rope; q to this step's attention, k and v into their pages.
-  LP_DEVICE void write(const Receive& receive, u32 layer) const {
+  LP_DEVICE void write(const Rows& rows, const Receive& receive, u32 layer) const {
 #pragma unroll
     for (int r = 0; r < kRounds; r++) {
       const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
       if (place == ~0u) continue;
       const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles, query_tile = head * kDimTiles + piece;
+      Quad turns[4] = {};  // of rows r and r + 8: cosine, sine
+      if (head <= kQueriesPerKv) {
+        const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece * 8) * 8;
+#pragma unroll
+        for (int i = 0; i < 4; i++) turns[i] = load_constant_16(turn + i * 16);
+      }
       const float inverse = inverse_of(shared, 0, column(r));
       float v[16] = {};
       receive.add_rows8<QkvCut>(2 * within(r), column(r), v);
@@ -62,7 +53,8 @@ struct Projection {
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const float cosine = angles[r][i][0], sine = angles[r][i][1], low = v[i], high = v[i + 8];
+          const Quad& two = turns[i / 2];
+          const float cosine = __uint_as_float(i & 1 ? two.z : two.x), sine = __uint_as_float(i & 1 ? two.w : two.y), low = v[i], high = v[i + 8];
           v[i] = fmaf(low, cosine, -(high * sine));
           v[i + 8] = fmaf(high, cosine, low * sine);
         }
@@ -88,22 +80,29 @@ struct Projection {
   }
 };
 
-/// The residual stream of the block's rows, in registers: 8 rows of a column a lane, in fp32.
+/// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its registers, so between its uses it lies in memory.
 struct Hidden {
-  static constexpr int kChunks = kBlockHiddenTiles * 2, kWarpColumns = 32 / kChunks;  // chunks of 8 rows; columns of a warp
-  static constexpr int kRounds = kConsumers * kWarpColumns < kColumns ? kColumns / (kConsumers * kWarpColumns) : 1;
   const Launch& launch;
-  u32 warp;
-  float h[kRounds][8];
+  float h[kHiddenRounds][8];
   Quad gamma;
 
-  LP_DEVICE Hidden(const Launch& launch, u32 warp) : launch(launch), warp(warp) {}
-  LP_DEVICE static int chunk() { return (threadIdx.x & 31) / kWarpColumns; }
-  LP_DEVICE int column(int round) const { return (round * kConsumers + warp) * kWarpColumns + (threadIdx.x & 31) % kWarpColumns; }
-  LP_DEVICE bool on(int round) const { return column(round) < kColumns; }
+  LP_DEVICE Hidden(const Launch& launch) : launch(launch) {}
+  LP_DEVICE static int chunk() { return lane_index() / kHiddenColumns; }
+  LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns; }
+  LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
-  /// Weights of the norm that is applied next, ahead of time.
+  /// The weights of the norm that is applied next.
   LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }
+  /// The residual and gamma.
+  LP_DEVICE void fetch(int norm) {
+    fetch_gamma(norm);
+#pragma unroll
+    for (int i = 0; i < kHiddenRounds * 2; i++) {
+      const Quad v = load_relaxed_16(residual() + i * (kConsumerThreads * 16));
+      float* to = h[i / 2] + i % 2 * 4;
+      to[0] = __uint_as_float(v.x), to[1] = __uint_as_float(v.y), to[2] = __uint_as_float(v.z), to[3] = __uint_as_float(v.w);
+    }
+  }
 
   LP_DEVICE void embed(int round, u32 token) {
     u32 pairs[4];
@@ -120,14 +119,14 @@ struct Hidden {
   /// Adds what the pair has summed in o or down.
   template <class C> LP_DEVICE void add(const Receive& receive) {
 #pragma unroll
-    for (int r = 0; r < kRounds; r++)
+    for (int r = 0; r < kHiddenRounds; r++)
       if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
   }
   /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's), whose 1 / rms its readers apply after their product.
   LP_DEVICE void publish_x(int norm) {
     const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
-    for (int r = 0; r < kRounds; r++) {
+    for (int r = 0; r < kHiddenRounds; r++) {
       if (!on(r)) continue;
       u32 x[4];
       float squares[8];
@@ -138,17 +137,25 @@ struct Hidden {
       store_16(launch.words + (norm ? Words::mlp_x : Words::attention_x) + vector_byte(blockIdx.x * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
       float sum = tree_sum<8>(squares);
 #pragma unroll
-      for (int d = kWarpColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+      for (int d = kHiddenColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
       if (chunk() == 0) store_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + blockIdx.x) * kColumns + column(r)) * 4, __float_as_uint(sum));
     }
     publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + blockIdx.x / kLeafBlocks * Words::counter);
+#pragma unroll
+    for (int i = 0; i < kHiddenRounds * 2; i++) {
+      const float* from = h[i / 2] + i % 2 * 4;
+      store_16(residual() + i * (kConsumerThreads * 16), Quad{__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])});
+    }
   }
+
+ private:
+  LP_DEVICE u8* residual() const { return launch.words + Words::hidden + (blockIdx.x * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16; }
 };
 
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
 /// and tells all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
-  const u32 lane = threadIdx.x & 31;
+  const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
   if (blockIdx.x < kColumns) {
     if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
@@ -180,7 +187,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 using GateUpOwn = Own<GateUp>;
 /// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
-  const int lane = threadIdx.x & 31, t = lane & 3;
+  const int lane = lane_index(), t = lane & 3;
 #pragma unroll
   for (int j = 0; j < GateUpOwn::columns / 8; j++) {
     const u32 column = first_column + 8 * j;

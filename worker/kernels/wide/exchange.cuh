@@ -6,6 +6,10 @@
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
 constexpr u32 kQueryWriters = 2 * kQkvTiles / QkvCut::pair_tiles;          // blocks that write q, k and v of a KV head
 
+/// Generations of the exchanges, from 1; and the tags of words.
+LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
+LP_DEVICE u32 tag_of(const Launch& launch, u32 step, u32 layer) { return launch.epoch + unknown(step) * (kLayers + 1) + layer; }
+
 LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 site) {
   const u32* p = (const u32*)(launch.words + counter);
   u32 seen = load_acquire_u32(p);
@@ -16,7 +20,7 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
 }
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
-  if ((threadIdx.x & 31) == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+  if (lane_index() == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
   __syncwarp();
   fence_async_global();
 }
@@ -38,7 +42,7 @@ template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* ba
     if (begun == 0) begun = clock64();
     if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
     const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
-    if ((int)(threadIdx.x & 31) == __ffs(scout) - 1) {
+    if ((int)lane_index() == __ffs(scout) - 1) {
       const u8* word = base + missing * stride;
       while ((seen = load_relaxed_16(word).z) != tag)
         if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
@@ -52,25 +56,24 @@ LP_DEVICE void consumers_sync() { barrier_sync(1, kConsumerThreads); }
 LP_DEVICE void publish(const Launch& launch, u64 counter) {
   fence_async_global();
   consumers_sync();
-  if (threadIdx.x == 0) add_release_u32((u32*)(launch.words + counter), 1);
+  if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
 /// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
 /// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
   const Launch& launch;
-  u32 shared, warp, uses = 0, exchanges = 0;
+  u32 shared;
 
-  LP_DEVICE Receive(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
+  static constexpr u32 kLayerUses = 3;  // of the buffer in a layer: qkv and attention, o, down
   /// Before anything is written to either block's buffer: both have read what they had received before.
-  LP_DEVICE void begin() {
-    wait_barrier(launch, shared + Shared::receive_free, (uses & 1) ^ 1, kSitePartialsEmpty);
+  LP_DEVICE void begin(u32 use) {
+    wait_barrier(launch, shared + Shared::receive_free, use & 1 ^ 1, kSitePartialsEmpty);
     __syncwarp();
   }
   /// After a barrier of the consumers that follows the last read: the peer may send again.
   LP_DEVICE void end() {
-    uses++;
-    if (threadIdx.x < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, threadIdx.x));
+    if (thread_index() < 2) mbarrier_arrive_remote(map_shared(shared + Shared::receive_free, thread_index()));
   }
 
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
@@ -79,10 +82,10 @@ struct Receive {
   template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
 
   /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
-  template <class C, class MEANWHILE> LP_DEVICE void exchange(const Place& place, float* sum, const MEANWHILE& meanwhile) {
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum, const MEANWHILE& meanwhile) {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
-    begin();
-    const u32 group = warp >> 2, peer = half() ^ 1;
+    begin(use);
+    const u32 group = warp_index() >> 2, peer = half() ^ 1;
     const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
     const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
     const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
@@ -99,7 +102,7 @@ struct Receive {
         put<C>(sent, place.tile, sum);
         fence_async_shared();
         __syncwarp();
-        if ((threadIdx.x & 31) == 0)
+        if (lane_index() == 0)
           bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
       }
       if constexpr (keeps_own<C>) {
@@ -107,12 +110,12 @@ struct Receive {
         fence_async_shared();  // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
       }
       __syncwarp();
-      if ((threadIdx.x & 31) == 0) {
-        if (warp == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
+      if (lane_index() == 0) {
+        if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, exchanges++ & 1, kSitePartialsFull);
+      wait_barrier(launch, shared + Shared::receive_full, (kPrompt ? use % kLayerUses - 1 : use) & 1, kSitePartialsFull);  // prompts receive nothing in qkv
       __syncwarp();
       if (keeps_own<C>) return;
       if (on && mine) add<C>(received, place.tile, sum);
@@ -125,14 +128,14 @@ struct Receive {
   }
   /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.
   template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to) const {
-    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, slot_column = column % C::columns;
+    const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, row = (chunk & 1) * 8;
+    const u32 first = unknown(place<C>(row, column % C::columns, tile));
+    const u32 received = slot<C>(first_received<C> + within * pieces<C> + column / C::columns), own = slot<C>(tile);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int row = (chunk & 1) * 8 + i;
-      const u32 at = (row * C::columns + (slot_column ^ swizzle(row, tile))) * 4;
-      const float received = load_shared_f32(slot<C>(first_received<C> + within * pieces<C> + column / C::columns) + at);
-      if constexpr (keeps_own<C>) to[i] += load_shared_f32(slot<C>(tile) + at) + received;
-      else to[i] += received;
+      const u32 at = (first ^ kSwizzled * (i & 3)) + i * C::columns * 4;
+      if constexpr (keeps_own<C>) to[i] += load_shared_f32(own + at) + load_shared_f32(received + at);
+      else to[i] += load_shared_f32(received + at);
     }
   }
 
@@ -140,10 +143,12 @@ struct Receive {
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
   template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
-  LP_DEVICE static int swizzle(int row, int tile) { return ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3; }
+  /// Byte of a tile. Groups of 8 columns lie in another order in each row: of a row four further, or of column c ^ 8, it is this byte ^ kSwizzled.
+  template <class C> LP_DEVICE static u32 place(int row, int column, int tile) { return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4; }
+  static constexpr u32 kSwizzled = 32;
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
   template <class C> LP_DEVICE static void swap_rows(float* sum) {
-    const bool odd = threadIdx.x & 1;
+    const bool odd = thread_index() & 1;
 #pragma unroll
     for (int j = 0; j < C::columns / 8; j++) {
       float* v = sum + 4 * j;
@@ -152,18 +157,21 @@ struct Receive {
       else v[2] = a, v[3] = b;
     }
   }
-  template <class C> LP_DEVICE u32 address(int slot_index, int tile, int j) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row = g + 8 * (t & 1);
-    return slot<C>(slot_index) + (row * C::columns + ((8 * j + 4 * (t >> 1)) ^ swizzle(row, tile))) * 4;
+  /// Of this lane's first four columns; those of group j are at this address ^ kSwizzled * j.
+  template <class C> LP_DEVICE u32 address(int slot_index, int tile) const {
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
+    return unknown(slot<C>(slot_index) + place<C>(g + 8 * (t & 1), 4 * (t >> 1), tile));
   }
   template <class C> LP_DEVICE void put(int slot_index, int tile, const float* sum) const {
+    const u32 to = address<C>(slot_index, tile);
 #pragma unroll
-    for (int j = 0; j < C::columns / 8; j++) store_shared_16(address<C>(slot_index, tile, j), sum + 4 * j);
+    for (int j = 0; j < C::columns / 8; j++) store_shared_16(to ^ kSwizzled * j, sum + 4 * j);
   }
   template <class C> LP_DEVICE void add(int slot_index, int tile, float* sum) const {
+    const u32 from = address<C>(slot_index, tile);
 #pragma unroll
     for (int j = 0; j < C::columns / 8; j++) {
-      const Quad v = load_shared_16(address<C>(slot_index, tile, j));
+      const Quad v = load_shared_16(from ^ kSwizzled * j);
       sum[4 * j] += __uint_as_float(v.x);
       sum[4 * j + 1] += __uint_as_float(v.y);
       sum[4 * j + 2] += __uint_as_float(v.z);

@@ -11,6 +11,9 @@ constexpr u32 kConsumerThreads = kConsumers * 32;
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;  // the other warps: weights and pages (two), activations, 1 / rms
 constexpr u32 kThreads = 12 * 32;
 constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
+/// The residual stream: of the block's rows, runs of 8 for a lane; columns of a warp; rounds until it has all columns.
+constexpr int kHiddenChunks = kBlockHiddenTiles * 2, kHiddenColumns = 32 / kHiddenChunks;
+constexpr int kHiddenRounds = kConsumers * kHiddenColumns < kColumns ? kColumns / (kConsumers * kHiddenColumns) : 1;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
 /// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
@@ -22,9 +25,9 @@ constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves == 16 && kDownLeav
                            && kQkvTiles % (Qkv::tiles / kPairs) == 0;                           // a pair belongs to one KV head
 static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block, leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of one KV head a pair");
 
-LP_DEVICE u32 pair() { return blockIdx.x >> 1; }
+LP_DEVICE u32 pair() { return block_index() >> 1; }
 /// Which half of K this block sums, and which of the pair's tiles it owns.
-LP_DEVICE u32 half() { return blockIdx.x & 1; }
+LP_DEVICE u32 half() { return block_index() & 1; }
 
 // ---- stages and slots ----
 
@@ -68,7 +71,7 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
-  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(blockIdx.x); }
+  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(block_index()); }
   LP_DEVICE static int stage_tiles() { return HALVES ? pair_tiles : owned(half()); }
   LP_DEVICE static int first_leaf() { return HALVES ? (int)half() * block_leaves : 0; }
   /// Tiles that block `of` of the pair owns, and the first of them.
@@ -87,9 +90,11 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
 };
 using QkvCut = Cut<Qkv, !kPrompt>;
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
-/// o and down, which differ in nothing but the length of a leaf.
-using ResidualCut = Cut<O, true, common_divisor(O::leaf_steps, Down::leaf_steps)>;
-static_assert((int)O::tiles == (int)Down::tiles, "both add to the residual");
+/// o and down differ in nothing but the length of a leaf: who streams one can stream the other.
+constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);
+using OCut = Cut<O, true, kResidualRun>;
+using DownCut = Cut<Down, true, kResidualRun>;
+static_assert((int)O::tiles == (int)Down::tiles && OCut::steps == DownCut::steps, "both add to the residual");
 
 /// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit. Passes of some units, which read x once each.
 template <class PRODUCT> struct Own {
@@ -99,8 +104,8 @@ template <class PRODUCT> struct Own {
   static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   static constexpr int steps = stage_steps(kStageBytes / (pass_units * 2 * kFragment), P::leaf_steps < 8 ? P::leaf_steps : 8);  // a stage
-  LP_DEVICE static int first_tile() { return P::first_tile(blockIdx.x); }
-  LP_DEVICE static int tiles() { return P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x); }
+  LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
+  LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {
@@ -130,7 +135,8 @@ struct Words {
   static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;            // [x, MLP's x][column] (tag << 32 | 1 / rms)
   static constexpr u64 best = inverse + 2ull * kColumns * 8;                      // [block][column] (token << 32 | logit)
   static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;                 // u32: the host wants the launch to end
-  static constexpr u64 items = stop + 128;                                        // of attention
+  static constexpr u64 hidden = stop + 128;                                       // the residual stream, each thread's own: Hidden
+  static constexpr u64 items = hidden + (u64)kBlocks * kHiddenRounds * kConsumerThreads * 32;  // of attention
 };
 LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) { return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16; }
 LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) { return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4; }
@@ -151,6 +157,7 @@ struct Shared {
   static constexpr u32 norms = receive_free + 8;                                     // [x, MLP's x]
   static constexpr u32 sampled = norms + 16;                                         // completes once a step's tokens are known
   static constexpr u32 last_step = sampled + 8;                                      // steps to run
+  static constexpr u32 sampling = last_step + 4;                                     // whether a row samples
   static constexpr u32 bytes = last_step + 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");

@@ -21,12 +21,12 @@ struct Choice {
     store_shared_u32(slot(row, column) + 4, best.id);
   }
   LP_DEVICE void clear() const {
-    for (u32 i = threadIdx.x; i < kConsumers * kColumns; i += kConsumerThreads) store(i / kColumns, i % kColumns, Best{});
+    for (u32 i = thread_index(); i < kConsumers * kColumns; i += kConsumerThreads) store(i / kColumns, i % kColumns, Best{});
     consumers_sync();
   }
   /// The logits of a warp's unit: into its best, and to the host if it asks.
-  LP_DEVICE void offer(u32 warp, int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  LP_DEVICE void offer(int first_tile, int width, u32 first_column, const float (*sum)[HeadOwn::columns / 2]) const {
+    const int lane = lane_index(), g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int j = 0; j < HeadOwn::columns / 8; j++)
 #pragma unroll
@@ -49,16 +49,16 @@ struct Choice {
           best.offer(v, i);
         }
         if (g == 0) {
-          const Best before = load(warp, column);
+          const Best before = load(warp_index(), column);
           best.offer(before.value, before.id);
-          store(warp, column, best);
+          store(warp_index(), column, best);
         }
       }
   }
-  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (`stop`: block 0's).
+  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (the warp of the norms has asked).
   /// Orders K, V and words of this step before all that follows in any block (grid).
-  LP_DEVICE bool exchange(u32 step, u32 stop) const {
-    const u32 tid = threadIdx.x;
+  LP_DEVICE bool exchange(u32 step) const {
+    const u32 tid = thread_index();
     consumers_sync();
     if (tid < kColumns) {
       Best best;
@@ -68,7 +68,6 @@ struct Choice {
       }
       store_relaxed_u64(launch.words + Words::best + (blockIdx.x * kColumns + tid) * 8, (u64)best.id << 32 | __float_as_uint(best.value));
     }
-    if (blockIdx.x == 0 && tid == 0) store_relaxed_u32(launch.words + Words::stop, stop);
     publish(launch, Words::tokens_ready);
     if (tid == 0) wait_count(launch, Words::tokens_ready, kBlocks * (step + 1), kSiteSampled);
     consumers_sync();

@@ -7,23 +7,24 @@ struct Place {
   bool on;                       // idle warps multiply zeros
   u32 fragments, stride, input;  // bytes
 };
-template <class C> LP_DEVICE Place place_of(u32 warp) {
+template <class C> LP_DEVICE Place place_of() {
+  const u32 warp = warp_index();
   const u32 group = warp >> 2, way = C::split == Split::kLeaves ? group : 0;
   const int tile = C::split == Split::kTiles ? warp : warp & 3;
   const bool on = tile < C::stage_tiles();
   const Unit unit = C::unit_of(on ? tile : 0);
-  return Place{tile, on, ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + (threadIdx.x & 31) * 16, (u32)unit.width * kFragment,
+  return Place{tile, on, ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + lane_index() * 16, (u32)unit.width * kFragment,
                C::split == Split::kLeaves ? way * C::input_steps * kStepBytes : C::split == Split::kColumns ? group * (C::columns / 8 * 256) : 0};
 }
 
 /// One leaf of a warp's tile, k16 steps ascending from zero.
-template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, int leaf_steps, float* sum) {
-  constexpr int N = C::columns, STEPS = 4;
+template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
+  constexpr int N = C::columns, STEPS = C::leaves == kMaxLeaves ? 2 : 4;  // the tree of 16 leaves leaves fewer registers
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
   u32 stage = 0, input = 0;
 #pragma unroll 1
-  for (int k = 0; k < leaf_steps; k += STEPS) {
+  for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
     if (k % C::input_steps == 0) input = consumer.wait_input() + place.input;
     if (k % C::steps == 0) stage = consumer.wait() + place.fragments;
     Quad a[STEPS];
@@ -40,16 +41,16 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
   }
 }
 /// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
-template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, int leaf_steps, float* sum) {
+template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float* sum) {
   if constexpr (LEAVES == 1) {
-    sum_leaf<C>(consumer, place, leaf_steps, sum);
+    sum_leaf<C>(consumer, place, sum);
   } else {
 #pragma unroll
     for (int i = 0; i < C::columns / 2; i++) sum[i] = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
       float part[C::columns / 2];
-      sum_leaves<C, LEAVES / 2>(consumer, place, leaf_steps, part);
+      sum_leaves<C, LEAVES / 2>(consumer, place, part);
 #pragma unroll
       for (int i = 0; i < C::columns / 2; i++) sum[i] += part[i];
     }
@@ -59,8 +60,8 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
 /// A unit of a block's own tiles with all of K, leaves ascending. `width` tiles; of fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   constexpr int R = C::columns / 2, STEPS = 4;
-  const u32 fragments = unit * (C::steps * 2 * kFragment) + (threadIdx.x & 31) * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
-  const u32 columns = C::split_columns ? (consumer.warp >> 2) * (C::columns / 8 * 256) : 0;
+  const u32 fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
+  const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
 #pragma unroll
   for (int i = 0; i < R; i++) sum[0][i] = sum[1][i] = 0;
 #pragma unroll 1

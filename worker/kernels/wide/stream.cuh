@@ -8,24 +8,21 @@ struct Producer {
   const Launch& launch;
   u32 shared;
   u64 policy;
-  u32 second, issued = 0, slot = 0, phase = 1, landed = 0, landed_slot = 0, landed_phase = 0;
+  u32 second, issued = 0, landed = 0;  // stages
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
-  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon.
   LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true) {
     const bool mine = on && (lane() & 1) == second;
-    const u32 total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
+    const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
     // Released: orders the consumers' reads before the copies that overwrite them (block).
-    const u32 empty = shared + Shared::stage_empty + 8 * slot;
+    const u32 empty = shared + Shared::stage_empty + 8 * slot, phase = issued / kStages & 1 ^ 1;
     for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));)
       if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
     if (lane() == 0) {
       // Landed: bounds what is in flight.
-      for (; landed + kInFlight <= issued; landed++) {
-        wait_barrier(launch, shared + Shared::stage_full + 8 * landed_slot, landed_phase, kSiteLanded);
-        if (++landed_slot == kStages) landed_slot = 0, landed_phase ^= 1;
-      }
+      for (; landed + kInFlight <= issued; landed++) wait_barrier(launch, shared + Shared::stage_full + 8 * (landed % kStages), landed / kStages & 1, kSiteLanded);
       mbarrier_expect(full, total);
     }
     __syncwarp();
@@ -34,7 +31,6 @@ struct Producer {
       else bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full);
     }
     issued++;
-    if (++slot == kStages) slot = 0, phase ^= 1;
   }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
   template <class C> LP_DEVICE void stream(const u8* product, int leaf_steps) {
@@ -60,12 +56,10 @@ struct Producer {
 /// second-level cache.
 struct Input {
   const Launch& launch;
-  u32 shared;
-  u64 policy;
-  u32 slot = 0, phase = 1, ready = 0;
+  u32 shared, filled = 0, ready = 0;  // filled: slots
 
-  LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_last()) {}
-  LP_DEVICE static u32 lane() { return threadIdx.x & 31; }
+  LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  LP_DEVICE static u32 lane() { return lane_index(); }
   /// Input of the pair's tiles of a product: this block's leaves. count: of counters, 16, one a leaf, or one for all.
   template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site, int leaf_steps) {
     ready = 0;
@@ -106,27 +100,28 @@ struct Input {
   /// Fills the next slot, in as many copies as WAYS, each from its lane's offset in the words.
   template <int WAYS> LP_DEVICE void copy(u64 from) {
     constexpr u32 bytes = kInputSteps * kStepBytes;
-    const u32 full = shared + Shared::input_full + 8 * slot;
+    const u32 slot = filled % kInputSlots, full = shared + Shared::input_full + 8 * slot;
     if (lane() == 0) {
-      wait_barrier(launch, shared + Shared::input_empty + 8 * slot, phase, kSiteInputEmpty);
+      wait_barrier(launch, shared + Shared::input_empty + 8 * slot, filled / kInputSlots & 1 ^ 1, kSiteInputEmpty);
       mbarrier_expect(full, bytes);
     }
     __syncwarp();
-    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full, policy);
+    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full, policy_evict_last());
     __syncwarp();
-    if (++slot == kInputSlots) slot = 0, phase ^= 1;
+    filled++;
   }
 };
 
 /// A consumer warp's place in both rings.
 struct Consumer {
   const Launch& launch;
-  u32 shared, warp, slot = 0, phase = 0, input_slot = 0, input_phase = 0;
+  u32 shared, stages = 0, inputs = 0;  // given back
 
-  LP_DEVICE Consumer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
+  LP_DEVICE Consumer(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   /// Waits for the next stage; its address. Orders the copies before the reads (block).
   LP_DEVICE u32 wait() {
-    wait_barrier(launch, shared + Shared::stage_full + 8 * slot, phase, kSiteFull);
+    const u32 slot = stages % kStages;
+    wait_barrier(launch, shared + Shared::stage_full + 8 * slot, stages / kStages & 1, kSiteFull);
     __syncwarp();
     return shared + Shared::ring + slot * kStageBytes;
   }
@@ -135,22 +130,21 @@ struct Consumer {
   /// `warps`: for how many consumer warps; the others skip it.
   LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * slot + (never ? 8192 : 0), warps);
-    if (++slot == kStages) slot = 0, phase ^= 1;
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
+    stages++;
   }
   /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.
-  LP_DEVICE void skip(u32 stages) {
-    for (slot += stages; slot >= kStages; slot -= kStages) phase ^= 1;
-  }
+  LP_DEVICE void skip(u32 others) { stages += others; }
   /// The same for the slots of activations.
   LP_DEVICE u32 wait_input() {
-    wait_barrier(launch, shared + Shared::input_full + 8 * input_slot, input_phase, kSiteInputFull);
+    const u32 slot = inputs % kInputSlots;
+    wait_barrier(launch, shared + Shared::input_full + 8 * slot, inputs / kInputSlots & 1, kSiteInputFull);
     __syncwarp();
-    return shared + Shared::input + input_slot * (kInputSteps * kStepBytes);
+    return shared + Shared::input + slot * (kInputSteps * kStepBytes);
   }
   LP_DEVICE void release_input() {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * input_slot);
-    if (++input_slot == kInputSlots) input_slot = 0, input_phase ^= 1;
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * (inputs % kInputSlots));
+    inputs++;
   }
 };

@@ -111,6 +111,7 @@ impl Group {
             wait_limit: WAIT_LIMIT,
             max_context: positions,
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
+            unlooped: false,
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
         let (mut decoders, streams): (Vec<_>, Vec<Streams>) =

@@ -16,7 +16,7 @@ pub use args::{BenchArgs, Shape, WeightSource};
 pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
 
 use crate::cpu::{ReadBandwidth, ReadError};
-use crate::cuda::{self, CudaError, Gauge, LoopMode, Noted, Phase, ReadLimit};
+use crate::cuda::{self, CudaError, Gauge, LoopMode, Noted, Phase, ReadLimit, Trace};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
@@ -137,7 +137,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let batches = series.iter().map(|of| {
         let kv_bytes = of.kv_bytes / u64::from(args.steps);
         let report = BatchReport::new(of.batch, &of.times, traffic.weight_bytes, kv_bytes, &read);
-        BatchReport { loop_mode: of.mode, phases: of.phases(&traffic, &read), ..report }
+        let trace = of.noted.as_ref().and_then(|noted| noted.trace.as_ref());
+        let sm_mhz = trace.map(Trace::sm_mhz);
+        BatchReport { loop_mode: of.mode, sm_mhz, phases: of.phases(&traffic, &read), ..report }
     });
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),

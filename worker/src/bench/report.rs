@@ -98,6 +98,8 @@ pub struct BatchReport {
     pub times_batch_1: Option<f64>,
     /// `step_ms` over that of the same batch in the loop, where that was measured.
     pub times_looped: Option<f64>,
+    /// Clock of a GPU's multiprocessors while `phases` was noted, in MHz: it moves with power and temperature, and what waits takes with it; looped only.
+    pub sm_mhz: Option<f64>,
     /// What its time goes into, on a GPU: of one step, that notes times and takes a little longer for it.
     pub phases: Vec<PhaseReport>,
 }
@@ -152,6 +154,7 @@ impl BatchReport {
             times_batch_1: None,
             loop_mode: None,
             times_looped: None,
+            sm_mhz: None,
             phases: Vec::new(),
         }
     }
@@ -194,7 +197,8 @@ impl Display for BatchReport {
         let bytes = self.phases.iter().map(|of| of.bytes).sum::<u64>() as f64;
         let us = self.phases.iter().map(|of| of.us).sum::<f64>();
         let floor = self.floor_ms * 1e3;
-        writeln!(f, "batch {}, loop {}: phases of a step that notes times", self.batch, mode_name(self.loop_mode))?;
+        write!(f, "batch {}, loop {}: phases of a step that notes times", self.batch, mode_name(self.loop_mode))?;
+        writeln!(f, "{}", self.sm_mhz.map_or(String::new(), |mhz| format!(", multiprocessors at {mhz:.0} MHz")))?;
         for title in ["phase", "MB", "us", "waiting", "GB/s", "of best"] {
             write!(f, "{title:>11}")?;
         }

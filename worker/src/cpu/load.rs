@@ -291,6 +291,7 @@ mod tests {
             wait_limit: Duration::from_secs(1),
             max_context: 0,
             device: crate::decoder::Device::Cpu,
+            unlooped: false,
         }
     }
 

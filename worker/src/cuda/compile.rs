@@ -24,6 +24,10 @@ const OPTIONS: [&str; 5] = [
     "--device-as-default-execution-space",
     "--ptxas-options=-v",
 ];
+/// From this version on NVRTC keeps binaries in the driver's cache, and gives them back without the log that tells what they spill.
+const CACHING_VERSION: (i32, i32) = (12, 9);
+/// Leaves that cache out: [`Cache`] keeps binaries with their logs.
+const NO_CACHE: &str = "--no-cache";
 /// Where CUDA's own installer puts the library.
 const TOOLKIT_FOLDER: &str = "/usr/local/cuda/lib64";
 /// Bytes of a compiler's log that a message carries.
@@ -115,9 +119,14 @@ impl Compiler {
             .collect()
     }
 
+    fn options(&self) -> Vec<&'static str> {
+        let no_cache = (self.version >= CACHING_VERSION).then_some(NO_CACHE);
+        OPTIONS.into_iter().chain(no_cache).collect()
+    }
+
     fn key(&self, program: &Program<'_>) -> [u8; 32] {
         let mut hasher = Sha256::new();
-        let (version, options, text) = (self.version_text(), OPTIONS.join("\n"), program.text());
+        let (version, options, text) = (self.version_text(), self.options().join("\n"), program.text());
         let headers = program.headers.iter().flat_map(|(name, text)| [*name, *text]);
         for part in [ARCHITECTURE, &version, &options, &text].into_iter().chain(headers) {
             hasher.update((part.len() as u64).to_le_bytes());
@@ -137,7 +146,7 @@ impl Compiler {
         let silent = |error: NvrtcError| failed(error.to_string(), String::new());
         let handle = Handle::create(program).map_err(silent)?;
         // SAFETY: the handle is of a program that was created and is not yet destroyed.
-        let compiled = unsafe { result::compile_program(handle.0, &OPTIONS) };
+        let compiled = unsafe { result::compile_program(handle.0, &self.options()) };
         // SAFETY: as above; a log is there whether or not the compilation went well.
         let log = unsafe { result::get_program_log(handle.0) }.map(|log| log_text(&log)).unwrap_or_default();
         compiled.map_err(|error| failed(error.to_string(), log.clone()))?;
@@ -267,6 +276,13 @@ ptxas info    : Used 40 registers, used 0 barriers\n";
         assert_eq!(of("looped_decoder"), Some(Resources { registers: 96, spilled: 120, stack: 16 }));
         assert_eq!(of("read_plain"), Some(Resources { registers: 40, spilled: 0, stack: 0 }));
         assert_eq!((of("looped"), of("read_bulk"), Resources::of("x", "")), (None, None, None));
+    }
+
+    #[test]
+    fn binaries_come_from_the_compiler_with_their_logs() {
+        let asked = |version| Compiler { version }.options().contains(&"--no-cache");
+        // Older ones know no such option, and refuse it.
+        assert_eq!([(12, 8), (12, 9), (13, 0)].map(asked), [false, true, true]);
     }
 
     #[test]

@@ -68,6 +68,7 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    loop_mode: LoopMode,
     /// Others, while somebody measures.
     pub(super) gauged: Option<Gauged>,
     sampler: Sampler,
@@ -98,13 +99,14 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine that waits for launches.
+    /// An engine that waits for launches of kernels in a mode.
     ///
     /// # Errors
     /// There is not so much memory that can be locked.
     pub fn new(
         sizes: Sizes,
         kernels: Vec<Kernel>,
+        loop_mode: LoopMode,
         sampler: Sampler,
         weights: Weights,
         pools: Pools,
@@ -124,6 +126,7 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            loop_mode,
             gauged: None,
             sampler,
             passes,
@@ -353,7 +356,7 @@ impl Launcher for Engine {
     }
 
     fn most_steps(&self) -> u32 {
-        match self.gauged.as_ref().map_or(LoopMode::On, Gauged::mode) {
+        match self.gauged.as_ref().map_or(self.loop_mode, Gauged::mode) {
             LoopMode::On => MOST_STEPS as u32,
             LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
         }
@@ -453,6 +456,12 @@ impl Engine {
         // SAFETY: `logits` is looked at only after `finish`.
         let copied = unsafe { self.pools.logits.read_async(column * len * 4, row, &self.stream) };
         copied.map_err(|error| self.failed(error))
+    }
+
+    /// Fills the words of wide passes with ones, but for those that each launch zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
+    pub fn poison_words(&self) -> Result<(), CudaError> {
+        let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
+        wide.map(|(_, words)| words).try_for_each(|words| words.fill(0xff))
     }
 
     /// Kept logits, `[rows][vocabulary padded to tiles]`.

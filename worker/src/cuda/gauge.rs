@@ -46,8 +46,8 @@ pub struct Gauged {
     trace: DeviceBuffer,
     blocks: usize,
     layers: usize,
-    /// Mode, warps of a block and steps of the traced launch under way.
-    noting: Option<(LoopMode, usize, u32)>,
+    /// Kernel, warps of a block and steps of the traced launch under way.
+    noting: Option<(Variant, usize, u32)>,
 }
 
 impl Gauge {
@@ -113,7 +113,7 @@ impl Gauged {
             return Ok(Some((kernel, 0)));
         }
         self.trace.fill(0)?;
-        self.noting = Some((mode, kernel.warps(), steps));
+        self.noting = Some((kernel.variant, kernel.warps(), steps));
         Ok(Some((kernel, self.trace.address())))
     }
 
@@ -122,17 +122,15 @@ impl Gauged {
     /// # Errors
     /// The driver refuses.
     pub fn collect(&mut self) -> Result<(), CudaError> {
-        let Some((mode, warps, steps)) = self.noting.take() else { return Ok(()) };
+        let Some((variant, warps, steps)) = self.noting.take() else { return Ok(()) };
         let mut values = vec![0i64; self.trace.bytes() / 8];
         self.trace.read(0, &mut values)?;
-        let noted = match mode {
-            LoopMode::On => {
-                let trace = Trace::new(values, self.blocks, warps, self.layers);
+        let noted = match variant.roles() {
+            Some(roles) => {
+                let trace = Trace::new(values, self.blocks, warps, self.layers, roles);
                 Noted { phases: trace.phases(), trace: Some(trace) }
             }
-            LoopMode::Off | LoopMode::Overlapped => {
-                Noted { phases: unlooped_phases(&values, self.layers, steps), trace: None }
-            }
+            None => Noted { phases: unlooped_phases(&values, self.layers, steps), trace: None },
         };
         *self.gauge.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some(noted);
         Ok(())

@@ -98,7 +98,7 @@ pub struct Report {
     pub thread: u32,
     /// Place in the kernel; [`site_name`] has words for it.
     pub site: u32,
-    /// Tag or parity waited for; all ones where any data will do.
+    /// Tag, count or parity waited for; all ones where any data will do, 1 of a barrier that was only to complete.
     pub expected: u32,
     /// What was there.
     pub seen: u32,
@@ -141,6 +141,9 @@ pub fn site_name(site: u32) -> &'static str {
         24 => "the sampler's log-probabilities of all blocks",
         25 => "the sampler's lists of all blocks",
         26 => "the sampler's lists of likely tokens of all blocks",
+        27 => "all blocks to pass a layer",
+        28 => "its consumers to begin a layer",
+        29 => "a layer to be opened",
         _ => "an unnamed site",
     }
 }
@@ -163,7 +166,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 26);
+        assert_eq!(number, 29);
     }
 
     #[test]

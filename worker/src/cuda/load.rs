@@ -19,7 +19,7 @@ use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
 use super::trace::Phase as StepPhase;
-use super::variants::{HEADERS, SOURCES, VARIANTS, Variant, check_shape, check_wide};
+use super::variants::{HEADERS, LoopMode, SOURCES, VARIANTS, Variant, check_shape, check_wide};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -96,7 +96,8 @@ pub fn load_with(
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
-    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, &options.defines)?;
+    let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
+    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, loop_mode, &options.defines)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
     memory.fit(request, &gpu)?;
@@ -121,6 +122,9 @@ pub fn load_with(
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(describe(&gpu, &compiler, &layout, &kernels));
+    if loop_mode != LoopMode::On {
+        notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones keep their loop".into());
+    }
     let config = &model.config;
     let loaded = Loaded {
         architecture: config.architecture.name().to_owned(),
@@ -142,7 +146,7 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
     });
-    let mut launcher = Engine::new(memory.sizes, kernels, sampler, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
         let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
@@ -190,11 +194,12 @@ fn arithmetic(compiler: &Compiler) -> String {
     compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
 }
 
-/// All variants and the sampler, compiled at the same time.
+/// All variants, those in `loop_mode` that there are in it, and the sampler, compiled at the same time.
 fn kernels(
     gpu: &Arc<Gpu>,
     compiler: &Compiler,
     layout: &Layout,
+    loop_mode: LoopMode,
     defines: &[(&'static str, u64)],
 ) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
@@ -204,7 +209,8 @@ fn kernels(
         );
     }
     let vocab_size = layout.plan().config.vocab_size;
-    let variants: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect();
+    let taken = VARIANTS.into_iter().filter(|variant| variant.takes(layout));
+    let variants: Vec<_> = taken.map(|variant| variant.in_mode(loop_mode, false).unwrap_or(variant)).collect();
     let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
     let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
     let (kernels, sampler) = std::thread::scope(|scope| {

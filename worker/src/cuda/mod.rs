@@ -24,6 +24,7 @@ mod passes;
 mod pools;
 mod random;
 mod read_limit;
+mod roles;
 mod sampler;
 #[cfg(test)]
 mod tests;

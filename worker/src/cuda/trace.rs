@@ -4,18 +4,19 @@
 use std::io::{self, Write};
 
 use super::gauge::STAGES;
+use super::roles::{NARROW, Roles, STEP_BEGUN, Shows, Stages};
 
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Rows of the embedding. In the loop the first layer's `QueryKeyValue` waits for it.
+    /// Rows of the embedding. In the loop of narrow passes the first layer's `QueryKeyValue` waits for it.
     Embed,
     /// Norm, q, k and v, rotation, append to the KV cache.
     QueryKeyValue,
     /// Leaves of attention, and pages out of them.
     Attend,
-    /// Pages of a head added up.
+    /// Pages of a head added up; in wide passes a part of `Attend`.
     Merge,
     /// Product with what attention gave, and residual.
     AttentionOut,
@@ -41,7 +42,7 @@ pub struct PhaseTime {
     pub wait_us: Option<f64>,
 }
 
-/// Notes of a looped launch in its last step. The kernel's `reached` (ops/phases.cuh) writes clocks, `note_time` sets them in relation.
+/// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes clocks, `note_time` sets them in relation.
 #[derive(Debug, Clone)]
 pub struct Trace {
     /// `[block][warp][layer, LM head][STAGES]` clocks; 0: not reached.
@@ -49,29 +50,10 @@ pub struct Trace {
     blocks: usize,
     warps: usize,
     layers: usize,
+    roles: &'static Roles,
 }
 
-/// Warps that consume, and roles after them.
-const CONSUMERS: usize = 16;
-const PRODUCER: usize = CONSUMERS;
-const EPILOGUE: usize = CONSUMERS + 1;
-/// Phases of a layer as a consumer's stages: from, where the input is there, to.
-const LAYER_STAGES: [(Phase, usize, Option<usize>, usize); 6] = [
-    (Phase::QueryKeyValue, 0, Some(1), 2),
-    (Phase::Attend, 2, None, 3),
-    (Phase::Merge, 3, None, 4),
-    (Phase::AttentionOut, 4, Some(5), 6),
-    (Phase::GateUp, 6, Some(7), 8),
-    (Phase::Down, 8, Some(9), 10),
-];
-/// A consumer's stage, noted with the LM head: it begins to wait for the tokens of the step before.
-const STEP_BEGUN: usize = 3;
-/// The producer's stages of a layer.
-const STREAM_STAGES: [&str; 6] =
-    ["stream qkv", "wait for tokens", "stream pages", "stream o", "stream gate/up", "stream down"];
-/// What the epilogue publishes, stage by stage.
-const PUBLISHED: [&str; 4] = ["q, k, v", "residual after o", "activation", "residual after down"];
-/// Clock and time when the launch began and ended, and the multiprocessor: stages of the producer with the LM head.
+/// Clock and time when the launch began and ended, and the multiprocessor: stages of `Roles::clocks` with the LM head.
 const BEGUN: usize = 8;
 const ENDED: usize = 10;
 const MULTIPROCESSOR: usize = 12;
@@ -116,7 +98,7 @@ pub fn unlooped_phases(ends: &[i64], layers: usize, steps: u32) -> Vec<PhaseTime
     let last = steps - 1;
     let mut before = at(steps, layers, Phase::Choose);
     let mut times = Phase::ALL.map(|phase| PhaseTime { phase, us: 0.0, wait_us: None });
-    let layer_phases = || LAYER_STAGES.iter().map(|stage| stage.0);
+    let layer_phases = || NARROW.layer.iter().map(|stages| stages.0);
     let order = (0..layers).flat_map(|layer| layer_phases().map(move |phase| (layer, phase)));
     for (layer, phase) in
         std::iter::once((0, Phase::Embed)).chain(order).chain([(layers, Phase::Head), (layers, Phase::Choose)])
@@ -130,9 +112,9 @@ pub fn unlooped_phases(ends: &[i64], layers: usize, steps: u32) -> Vec<PhaseTime
 
 impl Trace {
     /// From what the kernel wrote.
-    pub fn new(values: Vec<i64>, blocks: usize, warps: usize, layers: usize) -> Self {
+    pub fn new(values: Vec<i64>, blocks: usize, warps: usize, layers: usize, roles: &'static Roles) -> Self {
         assert!(values.len() >= blocks * warps * (layers + 1) * STAGES, "{} notes", values.len());
-        Self { values, blocks, warps, layers }
+        Self { values, blocks, warps, layers, roles }
     }
 
     fn at(&self, block: usize, warp: usize, layer: usize, stage: usize) -> Option<i64> {
@@ -142,32 +124,39 @@ impl Trace {
 
     /// Nanoseconds of the time that all multiprocessors share at a clock of a block.
     fn time_ns(&self, block: usize, clock: i64) -> f64 {
-        let note = |stage| self.at(block, PRODUCER, self.layers, stage).unwrap_or(0);
+        let note = |stage| self.at(block, self.roles.clocks, self.layers, stage).unwrap_or(0);
         let (clocks, times) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
         let rate = if clocks == 0 { 0.0 } else { times as f64 / clocks as f64 };
         // The shared time when block 0 has ended: a double has room for fractions of what is left.
-        let origin = self.at(0, PRODUCER, self.layers, ENDED + 1).unwrap_or(0);
+        let origin = self.at(0, self.roles.clocks, self.layers, ENDED + 1).unwrap_or(0);
         (note(BEGUN + 1) - origin) as f64 + (clock - note(BEGUN)) as f64 * rate
+    }
+
+    /// Clock of the multiprocessors during the launch, their mean, in MHz.
+    pub fn sm_mhz(&self) -> f64 {
+        let mhz = |block| {
+            let note = |stage| self.at(block, self.roles.clocks, self.layers, stage).unwrap_or(0);
+            let (clocks, ns) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
+            clocks as f64 * 1e3 / ns.max(1) as f64
+        };
+        (0..self.blocks).map(mhz).sum::<f64>() / self.blocks as f64
     }
 
     /// Times of the phases: means over all consumer warps.
     pub fn phases(&self) -> Vec<PhaseTime> {
-        let mut sums = Phase::ALL.map(|phase| PhaseTime { phase, us: 0.0, wait_us: Some(0.0) });
-        for (block, warp) in (0..self.blocks).flat_map(|block| (0..CONSUMERS).map(move |warp| (block, warp))) {
-            for slice in self.consumer(block, warp) {
-                let of = &mut sums[slice.phase as usize];
-                let us = slice.us() / (self.blocks * CONSUMERS) as f64;
-                of.us += us;
-                *of.wait_us.get_or_insert(0.0) += if slice.waits { us } else { 0.0 };
-            }
-        }
-        // Attention's waits lie within its leaves; a step's embedding within the first layer.
-        for of in &mut sums {
-            if matches!(of.phase, Phase::Attend | Phase::Merge) {
-                of.wait_us = None;
-            }
-        }
-        sums.into_iter().filter(|of| of.phase != Phase::Embed).collect()
+        let Roles { consumers, known_waits, .. } = *self.roles;
+        let warps = || (0..self.blocks).flat_map(|block| (0..consumers).map(move |warp| (block, warp)));
+        let slices: Vec<Slice> = warps().flat_map(|(block, warp)| self.consumer(block, warp)).collect();
+        let mean = |phase, of: fn(&Slice) -> bool| {
+            let sum: f64 = slices.iter().filter(|slice| slice.phase == phase && of(slice)).map(Slice::us).sum();
+            sum / (self.blocks * consumers) as f64
+        };
+        let time = |phase| PhaseTime {
+            phase,
+            us: mean(phase, |_| true),
+            wait_us: known_waits.contains(&phase).then(|| mean(phase, |slice| slice.waits)),
+        };
+        self.roles.phases().map(time).collect()
     }
 
     /// What a consumer warp did, in order.
@@ -180,10 +169,10 @@ impl Trace {
                 slices.push(Slice { phase, layer, waits, from, to });
             }
         };
-        put(0, Phase::Choose, true, at(head, STEP_BEGUN), at(0, 0));
-        let head_stages = [(Phase::Head, 0, Some(1), 2)];
+        let (phase, waits) = self.roles.begin;
+        put(0, phase, waits, at(head, STEP_BEGUN), at(0, 0));
         for layer in 0..=head {
-            let stages = if layer == head { &head_stages[..] } else { &LAYER_STAGES[..] };
+            let stages: &[Stages] = if layer == head { self.roles.head } else { self.roles.layer };
             for &(phase, from, arrived, to) in stages {
                 let arrived = arrived.and_then(|stage| at(layer, stage));
                 put(layer, phase, true, arrived.and(at(layer, from)), arrived);
@@ -193,68 +182,76 @@ impl Trace {
         slices
     }
 
-    /// Writes the timeline: a process for each multiprocessor, with a track for the stream, the first and the last consumer warp and
-    /// an epilogue warp.
+    /// Writes the timeline: a process for each multiprocessor, with the tracks of the kernel's roles.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        let begun = (0..self.blocks).flat_map(|block| self.streamed(block)).map(|slice| slice.2);
-        let begun_ns = begun.fold(f64::INFINITY, f64::min);
+        let blocks: Vec<[Vec<Event>; 4]> = (0..self.blocks).map(|block| self.timeline(block)).collect();
+        let begun_ns = blocks.iter().flatten().flatten().map(|event| event.from).fold(f64::INFINITY, f64::min);
         let mut events = Events { out, first: true, begun_ns };
         events.out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;
-        for block in 0..self.blocks {
-            let sm = self.at(block, PRODUCER, self.layers, MULTIPROCESSOR).unwrap_or(0);
+        for (block, tracks) in blocks.iter().enumerate() {
+            let sm = self.at(block, self.roles.clocks, self.layers, MULTIPROCESSOR).unwrap_or(0);
             events.name("process_name", sm, 0, &format!("SM {sm} (block {block})"))?;
-            let tracks = ["stream", "consumer 0 (has attention)", "consumer 15 (merges)", "epilogue"];
-            for (track, name) in tracks.into_iter().enumerate() {
-                events.name("thread_name", sm, track, name)?;
+            for (track, of) in self.roles.tracks.iter().enumerate() {
+                events.name("thread_name", sm, track, of.name)?;
             }
-            for (layer, name, from, to) in self.streamed(block) {
-                events.slice(sm, 0, if name.starts_with("wait") { "wait" } else { "stream" }, name, layer, from, to)?;
-            }
-            for (track, warp) in [(1, 0), (2, CONSUMERS - 1)] {
-                for slice in self.consumer(block, warp) {
-                    let (kind, name) = match slice.waits {
-                        true => ("wait", format!("wait: {}", slice.phase.name())),
-                        false => ("compute", slice.phase.name().to_owned()),
-                    };
-                    events.slice(sm, track, kind, &name, slice.layer, slice.from, slice.to)?;
-                }
-            }
-            for (layer, name, from, to) in self.published(block) {
-                events.slice(sm, 3, "compute", name, layer, from, to)?;
+            for (track, of) in tracks.iter().enumerate() {
+                of.iter().try_for_each(|event| events.slice(sm, track, event))?;
             }
         }
         events.out.write_all(b"\n]}\n")
     }
 
-    /// The producer's slices.
-    fn streamed(&self, block: usize) -> Vec<(usize, &'static str, f64, f64)> {
-        let at = |layer, stage| self.at(block, PRODUCER, layer, stage).map(|clock| self.time_ns(block, clock));
-        let layer_slices = (0..self.layers).flat_map(|layer| {
-            let named = STREAM_STAGES.into_iter().enumerate();
-            // Only the first layer waits for tokens.
-            let named = named.filter(move |(stage, _)| layer == 0 || *stage != 1);
-            named.filter_map(move |(stage, name)| Some((layer, name, at(layer, stage)?, at(layer, stage + 1)?)))
-        });
-        let head = at(self.layers, 0).zip(at(self.layers, 1)).map(|(from, to)| (self.layers, "stream head", from, to));
-        layer_slices.chain(head).collect()
+    /// Of a block, by track.
+    fn timeline(&self, block: usize) -> [Vec<Event>; 4] {
+        self.roles.tracks.each_ref().map(|track| match track.shows {
+            Shows::Phases => self.consumer(block, track.warp).into_iter().map(Event::from).collect(),
+            Shows::Work(layer, head) => self.worked(block, track.warp, layer, head),
+            Shows::Published(names) => self.published(block, track.warp, names),
+        })
     }
 
-    /// From one publication of the epilogue to the next.
-    fn published(&self, block: usize) -> Vec<(usize, &'static str, f64, f64)> {
-        let at = |layer, stage| self.at(block, EPILOGUE, layer, stage).map(|clock| self.time_ns(block, clock));
-        let mut before = self.at(block, 0, 0, 0).map(|clock| self.time_ns(block, clock));
-        let mut slices = Vec::new();
+    /// What a warp did from stage to stage.
+    fn worked(&self, block: usize, warp: usize, names: &[&'static str], head: &'static str) -> Vec<Event> {
+        let at = |layer, stage| self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock));
+        let mut events = Vec::new();
+        for layer in 0..=self.layers {
+            let names = if layer == self.layers { std::slice::from_ref(&head) } else { names };
+            for (stage, name) in names.iter().enumerate() {
+                let waits = name.starts_with("wait");
+                if let (Some(from), Some(to)) = (at(layer, stage), at(layer, stage + 1))
+                    && (layer == 0 || !waits)
+                {
+                    let kind = if waits { "wait" } else { "stream" };
+                    events.push(Event { kind, name: (*name).to_owned(), layer, from, to });
+                }
+            }
+        }
+        events
+    }
+
+    /// From one publication to the next.
+    fn published(&self, block: usize, warp: usize, names: &[&'static str]) -> Vec<Event> {
+        let at = |warp, layer, stage| self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock));
+        let mut before = at(0, 0, 0);
+        let mut events = Vec::new();
         for layer in 0..self.layers {
-            for (stage, name) in PUBLISHED.into_iter().enumerate() {
-                let now = at(layer, stage);
-                slices.extend(before.zip(now).map(|(from, to)| (layer, name, from, to)));
+            for (stage, name) in names.iter().enumerate() {
+                let now = at(warp, layer, stage);
+                let slice = before.zip(now);
+                events.extend(slice.map(|(from, to)| Event {
+                    kind: "compute",
+                    name: (*name).to_owned(),
+                    layer,
+                    from,
+                    to,
+                }));
                 before = now.or(before);
             }
         }
-        slices
+        events
     }
 }
 
@@ -270,6 +267,25 @@ struct Slice {
 impl Slice {
     fn us(&self) -> f64 {
         (self.to - self.from) / 1e3
+    }
+}
+
+/// A slice of a track; from and to in ns.
+struct Event {
+    kind: &'static str,
+    name: String,
+    layer: usize,
+    from: f64,
+    to: f64,
+}
+
+impl From<Slice> for Event {
+    fn from(Slice { phase, layer, waits, from, to }: Slice) -> Self {
+        let (kind, name) = match waits {
+            true => ("wait", format!("wait: {}", phase.name())),
+            false => ("compute", phase.name().to_owned()),
+        };
+        Self { kind, name, layer, from, to }
     }
 }
 
@@ -292,19 +308,10 @@ impl<W: Write> Events<'_, W> {
         write!(self.out, r#"{{"ph":"M","name":"{what}","pid":{process},"tid":{track},"args":{{"name":"{name}"}}}}"#)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn slice(
-        &mut self,
-        process: i64,
-        track: usize,
-        kind: &str,
-        name: &str,
-        layer: usize,
-        from_ns: f64,
-        to_ns: f64,
-    ) -> io::Result<()> {
+    fn slice(&mut self, process: i64, track: usize, event: &Event) -> io::Result<()> {
         self.separator()?;
-        let (ts, dur) = ((from_ns - self.begun_ns) / 1e3, (to_ns - from_ns) / 1e3);
+        let Event { kind, name, layer, from, to } = event;
+        let (ts, dur) = ((from - self.begun_ns) / 1e3, (to - from) / 1e3);
         write!(
             self.out,
             r#"{{"ph":"X","name":"{name}","cat":"{kind}","pid":{process},"tid":{track},"ts":{ts:.3},"dur":{dur:.3},"args":{{"layer":{layer}}}}}"#
@@ -314,7 +321,11 @@ impl<W: Write> Events<'_, W> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::roles::WIDE;
     use super::*;
+
+    const PRODUCER: usize = 16;
+    const EPILOGUE: usize = 17;
 
     /// Two blocks whose clocks run at different rates and begin anywhere; every stage takes a microsecond, but for one wait.
     fn trace() -> Trace {
@@ -330,7 +341,7 @@ mod tests {
                 values[place(block, PRODUCER, layers, stage + 1)] = 5_000_000_000_000_000 + us * 1000;
             }
             values[place(block, PRODUCER, layers, MULTIPROCESSOR)] = 7 + block as i64;
-            for warp in 0..CONSUMERS {
+            for warp in 0..NARROW.consumers {
                 values[place(block, warp, layers, STEP_BEGUN)] = clock(3);
                 for layer in 0..layers {
                     for stage in 0..=10 {
@@ -350,7 +361,7 @@ mod tests {
                 });
             }
         }
-        Trace::new(values, blocks, warps, layers)
+        Trace::new(values, blocks, warps, layers, &NARROW)
     }
 
     #[test]
@@ -363,6 +374,8 @@ mod tests {
         assert!(near(of(Phase::Attend).us, 3.0) && of(Phase::Attend).wait_us.is_none());
         assert!(near(of(Phase::Down).us, 18.0) && near(of(Phase::Down).wait_us.unwrap(), 15.0));
         assert_eq!(phases.len(), 8);
+        // Clocks of 1500 and of 2000 a microsecond.
+        assert!(near(trace().sm_mhz(), 1750.0));
     }
 
     #[test]
@@ -386,7 +399,64 @@ mod tests {
             events.iter().filter(|event| event["name"] == "wait: down" && event["pid"] == 7 && event["tid"] == 1);
         let waits: Vec<_> =
             waits.map(|event| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap())).collect();
-        assert_eq!(waits, [(9.0, 5.0), (29.0, 5.0), (49.0, 5.0)]);
+        assert_eq!(waits, [(10.0, 5.0), (30.0, 5.0), (50.0, 5.0)]);
+    }
+
+    /// One block of a wide kernel, two layers; the second set has no item of attention.
+    #[test]
+    fn wide_passes_have_their_own_stages() {
+        let (warps, layers) = (12, 2);
+        let mut values = vec![0; warps * (layers + 1) * STAGES];
+        let mut note = |warp: usize, layer: usize, stage: usize, us: i64| {
+            values[(warp * (layers + 1) + layer) * STAGES + stage] = 1000 + us * 1500;
+        };
+        for (stage, us) in [(BEGUN, 0), (ENDED, 200)] {
+            note(WIDE.clocks, layers, stage, us);
+        }
+        for warp in 0..WIDE.consumers {
+            note(warp, layers, STEP_BEGUN, 1);
+            for layer in 0..layers {
+                let begun = 3 + 50 * layer as i64;
+                let stages =
+                    [(0, 0), (1, 4), (2, 6), (12, 7), (13, 8), (3, 9), (4, 20), (5, 24), (6, 25), (7, 40), (9, 50)];
+                stages.into_iter().for_each(|(stage, us)| note(warp, layer, stage, begun + us));
+                if warp < 4 {
+                    note(warp, layer, 10, begun + 12);
+                }
+            }
+            [(0, 103), (1, 110), (2, 115)].into_iter().for_each(|(stage, us)| note(warp, layers, stage, us));
+        }
+        for (stage, us) in [(0, 2), (1, 8), (2, 25), (3, 45)] {
+            note(8, 0, stage, us);
+        }
+        let at = (WIDE.clocks * (layers + 1) + layers) * STAGES;
+        (values[at + BEGUN + 1], values[at + ENDED + 1]) = (70_000, 270_000);
+        let trace = Trace::new(values, 1, warps, layers, &WIDE);
+        let told: Vec<_> = trace.phases().iter().map(|time| (time.phase, time.us.round(), time.wait_us)).collect();
+        let expected = [
+            (Phase::Embed, 2.0),
+            (Phase::QueryKeyValue, 18.0),
+            (Phase::Attend, 22.0),
+            (Phase::AttentionOut, 10.0),
+            (Phase::GateUp, 30.0),
+            (Phase::Down, 20.0),
+            (Phase::Head, 7.0),
+            (Phase::Choose, 5.0),
+        ];
+        assert_eq!(told, expected.map(|(phase, us)| (phase, us, None)));
+
+        let mut text = Vec::new();
+        trace.write(&mut text).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let of = |track: u64, name: &str| {
+            let events = json["traceEvents"].as_array().unwrap().iter();
+            let found = events.filter(|event| event["ph"] == "X" && event["tid"] == track && event["name"] == name);
+            found.map(|event| event["dur"].as_f64().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!((of(0, "stream qkv"), of(0, "stream gate/up and down")), (vec![6.0], vec![20.0]));
+        assert_eq!((of(1, "wait: attend"), of(1, "attend")), (vec![3.0; 2], vec![8.0; 2]));
+        assert_eq!((of(2, "wait: attend"), of(2, "attend")), (vec![], vec![11.0; 2]));
+        assert_eq!((of(1, "wait: qkv"), of(1, "qkv")), (vec![3.0; 2], vec![4.0, 2.0, 4.0, 2.0]));
     }
 
     #[test]
@@ -402,7 +472,7 @@ mod tests {
         };
         end(0, Phase::Embed, 500);
         for layer in 0..layers {
-            LAYER_STAGES.iter().zip(1..).for_each(|(stage, us)| end(layer, stage.0, us * 1000));
+            NARROW.layer.iter().zip(1..).for_each(|(stage, us)| end(layer, stage.0, us * 1000));
         }
         end(layers, Phase::Head, 9000);
         end(layers, Phase::Choose, 700);

@@ -4,6 +4,7 @@ use super::compile::Program;
 use super::error::CudaError;
 use super::layout::Layout;
 use super::passes::Width;
+use super::roles::{self, Roles};
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{MAX_LEAVES, ROW_TILE};
@@ -54,7 +55,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 26] = [
+pub const HEADERS: [(&str, &str); 27] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -65,6 +66,7 @@ pub const HEADERS: [(&str, &str); 26] = [
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
+    ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
     ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
@@ -173,6 +175,8 @@ impl Variant {
         let design = match (self.design, mode) {
             (Design::Narrow, LoopMode::On) => Design::Narrow,
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
+            // Prompts have launches of one step, which note nothing.
+            (Design::Wide, LoopMode::On) if self.width.samples || !traced => Design::Wide,
             (Design::Wide | Design::Unlooped { .. }, _) => return None,
         };
         Some(Self { design, traced, ..self })
@@ -183,6 +187,15 @@ impl Variant {
         match self.design {
             Design::Narrow | Design::Wide => None,
             Design::Unlooped { overlapped } => Some(overlapped),
+        }
+    }
+
+    /// What its warps do, where they are of a loop.
+    pub fn roles(&self) -> Option<&'static Roles> {
+        match self.design {
+            Design::Narrow => Some(&roles::NARROW),
+            Design::Wide => Some(&roles::WIDE),
+            Design::Unlooped { .. } => None,
         }
     }
 

@@ -38,20 +38,21 @@ inline thread_local Warp* warp_of_lane = nullptr;
 inline thread_local std::vector<u32>* seen_fragments = nullptr;
 
 constexpr u32 kAllLanes = ~0u;
+inline u32 lane_index() { return threadIdx.x & 31; }
 inline u32 exchanged(u32 mine, int from) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return mine;
-  warp.values[threadIdx.x & 31] = mine;
+  warp.values[lane_index()] = mine;
   warp.meet.arrive_and_wait();
   const u32 value = warp.values[from];
   warp.meet.arrive_and_wait();
   return value;
 }
-inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, (threadIdx.x & 31) ^ mask); }
+inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, lane_index() ^ mask); }
 inline bool any_lane(bool v) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return v;
-  warp.values[threadIdx.x & 31] = v;
+  warp.values[lane_index()] = v;
   warp.meet.arrive_and_wait();
   bool any = false;
   for (int lane = 0; lane < warp.lanes; lane++) any |= warp.values[lane] != 0;
@@ -60,7 +61,7 @@ inline bool any_lane(bool v) {
 }
 template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
 inline float shuffle_xor(float v, int) { return v; }
-inline u32 __ballot_sync(u32, bool v) { return (u32)v << (threadIdx.x & 31); }
+inline u32 __ballot_sync(u32, bool v) { return (u32)v << lane_index(); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() {}
 inline float __uint_as_float(u32 v) { return __builtin_bit_cast(float, v); }
@@ -112,6 +113,11 @@ inline void store_relaxed_u32(u8* p, u32 v) {
   fenced = false;
   __atomic_store_n((u32*)p, v, __ATOMIC_RELAXED);
 }
+inline u32 load_acquire_u32(const u32* p) {
+  stumble();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void add_release_u32(u32* p, u32 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline void store_relaxed_8(u8* p, u32 x, u32 y) {
   stumble();
   fenced = false;
@@ -130,7 +136,6 @@ inline void store_16(u8* p, const Quad& v) {
   std::memcpy(p, &v, 16);
 }
 inline void store_u16(u8* p, u32 v) { std::memcpy(p, &v, 2); }
-inline void prefetch_l2(const u8*) {}
 inline u32 load_constant_u32(const u32* p) { return *p; }
 inline u32 load_constant_u16(const u8* p) {
   u16 v;
@@ -175,7 +180,7 @@ inline void mbarrier_change(u32 barrier, u64 arrivals, long long bytes) {
   } while (!b.state.compare_exchange_weak(old, now, std::memory_order_acq_rel, std::memory_order_relaxed));
 }
 inline void mbarrier_expect(u32 barrier, u32 bytes) { mbarrier_change(barrier, 1, bytes); }
-inline void mbarrier_arrive(u32 barrier) { mbarrier_change(barrier, 1, 0); }
+inline void mbarrier_arrive(u32 barrier, u32 count = 1) { mbarrier_change(barrier, count, 0); }
 inline bool mbarrier_test_wait(u32 barrier, u32 parity) {
   stumble();
   return (mbarriers[barrier / 8].state.load(std::memory_order_acquire) >> 40 & 1) != parity;
@@ -217,6 +222,13 @@ inline void bulk_load(u32 to, const u8* from, u32 bytes, u32 barrier, u64) {
   std::lock_guard held(copies.lock);
   copies.queue.push_back({to, from, bytes, barrier});
   copies.more.notify_one();
+}
+
+inline thread_local std::vector<std::pair<const u8*, u32>>* seen_ahead = nullptr;
+inline std::atomic<u32> brought_ahead{0};
+inline void bulk_prefetch_l2(const void* from, u32 bytes) {
+  seen_ahead->push_back({(const u8*)from, bytes});
+  brought_ahead += bytes;
 }
 
 // ---- arithmetic: a product only notes which fragment it was given ----

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes (rings of two warps and of one), and the
-# vectors' words of three blocks; then the negative controls, which must be reported. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# vectors' words of several blocks, one of them without tiles; then the negative controls, which must be reported. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -27,13 +27,20 @@ words=(-DLP_LAYERS=2 -DLP_COLUMNS=8 -DLP_HIDDEN=192 -DLP_HEADS=4 -DLP_KV_HEADS=4
 build shared stream.cpp "${shared[@]}"
 build own stream.cpp "${own[@]}"
 build early stream.cpp "${shared[@]}" -DLP_RELEASE_EARLY
+idle=(-DLP_LAYERS=3 -DLP_COLUMNS=8 -DLP_HIDDEN=48 -DLP_HEADS=4 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=33 -DLP_BLOCKS=4)
 build words words.cpp "${words[@]}"
+build idle words.cpp "${idle[@]}"
 build kept words.cpp "${words[@]}" -DLP_KEEP_WORDS
-build unordered words.cpp "${words[@]}" -DLP_CLEAR_UNORDERED
+build cleared words.cpp "${words[@]}" -DLP_CLEAR_EARLY
+build ahead words.cpp "${idle[@]}" -DLP_RUN_AHEAD
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
 "$out/own"
-for _ in 1 2 3; do "$out/words"; done
+for _ in 1 2 3; do
+    "$out/words"
+    "$out/idle"
+done
 noticed "slots given back before they are read" early "data race" "saw other fragments"
 noticed "words that are not cleared" kept "fragments of another step"
-noticed "words cleared beside the token words" unordered "data race"
+noticed "words cleared a turn too early" cleared "data race"
+noticed "turns begun before they are open" ahead "data race"

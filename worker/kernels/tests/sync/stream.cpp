@@ -1,6 +1,6 @@
 // The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer warp gets the fragments that
 // the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY` is the negative control: slots are given back before
-// they are read. See run.sh.
+// they are read. What full rings bring into L2 is what they were told to look ahead to. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -16,6 +16,12 @@ constexpr int kRounds = 6;  // layers
 
 template <class P> int sets() { return (P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x) + 1) / 2; }
 
+/// Whether what a ring brought into L2 is of its first leaf of the block's unit number `unit`.
+template <class P> bool in_leaf(u64 at, u32 bytes, u64 offset, int unit, int ring) {
+  const int tile = P::first_tile(blockIdx.x) + 2 * unit, width = tile + 1 < P::first_tile(blockIdx.x + 1) ? 2 : 1;
+  const u64 begin = offset + ((u64)tile * P::steps + ring * P::leaf_steps * width) * kFragment;
+  return at >= begin && at + bytes <= begin + P::leaf_steps * width * kFragment && at % 16 == 0 && bytes % 16 == 0;
+}
 /// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the weights, over 16.
 template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
   if (leaf >= P::leaves) return;
@@ -57,12 +63,20 @@ int main() {
       threadIdx.x = kProducer * 32 + lane;
       blockIdx.x = block;
       warp_of_lane = &producer;
+      std::vector<std::pair<const u8*, u32>> ahead;
+      seen_ahead = &ahead;
       Producer stream(launch, 0);
       for (int round = 0; round < kRounds; round++) {
+        stream.look_ahead<Qkv>(weights.data(), 1);
         stream.stream<Qkv, false>(weights.data());
+        stream.look_ahead<GateUp>(weights.data() + kGateUpOffset, 0);
         stream.stream<O, true>(weights.data() + kOOffset);
         stream.stream<GateUp, false>(weights.data() + kGateUpOffset);
         stream.stream<Down, false>(weights.data() + kDownOffset);
+      }
+      for (const auto& [from, bytes] : ahead) {
+        const u64 at = from - weights.data();
+        if (!in_leaf<Qkv>(at, bytes, 0, 1, lane) && !in_leaf<GateUp>(at, bytes, kGateUpOffset, 0, lane)) wrong++;
       }
     });
   for (u32 warp = 0; warp < kWarps; warp++)
@@ -78,6 +92,8 @@ int main() {
       constexpr int kSteps = kHiddenSteps > O::leaf_steps ? kHiddenSteps : O::leaf_steps;
       u32 b[kSteps > Down::leaf_steps ? kSteps : Down::leaf_steps][2] = {};
       for (int round = 0; round < kRounds; round++) {
+        // Held up as by an exchange, until full rings have looked ahead.
+        for (int ms = 0; brought_ahead == 0 && ms < 10000; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         multiply<Qkv>(consumer, partials, b);
         multiply<O>(consumer, partials, b);
         multiply<GateUp>(consumer, partials, b);
@@ -115,6 +131,7 @@ int main() {
     copies.more.notify_all();
   }
   copier.join();
-  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's\n", (int)kRings, Shared::slots, kSlotBytes, kRounds, wrong.load());
-  return wrong != 0;
+  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's; %u bytes brought into L2 ahead\n", (int)kRings, Shared::slots, kSlotBytes, kRounds,
+              wrong.load(), brought_ahead.load());
+  return wrong != 0 || brought_ahead == 0;
 }

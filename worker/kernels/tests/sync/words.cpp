@@ -1,6 +1,7 @@
 // The vectors' exchange words over several blocks, launches and steps, with the kernel's own headers, under ThreadSanitizer: what a warp takes is what this step
 // and layer wrote, and zeros that clear a set are ordered between the last read of what was there and the next word. A thread is a warp, its lanes one after the other.
-// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_UNORDERED` lets an epilogue warp offer tokens before the other has cleared. See run.sh.
+// Nothing but turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer.
+// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not open. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -10,6 +11,7 @@
 #include "../../layout/shared_memory.cuh"
 #include "../../sync/wait.cuh"
 #include "../../sync/ring.cuh"
+#include "../../sync/turns.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/product.cuh"
 #include "../../ops/epilogue.cuh"
@@ -34,14 +36,10 @@ struct Expected {
   float value(int i, int k_block, int column, int t) const { return i == 0 ? (float)(serial % 200 + 1) : i == 1 ? (float)(layer * 4 + kind) : i == 2 ? (float)k_block : (float)(column * 4 + t); }
 };
 
-struct Block {
-  std::barrier<> epilogues{kEpilogueWarps};
-};
 /// A warp of a block in a launch.
 struct Role {
   const Launch& launch;
   const Pass& pass;
-  Block& block;
   u32 serial, shared, warp;  // serial: of the launch's first step
   std::atomic<int>& wrong;
   u32 set = 0;
@@ -52,8 +50,9 @@ struct Role {
     lane(0);
   }
   Rows rows(u32 step) const { return Rows{launch.rows, launch.row_count, step}; }
-  u32 vectors(u32 step) const { return vectors_of(load_shared_u32(shared + Shared::first_step) + step, 0); }
   u32 tag(u32 step) const { return launch.epoch + step * (kLayers + 1); }
+  /// Whether the block has tiles of a product; of q, k and v if of o.
+  template <class P> static bool has() { return Epilogue::sets<P>() > 0; }
   bool heads() const { return blockIdx.x + 1 < kBlocks; }  // the last block has no rows of the LM head
   /// Whether there is such a step, once that is known.
   bool begins(u32 step) const {
@@ -86,21 +85,29 @@ struct Role {
       }
     }
   }
+  void begin(u32 tag) const {
+#ifdef LP_RUN_AHEAD
+    mbarrier_arrive(shared + Shared::begun);
+#else
+    begin_turn(launch, shared, tag);
+#endif
+  }
   void consume() {
     Partials partials(launch, shared, warp);
     for (u32 step = 0; begins(step); step++) {
       const u32 active = rows(step).mask();
-      u32 at = vectors(step), layer = 0;
-      for (; layer < kLayers; layer++, at += Vectors::bytes) {
+      for (u32 layer = 0; layer <= kLayers; layer++) {
+        begin(tag(step) + layer);
         const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
-        take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x, active, partials);
+        const u32 at = vectors_at(shared, tag(step) + layer);
+        if (layer == kLayers && !pass.sampling) return;
+        if (layer == kLayers ? heads() : has<O>()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x, active, partials);
+        if (layer == kLayers) break;
         merge(expected(kAttentionOut), at + Vectors::attention_out, active);
-        take<AttentionVector, kHeadLeaves, O::leaf_steps, false>(expected(kAttentionOut), at + Vectors::attention_out, active, partials);
-        take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kMlpX), at + Vectors::mlp_x, active, partials);
-        take<ActivationVector, kDownLeaves, kDownSteps, false>(expected(kActivation), at + Vectors::activation, active, partials);
+        if (has<O>()) take<AttentionVector, kHeadLeaves, O::leaf_steps, false>(expected(kAttentionOut), at + Vectors::attention_out, active, partials);
+        if (has<GateUp>()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kMlpX), at + Vectors::mlp_x, active, partials);
+        if (has<Down>()) take<ActivationVector, kDownLeaves, kDownSteps, false>(expected(kActivation), at + Vectors::activation, active, partials);
       }
-      if (!pass.sampling) return;
-      if (heads()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(Expected{serial + step, layer, kAttentionX}, at + Vectors::attention_x, active, partials);
     }
   }
 
@@ -143,40 +150,47 @@ struct Role {
     fence_gpu();
     return stopped;
   }
+  void end(const Epilogue& epilogue, u32 tag) const {
+    pass_turn(launch, shared, tag, [&](u32 turn) {
+#ifdef LP_CLEAR_EARLY
+      turn++;
+#endif
+      each_lane([&] { epilogue.clear(turn); });
+    });
+  }
   void finish() {
     const u32 number = warp - kEpilogue;
     Epilogue epilogue(launch, shared, number);
     u32 step = 0;
     for (; begins(step); step++) {
       const u32 active = rows(step).mask();
-      u32 at = vectors(step), unused = vectors(step + 1), layer = 0;
+      u32 layer = 0;
       const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
-      publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
+      const auto vectors = [&] { return vectors_at(shared, tag(step) + layer); };
+      publish_hidden(epilogue, expected(kAttentionX), vectors() + Vectors::attention_x, active);
       while (layer < kLayers) {
-        await_set();
-        each_lane([&] { epilogue.prepare(unused, at); });
-        await_set();
-        publish_hidden(epilogue, expected(kMlpX), at + Vectors::mlp_x, active);
-        await_set();
-        publish_activation(epilogue, expected(kActivation), at + Vectors::activation, active);
-        await_set();
-        layer++, at += Vectors::bytes, unused += Vectors::bytes;
-        publish_hidden(epilogue, expected(kAttentionX), at + Vectors::attention_x, active);
+        if (has<O>()) await_set();
+        end(epilogue, tag(step) + layer);
+        if (has<O>()) await_set();
+        publish_hidden(epilogue, expected(kMlpX), vectors() + Vectors::mlp_x, active);
+        if (has<GateUp>()) await_set();
+        publish_activation(epilogue, expected(kActivation), vectors() + Vectors::activation, active);
+        if (has<Down>()) await_set();
+        layer++;
+        publish_hidden(epilogue, expected(kAttentionX), vectors() + Vectors::attention_x, active);
       }
-      each_lane([&] { epilogue.prepare(unused, at); });
+      end(epilogue, tag(step) + layer);
       if (!pass.sampling) {
         step++;
         break;
       }
-#ifndef LP_CLEAR_UNORDERED
-      block.epilogues.arrive_and_wait();
-#endif
       if (heads()) await_set();
       const bool stopped = exchange_tokens(epilogue, step, active);
       if (number == 0 && stopped) store_shared_u32(shared + Shared::last_step, step + 2);
       mbarrier_arrive(shared + Shared::sampled);
     }
-    if (number == 0) store_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4, load_shared_u32(shared + Shared::first_step) + step);
+    u8* steps = launch.words + Words::steps + blockIdx.x * 4;
+    if (number == 0) store_relaxed_u32(steps, load_relaxed_u32(steps) + step);
   }
 };
 
@@ -191,7 +205,6 @@ int main() {
     for (u32 r = 0; r < pass.row_count; r++) rows[r].last_position = r % 2 ? pass.shortest : pass.steps;
     Launch launch{};
     launch.words = aligned, launch.report = report, launch.rows = rows, launch.row_count = pass.row_count, launch.steps = pass.steps, launch.epoch = epoch;
-    std::deque<Block> blocks(kBlocks);
     std::vector<std::thread> threads;
     for (u32 b = 0; b < kBlocks; b++) {
       const u32 shared = b * kBlockBytes;
@@ -201,13 +214,15 @@ int main() {
       }
       mbarrier_init(shared + Shared::sampled, kEpilogueWarps);
       store_shared_u32(shared + Shared::last_step, pass.steps);
-      store_shared_u32(shared + Shared::first_step, load_relaxed_u32(launch.words + Words::steps + b * 4));
+      begin_turns(shared);
+      mbarrier_init(shared + Shared::begun, kReaders);
+      store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + b * 4) * (kLayers + 1) - launch.epoch);
       for (u32 w = 0; w < kReaders + kEpilogueWarps; w++)
         threads.emplace_back([&, b, w, shared] {
           blockIdx.x = b;
           Warp alone(1);
           warp_of_lane = &alone;
-          Role role{launch, pass, blocks[b], serial, shared, w < kReaders ? w : kEpilogue + w - kReaders, wrong};
+          Role role{launch, pass, serial, shared, w < kReaders ? w : kEpilogue + w - kReaders, wrong};
           role.lane(0);
           if (w < kReaders) role.consume();
           else role.finish();

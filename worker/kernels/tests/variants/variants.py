@@ -358,20 +358,28 @@ def relative(a, b):
 
 
 def check(args):
-    """Logits against torch; the same bits for passes of 1, 5 and 8 rows, and for several steps with another row beside."""
+    """Logits against torch; the same bits for passes of 1, 5 and 8 rows, for several steps with another row beside, and where many pages are merged."""
     for name in args.shapes:
         shape, n = Shape(**SHAPES[name]), 150
-        model, tokens = Model(shape, deviation(shape)), prompt_of(shape, n)
+        model, tokens = Model(shape, deviation(shape), positions=5120), prompt_of(shape, n)
         one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in NARROW)
         exact, rounded = model.reference(tokens.cuda(), False)[-1], model.reference(tokens.cuda())[-1]
         token, logits = one.prompt(tokens)
         same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
         steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
-        last = one.logits[0].clone()
+        last = one.logits[0, : shape.vocab].clone()
         beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
-        same += [torch.equal(last, eight.logits[0]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        same += [torch.equal(last, eight.logits[0, : shape.vocab]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
         one.launch([decoding(token, n)], steps=20, stop=1)
-        print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {one.ran}", flush=True)
+        ran, long_one = one.ran, Kernel(model, 1, cubin(args, name, 1, args.name), pages=640)
+        long_eight = Kernel(model, 8, cubin(args, name, 8, args.name), pages=640, beside=long_one)
+        long_one.kv.normal_(0, 0.5)
+        long_one.k_scale.uniform_(0.5, 1.5)
+        for position in (1023, 1024, 2100, 5000):
+            long_one.launch([decoding(token, position)], steps=3)
+            long_eight.launch([decoding(token, position), decoding(token, position // 2, slot=3, row=1)], steps=3)
+            same.append(torch.equal(long_one.logits[0, : shape.vocab], long_eight.logits[0, : shape.vocab]))
+        print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {ran}", flush=True)
 
 
 def bits(args):
@@ -524,12 +532,14 @@ def trace(args):
         for _ in range(3):
             kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
         consumers = 16 if batch in NARROW else 8
-        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1755
+        notes = stamps[:, 16 if batch in NARROW else 8, -1].double().cpu()  # clock and time at either end (note_time)
+        mhz = float(((notes[:, 10] - notes[:, 8]) * 1e3 / (notes[:, 11] - notes[:, 9])).mean())
+        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / mhz
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
             stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
         between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
-        print(f"{name}, batch {batch}: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
+        print(f"{name}, batch {batch}, {mhz:.0f} MHz: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
         if batch not in NARROW:
             print(f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}")
 

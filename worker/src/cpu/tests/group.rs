@@ -149,6 +149,7 @@ fn run_wave(model: &Path, arrangement: &Arrangement, wave: &[Request]) -> Vec<Re
 fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usize) -> CpuDecoder {
     let request = LoadRequest {
         device: crate::decoder::Device::Cpu,
+        unlooped: false,
         model_dir: model.to_owned(),
         rank,
         tensor_parallel: arrangement.tensor_parallel,

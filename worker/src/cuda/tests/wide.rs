@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use half::bf16;
 
-use super::gpu::gpu;
+use super::gpu::{BROKEN, gpu};
 use super::plans::{Request, drive, plans, replies};
 use crate::cuda::launch::{ROW_SAMPLE, Row};
 use crate::cuda::looped_decoder::Launcher;
-use crate::cuda::{CudaDecoder, Options, load_with};
+use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
 use crate::decoder::{Decoder, Device, LoadRequest};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{LayerTensor, ModelConfig, Tensor};
@@ -48,6 +48,16 @@ pub(super) fn load(
     slots: usize,
     blocks: Option<usize>,
 ) -> CudaDecoder {
+    load_with_options(config, source, slots, false, Options { blocks, ..Options::default() })
+}
+
+fn load_with_options(
+    config: &ModelConfig,
+    source: Arc<dyn Source + Send>,
+    slots: usize,
+    unlooped: bool,
+    options: Options,
+) -> CudaDecoder {
     let request = LoadRequest {
         model_dir: "random".into(),
         rank: 0,
@@ -60,8 +70,9 @@ pub(super) fn load(
         wait_limit: Duration::from_secs(20),
         max_context: config.max_positions,
         device: Device::Cuda,
+        unlooped,
     };
-    let options = Options { blocks, random: Some((config.clone(), source)), poison: true, ..Options::default() };
+    let options = Options { random: Some((config.clone(), source)), poison: true, ..options };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -133,6 +144,26 @@ impl Model {
         let padded = engine.logits(1).len();
         let bits = |row: &[f32]| row[..self.vocab].iter().map(|logit| logit.to_bits()).collect();
         engine.logits(kept).chunks_exact(padded).map(bits).collect()
+    }
+
+    /// Tokens of a launch of several steps, by step.
+    fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
+        let row = |(column, &(slot, token, position)): (usize, &(u32, u32, u32))| Row {
+            token,
+            position,
+            slot,
+            first_row: column as u32,
+            first_position: position,
+            flags: ROW_SAMPLE,
+            last_position: position + steps - 1,
+            reserved: 0,
+        };
+        let rows: Vec<Row> = rows.iter().enumerate().map(row).collect();
+        let engine = &mut self.decoder.decoder.launcher;
+        let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));
+        engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
+        let token = |step, column| engine.sampled(launch, step, column, false).token;
+        (0..steps).map(|step| (0..rows.len()).map(|column| token(step, column)).collect()).collect()
     }
 
     /// Computes a sequence in narrow passes; the logits after every token.
@@ -275,6 +306,76 @@ fn grids_do_not_touch_a_bit() {
     }
 }
 
+/// In wide passes, whose words are full of NaN before each.
+#[test]
+fn delays_and_poison_change_nothing_but_time() {
+    if !gpu() {
+        return;
+    }
+    for config in [llama_1b(), with_features()] {
+        let all: Vec<_> = (0..40).map(|slot| tokens(slot, 1 + (slot as usize * 97) % 330)).collect();
+        let last = |slot: usize| (slot as u32, all[slot][all[slot].len() - 1], all[slot].len() as u32 - 1);
+        let run = |defines: &[(&'static str, u64)]| {
+            let options = Options { defines: defines.to_vec(), ..Options::default() };
+            let mut model = Model::new(load_with_options(&config, random(&config), SLOTS, false, options), SLOTS);
+            let mut got = Vec::new();
+            let poison = |model: &Model| {
+                if !defines.is_empty() {
+                    model.decoder.decoder.launcher.poison_words().unwrap();
+                }
+            };
+            for (slot, tokens) in (0..).zip(&all) {
+                poison(&model);
+                got.extend(model.prompt(slot, tokens, 200, None));
+            }
+            let mut sampled = Vec::new();
+            for count in [32, 40] {
+                let rows: Vec<_> = (0..count).map(last).collect();
+                poison(&model);
+                got.extend(model.step(&rows, &vec![true; count], None));
+                sampled.push(model.many_steps(&rows, 5));
+            }
+            (got, sampled)
+        };
+        let expected = run(&[]);
+        assert!(!expected.0.iter().any(is_nan));
+        for defines in BROKEN {
+            assert!(run(defines) == expected, "{defines:?}, heads of {}", config.head_dim);
+        }
+    }
+}
+
+/// Launches of several steps that note times tell all that is to be told of wide passes.
+#[test]
+fn wide_passes_tell_the_times_of_their_phases() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_8b();
+    let gauge = Gauge::new(&[LoopMode::On]);
+    let options = Options { gauge: Some(gauge.clone()), ..Options::default() };
+    let mut model = Model::new(load_with_options(&config, random(&config), SLOTS, false, options), SLOTS);
+    for count in [32, 64] {
+        let rows: Vec<_> = (0..count).map(|slot| (slot, 5 + slot, 0)).collect();
+        gauge.set(LoopMode::On, false);
+        let untraced = model.many_steps(&rows, 4);
+        gauge.set(LoopMode::On, true);
+        assert!(model.many_steps(&rows, 4) == untraced, "{count} rows that note times");
+        let noted = gauge.take().expect("a traced launch notes times");
+        eprintln!("{count} rows: {:?}", noted.phases);
+        let known: Vec<Phase> =
+            noted.phases.iter().filter(|of| of.us > 0.0 && of.us < 1e4).map(|of| of.phase).collect();
+        let wide = |phase: &Phase| *phase != Phase::Merge;
+        assert_eq!(known, Phase::ALL.into_iter().filter(wide).collect::<Vec<_>>());
+        let mut text = Vec::new();
+        noted.trace.expect("a looped launch has a timeline").write(&mut text).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let slices = json["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X");
+        let durations: Vec<f64> = slices.map(|event| event["dur"].as_f64().unwrap()).collect();
+        assert!(durations.len() > 128 * 4 * 2 && durations.iter().all(|us| (0.0..1e4).contains(us)));
+    }
+}
+
 /// Repeated steps of wide passes: what a race leaves behind differs from time to time.
 #[test]
 fn two_hundred_repeats_have_the_same_bits() {
@@ -290,7 +391,8 @@ fn two_hundred_repeats_have_the_same_bits() {
         (1..).zip(&all).map(|(slot, tokens)| (slot, tokens[tokens.len() - 1], tokens.len() as u32 - 1)).collect();
     let mut expected = None;
     for repeat in 0..200 {
-        let got = (model.prompt(0, &prompt, 512, None), model.step(&decode, &vec![true; decode.len()], None));
+        let step = model.step(&decode, &vec![true; decode.len()], None);
+        let got = (model.prompt(0, &prompt, 512, None), step, model.many_steps(&decode, 3));
         assert!(*expected.get_or_insert_with(|| got.clone()) == got, "repeat {repeat}");
     }
 }
@@ -367,16 +469,21 @@ fn plans_of_many_requests_yield_what_each_yields_alone() {
     let config = llama_1b();
     let requests: Vec<_> =
         (0..SLOTS).map(|i| Request::greedy(&tokens(i as u32, 1 + i * i % 700), 12 + i as u32 % 20)).collect();
-    let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
-        let decoder = load(&config, random(&config), SLOTS, None);
+    let drive_plans = |requests: &[Request], chunk: usize, steps: u32, eager: bool, unlooped: bool| {
+        let decoder = load_with_options(&config, random(&config), SLOTS, unlooped, Options::default());
         let plans = plans(requests, chunk, 512, steps);
         let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
         let replies = replies(&outcomes, requests.len()).into_iter().map(|(tokens, _)| tokens);
         replies.collect::<Vec<Vec<u32>>>()
     };
+    let run = |requests: &[Request], chunk, steps, eager| drive_plans(requests, chunk, steps, eager, false);
     let whole = run(&requests, 512, 40, true);
     assert!(whole.iter().zip(&requests).all(|(reply, request)| reply.len() == request.max_tokens as usize));
-    assert!(run(&requests, 37, 3, false) == whole, "other chunks and plans");
+    for (chunk, steps, eager) in [(16, 8, true), (37, 3, false), (128, 16, true)] {
+        assert!(run(&requests, chunk, steps, eager) == whole, "chunks of {chunk}, plans of {steps} steps");
+    }
+    // Narrow passes as launches of their phases, wide ones in the loop.
+    assert!(drive_plans(&requests, 200, 16, true, true) == whole, "without the loop");
     // Alone; and as if it had been preempted after some tokens.
     for index in [0, 1, 7, 20, 37, 63] {
         assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");

@@ -146,13 +146,13 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     }
     offer_tokens(launch, epilogue, step);
     const bool stopped = !(launch.flags & kLaunchUndrawn) && choose_tokens(launch, epilogue, step, active, token);
-    if (warp == 0 && (threadIdx.x & 31) == 0 && stopped && step + 2 < last_step(shared)) {
+    if (warp == 0 && lane_index() == 0 && stopped && step + 2 < last_step(shared)) {
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
     }
     if (warp == 0) rows_of(launch, step + 1).count_items();
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::sampled);
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
     u8* steps = launch.words + Words::steps + blockIdx.x * 4;

@@ -13,7 +13,7 @@ struct Epilogue {
 
   LP_DEVICE Epilogue(const Launch& launch, u32 shared, int warp) : launch(launch), shared(shared), warp(warp) {}
 
-  LP_DEVICE static int half() { return (threadIdx.x & 31) >> 4; }
+  LP_DEVICE static int half() { return lane_index() >> 4; }
   LP_DEVICE static int row() { return threadIdx.x & 15; }
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
   /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and nothing else.
@@ -216,7 +216,7 @@ struct Epilogue {
   LP_DEVICE void clear(u32 turn) const {
 #ifndef LP_KEEP_WORDS  // negative control
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
-    const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + (threadIdx.x & 31);
+    const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + lane_index();
 #pragma unroll 1
     for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + vectors_of(turn) + at, Quad{});
 #endif
@@ -225,7 +225,7 @@ struct Epilogue {
  private:
   LP_DEVICE void given_back(u32 buffer) {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);
+    if (lane_index() == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);
     set++;
   }
 };

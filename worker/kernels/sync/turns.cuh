@@ -22,7 +22,7 @@ LP_DEVICE void begin_turn(const Launch& launch, u32 shared, u32 tag) {
   if constexpr (kTaggedVectors) return;
   wait_barrier(launch, shared + Shared::opened, (tag - launch.epoch) & 1, kSiteOpened);
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared + Shared::begun);
+  if (lane_index() == 0) mbarrier_arrive(shared + Shared::begun);
 }
 
 /// An epilogue warp passes the turn of a tag. In between, `clear` makes the words of a turn "not there". Orders the accesses of all
@@ -32,7 +32,7 @@ template <class F> LP_DEVICE void pass_turn(const Launch& launch, u32 shared, u3
   wait_barrier(launch, shared + Shared::begun, (tag - launch.epoch) & 1, kSiteBegun);
   u8* turns = launch.words + Words::turns;
   const u32 turn = turn_of(shared, tag), all = turn * (kBlocks * kEpilogueWarps);  // when every epilogue warp has passed all turns before; may wrap
-  if ((threadIdx.x & 31) == 0) {
+  if (lane_index() == 0) {
     const Clocks begun = clocks();
     u32 seen;
     while ((int)((seen = load_acquire_u32((const u32*)turns)) - all) < 0)
@@ -42,5 +42,5 @@ template <class F> LP_DEVICE void pass_turn(const Launch& launch, u32 shared, u3
   __syncwarp();
   clear(turn - 2);
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) add_release_u32((u32*)turns, 1);
+  if (lane_index() == 0) add_release_u32((u32*)turns, 1);
 }

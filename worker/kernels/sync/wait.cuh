@@ -35,12 +35,13 @@ template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 exp
   fence_system();
   trap();
 }
-/// What only a report needs would be kept all along, in registers that products need. So the parity is asked for again: it is the one of the phase that has not ended.
+/// What only a report needs would be kept all along, in registers that products need. So nothing is reported of the barrier but that it has not completed; wide passes ask it
+/// for the parity that is waited for, which is that of the phase that has not ended.
 LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 site) {
   if (mbarrier_try_wait(barrier, parity)) return;
   const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
-    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, mbarrier_test_wait(barrier, 0), barrier);
+    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, LP_COLUMNS > 8 ? mbarrier_test_wait(barrier, 0) : 1, 0);
 }
 
 #ifdef LP_ABLATE_WAITS

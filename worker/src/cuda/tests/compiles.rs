@@ -16,8 +16,6 @@ use crate::cuda::sampler;
 use crate::cuda::variants::{LoopMode, VARIANTS, check_shape, check_wide};
 use crate::model::ModelConfig;
 
-/// Bytes that narrow and wide kernels spill at most of these shapes as they are; of wide ones to come down to 0.
-const MOST_SPILLED: [u32; 2] = [0, 1024];
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
 
@@ -78,7 +76,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let resources = Resources::of(variant.name(), &binary.log)
                 .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
             eprintln!("{name}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
-            if resources.spilled > MOST_SPILLED[usize::from(variant.columns() > 8)] {
+            if resources.spilled > 0 {
                 over.lock().unwrap().push(format!("{name}: {} bytes", resources.spilled));
             }
             let again = compiler.build(&variant.program(layout), &cache).unwrap();
@@ -90,7 +88,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         (0..threads).for_each(|_| drop(scope.spawn(work)));
     });
     let over = over.into_inner().unwrap();
-    assert!(over.is_empty(), "more registers are spilled than were: {over:?}");
+    assert!(over.is_empty(), "registers are spilled: {over:?}");
 
     // What the benchmark measures with.
     let shape = Shape::Llama1B.config();

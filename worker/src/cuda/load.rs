@@ -149,7 +149,8 @@ pub fn load_with(
     let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
-        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&VARIANTS), &options.defines)?;
+        let usual: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(&layout)).collect();
+        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&usual), &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
     let decoder = LoopedDecoder { launcher, batch, rank: request.rank };

@@ -61,7 +61,7 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
 
 /// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and fetch have one copy of the code for both, because
 /// code that runs once a layer comes from far away; the consumers, whose copy would spill, have two.
-constexpr u32 kAttention = 0, kMlp = 1;
+constexpr u32 kAttention = 0;  // 1: MLP
 LP_DEVICE int residual_steps(u32 part) { return part == kAttention ? O::leaf_steps : Down::leaf_steps; }
 
 LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {

@@ -143,9 +143,11 @@ struct Receive {
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
   template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
-  /// Byte of a tile. Groups of 8 columns lie in another order in each row: of a row four further, or of column c ^ 8, it is this byte ^ kSwizzled.
+  /// Byte of a tile's (row, column). Groups of 8 columns lie in an order of their own in each row: j groups on from the first it is this byte ^ kSwizzled * j, and i rows on from a
+  /// multiple of four ^ kSwizzled * (i % 4), beside the rows' bytes.
   template <class C> LP_DEVICE static u32 place(int row, int column, int tile) { return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4; }
   static constexpr u32 kSwizzled = 32;
+  static_assert(Shared::receive % (8 * kSwizzled) == 0, "tiles begin where the bits of groups are 0");
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
   template <class C> LP_DEVICE static void swap_rows(float* sum) {
     const bool odd = thread_index() & 1;

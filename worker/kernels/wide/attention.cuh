@@ -1,6 +1,6 @@
 // Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of four takes pages c, c + 4, ... of a span, which
 // is the span's share c (attention_share.cuh): K and V are read once for all columns that it has in registers. Then the shares of a set meet in shared memory. The
-// columns (row, query head) of a group are up to four n8 tiles: sets divide them, or, of a single tile, as of a row that decodes, take items in turn, so that the end of
+// columns (row, query head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a row that decodes, take items in turn, so that the end of
 // one item overlaps with the pages of the next.
 //
 // A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too. But it may wait for a stage only when what was

@@ -12,7 +12,7 @@ constexpr int kHeadWidth = kHeadDim;
 #endif
 constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
 
-constexpr int kRowTile = 16, kKStep = 16, kFragment = 512;  // rows, columns and bytes of an A fragment
+constexpr int kFragment = 512;  // bytes of an A fragment: 16 rows by 16 columns
 /// A leaf is worked on in parts of so many k16 steps; no chunk of the stream crosses from one into the next.
 constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;

@@ -5,9 +5,6 @@
 
 namespace sampling {
 
-// No noise exceeds this.
-constexpr float kMaxGumbel = 22.88f;
-
 struct Noise { u32 seed_lo, seed_hi, position; };
 struct Bits4 { u32 x, y, z, w; };
 

@@ -19,7 +19,7 @@ use super::looped_decoder::LoopedDecoder;
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
 use super::trace::Phase as StepPhase;
-use super::variants::{HEADERS, LoopMode, SOURCES, VARIANTS, Variant, check_shape, check_wide};
+use super::variants::{HEADERS, LoopMode, SOURCES, Variant, check_shape, check_wide, variants_of};
 use super::weights::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
@@ -149,8 +149,8 @@ pub fn load_with(
     let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
-        let usual: Vec<_> = VARIANTS.into_iter().filter(|variant| variant.takes(&layout)).collect();
-        let others = load_kernels(&gpu, &compiler, &cache, &layout, &gauge.variants(&usual), &options.defines)?;
+        let others = gauge.variants(&variants_of(&layout));
+        let others = load_kernels(&gpu, &compiler, &cache, &layout, &others, &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
     let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
@@ -210,8 +210,8 @@ fn kernels(
         );
     }
     let vocab_size = layout.plan().config.vocab_size;
-    let taken = VARIANTS.into_iter().filter(|variant| variant.takes(layout));
-    let variants: Vec<_> = taken.map(|variant| variant.in_mode(loop_mode, false).unwrap_or(variant)).collect();
+    let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
+    let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
     let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
     let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
     let (kernels, sampler) = std::thread::scope(|scope| {

@@ -48,7 +48,7 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 5] =
-    [narrow(1, 3380), narrow(8, 3770), wide(32, true, 4570), wide(64, true, 5420), wide(128, false, 7100)];
+    [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(128, false, 7230)];
 /// The kernels' sources: narrow, wide.
 pub const SOURCES: [&str; 2] =
     [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
@@ -150,9 +150,13 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
     rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
 }
 
+/// The variants that compute a model on so many blocks.
+pub fn variants_of(layout: &Layout) -> Vec<Variant> {
+    VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect()
+}
+
 impl Variant {
-    /// Whether it computes a model on so many blocks.
-    pub fn takes(&self, layout: &Layout) -> bool {
+    fn takes(&self, layout: &Layout) -> bool {
         self.design != Design::Wide || check_wide(layout).is_ok()
     }
 
@@ -232,6 +236,7 @@ impl Variant {
 
 #[cfg(test)]
 mod tests {
+    use super::super::gauge::Gauge;
     use super::super::heads::padded;
     use super::super::layout::best_blocks;
     use super::super::layout::tests::{config, layout};
@@ -275,6 +280,22 @@ mod tests {
         refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
         refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
         refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
+    }
+
+    /// A benchmark's kernels, too, are only those that take the model: others do not compile.
+    #[test]
+    fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
+        let adds = |hidden_size, intermediate| {
+            let config =
+                ModelConfig { hidden_size, head_dim: 128, ..config(hidden_size / 128, 8, intermediate, 128_256) };
+            let layout = layout(&padded(&config), 1);
+            let layout = Layout::new(layout.plan(), best_blocks(layout.plan(), SMS), config.head_dim);
+            let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
+            let added = Gauge::new(&modes).variants(&variants_of(&layout));
+            assert!(added.iter().any(|variant| variant.unlooped().is_some()));
+            added.iter().filter(|variant| variant.columns() > 8).count()
+        };
+        assert_eq!((adds(4096, 14_336), adds(3072, 8192)), (2, 0), "two that note times, and none at 3B's size");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
 use crate::cuda::layout::{Layout, best_blocks, tests::layout};
 use crate::cuda::sampler;
-use crate::cuda::variants::{LoopMode, VARIANTS, check_shape, check_wide};
+use crate::cuda::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
 use crate::model::ModelConfig;
 
 /// Multiprocessors of an H200.
@@ -57,10 +57,8 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
             assert!(refused.contains("wide passes need"), "{name}: {refused}");
         }
-        let variants = VARIANTS.into_iter().filter(|variant| variant.takes(&layout));
-        jobs.extend(
-            variants.map(|variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone())),
-        );
+        let job = |variant: Variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone());
+        jobs.extend(variants_of(&layout).into_iter().map(job));
     }
     let wide = jobs.iter().filter(|(_, variant, _)| variant.columns() > 8).count();
     assert_eq!(wide, 9, "three widths of 1b, llama-1b and 8b");

@@ -469,35 +469,60 @@ def wide(args):
             print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
 
 
+ROUNDS, WARM_SECONDS = 9, 2.0
+
+
 def time_(args):
-    """Median of 5 launches of 64 steps, for each variant; of 128 columns, of prompts of 2048 tokens."""
+    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster."""
     for name in args.shapes:
         contexts = [int(c) for c in args.context.split(",")]
         model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
-        s, steps = model.shape, 64
         for columns in args.columns:
-            for variant in args.variants.split(","):
-                if columns == PROMPT:
-                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=32, slots=1)
-                    times = []
-                    for _ in range(6):
-                        passes = []
-                        for first in range(0, 2048, columns):
-                            kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(columns)], logits=False)
-                            passes.append(kernel.ms)
-                        times.append(passes)
-                    passes = sorted(times[1:], key=sum)[2]
-                    print(f"{name} {variant or 'plain':10} prompt of 2048 tokens: {sum(passes):.1f} ms; first pass {passes[0]:.2f}, last {passes[-1]:.2f}", flush=True)
-                    continue
-                for context in contexts:
-                    slots = max(8, columns)
-                    kernel = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
-                    kernel.kv.normal_(0, 0.2)
-                    rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
-                    times = sorted(kernel.launch(rows, steps, logits=False) is not None and kernel.ms / steps for _ in range(5))
-                    moved = model.bytes + s.layers * s.kv_heads * s.head_dim * 4 * columns * (context + steps / 2)
-                    rate = moved / times[2] / 1e6
-                    print(f"{name} {variant or 'plain':10} batch {columns} context {context}: {times[2]:.3f} ms, {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
+            for context in contexts if columns != PROMPT else [2048]:
+                slots = max(8, columns) if columns != PROMPT else 1
+                kernels = {}
+                for variant in args.variants.split(","):
+                    kernels[variant] = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots, beside=next(iter(kernels.values()), None))
+                next(iter(kernels.values())).kv.normal_(0, 0.2)
+                run = timed_prompt if columns == PROMPT else timed_steps
+                begun = time.monotonic()
+                while time.monotonic() - begun < WARM_SECONDS:
+                    for kernel in kernels.values():
+                        run(kernel, context)
+                times = {variant: [] for variant in kernels}
+                for _ in range(ROUNDS):
+                    for variant, kernel in kernels.items():
+                        times[variant].append(run(kernel, context))
+                for variant, ms in times.items():
+                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, sorted(ms))
+
+
+STEPS = 64
+
+
+def timed_steps(kernel, context):
+    """ms of a step."""
+    kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(kernel.columns)], STEPS, logits=False)
+    return kernel.ms / STEPS
+
+
+def timed_prompt(kernel, length):
+    """ms of a prompt's passes."""
+    ms = 0
+    for first in range(0, length, kernel.columns):
+        kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(kernel.columns)], logits=False)
+        ms += kernel.ms
+    return ms
+
+
+def report_time(shape, weight_bytes, what, columns, context, ms):
+    middle, spread = ms[len(ms) // 2], f"{ms[0]:.3f} to {ms[-1]:.3f}"
+    if columns == PROMPT:
+        print(f"{what} prompt of {context} tokens: {middle:.1f} ms ({spread})", flush=True)
+        return
+    moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * columns * (context + STEPS / 2)
+    rate = moved / middle / 1e6
+    print(f"{what} batch {columns} context {context}: {middle:.3f} ms ({spread}), {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
 
 
 SETTINGS = {"greedy": {}, "temperature 0.8": dict(temperature=0.8), "top_p 0.9": dict(temperature=0.8, top_p=0.9), "top_k 40, top_p 0.9": dict(temperature=0.8, top_p=0.9, top_k=40),

@@ -74,24 +74,29 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
 #pragma unroll 1
       for (u32 part = 0; part < 2; part++) {
         reached(launch, step, warp, layer, 2 * part);
-        if (part == kAttention) {
-          producer.stream<QkvCut>(weights, Qkv::leaf_steps);
+        const int passes = part == kAttention ? 1 : GateUpOwn::passes();  // before the part's last product
+#pragma unroll 1
+        for (int pass = 0; pass <= passes; pass++) {
+          Run run;
+          if (pass == passes) run = Producer::run<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
+          else if (part == kAttention) run = Producer::run<QkvCut>(weights, Qkv::leaf_steps);
+          else run = Producer::own_run<GateUpOwn>(weights + kGateUpOffset, pass);
+          producer.stream(run);
+          if (part != kAttention || pass == passes) continue;
           if (layer == 0) {
             wait_sampled(launch, shared, step);
             fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
           }
           reached(launch, step, warp, layer, 1);
           stream_attention(producer, rows, layer, generation_of(step, layer));
-        } else {
-          producer.stream_own<GateUpOwn>(weights + kGateUpOffset);
         }
-        producer.stream<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
       }
       reached(launch, step, warp, layer, 3);
     }
     if (!sampling(shared)) return;
     reached(launch, step, warp, kLayers, 0);
-    producer.stream_own<HeadOwn>(weights);
+#pragma unroll 1
+    for (int pass = 0; pass < HeadOwn::passes(); pass++) producer.stream(Producer::own_run<HeadOwn>(weights, pass));
     reached(launch, step, warp, kLayers, 1);
   }
 }

@@ -4,26 +4,28 @@
 /// Descriptor of B at `address`, [group of 8 columns][2 halves of k][8 columns][8 k] bf16: core matrices without swizzle, 128 bytes apart
 /// along k and 256 along columns.
 LP_DEVICE u64 wgmma_operand(u32 address) { return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32; }
+/// Of what lies `bytes` behind an operand.
+LP_DEVICE u64 wgmma_operand(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
-/// c += A B: A [16 rows][16 k] of each of the four warps as for mma_m16n8k16, B [16 k][N columns]. c[4 j ..] are the results of mma_m16n8k16 for
+/// c += A B: A [16 rows][16 k] of each of the four warps as for mma_m16n8k16, B [16 k][N columns], by its descriptor. c[4 j ..] are the results of mma_m16n8k16 for
 /// columns 8 j ... Runs on after the call.
-template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u32 b);
-template <> LP_DEVICE void wgmma<16>(float* c, const Quad& a, u32 b) {
+template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u64 b);
+template <> LP_DEVICE void wgmma<16>(float* c, const Quad& a, u64 b) {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
                "%0,%1,%2,%3,%4,%5,%6,%7},"
                "{%8,%9,%10,%11},%12,p,1,1,0;\n}"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(wgmma_operand(b)));
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> LP_DEVICE void wgmma<32>(float* c, const Quad& a, u32 b) {
+template <> LP_DEVICE void wgmma<32>(float* c, const Quad& a, u64 b) {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
                "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
                "{%16,%17,%18,%19},%20,p,1,1,0;\n}"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
                  "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(wgmma_operand(b)));
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u32 b) {
+template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b) {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
@@ -32,7 +34,7 @@ template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u32 b) {
                  "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
                  "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
                  "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(wgmma_operand(b)));
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
 /// Before the first product of a group, which reads registers that the warps wrote.

@@ -17,9 +17,10 @@ template <class C> LP_DEVICE Place place_of() {
                C::split == Split::kLeaves ? way * C::input_steps * kStepBytes : C::split == Split::kColumns ? group * (C::columns / 8 * 256) : 0};
 }
 
-/// One leaf of a warp's tile, k16 steps ascending from zero.
+/// One leaf of a warp's tile, k16 steps ascending from zero, in groups that a stage and a slot have in common.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
-  constexpr int N = C::columns, STEPS = C::leaves == kMaxLeaves ? 2 : 4;  // the tree of 16 leaves leaves fewer registers
+  constexpr int N = C::columns, SHARED_STEPS = C::steps < C::input_steps ? C::steps : C::input_steps;
+  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : SHARED_STEPS;  // the tree of 16 leaves leaves fewer registers
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
   u32 stage = 0, input = 0;
@@ -30,10 +31,11 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
     Quad a[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) a[i] = place.on ? load_shared_16(stage + (k % C::steps + i) * place.stride) : Quad{0, 0, 0, 0};
+    const u64 operand = wgmma_operand(input + k % C::input_steps * kStepBytes);
     pin<N / 2>(sum);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) wgmma<N>(sum, a[i], input + (k % C::input_steps + i) * kStepBytes);
+    for (int i = 0; i < STEPS; i++) wgmma<N>(sum, a[i], wgmma_operand(operand, i * kStepBytes));
     wgmma_finish();
     pin<N / 2>(sum);
     if ((k + STEPS) % C::steps == 0) consumer.release();
@@ -81,13 +83,14 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
         a[i][0] = width > 0 ? load_shared_16(from) : Quad{0, 0, 0, 0};
         a[i][1] = width > 0 ? load_shared_16(from + second) : Quad{0, 0, 0, 0};
       }
+      const u64 operand = wgmma_operand(input + k % kInputSteps * kStepBytes);
       pin<R>(leaf[0]);
       pin<R>(leaf[1]);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
-        wgmma<C::columns>(leaf[0], a[i][0], input + (k % kInputSteps + i) * kStepBytes);
-        wgmma<C::columns>(leaf[1], a[i][1], input + (k % kInputSteps + i) * kStepBytes);
+        wgmma<C::columns>(leaf[0], a[i][0], wgmma_operand(operand, i * kStepBytes));
+        wgmma<C::columns>(leaf[1], a[i][1], wgmma_operand(operand, i * kStepBytes));
       }
       wgmma_finish();
       pin<R>(leaf[0]);

@@ -2,24 +2,44 @@
 // waits for every stage in order and releases it, and both stream warps take part in every one, so parities cannot alias.
 #pragma once
 
+/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at most so many stages, one in so many clocks (below memory's rate, because
+/// what flows then delays the exchange). Passes of prompts are slower with it.
+constexpr u32 kAhead = kPrompt ? 0 : 4, kAheadClocks = 2000;
+
+/// A lane's part of stages: if it is `on`, it copies `bytes` of each to offset `to`, one stage's behind the other's in memory.
+struct Run {
+  bool on;
+  const u8* from;
+  u32 to, bytes, stages;
+};
+
 /// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every other lane (a bulk copy costs a warp about
 /// 50 clocks a lane).
 struct Producer {
   const Launch& launch;
   u32 shared;
   u64 policy;
-  u32 second, issued = 0, landed = 0;  // stages
+  u32 second, issued = 0, landed = 0, ahead = 0;  // stages; ahead: in the second-level cache, of those that are issued next
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon.
-  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true) {
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon. `following`: stages that lie behind it in memory.
+  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true, u32 following = 0) {
     const bool mine = on && (lane() & 1) == second;
     const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
     // Released: orders the consumers' reads before the copies that overwrite them (block).
     const u32 empty = shared + Shared::stage_empty + 8 * slot, phase = issued / kStages & 1 ^ 1;
-    for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));)
-      if (clock64() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+    long long hastened = 0;
+    for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));) {
+      const long long now = clock64();
+      if (now - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+      if (ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
+        hastened = now;
+        ahead++;
+        if (mine) bulk_prefetch_l2(from + (u64)ahead * bytes, bytes, policy);
+      }
+    }
+    ahead -= ahead > 0;
     if (lane() == 0) {
       // Landed: bounds what is in flight.
       for (; landed + kInFlight <= issued; landed++) wait_barrier(launch, shared + Shared::stage_full + 8 * (landed % kStages), landed / kStages & 1, kSiteLanded);
@@ -32,23 +52,30 @@ struct Producer {
     }
     issued++;
   }
+  LP_DEVICE void stream(const Run& run) {
+#pragma unroll 1
+    for (u32 i = 0; i < run.stages; i++) issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, true, run.stages - 1 - i);
+  }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
-  template <class C> LP_DEVICE void stream(const u8* product, int leaf_steps) {
+  template <class C> LP_DEVICE static Run run(const u8* product, int leaf_steps) {
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
-    const bool on = way < C::ways && unit.width;
     const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * kMaxLeaves) + leaf * leaf_steps * unit.width) * kFragment;
-    const u32 to = (way * C::tiles + unit.first) * C::steps * kFragment, bytes = C::steps * unit.width * kFragment;
-    for (int k = 0; k < C::leaves * leaf_steps; k += C::steps) issue(on, from + k * unit.width * kFragment, to, bytes);
+    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment), (u32)(C::steps * unit.width * kFragment), (u32)(C::leaves * leaf_steps / C::steps)};
   }
-  /// The block's own tiles, all of K, pass by pass: [unit][k16 step] a stage.
-  template <class C> LP_DEVICE void stream_own(const u8* product) {
+  /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
+  template <class C> LP_DEVICE static Run own_run(const u8* product, int pass) {
     using P = typename C::P;
-    for (int pass = 0; pass < C::passes(); pass++) {
-      const int width = C::width(pass, lane());
-      const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
-      for (int k = 0; k < P::steps; k += C::steps) issue(width > 0, from + k * width * kFragment, lane() * C::steps * 2 * kFragment, C::steps * width * kFragment);
-    }
+    const int width = C::width(pass, lane());
+    const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
+    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)(C::steps * width * kFragment), (u32)(P::steps / C::steps)};
+  }
+
+ private:
+  /// Whether nothing is in flight. Asked while the ring is full, so that the last stage's barrier is in its phase or in the one after.
+  LP_DEVICE bool all_landed() const {
+    const u32 last = issued - 1;
+    return any_lane(mbarrier_test_wait(shared + Shared::stage_full + 8 * (last % kStages), last / kStages & 1));
   }
 };
 

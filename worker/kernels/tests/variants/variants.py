@@ -469,11 +469,12 @@ def wide(args):
             print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
 
 
-ROUNDS, WARM_SECONDS = 9, 2.0
+WARM_SECONDS = 2.0
 
 
 def time_(args):
-    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster."""
+    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster. Clocks drift for all alike, so each
+    is compared with the first variant round by round."""
     for name in args.shapes:
         contexts = [int(c) for c in args.context.split(",")]
         model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
@@ -489,12 +490,15 @@ def time_(args):
                 while time.monotonic() - begun < WARM_SECONDS:
                     for kernel in kernels.values():
                         run(kernel, context)
-                times = {variant: [] for variant in kernels}
-                for _ in range(ROUNDS):
-                    for variant, kernel in kernels.items():
-                        times[variant].append(run(kernel, context))
+                times, turns = {variant: [] for variant in kernels}, list(kernels)
+                for _ in range(args.rounds):
+                    for variant in turns:
+                        times[variant].append(run(kernels[variant], context))
+                    turns.append(turns.pop(0))
+                first = next(iter(times.values()))
                 for variant, ms in times.items():
-                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, sorted(ms))
+                    ratios = sorted(a / b for a, b in zip(ms, first))
+                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, sorted(ms), 100 * (ratios[len(ratios) // 2] - 1))
 
 
 STEPS = 64
@@ -515,8 +519,9 @@ def timed_prompt(kernel, length):
     return ms
 
 
-def report_time(shape, weight_bytes, what, columns, context, ms):
-    middle, spread = ms[len(ms) // 2], f"{ms[0]:.3f} to {ms[-1]:.3f}"
+def report_time(shape, weight_bytes, what, columns, context, ms, slower):
+    """slower: than the first variant, percent."""
+    middle, spread = ms[len(ms) // 2], f"{ms[0]:.3f} to {ms[-1]:.3f}; {slower:+.2f} %"
     if columns == PROMPT:
         print(f"{what} prompt of {context} tokens: {middle:.1f} ms ({spread})", flush=True)
         return
@@ -584,6 +589,7 @@ def main():
     parser.add_argument("--grids", nargs="*", default=[], help="shapes to build for all grids, which `bits` wants")
     parser.add_argument("--variants", default="", help="names to time, by commas; an empty one is the plain build")
     parser.add_argument("--context", default="512")
+    parser.add_argument("--rounds", type=int, default=9, help="of `time`: an odd number")
     parser.add_argument("--columns", default="1,8,32,64", help="of the kernels to build, to compare or to time")
     parser.add_argument("--longest", type=int, default=300, help="prompt of `wide`")
     parser.add_argument("--repeats", type=int, default=50, help="of `wide`")

@@ -32,6 +32,8 @@ pub struct Panel {
     pub leaves: usize,
     /// Tiles that a block cannot be given one without the other: 2 for gate and up, else 1.
     pub group: usize,
+    /// Of qkv of a rank of a group: tiles of gate and up, which are as long. Blocks with fewer of them get more of qkv. Else 0.
+    pub evens_out: usize,
     /// Tiles of a unit; what is left over at a block's end is a smaller one.
     pub unit: usize,
 }
@@ -71,7 +73,11 @@ impl Panel {
         // there are warps: others work on the next tile meanwhile, so each tile comes by itself.
         let unit = if alone || !matches!(product, Product::AttentionOut | Product::Down) { 2 } else { 1 };
         let leaves = product.leaves(plan, rank);
-        Self { tiles, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), group, unit }
+        let evens_out = match product {
+            Product::QueryKeyValue if !alone => Self::of(plan, rank, Product::GateUp).tiles,
+            _ => 0,
+        };
+        Self { evens_out, tiles, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), group, unit }
     }
 
     /// k16 steps of a leaf.
@@ -91,8 +97,20 @@ impl Panel {
 
     /// The groups of a block.
     pub fn groups_of(&self, block: usize, blocks: usize) -> Range<usize> {
-        let groups = self.tiles / self.group;
-        block * groups / blocks..(block + 1) * groups / blocks
+        let (groups, pairs) = (self.tiles / self.group, self.evens_out / 2);
+        let together = self.tiles + self.evens_out;
+        // Every block gets at least that many of both, so none has more of gate and up alone.
+        let evens_out = pairs > 0 && together / blocks >= 2 * pairs.div_ceil(blocks);
+        let before = |block: usize| match evens_out {
+            true => block * together / blocks - 2 * (block * pairs / blocks),
+            false => block * groups / blocks,
+        };
+        before(block)..before(block + 1)
+    }
+
+    /// Bytes of a block.
+    pub fn share(&self, block: usize, blocks: usize) -> usize {
+        self.groups_of(block, blocks).len() * self.group * self.tile_bytes()
     }
 
     /// The units of all blocks, as ranges of tiles, in stream order.
@@ -107,8 +125,7 @@ impl Panel {
 
     /// Bytes of the largest share of a block.
     pub fn largest_share(&self, blocks: usize) -> usize {
-        let groups = self.tiles / self.group;
-        groups.div_ceil(blocks) * self.group * self.tile_bytes()
+        (0..blocks).map(|block| self.share(block, blocks)).max().unwrap_or(0)
     }
 }
 
@@ -233,14 +250,20 @@ impl Layout {
 }
 
 /// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase is that
-/// of the block with the most bytes. Fewer than nine tenths of the SMs cannot ask for enough at a time.
+/// of the block with the most bytes; of a layer of a group, where few tiles are dealt and the ring evens them out, that of the block
+/// with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a time.
 pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
     let panel = |product| Panel::of(plan, &plan.rank(0), product);
     let products = LAYER_PRODUCTS.map(|product| (panel(product), plan.config.num_layers));
     let head = (panel(Product::LmHead), 1);
-    let cost = |blocks: usize| -> usize {
-        let of = |(panel, times): &(Panel, usize)| panel.largest_share(blocks) * blocks * times;
-        products.iter().chain([&head]).map(of).sum()
+    let all = || products.iter().chain([&head]);
+    let cost = |blocks: usize| {
+        let share = |block| all().map(|(panel, times)| panel.share(block, blocks) * times).sum();
+        let largest: usize = match plan.tensor_parallel {
+            1 => all().map(|(panel, times)| panel.largest_share(blocks) * times).sum(),
+            _ => (0..blocks).map(share).max().unwrap_or(0),
+        };
+        largest * blocks
     };
     (sms - sms / 10..=sms).rev().min_by_key(|blocks| cost(*blocks)).unwrap_or(sms)
 }

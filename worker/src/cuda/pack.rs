@@ -206,9 +206,16 @@ mod tests {
             }
         }
         let groups = panel.tiles / panel.group;
-        let group = tile / panel.group;
-        let block = (0..blocks).find(|s| (s * groups / blocks..(s + 1) * groups / blocks).contains(&group)).unwrap();
-        let (first, last) = (block * groups / blocks * panel.group, (block + 1) * groups / blocks * panel.group);
+        let (group, pairs) = (tile / panel.group, layout.panel(Product::GateUp).tiles / 2);
+        let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
+        // Either a block has as many tiles of qkv, gate and up as others or one more, or all have so of qkv.
+        let most = (0..blocks).map(|s| (s + 1) * pairs / blocks - s * pairs / blocks).max().unwrap();
+        let before = |s: usize| match evens_out && (groups + 2 * pairs) / blocks >= 2 * most {
+            true => s * (groups + 2 * pairs) / blocks - s * pairs / blocks * 2,
+            false => s * groups / blocks,
+        };
+        let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&group)).unwrap();
+        let (first, last) = (before(block) * panel.group, before(block + 1) * panel.group);
         let single = layout.plan().tensor_parallel > 1 && [Product::AttentionOut, Product::Down].contains(&product);
         let most = if single { 1 } else { 2 };
         let unit = first + (tile - first) / most * most;

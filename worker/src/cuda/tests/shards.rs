@@ -65,10 +65,7 @@ fn all_ranks_have_streams_of_one_shape_and_their_shards_of_the_embedding_follow_
 
 /// Bytes of each block in a layer and in all, the largest over the mean.
 fn uneven(layout: &Layout) -> [f64; 2] {
-    let of = |product, block| {
-        let panel = layout.panel(product);
-        panel.groups_of(block, layout.blocks()).len() * panel.group * panel.tile_bytes()
-    };
+    let of = |product, block| layout.panel(product).share(block, layout.blocks());
     let layers: Vec<usize> = (0..layout.blocks()).map(|b| LAYER_PRODUCTS.map(|p| of(p, b)).iter().sum()).collect();
     let times = layout.plan().config.num_layers;
     let all: Vec<usize> = layers.iter().enumerate().map(|(b, l)| l * times + of(Product::LmHead, b)).collect();
@@ -79,14 +76,14 @@ fn uneven(layout: &Layout) -> [f64; 2] {
     })
 }
 
-/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not come out even. The aim is 1.02.
+/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The aim is 1.02.
 #[test]
 fn the_largest_share_of_a_block_is_what_is_written_here() {
     let llama_70b = ModelConfig { hidden_size: 8192, head_dim: 128, num_layers: 80, ..config(64, 8, 28_672, 128_256) };
     let shares_8b =
-        [(128, 1.0, 1.000), (128, 1.115, 1.109), (128, 1.115, 1.109), (128, 1.269, 1.252), (128, 2.111, 2.037)];
+        [(128, 1.0, 1.000), (128, 1.038, 1.037), (128, 1.115, 1.109), (128, 1.269, 1.252), (128, 2.111, 2.037)];
     let shares_70b =
-        [(128, 1.0, 1.000), (128, 1.020, 1.020), (128, 1.137, 1.135), (128, 1.137, 1.135), (119, 1.260, 1.259)];
+        [(128, 1.0, 1.000), (132, 1.011, 1.011), (132, 1.011, 1.012), (132, 1.011, 1.012), (119, 1.260, 1.259)];
     for (name, config, shares) in [("8B", llama_8b(), shares_8b), ("70B", llama_70b, shares_70b)] {
         for ((blocks, layer, all), ranks) in shares.into_iter().zip([1, 2, 4, 8, 16]) {
             let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();

@@ -8,7 +8,7 @@ use super::kernel::Kernel;
 use super::layout::Layout;
 use super::memory::DeviceBuffer;
 use super::trace::{PhaseTime, Trace, unlooped_phases};
-use super::variants::{LoopMode, Variant};
+use super::variants::{LoopMode, Variant, variants_of};
 
 /// Notes of a warp in a layer.
 pub const STAGES: usize = 16;
@@ -66,12 +66,13 @@ impl Gauge {
         self.noted.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The kernels that it takes beside those of the engine.
-    pub fn variants(&self, usual: &[Variant]) -> Vec<Variant> {
+    /// The kernels for a model, or a rank of one, that it takes beside those of the engine.
+    pub fn variants(&self, layout: &Layout) -> Vec<Variant> {
+        let usual = variants_of(layout);
         let settings = || self.modes.iter().flat_map(|mode| [(*mode, false), (*mode, true)]);
         let all =
             usual.iter().flat_map(|variant| settings().filter_map(|(mode, traced)| variant.in_mode(mode, traced)));
-        all.filter(|variant| !usual.contains(variant)).collect()
+        all.filter(|variant| !usual.contains(variant) && variant.check(layout).is_ok()).collect()
     }
 
     fn setting(&self) -> Setting {

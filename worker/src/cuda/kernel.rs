@@ -15,7 +15,6 @@ use super::launch::Launch;
 use super::layout::Layout;
 use super::unlooped::Chain;
 use super::variants::Variant;
-use crate::model::ModelConfig;
 
 /// Machine code in a GPU.
 #[derive(Debug)]
@@ -158,14 +157,17 @@ impl Kernel {
         variant: Variant,
         defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
+        let does_not_fit = |problem: String| {
+            Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
+        };
+        if let Err(problem) = variant.check(layout) {
+            return does_not_fit(problem);
+        }
         let mut program = variant.program(layout);
         program.defines.extend(defines);
         let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
         let needs: Needs = module.needs(variant.name())?;
-        let does_not_fit = |problem: String| {
-            Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
-        };
         if needs.shared_bytes > gpu.facts.shared_bytes as u64 {
             let (bytes, has) = (needs.shared_bytes, gpu.facts.shared_bytes);
             return does_not_fit(format!("needs {bytes} bytes of shared memory, a block of this GPU has {has}"));
@@ -192,9 +194,9 @@ impl Kernel {
     }
 
     /// Bytes of exchange words for rows of up to `pages` visible pages.
-    pub fn words_bytes(&self, config: &ModelConfig, pages: usize) -> u64 {
-        let items =
-            self.variant.columns() as u64 * config.num_kv_heads as u64 * (pages as u64).div_ceil(self.needs.item_pages);
+    pub fn words_bytes(&self, layout: &Layout, pages: usize) -> u64 {
+        let rows_and_heads = (self.variant.columns() * layout.rank().kv_heads.len()) as u64;
+        let items = rows_and_heads * (pages as u64).div_ceil(self.needs.item_pages);
         self.needs.fixed_words + self.needs.item_words * items
     }
 

@@ -1,15 +1,18 @@
-//! Where every weight lies in the packed stream of a GPU: arithmetic only.
+//! Where every weight lies in the packed stream of a GPU, one rank of a group: arithmetic only.
 //!
 //! The stream is one allocation: the products of each layer in order, then the LM head. A product is row tiles of 16 rows
 //! by k16 steps, in *fragments* of 512 bytes: the A operand of `mma.m16n8k16`, lane by lane. Tiles are dealt to thread blocks
-//! in *groups* (a tile; of gate and up a pair), and a block takes its groups two by two, as *units*: the fragments of a unit
-//! lie `[leaf][step][tile]`, so that a run of steps of a leaf is one contiguous copy.
+//! in *groups* (a tile; of gate and up a pair), and a block takes its tiles as *units* of two, or of one: the fragments of a
+//! unit lie `[leaf][step][tile]`, so that a run of steps of a leaf is one contiguous copy.
+//!
+//! A rank has the rows of its heads, intermediate columns and vocabulary shard in the products over the hidden size, and its
+//! leaves of K in o_proj and down_proj, whose rows it has all. All ranks' streams have the same shape.
 
 use std::ops::Range;
 
 use crate::model::{LayerTensor, Tensor};
-use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{K_STEP, Leaves, ModelPlan, Product, ROW_TILE};
+use crate::plan::stream::{LAYER_PRODUCTS, embedding_bytes};
+use crate::plan::{K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
 
 /// Bytes of a fragment: 16 rows by 16 columns of bf16.
 pub const FRAGMENT_BYTES: usize = ROW_TILE * K_STEP * 2;
@@ -21,10 +24,18 @@ const HALF_TILE: usize = ROW_TILE / 2;
 pub struct Panel {
     /// Row tiles.
     pub tiles: usize,
-    /// How K is summed.
+    /// How K is summed, over all ranks.
     pub k: Leaves,
+    /// The first leaf of K that this rank holds.
+    pub first_leaf: usize,
+    /// Leaves that it holds.
+    pub leaves: usize,
     /// Tiles that a block cannot be given one without the other: 2 for gate and up, else 1.
     pub group: usize,
+    /// Of qkv of a rank of a group: tiles of gate and up, which are as long. Blocks with fewer of them get more of qkv. Else 0.
+    pub evens_out: usize,
+    /// Tiles of a unit; what is left over at a block's end is a smaller one.
+    pub unit: usize,
 }
 
 /// The rows of a tile: `[0]` from its first row on, `[1]` from its ninth on (empty where the rows are one run). Rows of the
@@ -37,25 +48,36 @@ pub struct TileRows {
     pub runs: [Range<usize>; 2],
 }
 
-/// The stream of a model on a number of thread blocks.
+/// The stream of a rank on a number of thread blocks.
 #[derive(Debug, Clone)]
 pub struct Layout {
     plan: ModelPlan,
+    rank: RankPlan,
     blocks: usize,
     head_width: usize,
 }
 
 impl Panel {
-    /// A product of a model.
-    pub fn of(plan: &ModelPlan, product: Product) -> Self {
+    /// A product of a rank.
+    pub fn of(plan: &ModelPlan, rank: &RankPlan, product: Product) -> Self {
         let c = &plan.config;
+        let alone = plan.tensor_parallel == 1;
         let (tiles, group) = match product {
-            Product::QueryKeyValue => ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim / ROW_TILE, 1),
+            Product::QueryKeyValue => ((rank.heads.len() + 2 * rank.kv_heads.len()) * c.head_dim / ROW_TILE, 1),
             Product::AttentionOut | Product::Down => (c.hidden_size.div_ceil(ROW_TILE), 1),
-            Product::GateUp => (2 * plan.intermediate.padded_len(plan.intermediate.count) / ROW_TILE, 2),
-            Product::LmHead => (c.vocab_size.div_ceil(ROW_TILE), 1),
+            Product::GateUp => (2 * plan.intermediate.padded_len(rank.intermediate_leaves.len()) / ROW_TILE, 2),
+            // The shards of a group are equally long, so they reach past the vocabulary.
+            Product::LmHead => (if alone { c.vocab_size } else { rank.vocab.len() }.div_ceil(ROW_TILE), 1),
         };
-        Self { tiles, k: product.k(plan), group }
+        // On one GPU each warp of a block has a leaf, and works on two tiles at a time. A rank of a group has fewer leaves than
+        // there are warps: others work on the next tile meanwhile, so each tile comes by itself.
+        let unit = if alone || !matches!(product, Product::AttentionOut | Product::Down) { 2 } else { 1 };
+        let leaves = product.leaves(plan, rank);
+        let evens_out = match product {
+            Product::QueryKeyValue if !alone => Self::of(plan, rank, Product::GateUp).tiles,
+            _ => 0,
+        };
+        Self { evens_out, tiles, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), group, unit }
     }
 
     /// k16 steps of a leaf.
@@ -63,9 +85,9 @@ impl Panel {
         self.k.padded / K_STEP
     }
 
-    /// Bytes of a tile: all leaves.
+    /// Bytes of a tile: all leaves of the rank.
     pub fn tile_bytes(&self) -> usize {
-        self.k.count * self.steps() * FRAGMENT_BYTES
+        self.leaves * self.steps() * FRAGMENT_BYTES
     }
 
     /// Bytes of the product.
@@ -75,8 +97,20 @@ impl Panel {
 
     /// The groups of a block.
     pub fn groups_of(&self, block: usize, blocks: usize) -> Range<usize> {
-        let groups = self.tiles / self.group;
-        block * groups / blocks..(block + 1) * groups / blocks
+        let (groups, pairs) = (self.tiles / self.group, self.evens_out / 2);
+        let together = self.tiles + self.evens_out;
+        // Every block gets at least that many of both, so none has more of gate and up alone.
+        let evens_out = pairs > 0 && together / blocks >= 2 * pairs.div_ceil(blocks);
+        let before = |block: usize| match evens_out {
+            true => block * together / blocks - 2 * (block * pairs / blocks),
+            false => block * groups / blocks,
+        };
+        before(block)..before(block + 1)
+    }
+
+    /// Bytes of a block.
+    pub fn share(&self, block: usize, blocks: usize) -> usize {
+        self.groups_of(block, blocks).len() * self.group * self.tile_bytes()
     }
 
     /// The units of all blocks, as ranges of tiles, in stream order.
@@ -85,27 +119,31 @@ impl Panel {
         (0..blocks).flat_map(move |block| {
             let groups = panel.groups_of(block, blocks);
             let tiles = groups.start * panel.group..groups.end * panel.group;
-            tiles.clone().step_by(2).map(move |first| first..(first + 2).min(tiles.end))
+            tiles.clone().step_by(panel.unit).map(move |first| first..(first + panel.unit).min(tiles.end))
         })
     }
 
     /// Bytes of the largest share of a block.
     pub fn largest_share(&self, blocks: usize) -> usize {
-        let groups = self.tiles / self.group;
-        groups.div_ceil(blocks) * self.group * self.tile_bytes()
+        (0..blocks).map(|block| self.share(block, blocks)).max().unwrap_or(0)
     }
 }
 
 impl Layout {
-    /// The stream of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
-    pub fn new(plan: &ModelPlan, blocks: usize, head_width: usize) -> Self {
+    /// The stream of a rank of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
+    pub fn new(plan: &ModelPlan, rank: usize, blocks: usize, head_width: usize) -> Self {
         assert!(blocks > 0 && head_width <= plan.config.head_dim, "{blocks} blocks, heads of {head_width}");
-        Self { plan: plan.clone(), blocks, head_width }
+        Self { plan: plan.clone(), rank: plan.rank(rank), blocks, head_width }
     }
 
     /// The plan.
     pub fn plan(&self) -> &ModelPlan {
         &self.plan
+    }
+
+    /// What the rank holds.
+    pub fn rank(&self) -> &RankPlan {
+        &self.rank
     }
 
     /// Dimensions of a head that are not padding.
@@ -120,12 +158,28 @@ impl Layout {
 
     /// A product.
     pub fn panel(&self, product: Product) -> Panel {
-        Panel::of(&self.plan, product)
+        Panel::of(&self.plan, &self.rank, product)
     }
 
     /// Bytes of a layer.
     pub fn layer_bytes(&self) -> usize {
         LAYER_PRODUCTS.into_iter().map(|product| self.panel(product).bytes()).sum()
+    }
+
+    /// Rows of the embedding that the rank holds beside the stream: those of its vocabulary shard; none where the LM head,
+    /// which is in the stream, is the embedding.
+    pub fn embedding_rows(&self) -> Range<usize> {
+        if self.plan.config.tied_embeddings { 0..0 } else { self.rank.real_vocab(&self.plan) }
+    }
+
+    /// Bytes of the rows of [`Layout::embedding_rows`].
+    pub fn embedding_bytes(&self) -> usize {
+        embedding_bytes(&self.plan, &self.rank)
+    }
+
+    /// Logits of a row, of all ranks, with those of rows that fill up tiles and shards.
+    pub fn logits(&self) -> usize {
+        self.plan.tensor_parallel * self.panel(Product::LmHead).tiles * ROW_TILE
     }
 
     /// Bytes of the stream: what one token reads of weights.
@@ -152,12 +206,15 @@ impl Layout {
             Product::Down => whole(Tensor::Layer(layer, LayerTensor::Down)),
             Product::GateUp => {
                 let (k, column) = (self.plan.intermediate, tile / 2 * ROW_TILE);
-                let (leaf, within) = (column / k.padded, column % k.padded);
+                let (leaf, within) = (self.rank.intermediate_leaves.start + column / k.padded, column % k.padded);
                 let tensor = if tile.is_multiple_of(2) { LayerTensor::Gate } else { LayerTensor::Up };
                 let rows = leaf * k.len + within..leaf * k.len + k.len.min(within + ROW_TILE);
                 run(Tensor::Layer(layer, tensor), rows)
             }
-            Product::LmHead => run(Tensor::LmHead, tile * ROW_TILE..((tile + 1) * ROW_TILE).min(c.vocab_size)),
+            Product::LmHead => {
+                let first = (self.rank.vocab.start + tile * ROW_TILE).min(c.vocab_size);
+                run(Tensor::LmHead, first..(first + ROW_TILE).min(c.vocab_size))
+            }
         }
     }
 
@@ -165,13 +222,14 @@ impl Layout {
     /// i + 8, so that one lane has both.
     fn head_rows(&self, layer: usize, tile: usize) -> TileRows {
         let c = &self.plan.config;
-        let (head_tiles, group) = (c.head_dim / ROW_TILE, c.num_heads / c.num_kv_heads);
+        let (heads, kv_heads) = (&self.rank.heads, &self.rank.kv_heads);
+        let (head_tiles, group) = (c.head_dim / ROW_TILE, heads.len() / kv_heads.len());
         let (head, r) = (tile / head_tiles, tile % head_tiles);
         let (kv_head, place) = (head / (group + 2), head % (group + 2));
         let (tensor, head) = match place.checked_sub(group) {
-            None => (LayerTensor::Query, kv_head * group + place),
-            Some(0) => (LayerTensor::Key, kv_head),
-            Some(_) => (LayerTensor::Value, kv_head),
+            None => (LayerTensor::Query, heads.start + kv_head * group + place),
+            Some(0) => (LayerTensor::Key, kv_heads.start + kv_head),
+            Some(_) => (LayerTensor::Value, kv_heads.start + kv_head),
         };
         let start = head * c.head_dim;
         let runs = if tensor == LayerTensor::Value {
@@ -191,14 +249,21 @@ impl Layout {
     }
 }
 
-/// How many thread blocks stream a model best: memory is shared evenly among them, so the time of a phase is that of the
-/// block with the most bytes. Fewer than nine tenths of the SMs cannot ask for enough at a time.
+/// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase is that
+/// of the block with the most bytes; of a layer of a group, where few tiles are dealt and the ring evens them out, that of the block
+/// with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a time.
 pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
-    let products = LAYER_PRODUCTS.map(|product| (Panel::of(plan, product), plan.config.num_layers));
-    let head = (Panel::of(plan, Product::LmHead), 1);
-    let cost = |blocks: usize| -> usize {
-        let of = |(panel, times): &(Panel, usize)| panel.largest_share(blocks) * blocks * times;
-        products.iter().chain([&head]).map(of).sum()
+    let panel = |product| Panel::of(plan, &plan.rank(0), product);
+    let products = LAYER_PRODUCTS.map(|product| (panel(product), plan.config.num_layers));
+    let head = (panel(Product::LmHead), 1);
+    let all = || products.iter().chain([&head]);
+    let cost = |blocks: usize| {
+        let share = |block| all().map(|(panel, times)| panel.share(block, blocks) * times).sum();
+        let largest: usize = match plan.tensor_parallel {
+            1 => all().map(|(panel, times)| panel.largest_share(blocks) * times).sum(),
+            _ => (0..blocks).map(share).max().unwrap_or(0),
+        };
+        largest * blocks
     };
     (sms - sms / 10..=sms).rev().min_by_key(|blocks| cost(*blocks)).unwrap_or(sms)
 }
@@ -209,18 +274,25 @@ pub(crate) mod tests {
     use crate::model::ModelConfig;
     use crate::plan::Backend;
 
-    const PRODUCTS: [Product; 5] =
+    pub(crate) const PRODUCTS: [Product; 5] =
         [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down, Product::LmHead];
 
     pub(crate) fn layout(config: &ModelConfig, blocks: usize) -> Layout {
-        Layout::new(&ModelPlan::for_backend(Backend::Cuda, config, 1).unwrap(), blocks, config.head_dim)
+        Layout::new(&ModelPlan::for_backend(Backend::Cuda, config, 1).unwrap(), 0, blocks, config.head_dim)
+    }
+
+    /// The ranks of a group; empty where it cannot be cut so.
+    pub(crate) fn group(config: &ModelConfig, tensor_parallel: usize, blocks: usize) -> Vec<Layout> {
+        let plan = ModelPlan::for_backend(Backend::Cuda, config, tensor_parallel);
+        let rank = |rank| Layout::new(plan.as_ref().expect("ranks are of a plan"), rank, blocks, config.head_dim);
+        if plan.is_err() { Vec::new() } else { (0..tensor_parallel).map(rank).collect() }
     }
 
     pub(crate) fn config(heads: usize, kv: usize, intermediate: usize, vocab: usize) -> ModelConfig {
         crate::plan::tests::config(heads, kv, intermediate, vocab)
     }
 
-    fn llama_8b() -> ModelConfig {
+    pub(crate) fn llama_8b() -> ModelConfig {
         ModelConfig { hidden_size: 4096, head_dim: 128, num_layers: 32, ..config(32, 8, 14336, 128_256) }
     }
 
@@ -240,35 +312,22 @@ pub(crate) mod tests {
 
     #[test]
     fn units_hold_every_tile_once_and_pairs_stay_together() {
-        for blocks in [1, 3, 64, 128, 132, 5000] {
-            let layout = layout(&config(16, 4, 400, 1000), blocks);
+        let config = config(16, 4, 400, 1000);
+        let layouts =
+            [1, 3, 64, 128, 132, 5000].map(|blocks| [layout(&config, blocks), group(&config, 4, blocks).remove(1)]);
+        for layout in layouts.iter().flatten() {
+            let blocks = layout.blocks();
             for product in PRODUCTS {
                 let panel = layout.panel(product);
                 let units: Vec<_> = panel.units(blocks).collect();
-                assert!(units.iter().all(|unit| (1..=2).contains(&unit.len())), "{product:?}");
+                let whole = layout.plan().tensor_parallel == 1 || panel.k == layout.plan().hidden;
+                let most = if whole { 2 } else { 1 };
+                assert!(units.iter().all(|unit| (1..=most).contains(&unit.len())), "{product:?}");
                 assert_eq!(units.iter().cloned().flatten().collect::<Vec<_>>(), (0..panel.tiles).collect::<Vec<_>>());
                 if panel.group == 2 {
                     assert!(units.iter().all(|unit| unit.len() == 2 && unit.start % 2 == 0));
                 }
             }
-        }
-    }
-
-    #[test]
-    fn tiles_hold_every_row_of_every_tensor_once() {
-        for config in [config(16, 4, 400, 1000), config(4, 1, 388, 33), config(8, 8, 384, 768)] {
-            let layout = layout(&config, 7);
-            let mut held = std::collections::HashMap::new();
-            for product in PRODUCTS {
-                for tile in 0..layout.panel(product).tiles {
-                    let rows = layout.rows(1, product, tile);
-                    let shape = rows.tensor.shape(&config);
-                    let counts = held.entry(rows.tensor).or_insert_with(|| vec![0; shape[0]]);
-                    rows.runs.into_iter().flatten().for_each(|row| counts[row] += 1);
-                }
-            }
-            assert_eq!(held.len(), 8);
-            assert!(held.values().flatten().all(|count| *count == 1), "{held:?}");
         }
     }
 

@@ -91,10 +91,10 @@ pub fn load_with(
     check(request, &model.config)?;
     let gpu = Gpu::open(request.rank)?;
     let compiler = Compiler::find()?;
-    let plan = ModelPlan::for_backend(Backend::Cuda, &model.config, 1)?;
-    let wide = ModelPlan::for_backend(Backend::Cuda, &padded(&model.config), 1)?;
+    let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, request.tensor_parallel);
+    let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
-    let layout = Layout::new(&wide, blocks, model.config.head_dim);
+    let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
     let (kernels, sampler) = kernels(&gpu, &compiler, &layout, loop_mode, &options.defines)?;
@@ -149,7 +149,7 @@ pub fn load_with(
     let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
-        let others = gauge.variants(&variants_of(&layout));
+        let others = gauge.variants(&layout);
         let others = load_kernels(&gpu, &compiler, &cache, &layout, &others, &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }

@@ -61,11 +61,9 @@ impl Job {
             }
             jobs.extend(open.map(|tiles| Self::Tiles { layer, product, tiles }));
         }
-        if !config.tied_embeddings {
-            let rows = (most / (config.hidden_size * 2)).max(1);
-            let starts = (0..config.vocab_size).step_by(rows);
-            jobs.extend(starts.map(|start| Self::Embedding { rows: start..(start + rows).min(config.vocab_size) }));
-        }
+        let (held, rows) = (layout.embedding_rows(), (most / (config.hidden_size * 2)).max(1));
+        let starts = held.clone().step_by(rows);
+        jobs.extend(starts.map(|start| Self::Embedding { rows: start..(start + rows).min(held.end) }));
         jobs
     }
 
@@ -75,7 +73,9 @@ impl Job {
             Self::Tiles { layer, product, tiles } => {
                 layout.start(*layer, *product) + tiles.start * layout.panel(*product).tile_bytes()
             }
-            Self::Embedding { rows } => rows.start * layout.plan().config.hidden_size * 2,
+            Self::Embedding { rows } => {
+                (rows.start - layout.embedding_rows().start) * layout.plan().config.hidden_size * 2
+            }
         }
     }
 
@@ -132,13 +132,14 @@ impl<'a> Packer<'a> {
         let (k, row_words) = (panel.k, panel.k.padded / 2);
         self.leaf.clear();
         self.leaf.resize(ROW_TILE * row_words, 0);
-        for leaf in 0..k.count {
+        for leaf in 0..panel.leaves {
             for (first, run) in [0, ROW_TILE / 2].into_iter().zip(&rows.runs) {
                 self.values.resize(run.len() * k.len, bf16::ZERO);
                 if run.is_empty() {
                     continue;
                 }
-                self.source.read(rows.tensor, run.clone(), k.columns(leaf), &mut self.values);
+                let columns = k.columns(panel.first_leaf + leaf);
+                self.source.read(rows.tensor, run.clone(), columns, &mut self.values);
                 let padded: &mut [bf16] = bytemuck::cast_slice_mut(&mut self.leaf[first * row_words..]);
                 for (row, out) in self.values.chunks_exact(k.len).zip(padded.chunks_exact_mut(k.padded)) {
                     out[..k.len].copy_from_slice(row);
@@ -167,16 +168,17 @@ fn write_fragment(rows: &[u32], row_words: usize, first: usize, out: &mut [u32])
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::tests::{config, layout};
+    use sha2::{Digest, Sha256};
+
+    use super::super::layout::tests::{config, group, layout};
     use super::*;
     use crate::model::source::RandomSource;
     use crate::model::{LayerTensor, ModelConfig};
 
     fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {
-        let config = &layout.plan().config;
         // Whatever is not written shows.
         let mut stream = vec![0x7fc1u16; layout.bytes() / 2];
-        let mut embedding = vec![0x7fc1u16; config.vocab_size * config.hidden_size];
+        let mut embedding = vec![0x7fc1u16; layout.embedding_bytes() / 2];
         let mut packer = Packer::new(layout, source);
         for job in Job::all(layout, most) {
             let mut out = vec![0xdead_beefu32; job.bytes(layout) / 4];
@@ -187,8 +189,9 @@ mod tests {
         (stream, embedding)
     }
 
-    /// Where one weight lies, in elements: written down from the layout's definition, and slow.
-    fn element(layout: &Layout, layer: usize, product: Product, row: usize, column: usize) -> usize {
+    /// Where the fragment of a tile, of a leaf of the rank and a step of it lies, in elements: written down from the layout's
+    /// definition, and slow.
+    fn fragment(layout: &Layout, layer: usize, product: Product, tile: usize, [leaf, step]: [usize; 2]) -> usize {
         let c = &layout.plan().config;
         let (panel, blocks) = (layout.panel(product), layout.blocks());
         let steps = panel.k.padded / 16;
@@ -198,87 +201,180 @@ mod tests {
             for p in [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down] {
                 if l < layers || (product != Product::LmHead && precedes(p, product)) {
                     let other = layout.panel(p);
-                    start += other.tiles * other.k.count * other.k.padded * 16;
+                    start += other.tiles * other.leaves * other.k.padded * 16;
                 }
             }
         }
-        let tile = row / 16;
         let groups = panel.tiles / panel.group;
-        let group = tile / panel.group;
-        let block = (0..blocks).find(|s| (s * groups / blocks..(s + 1) * groups / blocks).contains(&group)).unwrap();
-        let (first, last) = (block * groups / blocks * panel.group, (block + 1) * groups / blocks * panel.group);
-        let unit = first + (tile - first) / 2 * 2;
-        let width = (last - unit).min(2);
-        let (leaf, within) = (column / panel.k.len, column % panel.k.len);
-        let fragment = (leaf * steps + within / 16) * width + (tile - unit);
+        let (group, pairs) = (tile / panel.group, layout.panel(Product::GateUp).tiles / 2);
+        let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
+        // Either a block has as many tiles of qkv, gate and up as others or one more, or all have so of qkv.
+        let most = (0..blocks).map(|s| (s + 1) * pairs / blocks - s * pairs / blocks).max().unwrap();
+        let before = |s: usize| match evens_out && (groups + 2 * pairs) / blocks >= 2 * most {
+            true => s * (groups + 2 * pairs) / blocks - s * pairs / blocks * 2,
+            false => s * groups / blocks,
+        };
+        let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&group)).unwrap();
+        let (first, last) = (before(block) * panel.group, before(block + 1) * panel.group);
+        let single = layout.plan().tensor_parallel > 1 && [Product::AttentionOut, Product::Down].contains(&product);
+        let most = if single { 1 } else { 2 };
+        let unit = first + (tile - first) / most * most;
+        let width = (last - unit).min(most);
+        start + unit * panel.leaves * steps * 256 + ((leaf * steps + step) * width + (tile - unit)) * 256
+    }
+
+    /// Where one weight lies, in elements.
+    fn element(layout: &Layout, layer: usize, product: Product, row: usize, column: usize) -> usize {
+        let k = layout.panel(product).k;
+        let (leaf, within) = (column / k.len, column % k.len);
         let (g, upper) = (row % 16 % 8, row % 16 / 8);
         let (t, odd, high) = (within % 8 / 2, within % 2, within % 16 / 8);
-        start + unit * panel.k.count * steps * 256 + fragment * 256 + (g * 4 + t) * 8 + (high * 2 + upper) * 2 + odd
+        let fragment = fragment(layout, layer, product, row / 16, [leaf, within / 16]);
+        fragment + (g * 4 + t) * 8 + (high * 2 + upper) * 2 + odd
     }
 
     fn precedes(p: Product, product: Product) -> bool {
-        let place = |q: Product| LAYER_PRODUCTS.iter().position(|other| *other == q);
-        place(p) < place(product)
+        let turn = |q: Product| LAYER_PRODUCTS.iter().position(|other| *other == q);
+        turn(p) < turn(product)
     }
 
-    /// The packed row of a tensor's row.
-    fn packed_row(layout: &Layout, tensor: LayerTensor, row: usize) -> (Product, usize) {
-        let c = &layout.plan().config;
-        let (head, dim) = (row / c.head_dim, row % c.head_dim);
-        let group = c.num_heads / c.num_kv_heads;
-        let rotated = (0..c.head_dim).find(|r| layout.packed_dim(*r) == dim).unwrap();
-        let k = layout.plan().intermediate;
-        let padded = row / k.len * k.padded + row % k.len;
-        match tensor {
+    /// Where `index` lies in shard `shard` of equal ones of `len`; `None`: in another.
+    fn within(index: usize, len: usize, shard: usize) -> Option<usize> {
+        (index / len == shard).then_some(index % len)
+    }
+
+    /// The product, packed row and column of a weight in the rank's stream; `None` where other ranks hold it.
+    fn place(layout: &Layout, tensor: Tensor, row: usize, column: usize) -> Option<(Product, usize, usize)> {
+        let (c, rank, ranks) = (&layout.plan().config, layout.rank().rank, layout.plan().tensor_parallel);
+        // Consecutive ranks hold the same KV head where there are more ranks than those.
+        let (kv_heads, sharing) = (c.num_kv_heads.div_ceil(ranks), ranks.div_ceil(c.num_kv_heads));
+        let (heads, columns) = (c.num_heads / ranks, c.intermediate_size / ranks);
+        let group = heads / kv_heads;
+        let dim = row % c.head_dim;
+        let rotated = || (0..c.head_dim).find(|r| layout.packed_dim(*r) == dim);
+        let kv_head = || within(row / c.head_dim, kv_heads, rank / sharing);
+        let padded = || {
+            let (k, row) = (layout.plan().intermediate, within(row, columns, rank)?);
+            Some(row / k.len * k.padded + row % k.len)
+        };
+        let Tensor::Layer(_, tensor) = tensor else {
+            let shard = if ranks == 1 { c.vocab_size } else { c.vocab_size.next_multiple_of(256) / ranks };
+            return Some((Product::LmHead, within(row, shard, rank)?, column));
+        };
+        Some(match tensor {
             LayerTensor::Query => {
-                (Product::QueryKeyValue, (head / group * (group + 2) + head % group) * c.head_dim + rotated)
+                let head = within(row / c.head_dim, heads, rank)?;
+                (Product::QueryKeyValue, (head / group * (group + 2) + head % group) * c.head_dim + rotated()?, column)
             }
-            LayerTensor::Key => (Product::QueryKeyValue, (head * (group + 2) + group) * c.head_dim + rotated),
-            LayerTensor::Value => (Product::QueryKeyValue, (head * (group + 2) + group + 1) * c.head_dim + dim),
-            LayerTensor::AttentionOut => (Product::AttentionOut, row),
-            LayerTensor::Gate => (Product::GateUp, padded / 16 * 32 + padded % 16),
-            LayerTensor::Up => (Product::GateUp, padded / 16 * 32 + 16 + padded % 16),
-            LayerTensor::Down => (Product::Down, row),
+            LayerTensor::Key => {
+                (Product::QueryKeyValue, (kv_head()? * (group + 2) + group) * c.head_dim + rotated()?, column)
+            }
+            LayerTensor::Value => {
+                (Product::QueryKeyValue, (kv_head()? * (group + 2) + group + 1) * c.head_dim + dim, column)
+            }
+            LayerTensor::AttentionOut => (Product::AttentionOut, row, within(column, heads * c.head_dim, rank)?),
+            LayerTensor::Gate => (Product::GateUp, padded()? / 16 * 32 + padded()? % 16, column),
+            LayerTensor::Up => (Product::GateUp, padded()? / 16 * 32 + 16 + padded()? % 16, column),
+            LayerTensor::Down => (Product::Down, row, within(column, columns, rank)?),
             other => panic!("{other:?} is not packed"),
+        })
+    }
+
+    /// What [`packed`] is to be, by the slow definition, and the rows of the embedding.
+    fn expected(layout: &Layout, source: &dyn Source) -> (Vec<u16>, Vec<u16>) {
+        use LayerTensor::{AttentionOut, Down, Gate, Key, Query, Up, Value};
+        let dims = &layout.plan().config;
+        let read = |tensor: Tensor, rows: Range<usize>| {
+            let columns = tensor.shape(dims)[1];
+            let mut values = vec![bf16::ZERO; rows.len() * columns];
+            source.read(tensor, rows, 0..columns, &mut values);
+            (columns, bytemuck::cast_vec::<bf16, u16>(values))
+        };
+        let mut stream = vec![0u16; layout.bytes() / 2];
+        let of_layers = (0..2).flat_map(|layer| {
+            [Query, Key, Value, AttentionOut, Gate, Up, Down].map(|tensor| (layer, Tensor::Layer(layer, tensor)))
+        });
+        for (layer, tensor) in of_layers.chain([(0, Tensor::LmHead)]) {
+            let (columns, values) = read(tensor, 0..tensor.shape(dims)[0]);
+            for (i, value) in values.into_iter().enumerate() {
+                if let Some((product, row, column)) = place(layout, tensor, i / columns, i % columns) {
+                    stream[element(layout, layer, product, row, column)] = value;
+                }
+            }
         }
+        (stream, read(Tensor::Embedding, layout.embedding_rows()).1)
     }
 
     #[test]
     fn every_weight_is_where_the_layout_says_and_the_rest_is_zero() {
         // Leaves that need padding, an odd leaf, a vocabulary that is no multiple of 16, one block and more blocks than tiles.
-        for (dims, blocks, most) in [
-            (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16),
-            (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1),
-            (ModelConfig { hidden_size: 64, head_dim: 16, ..config(8, 8, 96, 64) }, 1, 1 << 30),
-            (ModelConfig { hidden_size: 64, head_dim: 128, ..config(2, 1, 24, 17) }, 100, 5000),
+        // The hashes are of streams that were packed before there were ranks.
+        for (dims, blocks, most, hash) in [
+            (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16, "0416f9239b7cd89b"),
+            (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1, "ae09b6420a028de0"),
+            (ModelConfig { hidden_size: 64, head_dim: 16, ..config(8, 8, 96, 64) }, 1, 1 << 30, "95ad0e739e2b8aaa"),
+            (ModelConfig { hidden_size: 64, head_dim: 128, ..config(2, 1, 24, 17) }, 100, 5000, "dd08c27ae0d4c97b"),
         ] {
             let layout = layout(&dims, blocks);
             let source = RandomSource { config: dims.clone(), seed: 5 };
             let (stream, embedding) = packed(&layout, &source, most);
-            let mut expected = vec![0u16; stream.len()];
-            let mut place = |tensor: Tensor, put: &dyn Fn(usize, usize) -> usize| {
-                let shape = tensor.shape(&dims);
-                let mut values = vec![bf16::ZERO; shape[0] * shape[1]];
-                source.read(tensor, 0..shape[0], 0..shape[1], &mut values);
-                for (i, value) in values.into_iter().enumerate() {
-                    expected[put(i / shape[1], i % shape[1])] = value.to_bits();
-                }
-            };
-            use LayerTensor::{AttentionOut, Down, Gate, Key, Query, Up, Value};
-            for layer in 0..2 {
-                for tensor in [Query, Key, Value, AttentionOut, Gate, Up, Down] {
-                    place(Tensor::Layer(layer, tensor), &|row, column| {
-                        let (product, row) = packed_row(&layout, tensor, row);
-                        element(&layout, layer, product, row, column)
-                    });
-                }
+            assert!((stream.clone(), embedding.clone()) == expected(&layout, &source), "{dims:?} on {blocks} blocks");
+            let digest = Sha256::new().chain_update(bytemuck::cast_slice::<u16, u8>(&stream));
+            let digest = digest.chain_update(bytemuck::cast_slice::<u16, u8>(&embedding)).finalize();
+            assert_eq!(digest[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>(), hash);
+        }
+    }
+
+    /// KV heads for each rank and fewer, leaves that need padding, a vocabulary of a part of the last shard and of two of 16.
+    fn dims_of_groups() -> [ModelConfig; 2] {
+        [
+            ModelConfig { hidden_size: 64, head_dim: 16, ..config(16, 4, 400, 1000) },
+            ModelConfig { hidden_size: 48, head_dim: 32, tied_embeddings: true, ..config(32, 16, 96, 17) },
+        ]
+    }
+
+    #[test]
+    fn every_weight_is_in_the_stream_of_its_ranks_and_in_no_other() {
+        for dims in dims_of_groups() {
+            let source = RandomSource { config: dims.clone(), seed: 6 };
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&dims, ranks, 3)) {
+                assert!(
+                    packed(&layout, &source, 5000) == expected(&layout, &source),
+                    "{:?} of {dims:?}",
+                    layout.rank()
+                );
             }
-            place(Tensor::LmHead, &|row, column| element(&layout, 0, Product::LmHead, row, column));
-            assert!(stream == expected, "{dims:?} on {blocks} blocks");
-            if !dims.tied_embeddings {
-                let mut rows = vec![bf16::ZERO; embedding.len()];
-                source.read(Tensor::Embedding, 0..dims.vocab_size, 0..dims.hidden_size, &mut rows);
-                assert!(embedding == bytemuck::cast_slice::<_, u16>(&rows));
+        }
+    }
+
+    #[test]
+    fn fragments_of_a_rank_are_those_of_a_model_on_one_gpu() {
+        for dims in dims_of_groups() {
+            let source = RandomSource { config: dims.clone(), seed: 7 };
+            let whole = layout(&dims, 5);
+            let (whole_stream, _) = packed(&whole, &source, 1 << 20);
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&dims, ranks, 3)) {
+                let (stream, _) = packed(&layout, &source, 1 << 20);
+                for product in LAYER_PRODUCTS.into_iter().chain([Product::LmHead]) {
+                    let (panel, whole_tiles) = (layout.panel(product), whole.panel(product).tiles);
+                    for (tile, leaf) in
+                        (0..panel.tiles).flat_map(|tile| (0..panel.leaves).map(move |leaf| (tile, leaf)))
+                    {
+                        let rows = layout.rows(1, product, tile);
+                        let same = (0..whole_tiles).find(|tile| whole.rows(1, product, *tile) == rows);
+                        for step in 0..panel.steps() {
+                            let mine =
+                                &stream[fragment(&layout, 1, product, tile, [leaf, step])..][..FRAGMENT_BYTES / 2];
+                            match same {
+                                Some(tile) => {
+                                    let at = fragment(&whole, 1, product, tile, [panel.first_leaf + leaf, step]);
+                                    assert!(*mine == whole_stream[at..][..FRAGMENT_BYTES / 2], "{product:?} {rows:?}");
+                                }
+                                None => assert!(rows.runs.iter().all(Range::is_empty) && mine.iter().all(|x| *x == 0)),
+                            }
+                        }
+                    }
+                }
             }
         }
     }

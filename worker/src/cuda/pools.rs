@@ -13,7 +13,7 @@ use super::memory::DeviceBuffer;
 use super::sampler::SamplerKernel;
 use super::weights::Weights;
 use crate::decoder::{LoadError, LoadRequest};
-use crate::plan::{KvLayout, PAGE_POSITIONS, Product, ROW_TILE};
+use crate::plan::{KvLayout, PAGE_POSITIONS};
 
 /// Steps of one launch at most.
 pub const MOST_STEPS: usize = 256;
@@ -33,7 +33,7 @@ pub struct Sizes {
     pub kv_pages: usize,
     /// Decoder layers.
     pub layers: usize,
-    /// Logits of a row, as the decoder writes and the sampler reads them.
+    /// Logits of a row, of all ranks, as the decoder writes and the sampler reads them.
     pub kernel_vocab: usize,
     /// Longest time without a token.
     pub wait_limit: Duration,
@@ -82,7 +82,7 @@ impl Memory {
         let slot_pages = KvLayout::pages_for(max_context);
         // A window that begins within a page reaches into one more.
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
-        let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(c, visible)).collect();
+        let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
         let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
         let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
         let sizes = Sizes {
@@ -92,16 +92,15 @@ impl Memory {
             slot_pages,
             kv_pages: 0,
             layers: c.num_layers,
-            kernel_vocab: layout.panel(Product::LmHead).tiles * ROW_TILE,
+            kernel_vocab: layout.logits(),
             wait_limit: request.wait_limit,
         };
-        let heads = c.num_layers * c.num_kv_heads;
-        let k_scale_page = if c.qk_norm { (heads * PAGE_POSITIONS * 4) as u64 } else { 0 };
+        let [kv_page, k_scale_page] = page_bytes(layout);
         let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>();
         let needs = Needs {
             weights: layout.bytes() as u64,
-            embedding: if c.tied_embeddings { 0 } else { (c.vocab_size * c.hidden_size * 2) as u64 },
-            kv_page: (heads * PAGE_POSITIONS * c.head_dim * 2 * 2) as u64 + k_scale_page,
+            embedding: layout.embedding_bytes() as u64,
+            kv_page: kv_page + k_scale_page,
             words: words.iter().sum(),
             logits: (columns * sizes.kernel_vocab * 4) as u64,
             sampler: sampler.bytes(request.max_slots),
@@ -156,10 +155,37 @@ impl Memory {
     }
 }
 
+/// Bytes of a page in all layers, for the KV heads of the rank: K and V, and the scales of K, where the model normalises heads.
+fn page_bytes(layout: &Layout) -> [u64; 2] {
+    let c = &layout.plan().config;
+    let positions = c.num_layers * layout.rank().kv_heads.len() * PAGE_POSITIONS;
+    let scales = if c.qk_norm { positions * 4 } else { 0 };
+    [positions * c.head_dim * 2 * 2, scales].map(|bytes| bytes as u64)
+}
+
 impl Sizes {
     /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one step's
     /// launches, of which the last alone is not full.
     pub fn ring(&self, columns: usize) -> usize {
         (MOST_STEPS * columns).max(self.max_batch_tokens + columns)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::tests::{config, group};
+    use super::*;
+    use crate::model::ModelConfig;
+
+    #[test]
+    fn a_page_of_a_rank_holds_its_own_kv_heads() {
+        let dims = ModelConfig { qk_norm: true, ..config(16, 4, 384, 768) };
+        for (ranks, kv_heads) in [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)] {
+            for layout in group(&dims, ranks, 7) {
+                // 2 layers; K and V of 64 positions of 64 dimensions in bf16, and a scale for each K.
+                assert_eq!(page_bytes(&layout), [2 * kv_heads * 2 * 64 * 64 * 2, 2 * kv_heads * 64 * 4]);
+            }
+        }
+        assert_eq!(page_bytes(&group(&config(16, 4, 384, 768), 2, 7)[1])[1], 0);
     }
 }

@@ -1,7 +1,8 @@
-//! What needs more than one module: the kernel's source, and the loop over a model of its own.
+//! What needs more than one module: the kernel's source, the ranks of a group, and the loop over a model of its own.
 
 mod compiles;
 mod full_size;
 mod gpu;
 mod plans;
+mod shards;
 mod wide;

@@ -84,6 +84,8 @@ pub const HEADERS: [(&str, &str); 27] = [
     ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
     ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),
 ];
+/// Why a kernel takes no rank of a group.
+const ONE_GPU: &str = "it exchanges nothing with other GPUs";
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
 /// Query heads of a KV head are columns of one tensor-core product.
@@ -123,10 +125,11 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
 pub fn check_wide(layout: &Layout) -> Result<(), String> {
     let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
     let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
-    let c = &layout.plan().config;
+    let (c, ranks) = (&layout.plan().config, layout.plan().tensor_parallel);
     let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
     let pair_tiles = qkv.tiles / pairs.max(1);
     let rules = [
+        (ranks == 1, format!("{ONE_GPU}, this is one of {ranks}")),
         (
             [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
             format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
@@ -152,12 +155,22 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
 
 /// The variants that compute a model on so many blocks.
 pub fn variants_of(layout: &Layout) -> Vec<Variant> {
-    VARIANTS.into_iter().filter(|variant| variant.takes(layout)).collect()
+    VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
 impl Variant {
-    fn takes(&self, layout: &Layout) -> bool {
-        self.design != Design::Wide || check_wide(layout).is_ok()
+    /// Why it does not take a model, or a rank of one.
+    ///
+    /// # Errors
+    /// The condition that is not met.
+    pub fn check(&self, layout: &Layout) -> Result<(), String> {
+        let ranks = layout.plan().tensor_parallel;
+        match self.design {
+            Design::Narrow => Ok(()),
+            Design::Wide => check_wide(layout),
+            Design::Unlooped { .. } if ranks > 1 => Err(format!("{ONE_GPU}, this is one of {ranks}")),
+            Design::Unlooped { .. } => Ok(()),
+        }
     }
 
     /// Rows of a launch at most.
@@ -203,17 +216,19 @@ impl Variant {
         }
     }
 
-    /// The kernel's source with its constants for a model.
+    /// The kernel's source with its constants for a rank: its own heads and intermediate columns, the model's hidden size and
+    /// vocabulary.
     pub fn program(&self, layout: &Layout) -> Program<'static> {
-        let c = &layout.plan().config;
+        let (c, rank) = (&layout.plan().config, layout.rank());
         let mut defines: Vec<(&'static str, usize)> = vec![
             ("LP_LAYERS", c.num_layers),
             ("LP_HIDDEN", c.hidden_size),
-            ("LP_HEADS", c.num_heads),
-            ("LP_KV_HEADS", c.num_kv_heads),
+            ("LP_RANKS", layout.plan().tensor_parallel),
+            ("LP_HEADS", rank.heads.len()),
+            ("LP_KV_HEADS", rank.kv_heads.len()),
             ("LP_HEAD_DIM", c.head_dim),
             ("LP_HEAD_WIDTH", layout.head_width()),
-            ("LP_INTERMEDIATE", c.intermediate_size),
+            ("LP_INTERMEDIATE", rank.intermediate.len()),
             ("LP_VOCAB", c.vocab_size),
             ("LP_WINDOW", c.sliding_window.unwrap_or(0)),
             ("LP_QKV_BIAS", c.qkv_bias.into()),
@@ -239,8 +254,9 @@ mod tests {
     use super::super::gauge::Gauge;
     use super::super::heads::padded;
     use super::super::layout::best_blocks;
-    use super::super::layout::tests::{config, layout};
+    use super::super::layout::tests::{config, group, layout};
     use super::*;
+    use crate::plan::Product;
 
     /// Multiprocessors of an H200.
     const SMS: usize = 132;
@@ -248,7 +264,7 @@ mod tests {
     fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
         let layout = layout(&padded(config), 1);
         let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
-        check_wide(&Layout::new(layout.plan(), blocks, config.head_dim)).err()
+        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim)).err()
     }
 
     #[test]
@@ -282,6 +298,55 @@ mod tests {
         refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
     }
 
+    #[test]
+    fn a_rank_of_a_group_has_narrow_kernels_that_loop_and_no_others() {
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
+            let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
+            assert_eq!(columns, [1, 8]);
+            let added = Gauge::new(&[LoopMode::On, LoopMode::Off, LoopMode::Overlapped]).variants(&layout);
+            let noting = VARIANTS[..2].iter().filter_map(|variant| variant.in_mode(LoopMode::On, true));
+            assert_eq!(added, noting.collect::<Vec<_>>());
+            let problem = check_wide(&layout).unwrap_err();
+            assert!(problem.contains("nothing with other GPUs"), "{problem}");
+        }
+    }
+
+    /// The arithmetic of kernels/layout/shape.cuh, written down again.
+    #[test]
+    fn the_constants_of_a_rank_give_the_panels_that_are_packed() {
+        let most_leaves =
+            |n: usize| (0..=4).map(|log| 1 << log).filter(|leaves| n.is_multiple_of(*leaves)).max().unwrap();
+        let configs = [
+            ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) },
+            ModelConfig { hidden_size: 8192, head_dim: 128, ..config(64, 8, 28_672, 128_256) },
+            config(16, 4, 400, 1000),
+            config(8, 2, 388, 33),
+        ];
+        let ranks = |config| [1, 2, 4, 8, 16].into_iter().flat_map(move |ranks| group(config, ranks, 7));
+        for layout in configs.iter().flat_map(ranks) {
+            let program = VARIANTS[0].program(&layout);
+            let of = |name: &str| program.defines.iter().find(|(of, _)| *of == name).unwrap().1 as usize;
+            let (ranks, heads, columns, vocab) =
+                (of("LP_RANKS"), of("LP_HEADS"), of("LP_INTERMEDIATE"), of("LP_VOCAB"));
+            let (hidden, head_tiles) = (of("LP_HIDDEN") / 16, of("LP_HEAD_DIM") / 16);
+            let (head_leaves, down_leaves) = (most_leaves(heads * ranks) / ranks, most_leaves(columns * ranks) / ranks);
+            let (hidden_leaves, down_steps) = (most_leaves(hidden), (columns / down_leaves).div_ceil(16));
+            let head = if ranks == 1 { vocab.div_ceil(16) } else { vocab.div_ceil(256) * 16 / ranks };
+            let of_hidden = |tiles| [tiles, hidden_leaves, hidden / hidden_leaves];
+            for (product, shape) in [
+                (Product::QueryKeyValue, of_hidden((heads + 2 * of("LP_KV_HEADS")) * head_tiles)),
+                (Product::AttentionOut, [hidden, head_leaves, heads * head_tiles / head_leaves]),
+                (Product::GateUp, of_hidden(2 * down_leaves * down_steps)),
+                (Product::Down, [hidden, down_leaves, down_steps]),
+                (Product::LmHead, of_hidden(head)),
+            ] {
+                let panel = layout.panel(product);
+                assert_eq!([panel.tiles, panel.leaves, panel.steps()], shape, "{product:?}, {ranks} ranks");
+            }
+        }
+    }
+
     /// A benchmark's kernels, too, are only those that take the model: others do not compile.
     #[test]
     fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
@@ -289,9 +354,9 @@ mod tests {
             let config =
                 ModelConfig { hidden_size, head_dim: 128, ..config(hidden_size / 128, 8, intermediate, 128_256) };
             let layout = layout(&padded(&config), 1);
-            let layout = Layout::new(layout.plan(), best_blocks(layout.plan(), SMS), config.head_dim);
+            let layout = Layout::new(layout.plan(), 0, best_blocks(layout.plan(), SMS), config.head_dim);
             let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
-            let added = Gauge::new(&modes).variants(&variants_of(&layout));
+            let added = Gauge::new(&modes).variants(&layout);
             assert!(added.iter().any(|variant| variant.unlooped().is_some()));
             added.iter().filter(|variant| variant.columns() > 8).count()
         };

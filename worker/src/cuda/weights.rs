@@ -25,16 +25,16 @@ const MAX_THREADS: usize = 32;
 /// How often a load tells its progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 
-/// A model's weights on a GPU.
+/// A rank's weights on a GPU.
 #[derive(Debug)]
 pub struct Weights {
     /// The stream, as [`Layout`] has it.
     pub stream: DeviceBuffer,
-    /// `[vocab][hidden]` bf16; empty where the LM head is the embedding.
+    /// `[rows of the rank's vocabulary shard][hidden]` bf16; empty where the LM head is the embedding.
     pub embedding: DeviceBuffer,
     /// `[2 * layers + 1][hidden]` bf16: before attention and before the MLP of each layer, then the final norm.
     pub gamma: DeviceBuffer,
-    /// `[layers][rows of q, k, v as packed]` f32; empty where the model has none.
+    /// `[layers][the rank's rows of q, k, v as packed]` f32; empty where the model has none.
     pub bias: DeviceBuffer,
     /// `[layers][q, k][head_dim as packed]` f32; empty where the model has none.
     pub qk_norm: DeviceBuffer,
@@ -71,9 +71,8 @@ impl Weights {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, CudaError> {
         let c = &layout.plan().config;
-        let embedding_bytes = if c.tied_embeddings { 0 } else { c.vocab_size * c.hidden_size * 2 };
         let stream = DeviceBuffer::uninitialised(gpu, layout.bytes())?;
-        let embedding = DeviceBuffer::uninitialised(gpu, embedding_bytes)?;
+        let embedding = DeviceBuffer::uninitialised(gpu, layout.embedding_bytes())?;
         upload(gpu, layout, source, threads.clamp(1, MAX_THREADS), &stream, &embedding, progress)?;
         let of = |values: &[f32]| DeviceBuffer::of(gpu, values);
         let rope = rope_table(rope, [layout.head_width(), c.head_dim].map(|dim| dim / 2), positions, threads);
@@ -240,7 +239,7 @@ fn rope_table(rope: &Rope, [real, half]: [usize; 2], positions: usize, threads: 
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::tests::{config, layout};
+    use super::super::layout::tests::{config, group, layout};
     use super::*;
     use crate::model::ModelConfig;
     use crate::model::source::RandomSource;
@@ -261,6 +260,27 @@ mod tests {
         assert_eq!(bias[512 + 4 * 64 + 3 * 64 + 9], of(LayerTensor::ValueBias, 128)[64 + 9].to_f32());
         assert_eq!(norms[3 * 64 + 8], of(LayerTensor::KeyNorm, 64)[32].to_f32());
         assert_eq!(gamma[3 * 256 + 5], of(LayerTensor::MlpNorm, 256)[5]);
+    }
+
+    #[test]
+    fn biases_of_a_rank_are_those_of_its_heads() {
+        let dims = ModelConfig { qkv_bias: true, ..config(4, 2, 384, 768) };
+        let source = RandomSource { config: dims.clone(), seed: 1 };
+        let whole = bias(&layout(&dims, 3), &source);
+        // By layer, KV head and place, q, q, k, v: 64 values.
+        let head =
+            |layer: usize, kv_head: usize, place: usize| &whole[((layer * 2 + kv_head) * 4 + place) * 64..][..64];
+        for (ranks, places) in [(2, &[0..4, 0..4][..]), (4, &[0..1, 1..2, 0..1, 1..2])] {
+            for (layout, queries) in group(&dims, ranks, 3).iter().zip(places) {
+                let kv_head = layout.rank().rank * 2 / ranks;
+                let places = || queries.clone().filter(|place| *place < 2).chain([2, 3]);
+                let heads = (0..2).flat_map(|layer| places().map(move |place| (layer, place)));
+                let expected: Vec<f32> =
+                    heads.flat_map(|(layer, place)| head(layer, kv_head, place)).copied().collect();
+                assert_eq!(bias(layout, &source), expected);
+                assert_eq!(Weights::vector_bytes(layout), expected.len() * 4 + 5 * 256 * 2);
+            }
+        }
     }
 
     #[test]

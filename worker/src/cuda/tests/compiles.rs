@@ -50,7 +50,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             continue;
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
-        let layout = Layout::new(layout(&padded(&config), 1).plan(), blocks, config.head_dim);
+        let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
         if let Err(problem) = check_wide(&layout) {
             eprintln!("{name}, {blocks} blocks: narrow passes alone: {problem}");
             // The kernel knows the same rule.
@@ -90,7 +90,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
 
     // What the benchmark measures with.
     let shape = Shape::Llama1B.config();
-    let layout = Layout::new(layout(&shape, 1).plan(), 128, shape.head_dim);
+    let layout = Layout::new(layout(&shape, 1).plan(), 0, 128, shape.head_dim);
     for (mode, traced) in [(LoopMode::On, true), (LoopMode::Off, false), (LoopMode::Off, true)] {
         for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)) {
             let built = compiler.build(&variant.program(&layout), &cache);

@@ -297,10 +297,11 @@ pub trait Decoder: Send {
     /// Where other ranks find this rank's exchange memory; opaque.
     fn fabric_handle(&self) -> String;
 
-    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`.
+    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`, and for all ranks at the
+    /// same time: it may wait for the others.
     ///
     /// # Errors
-    /// A handle cannot be mapped, or does not fit this rank.
+    /// A handle cannot be mapped, or does not fit this rank, or a rank does not join.
     fn join(&mut self, fabric_handles: &[String]) -> Result<(), Fault>;
 
     /// Runs plans until their stream ends and all are done (`plans.wait_next()` said `None` while idle).

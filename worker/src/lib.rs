@@ -27,6 +27,8 @@ pub mod model;
 pub mod plan;
 pub mod rope;
 pub mod sampling;
+pub mod shm;
+pub mod wait;
 
 use decoder::{Fault, Load};
 

@@ -1,7 +1,8 @@
 //! A group of ranks as threads of this process, driven by plans as a server would drive it.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
@@ -117,7 +118,12 @@ impl Group {
         let (mut decoders, streams): (Vec<_>, Vec<Streams>) =
             (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
-        decoders.iter_mut().try_for_each(|rank| rank.join(&handles))?;
+        // At the same time: a rank may wait for the others.
+        std::thread::scope(|scope| {
+            let joining: Vec<_> = decoders.iter_mut().map(|rank| scope.spawn(|| rank.join(&handles))).collect();
+            let ended = |rank: ScopedJoinHandle<'_, _>| rank.join().unwrap_or_else(|panic| resume_unwind(panic));
+            joining.into_iter().try_for_each(ended)
+        })?;
         let position_bytes =
             |rank: &dyn Decoder| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
         let mut group = Self {

@@ -26,9 +26,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::ahead::Ahead;
-use super::shm::{Segment, ShmError};
 use super::team::Team;
 use crate::decoder::Fault;
+use crate::shm::{Segment, ShmError};
 use waiting::Failure;
 
 pub use layout::{SLICE, Shape};

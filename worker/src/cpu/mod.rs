@@ -19,13 +19,11 @@ mod norm;
 mod phases;
 mod product;
 mod read_bandwidth;
-mod shm;
 mod team;
 #[cfg(test)]
 pub(crate) mod tests;
 #[cfg(test)]
 mod tolerance;
-mod wait;
 mod weights;
 
 pub use budget::OVERHEAD_BYTES;

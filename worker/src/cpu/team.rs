@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::isa::FlushDenormals;
-use super::wait::Backoff;
+use crate::wait::Backoff;
 
 /// Most threads of a team; bounds what a load request can start.
 pub const MAX_THREADS: usize = 256;

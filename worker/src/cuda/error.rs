@@ -62,6 +62,12 @@ pub enum CudaError {
     /// The model's dimensions are outside of what the kernels compute.
     #[error("the GPU backend does not compute this model: {0}; use --device cpu")]
     Shape(String),
+    /// The GPUs of a group cannot be its members.
+    #[error(
+        "{0}; choose GPUs that reach each other by CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p w shows which do), or a smaller \
+         --tp"
+    )]
+    Peers(String),
     /// A kernel does not fit the GPU as it is launched.
     #[error("{kernel}: {problem}")]
     Kernel {

@@ -10,6 +10,8 @@ mod compile;
 mod device;
 mod engine;
 mod error;
+#[cfg(test)]
+mod fabric;
 mod gauge;
 mod heads;
 mod kernel;

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use super::{Fabric, Place};
 use crate::cpu::ahead::Walk;
-use crate::cpu::wait::Backoff;
 use crate::decoder::Fault;
+use crate::wait::Backoff;
 
 /// Whether `seen` is `epoch` or after it.
 pub(super) fn reached(seen: u32, epoch: u32) -> bool {

@@ -2,12 +2,12 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 /// A segment of shared memory cannot be made or mapped.
@@ -52,8 +52,8 @@ pub struct Segment {
     start: NonNull<u8>,
     bytes: usize,
     writable: bool,
-    /// Keeps the memory reachable by its path for as long as this rank lives.
-    _file: Option<OwnedFd>,
+    /// Of this rank's own: keeps the memory reachable by its path for as long as this rank lives.
+    file: Option<OwnedFd>,
 }
 
 // SAFETY: the mapping is plain memory; how threads and processes may touch it is the contract of the methods.
@@ -76,7 +76,7 @@ impl Segment {
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
         let handle = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         let start = map(&file, bytes, ProtFlags::READ | ProtFlags::WRITE).map_err(failed)?;
-        Ok((Self { start, bytes, writable: true, _file: Some(file) }, handle))
+        Ok((Self { start, bytes, writable: true, file: Some(file) }, handle))
     }
 
     /// Maps a peer's segment for reading.
@@ -85,13 +85,29 @@ impl Segment {
     /// The handle leads nowhere, or to a segment of another size.
     pub fn open(handle: &str, bytes: usize) -> Result<Self, ShmError> {
         let failed = |source: std::io::Error| ShmError::Open { handle: handle.to_owned(), source };
-        let file = File::open(Path::new(handle)).map_err(failed)?;
-        let found = file.metadata().map_err(failed)?.len();
+        Self::of(&File::open(Path::new(handle)).map_err(failed)?, handle, bytes)
+    }
+
+    /// Maps a peer's segment by a descriptor of it for reading; `handle` names it in errors.
+    ///
+    /// # Errors
+    /// The descriptor is of something else.
+    pub fn of(file: impl AsFd, handle: &str, bytes: usize) -> Result<Self, ShmError> {
+        let failed = |errno: rustix::io::Errno| ShmError::Open { handle: handle.to_owned(), source: errno.into() };
+        let found = fstat(&file).map_err(failed)?.st_size as u64;
         if found != bytes as u64 {
             return Err(ShmError::Size { handle: handle.to_owned(), expected: bytes, found });
         }
-        let start = map(&file, bytes, ProtFlags::READ).map_err(|errno| failed(errno.into()))?;
-        Ok(Self { start, bytes, writable: false, _file: None })
+        let start = map(&file, bytes, ProtFlags::READ).map_err(failed)?;
+        Ok(Self { start, bytes, writable: false, file: None })
+    }
+
+    /// What a peer maps with [`Segment::of`], if it is passed there.
+    ///
+    /// # Panics
+    /// If the segment is a peer's.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_ref().expect("a rank passes its own segment on").as_fd()
     }
 
     /// The word at byte `offset`, shared with other processes.
@@ -175,6 +191,16 @@ mod tests {
             assert_eq!(peer.word(64).load(Ordering::Acquire), 9);
             assert_eq!(peer.read(4096, 2), [1.5, -2.0]);
         }
+    }
+
+    #[test]
+    fn a_descriptor_does_as_well_as_a_path() {
+        let (own, _) = Segment::create(4096).unwrap();
+        let peer = Segment::of(own.descriptor().try_clone_to_owned().unwrap(), "of rank 1", 4096).unwrap();
+        own.word(8).store(3, Ordering::Release);
+        assert_eq!(peer.word(8).load(Ordering::Acquire), 3);
+        let error = Segment::of(own.descriptor(), "of rank 1", 8192).unwrap_err().to_string();
+        assert!(error.contains("of rank 1 has 4096 bytes, not 8192"), "{error}");
     }
 
     #[test]

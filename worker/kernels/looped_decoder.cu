@@ -15,6 +15,7 @@
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "layout/words.cuh"
+#include "layout/inbox.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
@@ -125,11 +126,11 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag);
+      epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 1);
       epilogue.gate_up(active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
+      epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
     pass_turn(launch, shared, tag_of(launch, step) + kLayers, [&](u32 turn) { epilogue.clear(turn); });
@@ -145,27 +146,35 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       continue;
     }
     offer_tokens(launch, epilogue, step);
-    const bool stopped = !(launch.flags & kLaunchUndrawn) && choose_tokens(launch, epilogue, step, active, token);
+    // Of several ranks a launch ends when all have written their logits, which they say with their tokens.
+    const bool undrawn = launch.flags & kLaunchUndrawn, stopped = (kRanks > 1 || !undrawn) && choose_tokens(launch, epilogue, step, active, token);
+    if (kRanks > 1 && undrawn && rank_block() == 0 && warp == 0 && lane_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
     if (warp == 0 && lane_index() == 0 && stopped && step + 2 < last_step(shared)) {
       store_shared_u32(shared + Shared::last_step, step + 2);
-      if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
+      if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);
     }
     if (warp == 0) rows_of(launch, step + 1).count_items();
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(shared + Shared::sampled);
   }
   if (threadIdx.x == kEpilogue * 32) {
-    u8* steps = launch.words + Words::steps + blockIdx.x * 4;
+    u8* steps = launch.words + Words::steps + rank_block() * 4;
     store_relaxed_u32(steps, load_relaxed_u32(steps) + step);
-    if (blockIdx.x == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
+    if (rank_block() == 0 && !(launch.flags & kLaunchUndrawn)) store_system_u32(launch.control + 1, step);
   }
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
-/// bytes of words to zero before a launch, pages of an item.
-extern "C" __device__ const u64 looped_decoder_needs[6] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1};
+/// bytes of words to zero before a launch, pages of an item, bytes of the inbox.
+extern "C" __device__ const u64 looped_decoder_needs[7] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0};
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launch launch) {
+/// What a launch is given of each rank that it has.
+struct Launches {
+  Launch of_rank[kRanksHere];
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const __grid_constant__ Launches launches) {
+  const Launch& launch = launches.of_rank[kRanksHere == 1 ? 0 : blockIdx.x / kBlocks];
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   const int warp = threadIdx.x >> 5;
@@ -177,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
     begin_turns(shared);
     store_shared_u32(shared + Shared::last_step, launch.steps);
-    store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + blockIdx.x * 4) * (kLayers + 1) - launch.epoch);
+    store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -11,6 +11,7 @@
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "layout/words.cuh"
+#include "layout/inbox.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
@@ -68,7 +69,7 @@ template <Phase PHASE> LP_DEVICE void consume(const Launch& launch, u32 shared, 
 
 /// The block's part of the residual: registers of the epilogue in the loop.
 template <class F> LP_DEVICE void each_residual(Epilogue& epilogue, Pass& pass, F&& f) {
-  const int first = O::first_tile(blockIdx.x), end = O::first_tile(blockIdx.x + 1);
+  const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
   for (int s = 0; s < Epilogue::kSets; s++) {
     const int tile = first + 2 * s + Epilogue::half();
@@ -96,9 +97,9 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
     epilogue.embed(token, active, vectors, place.tag);
   }
   if constexpr (residual) each_residual(epilogue, pass, [](float& here, float there) { here = there; });
-  if constexpr (PHASE == Phase::kAttentionOut) epilogue.add_residual<O>(vectors + Vectors::mlp_x, 2 * layer + 1, active, place.tag);
+  if constexpr (PHASE == Phase::kAttentionOut) epilogue.add_residual<O>(kToldOut, vectors + Vectors::mlp_x, 2 * layer + 1, active, place.tag);
   if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(active, vectors, place.tag);
-  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(vectors + Vectors::attention_x, 2 * layer + 2, active, place.tag + 1);
+  if constexpr (PHASE == Phase::kDown) epilogue.add_residual<Down>(kToldDown, vectors + Vectors::attention_x, 2 * layer + 2, active, place.tag + 1);
   if constexpr (residual || PHASE == Phase::kEmbed) each_residual(epilogue, pass, [](float here, float& there) { there = here; });
   if constexpr (PHASE == Phase::kHead) offer_tokens(launch, epilogue, place.rows.step);
   if constexpr (PHASE == Phase::kChoose) {

@@ -31,5 +31,6 @@ struct Launch {
   u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps that it runs, once that is known; at the latest when it ends
   u32* report;            // mapped: why a wait failed
   long long* trace;
-  u32 row_count, steps, epoch, page_stride, kv_pages, flags, reserved0, reserved1;
+  u32 row_count, steps, epoch, page_stride, kv_pages, flags, rank, reserved;
+  u8* inbox[16];          // of every rank, this one's included: what other ranks tell it (inbox.cuh), zeroed as words are
 };

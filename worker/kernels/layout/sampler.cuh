@@ -45,9 +45,10 @@ struct SamplerLaunch {
   u64* tokens;                  // mapped: [row_count] tag << 32 | token; kNone of a row that does not sample
   RowLogprobs* logprobs;        // mapped: [row_count], of the rows that want them
   u32* control;                 // mapped: [0] not 0: end the chain; [1] steps that it ran, if it was ended
+  const u32* stop;              // not 0: end the chain: control[0], or of several ranks what all their hosts want (layout/inbox.cuh)
   u32* report;                  // mapped: why a wait failed
   u32 row_count, tag;
   u32 step;                     // of the chain; the first one's launches do not look at `stopped`, but set it
   u32 reserved;
 };
-static_assert(sizeof(SamplerLaunch) == 104, "Rust mirrors this");
+static_assert(sizeof(SamplerLaunch) == 112, "Rust mirrors this");

@@ -1,6 +1,18 @@
 // The model's dimensions, which the worker defines as LP_... in front of the source, and what follows from them: leaves, who
 // owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/layout.rs.
+//
+// Of a model that is cut for several ranks heads, KV heads and the intermediate size are those of a rank; the hidden size and the vocabulary are the model's.
 #pragma once
+
+#ifndef LP_RANKS
+#define LP_RANKS 1
+#endif
+#ifndef LP_RANKS_HERE
+#define LP_RANKS_HERE 1
+#endif
+/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU.
+constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE;
+static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks), "1, 2, 4, 8 or 16 ranks");
 
 constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
 constexpr int kIntermediate = LP_INTERMEDIATE, kVocab = LP_VOCAB, kBlocks = LP_BLOCKS, kColumns = LP_COLUMNS;
@@ -26,27 +38,43 @@ constexpr int most_leaves(int n) {
   return leaves;
 }
 
+/// This block among those of its rank.
+LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % LP_BLOCKS; }
+
 /// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a group (a tile, or a pair of gate and up) is dealt
 /// to a block whole.
 /// Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never cut by tensor parallelism, and wide passes
-/// cannot hold what a tree of 16 leaves leaves open.
-template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = false> struct Product {
-  static constexpr int tiles = TILES, leaves = LEAVES, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS, groups = TILES / GROUP;
+/// cannot hold what a tree of 16 leaves leaves open. WAYS 2: a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
+/// unit of the stream; otherwise a warp has its leaf of both.
+template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = false, int WAYS = 1> struct Product {
+  static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS, groups = TILES / GROUP;
   static constexpr bool ascending = ASCENDING;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
   static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
+  /// Whether consumer warp `warp` has a leaf in the set of tiles `tile` and `tile` + 1 of a block whose last is before `end`.
+  LP_DEVICE static bool works(int warp, int tile, int end) { return warp < workers && (WAYS == 1 || tile + warp / LEAVES < end); }
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
-constexpr int kHeadLeaves = most_leaves(kHeads), kDownLeaves = most_leaves(kIntermediate);
+constexpr int kHeadLeaves = most_leaves(kHeads * kRanks) / kRanks, kDownLeaves = most_leaves(kIntermediate * kRanks) / kRanks;
+static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
+constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
-using Qkv = Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1>;
-using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1>;
+using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1, false, leaf_ways(kHeadLeaves)>;
 using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2, true>;
-using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1>;
-using Head = Product<(kVocab + 15) / 16, kHiddenLeaves, kHiddenSteps, 1, true>;
+/// Of several ranks q, k and v have too few tiles for even shares: they are dealt so that those of a block and its pairs of gate and up, which are as long, are even together, if no block
+/// would have to give one back.
+struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
+  static constexpr long long all = tiles + 2 * GateUp::groups;
+  static constexpr bool together = kRanks > 1 && all / kBlocks >= 2 * ((GateUp::groups + kBlocks - 1) / kBlocks);
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)(together ? block * all / kBlocks - 2 * ((long long)block * GateUp::groups / kBlocks) : (long long)block * groups / kBlocks); }
+};
+using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;
+/// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
+constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kRanks;
+using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, 1, true>;
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
 

@@ -26,7 +26,7 @@ struct Item {
 };
 /// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
 LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index, Item& item) {
-  index = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
+  index = (rank_block() + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
   u32 row = 0, before = 0;
 #pragma unroll
   for (u32 r = 0; r < kColumns; r++) {
@@ -42,7 +42,7 @@ LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index,
 constexpr u32 kItemRings = kRings / 4;
 /// Items of this block in a layer.
 LP_DEVICE u32 block_items(const CountedRows& rows, u32 layer) {
-  const u32 items = rows.items(), first = (blockIdx.x + layer * (kBlocks / 2 + 1)) % kBlocks;
+  const u32 items = rows.items(), first = (rank_block() + layer * (kBlocks / 2 + 1)) % kBlocks;
   return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
 }
 
@@ -241,7 +241,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
 template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
   constexpr u32 PARTS = 8 / PAIRS, JOBS = kHeads * kDimTiles * PARTS, SPAN = kSpanShares * PAIRS, SPANS = 32 / SPAN, STRIDE = kKvHeads * Words::page_bytes;
   const u32 lane = lane_index(), pair = lane % PAIRS, share = lane / PAIRS % kSpanShares, span = lane / SPAN;
-  for (u32 job = blockIdx.x + kBlocks * (kWarps - 1 - warp); job < rows.count * JOBS; job += kBlocks * kWarps) {
+  for (u32 job = rank_block() + kBlocks * (kWarps - 1 - warp); job < rows.count * JOBS; job += kBlocks * kWarps) {
     const u32 row = job / JOBS, head = job % JOBS / (kDimTiles * PARTS), tile = job / PARTS % kDimTiles, part = job % PARTS;
     if (!rows.active(row)) continue;
     const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;

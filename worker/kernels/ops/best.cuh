@@ -11,12 +11,14 @@ struct Best {
     v = v == v ? v : kMinusInfinity;
     if (v > value || (v == value && i < id)) value = v, id = i;
   }
+  /// With the lane at distance d.
+  LP_DEVICE void over(int d) {
+    const float v = shuffle_xor(value, d);
+    const u32 i = shuffle_xor(id, d);
+    offer(v, i);
+  }
   LP_DEVICE void over_lanes() {
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const float v = shuffle_xor(value, d);
-      const u32 i = shuffle_xor(id, d);
-      offer(v, i);
-    }
+    for (int d = 1; d < 32; d *= 2) over(d);
   }
 };

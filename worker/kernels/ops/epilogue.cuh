@@ -18,7 +18,7 @@ struct Epilogue {
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
   /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and nothing else.
   LP_DEVICE bool second() const { return kColumns == 1 && warp == 1; }
-  template <class P> LP_DEVICE static int sets() { return (P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x) + 1) / 2; }
+  template <class P> LP_DEVICE static int sets() { return (P::first_tile(rank_block() + 1) - P::first_tile(rank_block()) + 1) / 2; }
 
   /// Sums of the next set into y; with `squares` 0 or 1 also 1 / rms from that buffer of sums of squares.
   template <class P> LP_DEVICE void take(int squares) {
@@ -99,30 +99,103 @@ struct Epilogue {
       return sum + shuffle_xor(sum, 8);
     }
   }
+  /// Tells the other ranks what this one has of a set of hidden tiles: its row of each column.
+  LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
+    if constexpr (kRanks == 1) return;
+    const int tile = O::first_tile(rank_block()) + 2 * s + half();
+    const bool on = tile < O::first_tile(rank_block() + 1);
+    const float other = shuffle_xor(v[0], 1);
+#pragma unroll
+    for (u32 i = 1; i < kRanks; i++) {
+      u8* to = launch.inbox[(own_rank(launch) + i) % kRanks] + Inbox::tile(told, tile, own_rank(launch)) + told_word();
+#pragma unroll
+      for (int c = 0; c < kEpilogueColumns; c += 2)
+        if (on && tells(c, active)) store_system_16(to + c * (16 * 8), __float_as_uint(v[c]), __float_as_uint(kColumns == 1 ? other : v[(c + 1) % kEpilogueColumns]), tag, 0);
+    }
+  }
+  /// What COUNT ranks from FIRST on have told, as a binary tree of `join`, over this rank's own values in `v`.
+  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* tile, bool on, float (*v)[2], u32 active, u32 tag, u32 site, const JOIN& join) const {
+    constexpr u32 PAIRS = (kEpilogueColumns + 1) / 2;
+    if constexpr (COUNT * PAIRS > 4) {  // words that there are registers for
+      float rest[PAIRS][2];
+#pragma unroll
+      for (u32 q = 0; q < PAIRS; q++) rest[q][0] = v[q][0], rest[q][1] = v[q][1];
+      hear_ranks<FIRST, COUNT / 2>(tile, on, v, active, tag, site, join);
+      hear_ranks<FIRST + COUNT / 2, COUNT / 2>(tile, on, rest, active, tag, site, join);
+#pragma unroll
+      for (u32 q = 0; q < PAIRS; q++) v[q][0] = join(v[q][0], rest[q][0]), v[q][1] = join(v[q][1], rest[q][1]);
+    } else {
+      Quad words[COUNT * PAIRS] = {};
+      const auto missing = [&](int j) {
+        const u32 rank = FIRST + j / PAIRS, q = j % PAIRS;
+        return on && rank != own_rank(launch) && tells(2 * q, active) && words[j].z != tag ? rank * Inbox::tile_bytes + q * 256 + 8 : kThere;
+      };
+      const auto fetch = [&](int j) {
+        if (missing(j) != kThere) words[j] = load_system_16(tile + (FIRST + j / PAIRS) * Inbox::tile_bytes + j % PAIRS * 256);
+      };
+      poll<COUNT * PAIRS, false>(launch, tile, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, site);
+#pragma unroll
+      for (u32 q = 0; q < PAIRS; q++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float of[COUNT];
+#pragma unroll
+          for (u32 r = 0; r < COUNT; r++) of[r] = FIRST + r == own_rank(launch) ? v[q][i] : __uint_as_float(i ? words[r * PAIRS + q].y : words[r * PAIRS + q].x);
+#pragma unroll
+          for (u32 d = 1; d < COUNT; d *= 2)
+#pragma unroll
+            for (u32 r = 0; r < COUNT; r += 2 * d) of[r] = join(of[r], of[r + d]);
+          v[q][i] = of[0];
+        }
+    }
+  }
+  /// Puts together what all ranks have told of a set of hidden tiles, in which `v` has this rank's.
+  template <class JOIN> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag, u32 site, const JOIN& join) const {
+    if constexpr (kRanks == 1) return;
+    const int tile = O::first_tile(rank_block()) + 2 * s + half();
+    const bool on = tile < O::first_tile(rank_block() + 1);
+    float pairs[(kEpilogueColumns + 1) / 2][2];
+#pragma unroll
+    for (int c = 0; c < kEpilogueColumns; c++) pairs[c / 2][c % 2] = v[c];
+    if (kColumns == 1) pairs[0][1] = shuffle_xor(v[0], 1);
+    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on, pairs, active, tag, site, join);
+#pragma unroll
+    for (int c = 0; c < kEpilogueColumns; c++) v[c] = pairs[c / 2][c % 2];
+    if constexpr (kColumns == 1) {
+      const float odd = shuffle_xor(pairs[0][1], 1);
+      if (row() & 1) v[0] = odd;
+    }
+  }
   /// A row of the embedding, and the first layer's input.
   LP_DEVICE void embed(const u32* token, u32 active, u32 vectors, u32 tag) {
-    const int first = O::first_tile(blockIdx.x), end = O::first_tile(blockIdx.x + 1);
+    const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       const int tile = first + 2 * s + half(), k = tile * 16 + row();
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
         hidden[s][c] = 0;
-        if (tile < end && active >> column(c) & 1)
-          hidden[s][c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(token[c], k) : launch.embedding + ((u64)token[c] * kHidden + k) * 2));
+        const u32 within = token[c] - own_rank(launch) * (kHeadTiles * 16);  // of this rank's shard
+        if (tile < end && active >> column(c) & 1 && (kRanks == 1 || within < kHeadTiles * 16))
+          hidden[s][c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
       }
+      tell(kToldEmbedding, s, hidden[s], active, tag);
     }
 #pragma unroll
-    for (int s = 0; s < kSets; s++) publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
+    for (int s = 0; s < kSets; s++) {
+      // One rank has told the row, the others zeros: their bits together, since -0 + 0 is 0.
+      hear(kToldEmbedding, s, hidden[s], active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
+      publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
+    }
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
-    const int first = O::first_tile(blockIdx.x), tile = first + 2 * s + half();
-    return tile < O::first_tile(blockIdx.x + 1) ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2)) : 0;
+    const int first = O::first_tile(rank_block()), tile = first + 2 * s + half();
+    return tile < O::first_tile(rank_block() + 1) ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2)) : 0;
   }
   /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their product.
   LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active, u32 tag) {
-    const int tile = O::first_tile(blockIdx.x) + 2 * s + half(), of = row() % kEpilogueColumns;
-    const bool on = tile < O::first_tile(blockIdx.x + 1);
+    const int tile = O::first_tile(rank_block()) + 2 * s + half(), of = row() % kEpilogueColumns;
+    const bool on = tile < O::first_tile(rank_block() + 1);
     float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden[s][c] * gamma, square[c] = hidden[s][c] * hidden[s][c];
@@ -137,7 +210,7 @@ struct Epilogue {
   }
   /// q, k and v: norm, bias, rope; k and v go into their page and, with q, to this step's attention.
   LP_DEVICE void query_key_value(const Rows& rows, u32 layer, u32 active, u32 tag) {
-    const int first = Qkv::first_tile(blockIdx.x), end = Qkv::first_tile(blockIdx.x + 1), sets = Epilogue::sets<Qkv>();
+    const int first = Qkv::first_tile(rank_block()), end = Qkv::first_tile(rank_block() + 1), sets = Epilogue::sets<Qkv>();
     bool begun = false;
     for (int s = 0; s < sets; s++) {
       if (kColumns == 1 && (s & 1) != warp) {
@@ -188,20 +261,38 @@ struct Epilogue {
     }
   }
   /// Residual after o or down, and the next norm's input.
-  template <class P> LP_DEVICE void add_residual(u32 vector, int gamma, u32 active, u32 tag) {
+  template <class P> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag) {
     const int sets = Epilogue::sets<P>();
+    float sums[kSets][kEpilogueColumns];
+    const auto settle = [&](int s, float scale) {
+      hear(told, s, sums[s], active, tag, kSiteSums, [](float a, float b) { return a + b; });
+#pragma unroll
+      for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += sums[s][c];
+      publish_hidden(vector, s, scale, active, tag);
+    };
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (s >= sets) break;
       const float scale = gamma_of(gamma, s);
       take<P>(-1);
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += y[c];
-      publish_hidden(vector, s, scale, active, tag);
+      for (int c = 0; c < kEpilogueColumns; c++) sums[s][c] = y[c];
+      tell(told, s, sums[s], active, tag);
+      if (kRanks == 1) settle(s, scale);
     }
+#pragma unroll
+    for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
+      if (s < sets) settle(s, gamma_of(gamma, s));
   }
+
+ private:
+  /// Of the words that this lane tells and hears of a tile: the first of them, and whether there is one for columns c and c + 1.
+  LP_DEVICE u32 told_word() const { return kColumns == 1 ? row() / 2 * 16 : (column(0) / 2 * 16 + row()) * 16; }
+  LP_DEVICE bool tells(int c, u32 active) const { return kColumns == 1 ? row() % 2 == 0 : (active >> column(c) & 3) != 0; }
+
+ public:
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
-    const int first = GateUp::first_tile(blockIdx.x) / 2, sets = Epilogue::sets<GateUp>();
+    const int first = GateUp::first_tile(rank_block()) / 2, sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
       take<GateUp>(s == 0 ? 1 : -1);
 #pragma unroll
@@ -216,7 +307,7 @@ struct Epilogue {
   LP_DEVICE void clear(u32 turn) const {
 #ifndef LP_KEEP_WORDS  // negative control
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
-    const u32 thread = (blockIdx.x * kEpilogueWarps + warp) * 32 + lane_index();
+    const u32 thread = (rank_block() * kEpilogueWarps + warp) * 32 + lane_index();
 #pragma unroll 1
     for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + vectors_of(turn) + at, Quad{});
 #endif

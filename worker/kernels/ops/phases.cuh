@@ -40,7 +40,7 @@ struct ConsumerPhases {
   Partials partials;
 
   LP_DEVICE ConsumerPhases(const Launch& launch, u32 shared, u32 warp)
-      : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), partials(launch, shared, warp) {}
+      : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), partials(launch, shared) {}
 
   LP_DEVICE void at(const Place& place, u32 stage) const { reached(launch, place.rows.step, warp, place.layer, stage); }
   /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
@@ -75,7 +75,7 @@ struct ConsumerPhases {
     const u32 input = place.vectors + Vectors::attention_out;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
-      if (warp < kHeadLeaves) get_fragments<O::leaf_steps>(launch, launch.words + input + warp * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
+      if (warp < O::workers) get_fragments<O::leaf_steps>(launch, launch.words + input + (O::ways == 1 ? warp : warp % O::leaves) * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {
@@ -107,36 +107,92 @@ struct ConsumerPhases {
   }
 };
 
+/// A logit into the memory of every rank, whose sampler sees the whole vocabulary. All ranks have theirs at the same distance from their inboxes.
+LP_DEVICE void put_logit(const Launch& launch, u32 column, u32 id, float logit) {
+  const u64 at = (u64)column * ((kVocab + 15) / 16 * 16) + id;
+  if constexpr (kRanks == 1) {
+    launch.logits[at] = logit;
+  } else {
+    const u64 distance = (const u8*)launch.logits - launch.inbox[own_rank(launch)];
+#pragma unroll 1
+    for (u32 rank = 0; rank < kRanks; rank++) reinterpret_cast<float*>(launch.inbox[rank] + distance)[at] = logit;
+  }
+}
+/// Orders a step's K, V and logits and its token words: among the ranks, where they write each other logits.
+LP_DEVICE void fence_tokens(const Launch& launch) {
+  if (kRanks > 1 && launch.flags & kLaunchLogits) fence_system();
+  else fence_gpu();
+}
+
 /// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
 /// launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
-  const int lane = lane_index(), first = Head::first_tile(blockIdx.x), sets = Epilogue::sets<Head>();
+  const int lane = lane_index(), first = Head::first_tile(rank_block()), sets = Epilogue::sets<Head>();
   u32 stop = 0;
-  if (blockIdx.x == 0 && epilogue.warp == 0) stop = load_system_u32(launch.control);
+  if (rank_block() == 0 && epilogue.warp == 0) stop = load_system_u32(launch.control);
   Best best[kEpilogueColumns];
   for (int s = 0; s < sets; s++) {
     epilogue.take<Head>(s == 0 ? 0 : -1);
-    const int id = (first + 2 * s) * 16 + lane;
-    const bool on = id < kVocab && first + 2 * s + Epilogue::half() < Head::first_tile(blockIdx.x + 1);
+    const int row = (first + 2 * s) * 16 + lane, id = own_rank(launch) * (kHeadTiles * 16) + row;
+    const bool on = id < kVocab && first + 2 * s + Epilogue::half() < Head::first_tile(rank_block() + 1);
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) {
       const float logit = epilogue.y[c] * epilogue.inverse[c];
       if (on) best[c].offer(logit, id);
-      if (on && launch.flags & kLaunchLogits) launch.logits[(u64)epilogue.column(c) * (Head::tiles * 16) + id] = logit;
+      if (on && launch.flags & kLaunchLogits) put_logit(launch, epilogue.column(c), id, logit);
     }
   }
-  if (launch.flags & kLaunchUndrawn) return;
+  if (kRanks == 1 && launch.flags & kLaunchUndrawn) return;
   __syncwarp();
-  fence_gpu();  // K and V of this step of all lanes before lane 0's token words
+  fence_tokens(launch);  // K and V of this step of all lanes, and logits, before lane 0's token words
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
     u8* words = launch.words + Words::token + (u64)epilogue.column(c) * kBlocks * 16;
-    if (lane == 0) store_relaxed_16(words + blockIdx.x * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
+    if (lane == 0) store_relaxed_16(words + rank_block() * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
   }
 }
 
-/// The best token of every column over the whole vocabulary into `token`; true if the host wants the launch to end.
+/// Tells all ranks the best token of this one's shard, from one block, with whether its host wants the launch to end.
+LP_DEVICE void tell_token(const Launch& launch, int column, const Best& best, u32 tag, bool stop) {
+  const u32 lane = lane_index();
+  if (rank_block() != column % kBlocks) return;
+  if (launch.flags & kLaunchLogits) fence_tokens(launch);  // logits of all blocks, whose words this warp has read, before its own
+  if (lane < kRanks)
+    store_system_16(launch.inbox[lane] + Inbox::token + (column * kRanks + own_rank(launch)) * 16, __float_as_uint(best.value), best.id, tag, stop);
+}
+/// Puts the best token of all ranks into `token`, for columns that have one; true if all hosts want the launch to end. Every rank hears the same. All words of the warp's columns are
+/// polled together: word w is of column w / kRanks from rank w % kRanks.
+LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 active, u32 tag, u32* token) {
+  constexpr u32 WORDS = kEpilogueColumns * kRanks, EACH = (WORDS + 31) / 32;
+  const u32 lane = lane_index();
+  const u8* words = launch.inbox[own_rank(launch)] + Inbox::token + epilogue.column(0) * (kRanks * 16);
+  const auto on = [&](int j) {
+    const u32 word = j * 32 + lane, column = epilogue.column(word / kRanks);
+    return word < WORDS && (active >> column & 1 || column == 0);
+  };
+  Quad heard[EACH] = {};
+  const auto missing = [&](int j) { return on(j) && heard[j].z != tag ? (j * 32 + lane) * 16 + 8 : kThere; };
+  const auto fetch = [&](int j) {
+    if (missing(j) != kThere) heard[j] = load_system_16(words + (j * 32 + lane) * 16);
+  };
+  poll<EACH, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens);
+  Best best[EACH];
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) {
+    best[j].offer(__uint_as_float(heard[j].x), heard[j].y);
+#pragma unroll
+    for (u32 d = 1; d < kRanks; d *= 2) best[j].over(d);
+  }
+#pragma unroll
+  for (u32 c = 0; c < kEpilogueColumns; c++) {
+    const u32 id = shuffle(best[c * kRanks / 32].id, c * kRanks % 32);
+    if (token[c] != ~0u) token[c] = id;
+  }
+  return !any_lane(lane < kRanks && heard[0].w == 0);
+}
+
+/// The best token of every column over the whole vocabulary into `token`, and to the host, unless the sampler draws; true if the host wants the launch to end.
 LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
   const int lane = lane_index();
   const u32 tag = tag_of(launch, step);
@@ -156,11 +212,14 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
       if (i * 32 + lane < kBlocks) all.offer(__uint_as_float(value[i]), id[i]);
     if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
+    if constexpr (kRanks > 1) tell_token(launch, column, all, tag, stopped);
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  fence_gpu();  // token words before K and V of this step are read
+  if constexpr (kRanks > 1) stopped = hear_tokens(launch, epilogue, active, tag, token);
+  fence_tokens(launch);  // token words before K and V of this step are read, and its logits
+  if (launch.flags & kLaunchUndrawn) return stopped;
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
-    if (blockIdx.x == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
+    if (rank_block() == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
   return stopped;
 }

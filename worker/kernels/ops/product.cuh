@@ -72,8 +72,14 @@ template <int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
   const int part = begin / kPartSteps * kPartSteps + kPartSteps, full = begin + (int)kSlotBytes / (WIDTH * kFragment);
   return part < full ? (part < STEPS ? part : STEPS) : (full < STEPS ? full : STEPS);
 }
-/// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream.
-template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, const u32 (*b)[2], float (*acc)[4]) {
+/// Chunks of a leaf.
+template <int STEPS, int WIDTH> constexpr int chunks_of() {
+  int chunks = 0;
+  for (int begin = 0; begin < STEPS; begin = chunk_end<STEPS, WIDTH>(begin)) chunks++;
+  return chunks;
+}
+/// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream. round: chunks of the ring for each of this warp's.
+template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, u32 round, const u32 (*b)[2], float (*acc)[4]) {
   if constexpr (BEGIN < STEPS) {
     constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
     const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * 16;
@@ -90,8 +96,8 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
 #ifndef LP_RELEASE_EARLY
     consumer.release(chunk, never);
 #endif
-    consumer.next += kRingWarps;
-    multiply_steps<STEPS, WIDTH, END>(consumer, b, acc);
+    consumer.next += round;
+    multiply_steps<STEPS, WIDTH, END>(consumer, round, b, acc);
   }
 }
 
@@ -99,10 +105,11 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
 /// of all consumer warps before the epilogue's reads, and those reads before the next set but one (block).
 struct Partials {
   const Launch& launch;
-  u32 shared, warp, set = 0;
+  u32 shared, set = 0;
 
-  LP_DEVICE Partials(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), warp(warp) {}
-  template <int WIDTH> LP_DEVICE void put(bool mine, const float (*acc)[4]) {
+  LP_DEVICE Partials(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
+  /// Leaf `leaf` of WIDTH tiles of the set, from its tile `first` on, if it is `mine`.
+  template <int WIDTH> LP_DEVICE void put(bool mine, int first, int leaf, const float (*acc)[4]) {
     const u32 buffer = set & 1;
     const int lane = lane_index(), g = lane >> 2, t = lane & 3;
     wait_barrier(launch, shared + Shared::partials_empty + 8 * buffer, (set >> 1 & 1) ^ 1, kSitePartialsEmpty);
@@ -110,7 +117,7 @@ struct Partials {
     if (mine) {
 #pragma unroll
       for (int n = 0; n < WIDTH; n++) {
-        const u32 to = shared + Shared::partials + buffer * kSetBytes + ((n * kWarps + warp) * kColumns * 16 + g) * 4;
+        const u32 to = shared + Shared::partials + buffer * kSetBytes + (((first + n) * kWarps + leaf) * kColumns * 16 + g) * 4;
 #pragma unroll
         for (int c = 0; c < 2; c++)
           if (2 * t + c < kColumns) {
@@ -125,46 +132,47 @@ struct Partials {
   }
 };
 
-/// The block's share of a product whose leaf lies in `b`: for each unit this warp's leaf of it.
-template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partials, const u32 (*b)[2]) {
-  const int end = P::first_tile(blockIdx.x + 1);
-  const bool mine = consumer.warp < P::leaves;
+/// The block's share of a product, set by set: `work` adds this warp's leaf of WIDTH tiles to sums that are zero.
+template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials& partials, F&& work) {
+  const int end = P::first_tile(rank_block() + 1);
 #pragma unroll 1
-  for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
+  for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
     float acc[2][4] = {};
+    const bool mine = P::works(consumer.warp, tile, end);
+    const u32 round = consumer.template round<P>(tile, end);
     const auto unit = [&](auto width) {
-      if (mine) multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, b, acc);
-      partials.template put<decltype(width)::value>(mine, acc);
+      constexpr int WIDTH = decltype(width)::value;
+      if (mine) work(width, round, acc);
+      else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P::leaf_steps, WIDTH>();  // another warp's
+      partials.template put<WIDTH>(mine, P::ways == 1 ? 0 : consumer.warp / P::leaves, P::ways == 1 ? consumer.warp : consumer.warp % P::leaves, acc);
     };
-    if (tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
+    if (P::ways == 1 && tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
+}
+
+/// The same for a product whose leaf of activations lies in `b`.
+template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partials, const u32 (*b)[2]) {
+  each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) { multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, round, b, acc); });
 }
 
 /// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. `arrived` is told of the first.
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 vector, u32 tag, u32 active, u32 site, F&& arrived) {
   static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
-  const int end = P::first_tile(blockIdx.x + 1);
-  const bool mine = consumer.warp < P::leaves;
+  const u32 leaf = vector + (P::ways == 1 ? consumer.warp : consumer.warp % P::leaves) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
+  bool first = true;
+  each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) {
+    u32 b[PART][2];
 #pragma unroll 1
-  for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
-    float acc[2][4] = {};
-    const auto unit = [&](auto width) {
-      const u32 leaf = vector + consumer.warp * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
-      u32 b[PART][2];
-#pragma unroll 1
-      for (int k = 0; mine && k + PART <= P::leaf_steps; k += PART) {
-        get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
-        if (k == 0 && tile == P::first_tile(blockIdx.x)) arrived();
-        multiply_steps<PART, decltype(width)::value>(consumer, b, acc);
-      }
-      if constexpr (REST > 0)
-        if (mine) {
-          get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
-          multiply_steps<REST, decltype(width)::value>(consumer, b, acc);
-        }
-      partials.template put<decltype(width)::value>(mine, acc);
-    };
-    if (tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
-  }
+    for (int k = 0; k + PART <= P::leaf_steps; k += PART) {
+      get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
+      if (first) arrived();
+      first = false;
+      multiply_steps<PART, decltype(width)::value>(consumer, round, b, acc);
+    }
+    if constexpr (REST > 0) {
+      get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
+      multiply_steps<REST, decltype(width)::value>(consumer, round, b, acc);
+    }
+  });
 }

@@ -217,7 +217,7 @@ LP_DEVICE void sample(const SamplerLaunch& launch, Scratch& s, u32 block, u32 th
   if (launch.step > 0 && *launch.stopped) return;
   // Asked for here, needed at the end: it comes from the host's memory.
   const bool asks = block == 0 && thread == 0;
-  const u32 stop = asks ? load_system_u32(launch.control) : 0;
+  const u32 stop = asks ? load_system_u32(launch.stop) : 0;
   begin(launch, s, block, thread);
   draw(thread, s);
   // No block still has to look whether the chain goes on: all have taken part in an exchange, or nobody has a row.

@@ -176,6 +176,16 @@ LP_DEVICE u32 load_constant_u16(const u8* p) {
   asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(v) : "l"(p));
   return v;
 }
+/// As load_relaxed_16 and store_relaxed_16, among GPUs.
+LP_DEVICE Quad load_system_16(const u8* p) {
+  u64 a, b;
+  asm volatile("{\n.reg .b128 r;\nld.relaxed.sys.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+LP_DEVICE void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
+  u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
+  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.sys.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
 LP_DEVICE u32 load_system_u32(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");

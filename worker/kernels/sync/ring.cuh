@@ -48,17 +48,18 @@ struct Producer {
   }
   /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product: to the leaf that comes first in the ring.
   template <class P> LP_DEVICE void look_ahead(const u8* product, int unit) {
-    const int tile = P::first_tile(blockIdx.x) + 2 * unit, end = P::first_tile(blockIdx.x + 1), width = tile + 1 < end ? 2 : 1;
+    const int tile = P::first_tile(rank_block()) + 2 * unit, end = P::first_tile(rank_block() + 1), width = tile + 1 < end ? 2 : 1;
     const u32 leaf_bytes = P::leaf_steps * width * kFragment;
     ahead = product + (u64)tile * P::steps * kFragment + lane() * leaf_bytes;
     ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0 : leaf_bytes < kAheadBytes ? leaf_bytes : kAheadBytes;
   }
   /// The block's share of a product: unit by unit, a leaf's k16 steps ascending.
   template <class P, bool PACED> LP_DEVICE void stream(const u8* product) {
-    const int end = P::first_tile(blockIdx.x + 1);
-    const bool on = lane() < kRings && lane() < P::leaves;
-    for (int tile = P::first_tile(blockIdx.x); tile < end; tile += 2) {
-      const int width = tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * kFragment);
+    const int end = P::first_tile(rank_block() + 1);
+    for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
+      const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * kFragment);
+      // Leaves of the second tile of a set with ways follow those of the first.
+      const bool on = lane() < kRings && P::works(lane(), tile, end);
       const u8* leaf = product + ((u64)tile * P::steps + (on ? lane() : 0) * (P::leaf_steps * width)) * kFragment;
 #pragma unroll 1
       for (int k = 0, steps; k < P::leaf_steps; k += steps) {
@@ -66,7 +67,7 @@ struct Producer {
         steps = leaf_end - k < chunk_steps ? leaf_end - k : chunk_steps;
 #pragma unroll
         for (u32 w = 0; w < kRingWarps; w++)
-          issue<PACED>(on, leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment);
+          issue<PACED>(P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end), leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment);
       }
     }
     ahead_bytes = 0;
@@ -110,6 +111,14 @@ struct Consumer {
   LP_DEVICE u32 ring() const { return warp % kRings; }
   /// This warp's turn in a round.
   LP_DEVICE u32 turn() const { return warp / kRings; }
+  /// Chunks of the ring in a round of a set of a product: one for each of its warps that has a leaf in it.
+  template <class P> LP_DEVICE u32 round(int tile, int end) const {
+    if constexpr (P::ways == 1) return kRingWarps;
+    u32 chunks = 0;
+#pragma unroll
+    for (u32 w = 0; w < kRingWarps; w++) chunks += P::works(ring() + w * kRings, tile, end);
+    return chunks;
+  }
   /// Waits until a chunk of the ring has landed; its address. Orders the bulk copy before the reads (block).
   LP_DEVICE u32 wait(u32 chunk) {
     wait_barrier(launch, full_barrier(shared, ring(), chunk), full_parity(chunk), kSiteFull);

@@ -217,7 +217,7 @@ struct Machine {
     memset(tokens, 0xff, steps * kRows * 8);
     memset((void*)logprobs, 0xff, steps * kRows * sizeof(RowLogprobs));
     put(a.rows, first, sizeof(Row) * a.row_count);
-    a.control[0] = stop; a.control[1] = 0;
+    a.control[0] = stop; a.control[1] = 0; a.stop = a.control;
     std::vector<SamplerLaunch> chain(steps, a);
     for (u32 step = 0; step < steps; step++) {
       chain[step].tokens = tokens + step * kRows; chain[step].logprobs = logprobs + step * kRows;

@@ -129,6 +129,8 @@ inline void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   if (fenced) __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELEASE);
   else __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELAXED);
 }
+inline Quad load_system_16(const u8* p) { return load_relaxed_16(p); }
+inline void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) { store_relaxed_16(p, x, y, z, w); }
 /// Ordinary stores: a race with whoever is not ordered behind them.
 inline void store_16(u8* p, const Quad& v) {
   stumble();

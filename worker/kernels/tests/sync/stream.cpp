@@ -88,7 +88,7 @@ int main() {
       std::vector<u32> seen, expected;
       seen_fragments = &seen;
       Consumer consumer(launch, 0, warp);
-      Partials partials(launch, 0, warp);
+      Partials partials(launch, 0);
       constexpr int kSteps = kHiddenSteps > O::leaf_steps ? kHiddenSteps : O::leaf_steps;
       u32 b[kSteps > Down::leaf_steps ? kSteps : Down::leaf_steps][2] = {};
       for (int round = 0; round < kRounds; round++) {

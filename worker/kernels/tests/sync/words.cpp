@@ -8,6 +8,7 @@
 #include "../../layout/launch.cuh"
 #include "../../layout/rows.cuh"
 #include "../../layout/words.cuh"
+#include "../../layout/inbox.cuh"
 #include "../../layout/shared_memory.cuh"
 #include "../../sync/wait.cuh"
 #include "../../sync/ring.cuh"
@@ -73,7 +74,7 @@ struct Role {
             if (b[k][h] != (active >> column & 1 ? bf16_pair(value(0), value(1)) : 0)) wrong++;
           }
       });
-    partials.put<1>(false, nullptr);
+    partials.put<1>(false, 0, 0, nullptr);
   }
   /// Merges its share of attention's output, as merge_pages does.
   void merge(const Expected& expected, u32 vector, u32 active) const {
@@ -93,7 +94,7 @@ struct Role {
 #endif
   }
   void consume() {
-    Partials partials(launch, shared, warp);
+    Partials partials(launch, shared);
     for (u32 step = 0; begins(step); step++) {
       const u32 active = rows(step).mask();
       for (u32 layer = 0; layer <= kLayers; layer++) {

@@ -32,35 +32,49 @@ def most_leaves(n):
 class Shape:
     """Dimensions, and what follows from them as in layout/shape.cuh."""
 
-    def __init__(self, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, blocks=128, window=0, bias=0, norm=0, tied=0):
+    def __init__(self, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, blocks=128, window=0, bias=0, norm=0, tied=0, ranks=1):
         self.__dict__.update({k: v for k, v in locals().items() if k != "self"})
         self.eps, self.group, self.dim_tiles = 1e-5, heads // kv_heads, head_dim // 16
-        self.down_leaves = most_leaves(intermediate)
+        self.down_leaves, self.o_leaves = most_leaves(intermediate * ranks) // ranks, most_leaves(heads * ranks) // ranks
         self.down_steps = (intermediate // self.down_leaves + 15) // 16
-        # (row tiles, k16 steps, tiles that are dealt together)
-        self.qkv = ((heads + 2 * kv_heads) * self.dim_tiles, hidden // 16, 1)
-        self.o = (hidden // 16, heads * self.dim_tiles, 1)
-        self.gate_up = (2 * self.down_leaves * self.down_steps, hidden // 16, 2)
-        self.down = (hidden // 16, self.down_leaves * self.down_steps, 1)
-        self.head = ((vocab + 15) // 16, hidden // 16, 1)
+        # (row tiles, k16 steps, tiles that are dealt together, tiles of a unit at most)
+        ways = lambda leaves: 1 if ranks > 1 and leaves < 16 else 2
+        self.qkv = ((heads + 2 * kv_heads) * self.dim_tiles, hidden // 16, 1, 2)
+        self.o = (hidden // 16, heads * self.dim_tiles, 1, ways(self.o_leaves))
+        self.gate_up = (2 * self.down_leaves * self.down_steps, hidden // 16, 2, 2)
+        self.down = (hidden // 16, self.down_leaves * self.down_steps, 1, ways(self.down_leaves))
+        self.head = ((vocab + 15) // 16 if ranks == 1 else -(-vocab // 256) * 16 // ranks, hidden // 16, 1, 2)
+
+    def of_rank(self, ranks, blocks):
+        """The dimensions of one of several ranks."""
+        own = {k: self.__dict__[k] for k in ("layers", "hidden", "head_dim", "vocab", "window", "bias", "norm", "tied")}
+        return Shape(**own, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks), intermediate=self.intermediate // ranks, blocks=blocks, ranks=ranks)
 
     def defines(self, columns):
         names = dict(LAYERS=self.layers, HIDDEN=self.hidden, HEADS=self.heads, KV_HEADS=self.kv_heads, HEAD_DIM=self.head_dim, INTERMEDIATE=self.intermediate,
                      VOCAB=self.vocab, BLOCKS=self.blocks, WINDOW=self.window, QKV_BIAS=self.bias, QK_NORM=self.norm, TIED=self.tied,
-                     EPS=struct.unpack("<I", struct.pack("<f", self.eps))[0], COLUMNS=columns)
+                     EPS=struct.unpack("<I", struct.pack("<f", self.eps))[0], COLUMNS=columns, RANKS=self.ranks)
         return [f"-DLP_{name}={value}" for name, value in names.items()]
+
+    def first_tile(self, product, block):
+        tiles, _, group, _ = product
+        pairs = self.gate_up[0] // 2
+        if product is self.qkv and self.ranks > 1 and (tiles + 2 * pairs) // self.blocks >= 2 * -(-pairs // self.blocks):
+            return block * (tiles + 2 * pairs) // self.blocks - 2 * (block * pairs // self.blocks)
+        return block * (tiles // group) // self.blocks * group
 
     def units(self, product):
         """(first tile, tiles) of every unit, block by block."""
-        tiles, _, group = product
+        tiles, _, group, most = product
         for block in range(self.blocks):
-            first, end = (b * (tiles // group) // self.blocks * group for b in (block, block + 1))
-            for tile in range(first, end, 2):
-                yield tile, min(2, end - tile)
+            first, end = (self.first_tile(product, b) for b in (block, block + 1))
+            for tile in range(first, end, most):
+                yield tile, min(most, end - tile)
 
 
 SHAPES = {
     "8b": {}, "llama-1b": dict(layers=16, hidden=2048, head_dim=64, intermediate=8192, tied=1),
+    "70b": dict(layers=80, hidden=8192, heads=64, kv_heads=8, intermediate=28672),
     "3b": dict(layers=28, hidden=3072, heads=24, intermediate=8192, tied=1),
     "gqa": dict(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=384, vocab=768),
     "tied": dict(layers=2, hidden=128, heads=4, kv_heads=1, head_dim=64, intermediate=320, vocab=768, tied=1),
@@ -131,9 +145,10 @@ def fragments(weight):
 class Model:
     """Random weights, packed and plain."""
 
-    def __init__(self, shape, deviation=0.02, plain=True, positions=1024):
+    def __init__(self, shape, deviation=0.02, plain=True, positions=1024, of=None, rank=0):
+        """`of`: the whole model, of which this is a rank's share."""
         s, self.shape, device = shape, shape, "cuda"
-        torch.manual_seed(1)
+        torch.manual_seed(1 + rank)
         order = torch.tensor([s.head_dim // 2 * half + 8 * tile + row for tile in range(s.dim_tiles) for half in range(2) for row in range(8)], device=device)
         sizes = [p[0] * p[1] * 256 for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
         self.packed = torch.empty(s.layers * sum(sizes[:4]) + sizes[4], dtype=torch.bfloat16, device=device)
@@ -147,10 +162,11 @@ class Model:
         turned = lambda x, heads: x.view(heads, s.head_dim, -1)[:, order]
         joined = lambda q, k, v: torch.cat([turned(q, s.heads).reshape(s.kv_heads, s.group * s.head_dim, -1), turned(k, s.kv_heads), v.view(s.kv_heads, s.head_dim, -1)], 1)
         for layer in range(s.layers):
-            w = dict(q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden), v=weight(s.kv_heads * s.head_dim, s.hidden),
+            w = of.share(layer, rank, s) if of else dict(q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden), v=weight(s.kv_heads * s.head_dim, s.hidden),
                      o=weight(s.hidden, s.heads * s.head_dim, scale=out_scale), gate=weight(s.intermediate, s.hidden), up=weight(s.intermediate, s.hidden), down=weight(s.hidden, s.intermediate, scale=out_scale))
-            w.update({"b" + n: torch.randn(w[n].shape[0], device=device) * 0.3 * s.bias for n in "qkv"})
-            w.update({"n" + n: 1 + 0.3 * torch.randn(s.head_dim, device=device) * s.norm for n in "qk"})
+            if not of:
+                w.update({"b" + n: torch.randn(w[n].shape[0], device=device) * 0.3 * s.bias for n in "qkv"})
+                w.update({"n" + n: 1 + 0.3 * torch.randn(s.head_dim, device=device) * s.norm for n in "qk"})
             self.bias[layer] = joined(*(w["b" + n][:, None] for n in "qkv")).reshape(-1)
             self.norms[layer, 0], self.norms[layer, 1] = w["nq"][order], w["nk"][order]
             self.put(joined(w["q"], w["k"], w["v"]).reshape(-1, s.hidden), orders[0])
@@ -159,14 +175,25 @@ class Model:
             self.put(torch.nn.functional.pad(w["down"].view(s.hidden, s.down_leaves, -1), (0, pad)).reshape(s.hidden, -1), orders[3])
             if plain:
                 self.layers.append(w)
-        self.head = weight(s.vocab, s.hidden)
-        self.put(torch.nn.functional.pad(self.head, (0, 0, 0, -s.vocab % 16)), orders[4])
-        self.embedding = self.head if s.tied else weight(s.vocab, s.hidden)
-        self.gamma = (1 + 0.1 * torch.randn(2 * s.layers + 1, s.hidden, device=device)).bfloat16()
+        rows = s.head[0] * 16
+        shard = lambda x: torch.nn.functional.pad(x, (0, 0, 0, s.ranks * rows - x.shape[0]))[rank * rows : (rank + 1) * rows]
+        vocab = s.vocab if s.ranks == 1 else rows
+        self.head = shard(of.head) if of else weight(vocab, s.hidden)
+        self.put(torch.nn.functional.pad(self.head, (0, 0, 0, rows - self.head.shape[0])), orders[4])
+        self.embedding = self.head if s.tied else shard(of.embedding) if of else weight(vocab, s.hidden)
+        self.gamma = of.gamma if of else (1 + 0.1 * torch.randn(2 * s.layers + 1, s.hidden, device=device)).bfloat16()
         pairs = s.head_dim // 2
         angles = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * 500000.0 ** (-torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
         self.rope = torch.stack([angles.cos(), angles.sin()], 2).float().contiguous()
         self.bytes = self.packed.numel() * 2
+
+    def share(self, layer, rank, own):
+        """A rank's weights of a layer, by its dimensions."""
+        w, s = self.layers[layer], self.shape
+        q, i, kv = own.heads * own.head_dim, own.intermediate, rank * s.kv_heads // own.ranks * own.head_dim
+        heads, keys, columns = slice(rank * q, (rank + 1) * q), slice(kv, kv + own.kv_heads * own.head_dim), slice(rank * i, (rank + 1) * i)
+        rows = dict(q=heads, bq=heads, k=keys, bk=keys, v=keys, bv=keys, gate=columns, up=columns)
+        return {**w, **{name: w[name][of].contiguous() for name, of in rows.items()}, "o": w["o"][:, heads].contiguous(), "down": w["down"][:, columns].contiguous()}
 
     def order(self, product):
         """Fragments of a product in the order in which they lie in memory."""
@@ -235,17 +262,21 @@ class Kernel:
 
     def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
-        self.function, (self.shared, self.threads, words, item_words, self.zeroed, item_pages) = load_module(path, kernel_of(columns))
+        self.function, (self.shared, self.threads, words, item_words, self.zeroed, item_pages, inbox) = load_module(path, kernel_of(columns))
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
         self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
         self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // item_pages), dtype=torch.uint8, device="cuda")
         if columns not in NARROW:
             self.words.fill_(0xFF)
+        # Of several ranks each writes its logits to all, as far from the inbox as its own are.
+        self.rank, padded = 0, -(-s.vocab // 16) * 16
+        self.inbox = torch.zeros(inbox + columns * padded * 4, dtype=torch.uint8, device="cuda")
+        self.inboxes, self.logits = [self.inbox], self.inbox[inbox:].view(torch.float32).view(columns, padded)
+        self.logits.fill_(float("nan"))
         self.kv = beside.kv if beside else full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
         self.k_scale = beside.k_scale if beside else full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
         self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()[: slots * per_slot].view(slots, per_slot).cuda()
-        self.logits = full(columns * s.head[0] * 16, torch.float32).view(columns, -1)
         self.rows = torch.zeros(columns * 8, dtype=torch.int32, device="cuda")
         self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
 
@@ -258,37 +289,53 @@ class Kernel:
     def tokens(self, steps):
         return (self.host[128 : 128 + steps * self.columns] & 0xFFFFFFFF).view(steps, self.columns)
 
-    def enqueue(self, rows, steps, flags, stopped=None, trace=None):
+    def parameter(self, rows, steps, flags, stopped=None, trace=None):
+        """Of the next launch."""
         m = self.model
         tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, stopped]
         base = self.host.data_ptr()
         pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
         if self.zeroed:
             self.words[: self.zeroed] = 0
-        enqueue(self.function, m.shape.blocks, self.threads, self.shared, struct.pack("<17Q8I", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, 0, 0))
+        inboxes = [inbox.data_ptr() for inbox in self.inboxes] + [0] * (16 - len(self.inboxes))
+        parameter = struct.pack("<17Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, self.rank, 0, *inboxes)
         self.epoch += steps * (m.shape.layers + 1)
+        return parameter
+
+    def enqueue(self, *launch, **more):
+        enqueue(self.function, self.model.shape.blocks, self.threads, self.shared, self.parameter(*launch, **more))
 
     @contextlib.contextmanager
     def timed(self, rows, stop=0):
         """Around launches: gives them their rows, waits for them, and says how long they took and how many steps ran."""
+        self.prepare(rows, stop)
+        yield
+        self.record()
+        self.finish()
+
+    def prepare(self, rows, stop=0):
         flat = []
         for row in rows:
             flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
         self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
         self.host.zero_()
         self.host[8] = stop
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        begin.record()
-        yield
-        end.record()
+        self.events = []
+        self.record()
+
+    def record(self):
+        self.events.append(torch.cuda.Event(enable_timing=True))
+        self.events[-1].record()
+
+    def finish(self):
         try:
             torch.cuda.synchronize()
         except Exception as error:
             report = self.host[:4].view(torch.int32)[1:6].tolist()
-            print("failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
+            print(f"rank {self.rank} failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
             os._exit(1)
-        self.ms, self.ran = begin.elapsed_time(end), int(self.host[8]) >> 32
+        self.ms, self.ran = self.events[0].elapsed_time(self.events[1]), int(self.host[8]) >> 32
 
     def prompt(self, tokens, slot=0, chunk=None):
         """Runs a prompt in passes; the next token, and the logits it came from."""
@@ -320,7 +367,7 @@ class Chain:
     """Steps of a kernel that the sampler draws: launches of either in turn."""
 
     def __init__(self, kernel, path):
-        self.kernel, padded = kernel, kernel.model.shape.head[0] * 16
+        self.kernel, padded = kernel, kernel.logits.shape[1]
         self.function, (self.threads, words) = load_module(path, "sampler")
         zeros = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")
         self.tensors = dict(processed=zeros(kernel.columns * padded), counts=zeros(kernel.columns * padded), words=zeros(words // 4), sampling=zeros(kernel.columns * 18), rows=kernel.rows, stopped=zeros(1))
@@ -336,8 +383,8 @@ class Chain:
             for step in range(steps):
                 k.enqueue(len(rows), 1, 3, stopped=self.tensors["stopped"] if step else None)
                 base = k.host.data_ptr()
-                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()] + [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base]
-                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0, struct.pack("<11Q4I", *pointers, len(rows), step + 1, step, 0))
+                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()] + [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base + 64, base]
+                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0, struct.pack("<12Q4I", *pointers, len(rows), step + 1, step, 0))
         return k.tokens(steps)
 
 

@@ -32,6 +32,9 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
     let config = ModelConfig::from_dir(&request.model_dir)?;
     let usable = cuda::probe(request.rank)
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
+        .and_then(|gpu| {
+            if request.tensor_parallel > 1 { cuda::survey(request.tensor_parallel).map(|()| gpu) } else { Ok(gpu) }
+        })
         .map_err(LoadError::from)
         .and_then(|gpu| cuda::check(request, &config).map(|()| gpu));
     match &usable {
@@ -67,16 +70,18 @@ mod tests {
 
     #[test]
     fn auto_never_fails_for_want_of_a_gpu_and_cuda_says_what_is_missing() {
-        // Two ranks: refused on a machine with a GPU, too.
-        for device in [Device::Auto, Device::Cpu] {
-            let loaded = load(&request(device, 2), &mut |_| ()).unwrap();
+        // Auto: on a machine with a GPU for either rank it would be theirs.
+        let devices = if cuda::survey(2).is_err() { &[Device::Auto, Device::Cpu][..] } else { &[Device::Cpu] };
+        for device in devices {
+            let loaded = load(&request(*device, 2), &mut |_| ()).unwrap();
             assert!(loaded.loaded().bit_domain.starts_with("cpu-"));
         }
         let unlooped = LoadRequest { unlooped: true, ..request(Device::Cpu, 2) };
         let refusal = load(&unlooped, &mut |_| ()).err().expect("CPU sockets have one way to run").to_string();
         assert!(refusal.contains("--loop off takes a GPU"), "{refusal}");
-        let refusal = load(&request(Device::Cuda, 2), &mut |_| ()).err().expect("two ranks are refused").to_string();
-        assert!(refusal.contains("--tp 1") && refusal.contains("--device cpu"), "{refusal}");
+        let unlooped = LoadRequest { unlooped: true, ..request(Device::Cuda, 2) };
+        let refusal = load(&unlooped, &mut |_| ()).err().expect("two ranks are refused").to_string();
+        assert!(refusal.contains("--tp 1") && refusal.contains("--loop"), "{refusal}");
         if let Err(missing) = cuda::probe(0) {
             let refusal = load(&request(Device::Cuda, 1), &mut |_| ()).err().expect("there is no GPU").to_string();
             assert_eq!(refusal, missing.to_string());

@@ -184,9 +184,6 @@ impl BenchArgs {
     /// Names the option to change.
     pub fn check(&self) -> Result<usize, BenchError> {
         let refuse = |option, value: String, rule| Err(BenchError::Value { option, value, rule });
-        if self.device == Device::Cuda && self.tp != 1 {
-            return refuse("--tp", self.tp.to_string(), "1: a GPU computes a model alone");
-        }
         if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
             return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");
         }
@@ -194,6 +191,9 @@ impl BenchArgs {
             && let Some(wide) = self.batch.iter().find(|batch| **batch > UNLOOPED_BATCH)
         {
             return refuse("--batch", wide.to_string(), "at most 8 with --loop off or overlapped");
+        }
+        if self.tp > 1 && self.loop_modes.iter().any(|mode| *mode != LoopMode::On) {
+            return refuse("--tp", self.tp.to_string(), "1 with --loop off or overlapped");
         }
         if self.trace.is_some() && !self.loop_modes.contains(&LoopMode::On) {
             return refuse("--loop", "off".to_owned(), "on (too) for --trace, which shows the loop");

@@ -54,7 +54,7 @@ pub struct Setup<'a> {
     pub prompt: Option<u32>,
 }
 
-/// What decoding reads, of all ranks together.
+/// What decoding reads from one memory: of one rank on GPUs, which have a memory each, of all ranks on CPU sockets of one machine.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Traffic {
     /// Bytes of weights that stream in one step.
@@ -124,14 +124,15 @@ impl Group {
             let ended = |rank: ScopedJoinHandle<'_, _>| rank.join().unwrap_or_else(|panic| resume_unwind(panic));
             joining.into_iter().try_for_each(ended)
         })?;
+        let shared = if setup.on_gpu { 1 } else { decoders.len() };
         let position_bytes =
             |rank: &dyn Decoder| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
         let mut group = Self {
             notes: decoders[0].loaded().notes.clone(),
             traffic: Traffic {
-                weight_bytes: streams.iter().map(|streams| streams.bytes).sum(),
-                phase_bytes: streams.into_iter().flat_map(|streams| streams.by_phase).collect(),
-                position_bytes: decoders.iter().map(|rank| position_bytes(&**rank)).sum(),
+                weight_bytes: streams.iter().take(shared).map(|streams| streams.bytes).sum(),
+                phase_bytes: streams.into_iter().take(shared).flat_map(|streams| streams.by_phase).collect(),
+                position_bytes: decoders.iter().take(shared).map(|rank| position_bytes(&**rank)).sum(),
             },
             runtime: tokio::runtime::Builder::new_current_thread().build().map_err(BenchError::Runtime)?,
             feeds: Vec::new(),

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::device::{Gpu, Stream};
 use super::error::CudaError;
+use super::fabric::{Fabric, MAX_RANKS};
 use super::gauge::Gauged;
 use super::kernel::Kernel;
 use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name};
@@ -12,7 +13,7 @@ use super::looped_decoder::Launcher;
 use super::mailbox::Mailbox;
 use super::memory::PinnedBuffer;
 use super::passes::{Passes, Width};
-use super::pools::{MOST_STEPS, Pools, Sizes};
+use super::pools::{InboxPlan, MOST_STEPS, Pools, Sizes};
 use super::sampler::{Sampler, SamplerLaunch};
 use super::unlooped::UNLOOPED_STEPS;
 use super::variants::LoopMode;
@@ -63,7 +64,15 @@ struct Chain {
     put: u32,
 }
 
-/// One GPU with a model.
+/// Where the ranks of a group meet, and what lies where in their inboxes.
+pub struct Ties {
+    /// The ranks' memory for each other.
+    pub fabric: Fabric,
+    /// In each inbox.
+    pub inbox: InboxPlan,
+}
+
+/// One GPU with a model, or with a rank of one.
 pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
@@ -71,6 +80,8 @@ pub struct Engine {
     loop_mode: LoopMode,
     /// Others, while somebody measures.
     pub(super) gauged: Option<Gauged>,
+    /// To the other ranks, if there are any.
+    pub(super) ties: Option<Ties>,
     sampler: Sampler,
     passes: Passes,
     weights: Weights,
@@ -128,6 +139,7 @@ impl Engine {
             kernels,
             loop_mode,
             gauged: None,
+            ties: None,
             sampler,
             passes,
             weights,
@@ -171,18 +183,22 @@ impl Engine {
         Fault::KernelSilent { rank: self.sizes.rank, step: self.steps, waited_ms }
     }
 
-    /// The first tag of a launch of `steps` steps. Tags only count up; before they would wrap, all words start again.
-    fn next_epoch(&mut self, steps: u32) -> Result<u32, CudaError> {
-        let tags = steps * (self.sizes.layers as u32 + 1);
-        if self.epoch.checked_add(tags).is_none() {
-            // In the order of the stream, behind the launches that still read them.
-            self.stream.wait()?;
-            self.pools.words.iter().try_for_each(|words| words.fill(0))?;
-            self.epoch = 1;
+    /// Before a launch of `steps` steps. Tags only count up; before they would wrap, all words start again.
+    fn renew_tags(&mut self, steps: u32) -> Result<(), Fault> {
+        if self.epoch.checked_add(self.tags(steps)).is_some() {
+            return Ok(());
         }
-        let epoch = self.epoch;
-        self.epoch += tags;
-        Ok(epoch)
+        // In the order of the stream, behind the launches that still read them.
+        let words = &self.pools.words;
+        let zeroed = self.stream.wait().and_then(|()| words.iter().try_for_each(|words| words.fill(0)));
+        zeroed.map_err(|error| self.failed(error))?;
+        self.epoch = 1;
+        self.ties.as_mut().map_or(Ok(()), |ties| ties.fabric.clear(self.steps))
+    }
+
+    /// Tags of so many steps.
+    fn tags(&self, steps: u32) -> u32 {
+        steps * (self.sizes.layers as u32 + 1)
     }
 
     #[allow(unsafe_code)]
@@ -190,7 +206,8 @@ impl Engine {
         if self.finished {
             self.start_over();
         }
-        let epoch = self.next_epoch(steps)?;
+        let epoch = self.epoch;
+        self.epoch += self.tags(steps);
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
         let holds = |width: Width| width.columns >= rows.len() && (width.samples || !samples);
         let variant = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
@@ -221,7 +238,7 @@ impl Engine {
             k_scale: self.pools.k_scale.address(),
             words: self.pools.words[variant].address(),
             page_table: self.pools.page_table.address(),
-            logits: self.pools.logits.address(),
+            logits: self.logits_address(),
             rows: self.pools.rows.address() + offset as u64,
             tokens: self.mailbox.tokens_address(start),
             control: self.mailbox.control_address(),
@@ -231,6 +248,8 @@ impl Engine {
             epoch,
             page_stride: self.sizes.slot_pages as u32,
             kv_pages: self.sizes.kv_pages as u32,
+            rank: self.sizes.rank as u32,
+            inbox: self.inboxes(variant),
             ..Launch::default()
         };
         self.launches.push(ticket);
@@ -267,6 +286,8 @@ impl Engine {
                 tokens: self.mailbox.tokens_address(tokens),
                 logprobs: self.mailbox.logprobs_address(tokens),
                 control: decoder.control,
+                // The decoder says there whether all hosts want the chain to end.
+                stop: if self.ties.is_some() { decoder.inbox[self.sizes.rank] } else { decoder.control },
                 report: decoder.report,
                 row_count: decoder.row_count,
                 tag,
@@ -281,6 +302,21 @@ impl Engine {
             chain.put += 1;
         }
         Ok(())
+    }
+
+    /// Logits of the launch put last, where the sampler finds them.
+    fn logits_address(&self) -> u64 {
+        match (&self.pools.logits, &self.ties) {
+            (Some(logits), _) => logits.address(),
+            (None, Some(ties)) => ties.fabric.addresses()[self.sizes.rank] + ties.inbox.logits,
+            (None, None) => unreachable!("a rank that is alone has logits of its own"),
+        }
+    }
+
+    /// The inboxes of all ranks for a kernel.
+    fn inboxes(&self, kernel: usize) -> [u64; MAX_RANKS] {
+        let Some(ties) = &self.ties else { return [0; MAX_RANKS] };
+        ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + ties.inbox.kernels[kernel] })
     }
 
     fn start_over(&mut self) {
@@ -373,12 +409,20 @@ impl Launcher for Engine {
         copied.map_err(|error| self.failed(error))
     }
 
+    fn agree(&mut self, newest: u64) -> Result<u64, Fault> {
+        match &mut self.ties {
+            Some(ties) => ties.fabric.agree(self.steps, newest),
+            None => Ok(newest),
+        }
+    }
+
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         Sampler::check(sequence).map_err(|problem| Fault::Broken { rank: self.sizes.rank, problem })?;
         self.sampler.admit(slot, sequence, &self.stream).map_err(|error| self.failed(error))
     }
 
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+        self.renew_tags(steps)?;
         self.put(rows, steps, sampled).map_err(|error| self.failed(error))
     }
 
@@ -412,7 +456,8 @@ impl Launcher for Engine {
 
     fn stop(&mut self) {
         self.mailbox.stop();
-        if let Some(chain) = &mut self.chain {
+        // Ranks must put the same steps, and they agree on the end in the kernel: so they go on by what they have seen, which is the same.
+        if let (Some(chain), None) = (&mut self.chain, &self.ties) {
             chain.steps = chain.put;
         }
     }
@@ -454,7 +499,13 @@ impl Engine {
         let len = self.sizes.kernel_vocab;
         let row = &mut self.host_logits[place * len..][..len];
         // SAFETY: `logits` is looked at only after `finish`.
-        let copied = unsafe { self.pools.logits.read_async(column * len * 4, row, &self.stream) };
+        let copied = unsafe {
+            self.pools.logits.as_ref().expect("logits of a rank that is alone").read_async(
+                column * len * 4,
+                row,
+                &self.stream,
+            )
+        };
         copied.map_err(|error| self.failed(error))
     }
 

@@ -157,6 +157,18 @@ impl Fabric {
         self.peers[rank].as_ref().unwrap_or(self.inbox.mapping())
     }
 
+    /// Zeroes the inbox, once no rank's kernel writes to it any more and before one does again: every rank calls it at the same
+    /// place, with no launch under way. `step` is for reports.
+    ///
+    /// # Errors
+    /// A rank did not come within the limit, or the driver refuses.
+    pub fn clear(&mut self, step: u64) -> Result<(), Fault> {
+        self.board.agree(step, 0)?;
+        let cleared = self.inbox.mapping().fill(0);
+        cleared.map_err(|error| Fault::Cuda { rank: self.group.rank, step, error })?;
+        self.board.agree(step, 0).map(drop)
+    }
+
     /// Offers the newest plan that this rank has and returns the newest that all have; see [`Board::agree`].
     ///
     /// # Errors

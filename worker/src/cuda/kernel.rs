@@ -63,6 +63,8 @@ struct Needs {
     zeroed_words: u64,
     /// Pages of an item.
     item_pages: u64,
+    /// Bytes of what other ranks tell this one; 0 if there are none.
+    inbox_bytes: u64,
 }
 
 // SAFETY: modules and functions are handles that the driver lets every thread use.
@@ -198,6 +200,11 @@ impl Kernel {
         let rows_and_heads = (self.variant.columns() * layout.rank().kv_heads.len()) as u64;
         let items = rows_and_heads * (pages as u64).div_ceil(self.needs.item_pages);
         self.needs.fixed_words + self.needs.item_words * items
+    }
+
+    /// Bytes of the inbox: what other ranks tell the kernel.
+    pub fn inbox_bytes(&self) -> u64 {
+        self.needs.inbox_bytes
     }
 
     /// Warps of a block.

@@ -2,6 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use super::fabric::MAX_RANKS;
+
 /// [`Row::flags`]: the row's logits are needed.
 pub const ROW_SAMPLE: u32 = 1;
 /// [`Launch::flags`]: the logits are written to memory.
@@ -85,8 +87,12 @@ pub struct Launch {
     pub kv_pages: u32,
     /// [`LAUNCH_LOGITS`], [`LAUNCH_UNDRAWN`].
     pub flags: u32,
+    /// This rank.
+    pub rank: u32,
     /// 0
-    pub reserved: [u32; 2],
+    pub reserved: u32,
+    /// What other ranks tell each rank: its words for this kernel, where this GPU sees them; 0 where there is no rank.
+    pub inbox: [u64; MAX_RANKS],
 }
 
 /// Why a wait in the kernel failed.
@@ -144,6 +150,9 @@ pub fn site_name(site: u32) -> &'static str {
         27 => "all blocks to pass a layer",
         28 => "its consumers to begin a layer",
         29 => "a layer to be opened",
+        30 => "the sums of other ranks",
+        31 => "a row of the embedding, from the rank that has it",
+        32 => "the best tokens of all ranks",
         _ => "an unnamed site",
     }
 }
@@ -154,7 +163,7 @@ mod tests {
 
     #[test]
     fn structs_are_as_long_as_the_kernels() {
-        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 17 * 8 + 8 * 4));
+        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 17 * 8 + 8 * 4 + 16 * 8));
     }
 
     #[test]
@@ -166,7 +175,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 29);
+        assert_eq!(number, 32);
     }
 
     #[test]

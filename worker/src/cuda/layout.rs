@@ -177,9 +177,9 @@ impl Layout {
         embedding_bytes(&self.plan, &self.rank)
     }
 
-    /// Logits of a row, of all ranks, with those of rows that fill up tiles and shards.
+    /// Logits of a row, of all ranks, with those that fill up a tile.
     pub fn logits(&self) -> usize {
-        self.plan.tensor_parallel * self.panel(Product::LmHead).tiles * ROW_TILE
+        self.plan.config.vocab_size.next_multiple_of(ROW_TILE)
     }
 
     /// Bytes of the stream: what one token reads of weights.

@@ -9,8 +9,9 @@ use half::bf16;
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
 use super::device::Gpu;
-use super::engine::Engine;
+use super::engine::{Engine, Ties};
 use super::error::CudaError;
+use super::fabric::{self, Fabric, Group};
 use super::gauge::{Gauge, Gauged};
 use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
@@ -39,6 +40,8 @@ pub struct Options {
     pub poison: bool,
     /// Whoever measures: other kernels, and times.
     pub gauge: Option<Arc<Gauge>>,
+    /// The GPU, where it is not that of the rank's number: tests have a whole group on one.
+    pub ordinal: Option<usize>,
     /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
     pub defines: Vec<(&'static str, u64)>,
 }
@@ -89,7 +92,10 @@ pub fn load_with(
     tell(Phase::ReadingConfig, 0, 0);
     let model = Model::open(request, options)?;
     check(request, &model.config)?;
-    let gpu = Gpu::open(request.rank)?;
+    if request.tensor_parallel > 1 && options.ordinal.is_none() {
+        fabric::survey(request.tensor_parallel)?;
+    }
+    let gpu = Gpu::open(options.ordinal.unwrap_or(request.rank))?;
     let compiler = Compiler::find()?;
     let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, request.tensor_parallel);
     let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
@@ -126,6 +132,16 @@ pub fn load_with(
         notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones keep their loop".into());
     }
     let config = &model.config;
+    let bit_domain = plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler));
+    let ties = match request.tensor_parallel {
+        1 => None,
+        ranks => {
+            let inbox = memory.inbox.clone();
+            let same = format!("{bit_domain} {} {blocks} blocks {inbox:?}", model.digest);
+            let group = Group { rank: request.rank, ranks, plan: same };
+            Some(Ties { fabric: Fabric::new(&gpu, group, inbox.bytes as usize, request.wait_limit)?, inbox })
+        }
+    };
     let loaded = Loaded {
         architecture: config.architecture.name().to_owned(),
         vocab_size: config.vocab_size,
@@ -135,7 +151,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
-        bit_domain: plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler)),
+        bit_domain,
         notes,
         model_digest: model.digest,
     };
@@ -147,6 +163,7 @@ pub fn load_with(
         vocab_size: config.vocab_size,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
+    launcher.ties = ties;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
         let others = gauge.variants(&layout);
@@ -162,12 +179,10 @@ pub fn load_with(
 /// # Errors
 /// Why not.
 pub fn check(request: &LoadRequest, config: &ModelConfig) -> Result<(), LoadError> {
-    if request.tensor_parallel != 1 || request.rank != 0 {
-        let refusal = format!(
-            "tensor parallelism {}: the GPU backend computes a model on one GPU (--tp 1); use --device cpu",
-            request.tensor_parallel
-        );
-        return Err(LoadError::Request(refusal));
+    if request.tensor_parallel > 1 && request.unlooped {
+        let refusal =
+            "--loop off: launches of single phases exchange nothing with other GPUs; use --tp 1, or leave --loop out";
+        return Err(LoadError::Request(refusal.into()));
     }
     if request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
         return Err(LoadError::Request(format!(
@@ -314,13 +329,14 @@ impl Decoder for CudaDecoder {
     }
 
     fn fabric_handle(&self) -> String {
-        String::new()
+        self.decoder.launcher.ties.as_ref().map_or_else(String::new, |ties| ties.fabric.handle())
     }
 
     fn join(&mut self, fabric_handles: &[String]) -> Result<(), Fault> {
-        match fabric_handles {
-            [alone] if alone.is_empty() => Ok(()),
-            others => Err(Fault::Join {
+        match (&mut self.decoder.launcher.ties, fabric_handles) {
+            (Some(ties), handles) => ties.fabric.join(handles),
+            (None, [alone]) if alone.is_empty() => Ok(()),
+            (None, others) => Err(Fault::Join {
                 rank: self.decoder.rank,
                 problem: format!("{} handles came for a rank that is alone", others.len()),
             }),

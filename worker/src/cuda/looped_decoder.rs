@@ -24,6 +24,10 @@ pub trait Launcher: Send {
     /// Sets entries of a slot's page table from `first` on, for launches after this. No launch is under way.
     fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault>;
 
+    /// The newest plan that all ranks have, of which this one has `newest`. Every rank calls it at the same boundaries, and goes on when all
+    /// have. No launch is under way.
+    fn agree(&mut self, newest: u64) -> Result<u64, Fault>;
+
     /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
 
@@ -79,11 +83,13 @@ impl<L: Launcher> LoopedDecoder<L> {
                     }
                 }
                 Boundary::Step => {
+                    // Ranks begin a launch together: in it their waits for each other are short.
+                    self.launcher.agree(plans.newest())?;
                     match self.loops() {
                         true => self.many_steps(plans, outcomes)?,
                         false => self.one_step(outcomes)?,
                     }
-                    agreed = plans.newest();
+                    agreed = self.launcher.agree(plans.newest())?;
                 }
                 Boundary::Idle => match plans.wait_next()? {
                     Some(version) => agreed = version,

@@ -10,7 +10,6 @@ mod compile;
 mod device;
 mod engine;
 mod error;
-#[cfg(test)]
 mod fabric;
 mod gauge;
 mod heads;
@@ -39,6 +38,7 @@ pub use cache::CACHE_VARIABLE;
 pub use compile::{Compiler, NVRTC_VARIABLE};
 pub use device::{Facts, probe};
 pub use error::CudaError;
+pub use fabric::survey;
 pub use gauge::{Gauge, Noted};
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;

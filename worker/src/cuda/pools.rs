@@ -23,6 +23,8 @@ pub const MOST_STEPS: usize = 256;
 pub struct Sizes {
     /// This rank.
     pub rank: usize,
+    /// Of how many.
+    pub ranks: usize,
     /// Sequences.
     pub max_slots: usize,
     /// Rows of a step.
@@ -50,8 +52,8 @@ pub struct Pools {
     pub words: Vec<DeviceBuffer>,
     /// `[slot][page]` u32
     pub page_table: DeviceBuffer,
-    /// `[columns of the widest kernel that samples][kernel_vocab]` f32
-    pub logits: DeviceBuffer,
+    /// `[columns of the widest kernel that samples][kernel_vocab]` f32; of several ranks they are in the inbox
+    pub logits: Option<DeviceBuffer>,
     /// `[max_batch_tokens]` rows
     pub rows: DeviceBuffer,
 }
@@ -63,10 +65,37 @@ pub struct Memory {
     pub sizes: Sizes,
     /// Bytes.
     pub needs: Needs,
+    /// What lies where in the inbox, of several ranks.
+    pub inbox: InboxPlan,
     words: Vec<u64>,
     k_scale_page: u64,
-    columns: usize,
     slots: usize,
+}
+
+/// What other ranks write to a rank: the same bytes at the same places on every rank.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct InboxPlan {
+    /// First byte of each kernel's words, in the order of the kernels.
+    pub kernels: Vec<u64>,
+    /// First byte of the logits.
+    pub logits: u64,
+    /// All bytes.
+    pub bytes: u64,
+}
+
+impl InboxPlan {
+    /// Inboxes of kernels that need so many bytes each, then `logits` bytes of logits.
+    fn new(kernels: impl Iterator<Item = u64>, logits: u64) -> Self {
+        const ALIGN: u64 = 256;
+        let mut bytes = 0u64;
+        let mut take = |len: u64| {
+            let end = (bytes + len).next_multiple_of(ALIGN);
+            std::mem::replace(&mut bytes, end)
+        };
+        let kernels = kernels.map(&mut take).collect();
+        let logits = take(logits);
+        Self { kernels, logits, bytes }
+    }
 }
 
 impl Memory {
@@ -87,6 +116,7 @@ impl Memory {
         let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
         let sizes = Sizes {
             rank: request.rank,
+            ranks: request.tensor_parallel,
             max_slots: request.max_slots,
             max_batch_tokens: request.max_batch_tokens,
             slot_pages,
@@ -97,17 +127,22 @@ impl Memory {
         };
         let [kv_page, k_scale_page] = page_bytes(layout);
         let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>();
+        let logits = (columns * sizes.kernel_vocab * 4) as u64;
+        let inbox = match sizes.ranks {
+            1 => InboxPlan::default(),
+            _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), logits),
+        };
         let needs = Needs {
             weights: layout.bytes() as u64,
             embedding: layout.embedding_bytes() as u64,
             kv_page: kv_page + k_scale_page,
-            words: words.iter().sum(),
-            logits: (columns * sizes.kernel_vocab * 4) as u64,
+            words: words.iter().sum::<u64>() + inbox.logits,
+            logits,
             sampler: sampler.bytes(request.max_slots),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
         };
-        Self { sizes, needs, words, k_scale_page, columns, slots: request.max_slots }
+        Self { sizes, needs, inbox, words, k_scale_page, slots: request.max_slots }
     }
 
     /// Decides on the KV pages, and says what goes where.
@@ -149,7 +184,10 @@ impl Memory {
                 .map(|bytes| DeviceBuffer::zeroed(gpu, *bytes as usize))
                 .collect::<Result<_, _>>()?,
             page_table: DeviceBuffer::zeroed(gpu, self.slots * self.sizes.slot_pages * 4)?,
-            logits: DeviceBuffer::zeroed(gpu, self.columns * self.sizes.kernel_vocab * 4)?,
+            logits: match self.sizes.ranks {
+                1 => Some(DeviceBuffer::zeroed(gpu, self.needs.logits as usize)?),
+                _ => None,
+            },
             rows: DeviceBuffer::zeroed(gpu, self.sizes.max_batch_tokens * size_of::<Row>())?,
         })
     }

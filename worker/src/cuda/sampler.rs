@@ -118,6 +118,8 @@ pub struct SamplerLaunch {
     pub logprobs: u64,
     /// Mapped: as [`Launch::control`](super::launch::Launch::control), of a chain.
     pub control: u64,
+    /// u32: not 0 ends the chain: the first word of `control`, or of several ranks what the decoder found all their hosts to want.
+    pub stop: u64,
     /// Mapped: why a wait failed.
     pub report: u64,
     /// Rows.
@@ -408,7 +410,7 @@ mod tests {
     #[test]
     fn structs_are_as_long_as_the_kernels() {
         let sizes = (size_of::<RowSampling>(), size_of::<RowLogprobs>(), size_of::<SamplerLaunch>());
-        assert_eq!(sizes, (72, 168, 104));
+        assert_eq!(sizes, (72, 168, 112));
     }
 
     #[test]

@@ -5,5 +5,6 @@ mod fabric;
 mod full_size;
 mod gpu;
 mod plans;
+mod ranks;
 mod shards;
 mod wide;

@@ -55,13 +55,14 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 27] = [
+pub const HEADERS: [(&str, &str); 28] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
     ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
     ("layout/rows.cuh", include_str!("../../kernels/layout/rows.cuh")),
     ("layout/words.cuh", include_str!("../../kernels/layout/words.cuh")),
+    ("layout/inbox.cuh", include_str!("../../kernels/layout/inbox.cuh")),
     ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),

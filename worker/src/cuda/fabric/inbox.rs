@@ -160,7 +160,7 @@ impl Mapping {
 
     /// Sets every byte, and waits until that is done.
     #[allow(unsafe_code)]
-    fn fill(&self, byte: u8) -> Result<(), CudaError> {
+    pub fn fill(&self, byte: u8) -> Result<(), CudaError> {
         // SAFETY: the range is the mapping's.
         checked("cuMemsetD8", unsafe { result::memset_d8_sync(self.address(), byte, self.bytes()) })?;
         // The call returns before the memory is set.

@@ -59,8 +59,12 @@ fn request(model: &str) -> LoadRequest {
 }
 
 fn load(model: &str, options: &Options) -> CudaDecoder {
-    load_with(&request(model), &Options { poison: true, ..options.clone() }, &mut |_| ())
-        .unwrap_or_else(|e| panic!("{e}"))
+    load_rank(model, 0, 1, options)
+}
+
+pub(super) fn load_rank(model: &str, rank: usize, tensor_parallel: usize, options: &Options) -> CudaDecoder {
+    let request = LoadRequest { rank, tensor_parallel, ..request(model) };
+    load_with(&request, &Options { poison: true, ..options.clone() }, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Logits after every token of a sequence in `slot`, computed in passes of `rows` rows.
@@ -339,7 +343,7 @@ fn run_plans(model: &str, plans: Vec<Plan>, sequences: usize, eager: bool) -> Ve
     yields(load(model, &Options::default()), plans, sequences, eager)
 }
 
-fn yields(decoder: CudaDecoder, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
+pub(super) fn yields(decoder: CudaDecoder, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
     let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
     let mut replies = vec![Vec::new(); sequences];
     for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
@@ -371,7 +375,7 @@ fn plans_without_the_loop_yield_the_same_tokens() {
 }
 
 /// Requests with all that the sampler does, and a greedy one among them.
-fn choosy_requests() -> Vec<Request> {
+pub(super) fn choosy_requests() -> Vec<Request> {
     let plain = || SamplingParams { temperature: 0.9, seed: 0x1234_5678_9abc_def0, ..SamplingParams::greedy() };
     let params = [
         plain(),

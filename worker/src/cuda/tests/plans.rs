@@ -241,6 +241,11 @@ impl Launcher for Fake {
         Ok(())
     }
 
+    fn agree(&mut self, newest: u64) -> Result<u64, Fault> {
+        assert!(self.finished, "ranks agree under a launch");
+        Ok(newest)
+    }
+
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         assert!(self.finished, "a slot changes under a launch");
         self.choosy[slot as usize] = sequence.logprobs().is_some() || sequence.sampling().temperature > 0.0;

@@ -55,7 +55,7 @@ fn all_ranks_have_streams_of_one_shape_and_their_shards_of_the_embedding_follow_
                 assert_eq!(layout.embedding_bytes(), rows.len() * 256 * 2);
                 assert!(rows.start == next || tied);
                 next = rows.end;
-                assert_eq!(layout.logits(), vocab.next_multiple_of(256));
+                assert_eq!(layout.logits(), vocab.next_multiple_of(16));
             }
             assert_eq!(next, if tied { 0 } else { vocab });
         }

@@ -290,7 +290,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
-/// before a launch, pages of an item.
+/// before a launch, pages of an item, bytes of the inbox (none: it computes on one GPU).
 extern "C" __device__ const u64 wide_decoder_needs[7] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, 0};
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {

@@ -16,7 +16,7 @@ constexpr u32 kLaunchUndrawn = 2;  // with one step: leave the choice of tokens 
 struct Launch {
   const u8* weights;      // packed, see shape.cuh
   const u8* gamma;        // [2 * layers + 1][hidden] bf16
-  const u8* embedding;    // [vocab][hidden] bf16; null if tied
+  const u8* embedding;    // [vocab, or the rank's shard of it][hidden] bf16; null if tied
   const float* bias;      // [layers][rows of qkv]
   const float* qk_norm;   // [layers][2][head_dim], dims in the order of a packed head
   const float* rope;      // [positions][head_dim / 2][cos, sin]
@@ -24,7 +24,7 @@ struct Launch {
   float* k_scale;         // [layer][page][kv head][64] 1 / rms of k (kQkNorm)
   u8* words;              // exchange words, kWordsBytes, zeroed when they were taken and when the epoch starts again
   const u32* page_table;  // [slot][page_stride]
-  float* logits;          // [columns][tiles of the head * 16]
+  float* logits;          // [columns][vocab padded to tiles]; of several ranks every rank's, as far from its inbox
   const Row* rows;        // [row_count]
   const u32* stopped;     // null, or of a chain: not 0: do nothing
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)

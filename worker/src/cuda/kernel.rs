@@ -67,6 +67,10 @@ struct Needs {
     inbox_bytes: u64,
 }
 
+/// How many numbers that are.
+#[cfg(test)]
+pub const NEEDS: usize = size_of::<Needs>() / size_of::<u64>();
+
 // SAFETY: modules and functions are handles that the driver lets every thread use.
 #[allow(unsafe_code)]
 unsafe impl Send for Module {}

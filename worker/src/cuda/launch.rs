@@ -45,7 +45,7 @@ pub struct Launch {
     pub weights: u64,
     /// `[2 * layers + 1][hidden]` bf16
     pub gamma: u64,
-    /// `[vocab][hidden]` bf16, or 0 where the LM head is the embedding.
+    /// `[vocab, or the rank's shard of it][hidden]` bf16, or 0 where the LM head is the embedding.
     pub embedding: u64,
     /// `[layers][rows of q, k, v]` f32
     pub bias: u64,
@@ -61,7 +61,7 @@ pub struct Launch {
     pub words: u64,
     /// `[slot][page_stride]` u32
     pub page_table: u64,
-    /// `[columns][vocabulary padded to tiles]` f32
+    /// `[columns][vocabulary padded to tiles]` f32; of several ranks the same place behind every rank's inbox
     pub logits: u64,
     /// `[row_count]` [`Row`]
     pub rows: u64,

@@ -365,6 +365,13 @@ mod tests {
     }
 
     #[test]
+    fn sources_say_as_many_numbers_of_themselves_as_are_read() {
+        for source in [SOURCES[0], SOURCES[1], UNLOOPED_SOURCE] {
+            assert!(source.contains(&format!("_decoder_needs[{}] = ", super::super::kernel::NEEDS)));
+        }
+    }
+
+    #[test]
     fn wider_variants_take_longer_but_less_a_row() {
         for pair in VARIANTS.windows(2) {
             let [one, next] = [pair[0].width, pair[1].width];

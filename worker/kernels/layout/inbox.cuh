@@ -19,7 +19,7 @@ enum Told : u32 { kToldOut, kToldDown, kToldEmbedding, kTold };
 struct Inbox {
   static constexpr u64 stop = 0;  // u32, written by its own rank: whether all hosts wanted the launch to end, for the sampler behind it
   /// Words of a row tile from one rank. Of one column a word has two rows, of eight two columns of a row: [pair of columns][row].
-  static constexpr u32 tile_bytes = (kColumns == 1 ? 8 : kColumns / 2 * 16) * 16;
+  static constexpr u32 pair_bytes = 16 * 16, tile_bytes = kColumns == 1 ? 8 * 16 : kColumns / 2 * pair_bytes;
   static constexpr u64 told_bytes = (u64)kHiddenTiles * kRanks * tile_bytes;
   static constexpr u64 tiles = 128, token = tiles + kTold * told_bytes;  // [column][rank]
   static constexpr u64 bytes = token + kColumns * kRanks * 16;

@@ -110,7 +110,7 @@ struct Epilogue {
       u8* to = launch.inbox[(own_rank(launch) + i) % kRanks] + Inbox::tile(told, tile, own_rank(launch)) + told_word();
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c += 2)
-        if (on && tells(c, active)) store_system_16(to + c * (16 * 8), __float_as_uint(v[c]), __float_as_uint(kColumns == 1 ? other : v[(c + 1) % kEpilogueColumns]), tag, 0);
+        if (on && tells(c, active)) store_system_16(to + c / 2 * Inbox::pair_bytes, __float_as_uint(v[c]), __float_as_uint(kColumns == 1 ? other : v[(c + 1) % kEpilogueColumns]), tag, 0);
     }
   }
   /// What COUNT ranks from FIRST on have told, as a binary tree of `join`, over this rank's own values in `v`.
@@ -128,10 +128,10 @@ struct Epilogue {
       Quad words[COUNT * PAIRS] = {};
       const auto missing = [&](int j) {
         const u32 rank = FIRST + j / PAIRS, q = j % PAIRS;
-        return on && rank != own_rank(launch) && tells(2 * q, active) && words[j].z != tag ? rank * Inbox::tile_bytes + q * 256 + 8 : kThere;
+        return on && rank != own_rank(launch) && tells(2 * q, active) && words[j].z != tag ? rank * Inbox::tile_bytes + q * Inbox::pair_bytes + 8 : kThere;
       };
       const auto fetch = [&](int j) {
-        if (missing(j) != kThere) words[j] = load_system_16(tile + (FIRST + j / PAIRS) * Inbox::tile_bytes + j % PAIRS * 256);
+        if (missing(j) != kThere) words[j] = load_system_16(tile + (FIRST + j / PAIRS) * Inbox::tile_bytes + j % PAIRS * Inbox::pair_bytes);
       };
       poll<COUNT * PAIRS, false>(launch, tile, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, site);
 #pragma unroll
@@ -284,13 +284,6 @@ struct Epilogue {
     for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
       if (s < sets) settle(s, gamma_of(gamma, s));
   }
-
- private:
-  /// Of the words that this lane tells and hears of a tile: the first of them, and whether there is one for columns c and c + 1.
-  LP_DEVICE u32 told_word() const { return kColumns == 1 ? row() / 2 * 16 : (column(0) / 2 * 16 + row()) * 16; }
-  LP_DEVICE bool tells(int c, u32 active) const { return kColumns == 1 ? row() % 2 == 0 : (active >> column(c) & 3) != 0; }
-
- public:
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
     const int first = GateUp::first_tile(rank_block()) / 2, sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
@@ -314,6 +307,9 @@ struct Epilogue {
   }
 
  private:
+  /// Of the words that this lane tells and hears of a tile: the first of them, and whether there is one for columns c and c + 1.
+  LP_DEVICE u32 told_word() const { return column(0) / 2 * Inbox::pair_bytes + (kColumns == 1 ? row() / 2 : row()) * 16; }
+  LP_DEVICE bool tells(int c, u32 active) const { return kColumns == 1 ? row() % 2 == 0 : (active >> column(c) & 3) != 0; }
   LP_DEVICE void given_back(u32 buffer) {
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);

@@ -15,9 +15,14 @@ use crate::cuda::layout::{Layout, best_blocks, tests::layout};
 use crate::cuda::sampler;
 use crate::cuda::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
 use crate::model::ModelConfig;
+use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
+/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the choice of tokens, once a step,
+/// but for 70b's one column.
+const GROUPS: [(Shape, usize, [u32; 2]); 4] =
+    [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 208]), (Shape::B8, 16, [0, 208]), (Shape::B70, 4, [60, 104])];
 
 fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -57,15 +62,24 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
             assert!(refused.contains("wide passes need"), "{name}: {refused}");
         }
-        let job = |variant: Variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone());
+        let job = |variant: Variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), 0);
         jobs.extend(variants_of(&layout).into_iter().map(job));
     }
-    let wide = jobs.iter().filter(|(_, variant, _)| variant.columns() > 8).count();
+    for (shape, ranks, most) in GROUPS {
+        let config = shape.config();
+        let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
+        let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
+        for (variant, most) in variants_of(&layout).into_iter().zip(most) {
+            let name = format!("{}, {} columns, one of {ranks} ranks", shape.name(), variant.columns());
+            jobs.push((name, variant, layout.clone(), most));
+        }
+    }
+    let wide = jobs.iter().filter(|(_, variant, ..)| variant.columns() > 8).count();
     assert_eq!(wide, 9, "three widths of 1b, llama-1b and 8b");
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
-        while let Some((name, variant, layout)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while let Some((name, variant, layout, most)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
             let begun = Instant::now();
             let (binary, cached) =
                 compiler.build(&variant.program(layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -74,7 +88,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let resources = Resources::of(variant.name(), &binary.log)
                 .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
             eprintln!("{name}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
-            if resources.spilled > 0 {
+            if resources.spilled > *most {
                 over.lock().unwrap().push(format!("{name}: {} bytes", resources.spilled));
             }
             let again = compiler.build(&variant.program(layout), &cache).unwrap();

@@ -19,8 +19,8 @@ use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
-/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the choice of tokens, once a step,
-/// but for 70b's one column.
+/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the choice of tokens, once a step;
+/// of 70b's one column between the phases of a layer.
 const GROUPS: [(Shape, usize, [u32; 2]); 4] =
     [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 208]), (Shape::B8, 16, [0, 208]), (Shape::B70, 4, [60, 104])];
 

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_computes_alone_and_keeps_what_memory_is_left() {
+    fn a_gpu_computes_alone_unless_asked_and_keeps_what_memory_is_left() {
         let group = |options: &[&str]| parse(&[&["--model", &fixture()], options].concat()).check().unwrap().group;
         let ranks = |options: &[&str]| group(options).tensor_parallel;
         assert_eq!((ranks(&[]), ranks(&["--device", "cuda"]), ranks(&["--device", "cuda", "--tp", "4"])), (2, 1, 4));

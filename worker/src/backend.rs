@@ -32,9 +32,7 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
     let config = ModelConfig::from_dir(&request.model_dir)?;
     let usable = cuda::probe(request.rank)
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
-        .and_then(|gpu| {
-            if request.tensor_parallel > 1 { cuda::survey(request.tensor_parallel).map(|()| gpu) } else { Ok(gpu) }
-        })
+        .and_then(|gpu| cuda::survey(request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
         .and_then(|gpu| cuda::check(request, &config).map(|()| gpu));
     match &usable {

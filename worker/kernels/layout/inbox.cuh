@@ -9,7 +9,8 @@
 // One buffer of each suffices. A warp overwrites what it said in a layer (a step) when it has the next layer's sums. To have them it has read what the same warp of the same block of
 // every other rank said in between (after o: sums of down, and the other way round; embedding: sums of o), and that warp spoke after it had read the word that is overwritten. Token
 // words: a rank's best token of step s + 1 needs all its blocks' rows of step s + 1, so sums of every warp of the other ranks' that owns some, which read the token words of step s before;
-// for warps that own none the same is assumed as in words.cuh. Tags tell a word of another layer: a late reader reports it and never takes it.
+// for warps that own none the same is assumed as in words.cuh. Logits of a step come after its sums, so after every rank has begun it, and that is after its sampler, which runs before in its stream, has
+// read those of the step before. Tags tell a word of another layer: a late reader reports it and never takes it.
 #pragma once
 
 LP_DEVICE u32 own_rank(const Launch& launch) { return kRanks == 1 ? 0 : launch.rank; }

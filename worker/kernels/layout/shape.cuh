@@ -53,8 +53,11 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = fal
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
   static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
-  /// Whether consumer warp `warp` has a leaf in the set of tiles `tile` and `tile` + 1 of a block whose last is before `end`.
-  LP_DEVICE static bool works(int warp, int tile, int end) { return warp < workers && (WAYS == 1 || tile + warp / LEAVES < end); }
+  /// The leaf of consumer warp `warp`, and to which of a set's tiles it belongs first.
+  LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }
+  LP_DEVICE static int first_of_set(int warp) { return WAYS == 1 ? 0 : warp / LEAVES; }
+  /// Whether it has one in the set of tiles `tile` and `tile` + 1 of a block whose last is before `end`.
+  LP_DEVICE static bool works(int warp, int tile, int end) { return warp < workers && (WAYS == 1 || tile + first_of_set(warp) < end); }
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;

@@ -75,7 +75,7 @@ struct ConsumerPhases {
     const u32 input = place.vectors + Vectors::attention_out;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
-      if (warp < O::workers) get_fragments<O::leaf_steps>(launch, launch.words + input + (O::ways == 1 ? warp : warp % O::leaves) * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
+      if (warp < O::workers) get_fragments<O::leaf_steps>(launch, launch.words + input + O::leaf(warp) * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {

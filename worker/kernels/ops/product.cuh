@@ -144,7 +144,7 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
       constexpr int WIDTH = decltype(width)::value;
       if (mine) work(width, round, acc);
       else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P::leaf_steps, WIDTH>();  // another warp's
-      partials.template put<WIDTH>(mine, P::ways == 1 ? 0 : consumer.warp / P::leaves, P::ways == 1 ? consumer.warp : consumer.warp % P::leaves, acc);
+      partials.template put<WIDTH>(mine, P::first_of_set(consumer.warp), P::leaf(consumer.warp), acc);
     };
     if (P::ways == 1 && tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
@@ -159,7 +159,7 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 vector, u32 tag, u32 active, u32 site, F&& arrived) {
   static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
-  const u32 leaf = vector + (P::ways == 1 ? consumer.warp : consumer.warp % P::leaves) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
+  const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
   bool first = true;
   each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) {
     u32 b[PART][2];

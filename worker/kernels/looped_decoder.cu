@@ -147,8 +147,8 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     }
     offer_tokens(launch, epilogue, step);
     // Of several ranks a launch ends when all have written their logits, which they say with their tokens.
-    const bool undrawn = launch.flags & kLaunchUndrawn, stopped = (kRanks > 1 || !undrawn) && choose_tokens(launch, epilogue, step, active, token);
-    if (kRanks > 1 && undrawn && rank_block() == 0 && warp == 0 && lane_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
+    const bool undrawn = launch.flags & kLaunchUndrawn, stopped = (kRanks > 1 || !undrawn) && choose_tokens<kBlocks>(launch, epilogue, step, active, token);
+    if (kRanks > 1 && undrawn) note_stop(launch, epilogue, stopped);
     if (warp == 0 && lane_index() == 0 && stopped && step + 2 < last_step(shared)) {
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);

@@ -2,8 +2,8 @@
 //
 // A step is a chain of launches that is captured once as a CUDA graph:
 //   embed | layers x (query_key_value, attend, merge, attention_out, gate_up, down) | head, choose
-// What blocks exchange was written by the launch before, so words are found at the first look, and blocks need not run at the same time. What the loop
-// keeps on the chip between phases lies in memory: the residual, the tokens, the step (Pass).
+// What blocks exchange was written by the launch before, so words are found at the first look, and blocks need not run at the same time; only what ranks tell each
+// other is told and heard in one launch. What the loop keeps on the chip between phases lies in memory: the residual, the tokens, the step (Pass).
 //
 // A launch may begin while the one before it ends (programmatic dependent launch). Until it has waited for that one it reads nothing but weights.
 #include "ptx/ptx.cuh"
@@ -103,7 +103,8 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   if constexpr (residual || PHASE == Phase::kEmbed) each_residual(epilogue, pass, [](float here, float& there) { there = here; });
   if constexpr (PHASE == Phase::kHead) offer_tokens(launch, epilogue, place.rows.step);
   if constexpr (PHASE == Phase::kChoose) {
-    choose_tokens(launch, epilogue, place.rows.step, active, token);
+    const bool undrawn = launch.flags & kLaunchUndrawn, stopped = choose_tokens<1>(launch, epilogue, place.rows.step, active, token);
+    if (kRanks > 1 && undrawn) note_stop(launch, epilogue, stopped);
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++)
       if ((threadIdx.x & 31) == 0) pass.token[epilogue.column(c)] = token[c];
@@ -144,7 +145,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
   }
   const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask(), pass.vectors};
   if ((PHASE == Phase::kHead || PHASE == Phase::kChoose) && !samples(launch)) return;
-  if (PHASE == Phase::kChoose && launch.flags & kLaunchUndrawn) return;
+  if (PHASE == Phase::kChoose && kRanks == 1 && launch.flags & kLaunchUndrawn) return;  // of several, ranks say here that all have written their logits
   if (warp < kWarps) consume<PHASE>(launch, shared, warp, place);
   else if (warp == kProducer) produce<PHASE>(launch, shared, place);
   else finish<PHASE>(launch, shared, warp - kEpilogue, place, pass);
@@ -179,5 +180,5 @@ LP_LAUNCH(head, Phase::kHead)
 LP_LAUNCH(choose, Phase::kChoose)
 
 /// As in looped_decoder.cu.
-extern "C" __device__ const u64 unlooped_decoder_needs[7] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, 0};
+extern "C" __device__ const u64 unlooped_decoder_needs[7] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0};
 extern "C" __device__ const u64 pass_bytes = sizeof(Pass);

@@ -153,10 +153,10 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
   }
 }
 
-/// Tells all ranks the best token of this one's shard, from one block, with whether its host wants the launch to end.
-LP_DEVICE void tell_token(const Launch& launch, int column, const Best& best, u32 tag, bool stop) {
+/// Tells all ranks the best token of this one's shard, from one of BLOCKS blocks, with whether its host wants the launch to end.
+template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, int column, const Best& best, u32 tag, bool stop) {
   const u32 lane = lane_index();
-  if (rank_block() != column % kBlocks) return;
+  if (rank_block() != column % BLOCKS) return;
   if (launch.flags & kLaunchLogits) fence_tokens(launch);  // logits of all blocks, whose words this warp has read, before its own
   if (lane < kRanks)
     store_system_16(launch.inbox[lane] + Inbox::token + (column * kRanks + own_rank(launch)) * 16, __float_as_uint(best.value), best.id, tag, stop);
@@ -193,7 +193,8 @@ LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 a
 }
 
 /// The best token of every column over the whole vocabulary into `token`, and to the host, unless the sampler draws; true if the host wants the launch to end.
-LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
+/// BLOCKS blocks choose, all alike.
+template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
   const int lane = lane_index();
   const u32 tag = tag_of(launch, step);
   bool stopped = false;
@@ -212,7 +213,7 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
       if (i * 32 + lane < kBlocks) all.offer(__uint_as_float(value[i]), id[i]);
     if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
-    if constexpr (kRanks > 1) tell_token(launch, column, all, tag, stopped);
+    if constexpr (kRanks > 1) tell_token<BLOCKS>(launch, column, all, tag, stopped);
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
   if constexpr (kRanks > 1) stopped = hear_tokens(launch, epilogue, active, tag, token);
@@ -222,4 +223,8 @@ LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32
   for (int c = 0; c < kEpilogueColumns; c++)
     if (rank_block() == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
   return stopped;
+}
+/// Of several ranks: says to the sampler, a launch behind this one, whether all hosts want its chain to end.
+LP_DEVICE void note_stop(const Launch& launch, const Epilogue& epilogue, bool stopped) {
+  if (rank_block() == 0 && epilogue.warp == 0 && lane_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
 }

@@ -192,9 +192,6 @@ impl BenchArgs {
         {
             return refuse("--batch", wide.to_string(), "at most 8 with --loop off or overlapped");
         }
-        if self.tp > 1 && self.loop_modes.iter().any(|mode| *mode != LoopMode::On) {
-            return refuse("--tp", self.tp.to_string(), "1 with --loop off or overlapped");
-        }
         if self.trace.is_some() && !self.loop_modes.contains(&LoopMode::On) {
             return refuse("--loop", "off".to_owned(), "on (too) for --trace, which shows the loop");
         }

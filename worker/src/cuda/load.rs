@@ -179,11 +179,6 @@ pub fn load_with(
 /// # Errors
 /// Why not.
 pub fn check(request: &LoadRequest, config: &ModelConfig) -> Result<(), LoadError> {
-    if request.tensor_parallel > 1 && request.unlooped {
-        let refusal =
-            "--loop off: launches of single phases exchange nothing with other GPUs; use --tp 1, or leave --loop out";
-        return Err(LoadError::Request(refusal.into()));
-    }
     if request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
         return Err(LoadError::Request(format!(
             "{} slots and {} batch tokens do not fit together",

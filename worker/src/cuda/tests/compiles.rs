@@ -11,7 +11,8 @@ use crate::bench::Shape;
 use crate::cuda::cache::Cache;
 use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::heads::padded;
-use crate::cuda::layout::{Layout, best_blocks, tests::layout};
+use crate::cuda::layout::tests::{group, layout};
+use crate::cuda::layout::{Layout, best_blocks};
 use crate::cuda::sampler;
 use crate::cuda::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
 use crate::model::ModelConfig;
@@ -104,14 +105,18 @@ fn every_shape_compiles_and_its_resources_are_told() {
 
     // What the benchmark measures with.
     let shape = Shape::Llama1B.config();
-    let layout = Layout::new(layout(&shape, 1).plan(), 0, 128, shape.head_dim);
-    for (mode, traced) in [(LoopMode::On, true), (LoopMode::Off, false), (LoopMode::Off, true)] {
-        for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)) {
+    for (mode, traced, ranks) in
+        [(LoopMode::On, true, 1), (LoopMode::Off, false, 1), (LoopMode::Off, true, 1), (LoopMode::Off, false, 2)]
+    {
+        let layout = group(&shape, ranks, 128).remove(0);
+        let what = format!("loop {mode:?}, traced {traced}, one of {ranks} ranks");
+        let takes = |variant: &Variant| variant.check(&layout).is_ok();
+        for variant in VARIANTS.iter().filter_map(|variant| variant.in_mode(mode, traced)).filter(takes) {
             let built = compiler.build(&variant.program(&layout), &cache);
-            let (binary, _) = built.unwrap_or_else(|e| panic!("loop {mode:?}, traced {traced}: {e}"));
+            let (binary, _) = built.unwrap_or_else(|e| panic!("{what}: {e}"));
             let kernel = if mode == LoopMode::On { variant.name() } else { "gate_up" };
             let resources = Resources::of(kernel, &binary.log).unwrap_or_else(|| panic!("{}", binary.log));
-            eprintln!("loop {mode:?}, traced {traced}, {} columns, {kernel}: {resources:?}", variant.columns());
+            eprintln!("{what}, {} columns, {kernel}: {resources:?}", variant.columns());
         }
     }
 

@@ -41,7 +41,7 @@ pub(super) fn gpu() -> bool {
     found.is_ok()
 }
 
-fn request(model: &str) -> LoadRequest {
+pub(super) fn request(model: &str) -> LoadRequest {
     LoadRequest {
         model_dir: std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model),
         rank: 0,
@@ -59,12 +59,11 @@ fn request(model: &str) -> LoadRequest {
 }
 
 fn load(model: &str, options: &Options) -> CudaDecoder {
-    load_rank(model, 0, 1, options)
+    load_rank(&request(model), options)
 }
 
-pub(super) fn load_rank(model: &str, rank: usize, tensor_parallel: usize, options: &Options) -> CudaDecoder {
-    let request = LoadRequest { rank, tensor_parallel, ..request(model) };
-    load_with(&request, &Options { poison: true, ..options.clone() }, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
+pub(super) fn load_rank(request: &LoadRequest, options: &Options) -> CudaDecoder {
+    load_with(request, &Options { poison: true, ..options.clone() }, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Logits after every token of a sequence in `slot`, computed in passes of `rows` rows.

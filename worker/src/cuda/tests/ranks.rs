@@ -1,11 +1,11 @@
 //! Groups of ranks, as threads: on a GPU each where there are enough, else side by side on one, whose blocks they divide.
 
-use super::gpu::{choosy_requests, gpu, load_rank, yields};
+use super::gpu::{choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
 use crate::batch::Plan;
 use crate::cuda::{CudaDecoder, Options, probe};
-use crate::decoder::Decoder;
-use crate::sampling::Sampled;
+use crate::decoder::{Decoder, LoadRequest};
+use crate::sampling::{Sampled, SamplingParams};
 
 /// Blocks of all ranks that share a GPU.
 const SHARED_BLOCKS: usize = 128;
@@ -25,18 +25,32 @@ fn apart(ranks: usize) -> bool {
     (0..ranks).all(|rank| probe(rank).is_ok())
 }
 
+/// How a group is loaded, beside its model and size.
+#[derive(Clone, Default)]
+struct Way {
+    unlooped: bool,
+    options: Options,
+    /// Before the first step; ranks count alike.
+    epoch: Option<u32>,
+}
+
 /// A loaded group that has met.
-fn group(model: &str, ranks: usize, options: &Options) -> Vec<CudaDecoder> {
+fn group(model: &str, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
     let options = match apart(ranks) {
-        true => options.clone(),
-        false => Options { ordinal: Some(0), blocks: Some(SHARED_BLOCKS / ranks), ..options.clone() },
+        true => way.options.clone(),
+        false => Options { ordinal: Some(0), blocks: Some(SHARED_BLOCKS / ranks), ..way.options.clone() },
     };
-    let mut group: Vec<_> = (0..ranks).map(|rank| load_rank(model, rank, ranks, &options)).collect();
+    let rank = |rank| LoadRequest { rank, tensor_parallel: ranks, unlooped: way.unlooped, ..request(model) };
+    let mut group: Vec<_> = (0..ranks).map(|of| load_rank(&rank(of), &options)).collect();
     let handles: Vec<_> = group.iter().map(|rank| rank.fabric_handle()).collect();
     std::thread::scope(|scope| {
         let joining: Vec<_> = group.iter_mut().map(|rank| scope.spawn(|| rank.join(&handles))).collect();
         joining.into_iter().for_each(|rank| rank.join().unwrap().unwrap_or_else(|fault| panic!("{fault}")));
     });
+    for rank in &mut group {
+        let launcher = &mut rank.decoder.launcher;
+        launcher.epoch = way.epoch.unwrap_or(launcher.epoch);
+    }
     group
 }
 
@@ -51,45 +65,61 @@ fn group_yields(group: Vec<CudaDecoder>, plans: &[Plan], sequences: usize, eager
     })
 }
 
-fn check(models: &[(&str, &[usize])], requests: &[Request], options: &Options, shared: bool) {
+fn check(models: &[(&str, &[usize])], requests: &[Request], way: &Way, shared: bool) {
     for (model, sizes) in models {
         let alone = |steps, eager| {
-            yields(load_rank(model, 0, 1, &Options::default()), plans(requests, 40, 64, steps), requests.len(), eager)
+            let decoder = load_rank(&request(model), &Options::default());
+            yields(decoder, plans(requests, 40, 64, steps), requests.len(), eager)
         };
         let whole = alone(16, true);
         assert!(alone(5, false) == whole, "{model} alone");
         for ranks in sizes.iter().copied().filter(|ranks| shared || apart(*ranks)) {
             for (chunk, steps, eager) in [(40, 16, true), (64, 5, false)] {
-                let got = group_yields(
-                    group(model, ranks, options),
-                    &plans(requests, chunk, 64, steps),
-                    requests.len(),
-                    eager,
-                );
+                let plans = plans(requests, chunk, 64, steps);
+                let got = group_yields(group(model, ranks, way), &plans, requests.len(), eager);
                 assert!(got == whole, "{model}, {ranks} ranks, plans of {steps} steps");
             }
         }
     }
 }
 
+fn greedy() -> Vec<Request> {
+    let prompt = |i: u32| (0..3 + i * 23).map(|j| (i * 131 + j * 17) % 768).collect::<Vec<u32>>();
+    (0..6u32).map(|i| Request::greedy(&prompt(i), 30 + i * 5)).collect()
+}
+
 #[test]
 fn a_group_of_any_size_yields_the_tokens_of_one_gpu() {
-    if !gpu() {
-        return;
+    if gpu() {
+        check(&MODELS, &greedy(), &Way::default(), true);
     }
-    let greedy: Vec<_> = (0..6u32)
-        .map(|i| Request::greedy(&(0..3 + i * 23).map(|j| (i * 131 + j * 17) % 768).collect::<Vec<u32>>(), 30 + i * 5))
-        .collect();
-    check(&MODELS, &greedy, &Options::default(), true);
 }
 
 /// With log-probabilities, so the same bits; the sampler, which wants a GPU to itself, draws for some.
 #[test]
 fn a_group_draws_what_one_gpu_draws() {
-    if !gpu() || !apart(2) {
-        return;
+    if gpu() && apart(2) {
+        check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &Way::default(), false);
     }
-    check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &Options::default(), false);
+}
+
+/// Launches of phases may wait for a GPU of their own: those of ranks that share one would wait for each other's end.
+#[test]
+fn a_group_without_the_loop_yields_the_same() {
+    if gpu() && apart(2) {
+        let way = Way { unlooped: true, ..Way::default() };
+        check(&[("llama-gqa", &[2, 4])], &greedy(), &way, false);
+        check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &way, false);
+    }
+}
+
+/// Tags start again in the middle of the run.
+#[test]
+fn the_wrap_of_the_tags_does_not_touch_a_groups_tokens() {
+    if gpu() {
+        let way = Way { epoch: Some(u32::MAX - 500), ..Way::default() };
+        check(&MODELS[..1], &greedy(), &way, true);
+    }
 }
 
 #[test]
@@ -99,5 +129,52 @@ fn delays_on_every_rank_change_nothing_but_time() {
     }
     let requests: Vec<_> = (0..3u32).map(|i| Request::greedy(&(i..20 + i * 30).collect::<Vec<u32>>(), 12)).collect();
     let options = Options { defines: vec![("LP_DELAYS", 3)], ..Options::default() };
-    check(&MODELS[..1], &requests, &options, true);
+    check(&MODELS[..1], &requests, &Way { options, ..Way::default() }, true);
+}
+
+/// Waves of requests of random lengths, each in plans of random chunks and steps, with `tokens` tokens to draw in all; and how many requests. Some are sampled, with
+/// log-probabilities.
+fn random_load(tokens: usize) -> (Vec<Plan>, usize) {
+    let mut state = 20_261_121u64;
+    // The multiplier and increment of Knuth's MMIX; the upper bits are good.
+    let mut below = |n: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % n
+    };
+    let (mut all, mut sequences, mut drawn): (Vec<Plan>, usize, usize) = (Vec::new(), 0, 0);
+    while drawn < tokens {
+        let mut requests = Vec::new();
+        for _ in 0..1 + below(12) {
+            let prompt: Vec<u32> = (0..1 + below(120)).map(|_| below(768) as u32).collect();
+            let mut request = Request::greedy(&prompt, 1 + below(200) as u32);
+            if below(16) == 0 {
+                request.sampling = SamplingParams { temperature: 0.9, seed: below(1 << 30), ..request.sampling };
+                request.logprobs = Some(3);
+            }
+            requests.push(request);
+        }
+        let (version, first) = (all.len() as u64, sequences as u64);
+        let mut wave = plans(&requests, 1 + below(60) as usize, 64, 1 + below(40) as u32);
+        wave.iter_mut().for_each(|plan| plan.version += version);
+        wave[0].admit.iter_mut().for_each(|admit| admit.sequence += first);
+        wave[0].release = all.last().map_or_else(Vec::new, |before| before.decode.clone());
+        all.extend(wave);
+        sequences += requests.len();
+        drawn += requests.iter().map(|request| request.max_tokens as usize).sum::<usize>();
+    }
+    (all, sequences)
+}
+
+/// 100 000 tokens, in which every rank is held up at places and times of its own.
+#[test]
+fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
+    if !gpu() || !apart(4) {
+        return;
+    }
+    let (plans, sequences) = random_load(100_000);
+    let calm = yields(load_rank(&request("llama-gqa"), &Options::default()), plans.clone(), sequences, true);
+    assert!(calm.iter().map(Vec::len).sum::<usize>() >= 100_000);
+    let options = Options { defines: vec![("LP_DELAYS", 7), ("LP_DELAYS_ONE_IN", 4096)], ..Options::default() };
+    let got = group_yields(group("llama-gqa", 4, &Way { options, ..Way::default() }), &plans, sequences, true);
+    assert!(got == calm);
 }

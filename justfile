@@ -22,6 +22,11 @@ gpu-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/gpu_figures.py {{ARGS}}
 
+# Kills workers of a group of GPUs in the middle of streams: the others end, the text stays the same, nothing is left.
+kill-ranks *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/kill_ranks.py {{ARGS}}
+
 # compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \

@@ -144,9 +144,10 @@ fn random_load(tokens: usize) -> (Vec<Plan>, usize) {
     let (mut all, mut sequences, mut drawn): (Vec<Plan>, usize, usize) = (Vec::new(), 0, 0);
     while drawn < tokens {
         let mut requests = Vec::new();
-        for _ in 0..1 + below(12) {
+        let most = 20 + below(180);
+        for _ in 0..4 + below(9) {
             let prompt: Vec<u32> = (0..1 + below(120)).map(|_| below(768) as u32).collect();
-            let mut request = Request::greedy(&prompt, 1 + below(200) as u32);
+            let mut request = Request::greedy(&prompt, (most - below(most / 4)) as u32);
             if below(16) == 0 {
                 request.sampling = SamplingParams { temperature: 0.9, seed: below(1 << 30), ..request.sampling };
                 request.logprobs = Some(3);

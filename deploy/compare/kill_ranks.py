@@ -1,0 +1,146 @@
+"""Kills workers of a group in the middle of streams, at random times, and looks at what is left.
+
+    python3 kill_ranks.py --looplane target/release/looplane --tp 4 --rounds 8
+
+Needs as many GPUs as ranks (or --device cpu). Each round streams a completion, kills one worker with SIGKILL and checks that the other workers of the group end within a
+second, that the stream goes on with the text of a calm run, and that a new group answers. In the end: no process and no GPU memory is left. Exits with 1 if any of that is not so.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PORT = 8124
+END_LIMIT_S = 1.0
+PROMPT = {"prompt": "A long story:", "max_tokens": 1500, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stream": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--looplane", type=Path, default=HERE.parents[1] / "target/release/looplane", help="the binary")
+    parser.add_argument("--model", type=Path, help="a checkpoint (default: the demo model)")
+    parser.add_argument("--tp", type=int, default=4, help="workers (default: 4)")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--rounds", type=int, default=8, help="workers to kill (default: 8)")
+    parser.add_argument("--seed", type=int, default=1, help="of times and victims (default: 1)")
+    args = parser.parse_args()
+    dice = random.Random(args.seed)
+    before = memory_used()
+    command = [str(args.looplane), "serve", "--device", args.device, "--tp", str(args.tp), "--port", str(PORT)]
+    command += ["--model", str(args.model)] if args.model else []
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    failures, workers = [], []
+    try:
+        wait_ready(server)
+        began = time.monotonic()
+        calm, _ = read(open_stream())
+        calm_s = time.monotonic() - began
+        print(f"calm: {len(calm)} characters in {calm_s:.2f} s")
+        for number in range(args.rounds):
+            failures += one_round(number, server, dice, calm, calm_s)
+        workers = children(server.pid)
+    finally:
+        server.terminate()
+        server.wait()
+    left = [pid for pid in workers if runs(pid)]
+    if left:
+        failures.append(f"workers {left} outlive the server")
+    time.sleep(0.5)  # the driver's own
+    after = memory_used()
+    print(f"GPU memory used, MiB: {before} before, {after} after")
+    if after != before:
+        failures.append("GPU memory is left")
+    print("\n".join(failures) or "all right")
+    sys.exit(bool(failures))
+
+
+def one_round(number: int, server: subprocess.Popen, dice: random.Random, calm: str, calm_s: float) -> list[str]:
+    workers = children(server.pid)
+    victim, delay = dice.randrange(len(workers)), dice.uniform(0, 0.8 * calm_s)
+    took = []
+    killer = threading.Thread(target=lambda: took.append(kill_and_watch(workers, victim, delay)))
+    killer.start()
+    text, gap = read(open_stream())
+    killer.join()
+    wait_ready(server)
+    print(f"round {number}: worker {victim} killed after {delay:.2f} s; all of its group ended {took[0]:.3f} s later; longest gap of the stream {gap:.2f} s", flush=True)
+    problems = []
+    if took[0] > END_LIMIT_S:
+        problems.append(f"round {number}: workers ran on for {took[0]:.2f} s after worker {victim} was killed, {END_LIMIT_S} s at most are allowed")
+    if text != calm:
+        problems.append(f"round {number}: another text after worker {victim} was killed")
+    return problems
+
+
+def kill_and_watch(workers: list[int], victim: int, delay: float) -> float:
+    """Seconds from the kill to the end of the last worker."""
+    time.sleep(delay)
+    os.kill(workers[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    while any(map(runs, workers)) and time.monotonic() - killed < 10 * END_LIMIT_S:
+        time.sleep(0.005)
+    return time.monotonic() - killed
+
+
+def open_stream():
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(PROMPT).encode(), {"content-type": "application/json"})
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def read(stream) -> tuple[str, float]:
+    """The stream's text, and the longest time between two of its events, in seconds."""
+    text, gap, last = "", 0.0, None
+    for line in stream:
+        if not line.startswith(b"data: {"):
+            continue
+        event, now = json.loads(line[6:]), time.monotonic()
+        if "error" in event:
+            sys.exit(f"the stream ended with {event['error']}")
+        gap, last = max(gap, now - (last or now)), now
+        text += event["choices"][0]["text"]
+    return text, gap
+
+
+def children(pid: int) -> list[int]:
+    """Workers, by rank: the server starts them in that order."""
+    return sorted(int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split())
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_ready(server: subprocess.Popen) -> None:
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health/ready", timeout=1)
+            return
+        except OSError:
+            time.sleep(0.05)
+    sys.exit("looplane serve ended before it was ready")
+
+
+def memory_used() -> list[int]:
+    """MiB in use on each GPU; none where there is none."""
+    try:
+        asked = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [int(line) for line in asked.stdout.split()]
+
+
+if __name__ == "__main__":
+    main()

@@ -114,7 +114,15 @@ pub fn drive(
     runtime.block_on(async {
         for plan in plans {
             let (version, steps) = (plan.version, plan.steps);
-            if !feed.push(plan).await {
+            // Outcomes are taken meanwhile: a worker that cannot report takes no plan.
+            let mut push = std::pin::pin!(feed.push(plan));
+            let open = loop {
+                tokio::select! {
+                    open = &mut push => break open,
+                    Some(outcome) = out.recv() => outcomes.push(outcome),
+                }
+            };
+            if !open {
                 break;
             }
             let over =

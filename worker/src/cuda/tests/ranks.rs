@@ -2,9 +2,11 @@
 
 use super::gpu::{choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
+use super::wide::{llama_1b, random, swapped};
 use crate::batch::Plan;
 use crate::cuda::{CudaDecoder, Options, probe};
 use crate::decoder::{Decoder, LoadRequest};
+use crate::model::ModelConfig;
 use crate::sampling::{Sampled, SamplingParams};
 
 /// Blocks of all ranks that share a GPU.
@@ -111,6 +113,26 @@ fn a_group_without_the_loop_yields_the_same() {
         check(&[("llama-gqa", &[2, 4])], &greedy(), &way, false);
         check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &way, false);
     }
+}
+
+/// Log-probabilities show the order of additions: a group has the bits of one GPU with the same weights, and not those of the same model with two leaves in
+/// each other's place.
+#[test]
+fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
+    if !gpu() || !apart(2) {
+        return;
+    }
+    let config = ModelConfig { max_positions: 2048, ..llama_1b() };
+    let requests = choosy_requests();
+    let plans = plans(&requests, 40, 64, 16);
+    let [plain, swapped] = [random(&config), swapped(&config)].map(|source| {
+        let options = Options { random: Some((config.clone(), source)), ..Options::default() };
+        let one = yields(load_rank(&request("random"), &options), plans.clone(), requests.len(), true);
+        let two = group("random", 2, &Way { options, ..Way::default() });
+        (one, group_yields(two, &plans, requests.len(), true))
+    });
+    assert!(plain.0 == plain.1 && swapped.0 == swapped.1, "a group agrees with one GPU on either model");
+    assert!(plain.0 != swapped.0);
 }
 
 /// Tags start again in the middle of the run.

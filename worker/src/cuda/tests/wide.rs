@@ -27,7 +27,7 @@ const VOCAB: usize = 2048;
 pub(super) const NARROW: usize = 8;
 
 /// Models that the wide kernel takes, small but for what decides how a layer is dealt to the blocks.
-fn llama_1b() -> ModelConfig {
+pub(super) fn llama_1b() -> ModelConfig {
     let shape = crate::plan::tests::config(32, 8, 4096, VOCAB);
     ModelConfig { hidden_size: 2048, head_dim: 64, tied_embeddings: true, max_positions: CONTEXT, ..shape }
 }
@@ -76,7 +76,7 @@ fn load_with_options(
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn random(config: &ModelConfig) -> Arc<dyn Source + Send> {
+pub(super) fn random(config: &ModelConfig) -> Arc<dyn Source + Send> {
     Arc::new(RandomSource { config: config.clone(), seed: 3 })
 }
 
@@ -418,6 +418,10 @@ fn the_wrap_of_the_tags_does_not_touch_a_bit() {
 /// order in which leaves add up.
 struct Swapped(RandomSource);
 
+pub(super) fn swapped(config: &ModelConfig) -> Arc<dyn Source + Send> {
+    Arc::new(Swapped(RandomSource { config: config.clone(), seed: 3 }))
+}
+
 impl Source for Swapped {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
         let leaf = self.0.config.hidden_size / 16;
@@ -447,8 +451,7 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     }
     let config = llama_1b();
     let sequence = tokens(2, 100);
-    let swapped: Arc<dyn Source + Send> = Arc::new(Swapped(RandomSource { config: config.clone(), seed: 3 }));
-    let [plain, swapped] = [random(&config), swapped].map(|source| {
+    let [plain, swapped] = [random(&config), swapped(&config)].map(|source| {
         let mut model = Model::new(load(&config, source, 1, None), 1);
         (model.prompt(0, &sequence, 100, None), model.step(&[(0, sequence[99], 99)], &[true], Some(1)))
     });

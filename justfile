@@ -27,6 +27,11 @@ kill-ranks *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/kill_ranks.py {{ARGS}}
 
+# Servers of several group sizes answer the same to the last bit.
+same-bits *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/same_bits.py {{ARGS}}
+
 # compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \

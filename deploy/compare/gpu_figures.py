@@ -13,13 +13,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
+
+from serving import LOOPLANE, PORT, Server
 
 HERE = Path(__file__).resolve().parent
 LIMIT_GB_S = 4653
-PORT = 8123
 # Steps that `bench` warms up for. All rows of a run are equally long, because every batch has a run of its own.
 WARM_UP = 2
 KV_BYTES_PER_TOKEN = {"8b": 131072, "llama-1b": 32768}
@@ -37,7 +36,7 @@ MUST_ITL_OF_GROUPS = {"mean": 1.05, "p99": 1.5}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--looplane", type=Path, default=HERE.parents[1] / "target/release/looplane", help="the binary to measure")
+    parser.add_argument("--looplane", type=Path, default=LOOPLANE, help="the binary to measure")
     parser.add_argument("--steps", type=int, default=256, help="steps of each batch (default: 256)")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm/looplane-8b"), help="where the checkpoint for HTTP is written (16 GB)")
     parser.add_argument("--tp", type=int, default=1, help="over 1: only HTTP, through a group of so many GPUs")
@@ -86,29 +85,13 @@ def http(args: argparse.Namespace, step_ms: float, must: dict[str, float]) -> No
     """Streams of one client from a checkpoint of the 8B shape, beside the kernel's own step of the same minutes."""
     if not (args.dir / "generation_config.json").exists():
         subprocess.run([sys.executable, HERE / "random_model.py", "8b", args.dir], check=True)
-    server = subprocess.Popen([args.looplane, "serve", "--model", args.dir, "--device", "cuda", "--tp", str(args.tp), "--port", str(PORT)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        begun = time.monotonic()
-        wait_ready(server)
-        print(f"\nHTTP, 8B checkpoint of {sum(f.stat().st_size for f in args.dir.iterdir()) / 1e9:.1f} GB: ready after {time.monotonic() - begun:.1f} s")
+    with Server(args.looplane, "--model", args.dir, "--device", "cuda", "--tp", args.tp) as server:
+        print(f"\nHTTP, 8B checkpoint of {sum(f.stat().st_size for f in args.dir.iterdir()) / 1e9:.1f} GB: ready after {server.ready_s:.1f} s")
         for prompt_tokens in (128, 2048):
             figures = loadtest(args, prompt_tokens)
             mean, p99 = figures["mean_itl_ms"], figures["p99_itl_ms"]
             print(f"one stream, prompts of {prompt_tokens} tokens: first token {figures['median_ttft_ms']:.0f} ms; between tokens {mean:.2f} ms in the mean ({mean / step_ms:.3f}x the kernel's {step_ms:.2f}, "
                   f"must {must['mean']}), p99 {p99:.2f} ms ({p99 / step_ms:.2f}x, must {must['p99']})", flush=True)
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def wait_ready(server: subprocess.Popen) -> None:
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health/ready", timeout=1)
-            return
-        except OSError:
-            time.sleep(0.1)
-    sys.exit("looplane serve ended before it was ready")
 
 
 def loadtest(args: argparse.Namespace, prompt_tokens: int) -> dict:

@@ -15,18 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-PORT = 8124
+from serving import LOOPLANE, Server, completion
+
 END_LIMIT_S = 1.0
 PROMPT = {"prompt": "A long story:", "max_tokens": 1500, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stream": True}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--looplane", type=Path, default=HERE.parents[1] / "target/release/looplane", help="the binary")
+    parser.add_argument("--looplane", type=Path, default=LOOPLANE, help="the binary")
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the demo model)")
     parser.add_argument("--tp", type=int, default=4, help="workers (default: 4)")
     parser.add_argument("--device", default="cuda", help="default: cuda")
@@ -35,22 +34,16 @@ def main() -> None:
     args = parser.parse_args()
     dice = random.Random(args.seed)
     before = memory_used()
-    command = [str(args.looplane), "serve", "--device", args.device, "--tp", str(args.tp), "--port", str(PORT)]
-    command += ["--model", str(args.model)] if args.model else []
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    failures, workers = [], []
-    try:
-        wait_ready(server)
+    options = ["--device", args.device, "--tp", args.tp, *(["--model", args.model] if args.model else [])]
+    failures = []
+    with Server(args.looplane, *options) as server:
         began = time.monotonic()
-        calm, _ = read(open_stream())
+        calm, _ = read(completion(**PROMPT))
         calm_s = time.monotonic() - began
         print(f"calm: {len(calm)} characters in {calm_s:.2f} s")
         for number in range(args.rounds):
             failures += one_round(number, server, dice, calm, calm_s)
-        workers = children(server.pid)
-    finally:
-        server.terminate()
-        server.wait()
+        workers = server.workers()
     left = [pid for pid in workers if runs(pid)]
     if left:
         failures.append(f"workers {left} outlive the server")
@@ -63,15 +56,15 @@ def main() -> None:
     sys.exit(bool(failures))
 
 
-def one_round(number: int, server: subprocess.Popen, dice: random.Random, calm: str, calm_s: float) -> list[str]:
-    workers = children(server.pid)
+def one_round(number: int, server: Server, dice: random.Random, calm: str, calm_s: float) -> list[str]:
+    workers = server.workers()
     victim, delay = dice.randrange(len(workers)), dice.uniform(0, 0.8 * calm_s)
     took = []
     killer = threading.Thread(target=lambda: took.append(kill_and_watch(workers, victim, delay)))
     killer.start()
-    text, gap = read(open_stream())
+    text, gap = read(completion(**PROMPT))
     killer.join()
-    wait_ready(server)
+    server.wait_ready()
     print(f"round {number}: worker {victim} killed after {delay:.2f} s; all of its group ended {took[0]:.3f} s later; longest gap of the stream {gap:.2f} s", flush=True)
     problems = []
     if took[0] > END_LIMIT_S:
@@ -91,11 +84,6 @@ def kill_and_watch(workers: list[int], victim: int, delay: float) -> float:
     return time.monotonic() - killed
 
 
-def open_stream():
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(PROMPT).encode(), {"content-type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
-
-
 def read(stream) -> tuple[str, float]:
     """The stream's text, and the longest time between two of its events, in seconds."""
     text, gap, last = "", 0.0, None
@@ -110,27 +98,12 @@ def read(stream) -> tuple[str, float]:
     return text, gap
 
 
-def children(pid: int) -> list[int]:
-    """Workers, by rank: the server starts them in that order."""
-    return sorted(int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split())
-
-
 def runs(pid: int) -> bool:
     """Whether a process is there and not only waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_ready(server: subprocess.Popen) -> None:
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health/ready", timeout=1)
-            return
-        except OSError:
-            time.sleep(0.05)
-    sys.exit("looplane serve ended before it was ready")
 
 
 def memory_used() -> list[int]:

@@ -166,7 +166,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
 /// bytes of words to zero before a launch, pages of an item, bytes of the inbox.
-extern "C" __device__ const u64 looped_decoder_needs[7] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0};
+extern "C" __device__ const u64 looped_decoder_needs[8] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0, 0};
 
 /// What a launch is given of each rank that it has.
 struct Launches {

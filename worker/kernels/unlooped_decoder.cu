@@ -180,5 +180,5 @@ LP_LAUNCH(head, Phase::kHead)
 LP_LAUNCH(choose, Phase::kChoose)
 
 /// As in looped_decoder.cu.
-extern "C" __device__ const u64 unlooped_decoder_needs[7] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0};
+extern "C" __device__ const u64 unlooped_decoder_needs[8] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0, 0};
 extern "C" __device__ const u64 pass_bytes = sizeof(Pass);

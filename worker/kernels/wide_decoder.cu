@@ -290,8 +290,8 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
-/// before a launch, pages of an item, bytes of the inbox (none: it computes on one GPU).
-extern "C" __device__ const u64 wide_decoder_needs[7] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, 0};
+/// before a launch, pages of an item, bytes of the inbox (none: it computes on one GPU), rows of a group whose items the host deals.
+extern "C" __device__ const u64 wide_decoder_needs[8] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, 0, kGroupRows};
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
   if (launch.stopped && *launch.stopped) return;
@@ -318,6 +318,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     fence_mbarrier_init();
   }
   if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
+  if (threadIdx.x < 2) store_shared_u32(shared + Shared::items + 4 * threadIdx.x, load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x));
   if (threadIdx.x == 0) note_time(launch, kStream0, 0);
   __syncthreads();
   cluster_sync();

@@ -1,7 +1,7 @@
 // What a launch is given; the same structs are in worker/src/cuda/launch.rs.
 #pragma once
 
-/// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending.
+/// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending; in launches of several steps it has one.
 struct Row {
   u32 token, position, slot;
   u32 first_row, first_position;  // of the first row of its sequence in this launch
@@ -26,6 +26,7 @@ struct Launch {
   const u32* page_table;  // [slot][page_stride]
   float* logits;          // [columns][vocab padded to tiles]; of several ranks every rank's, as far from its inbox
   const Row* rows;        // [row_count]
+  const u32* items;       // of attention, dealt to the blocks of a KV head (wide/attention_items.cuh); null for narrow passes
   const u32* stopped;     // null, or of a chain: not 0: do nothing
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
   u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps that it runs, once that is known; at the latest when it ends

@@ -166,14 +166,12 @@ LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
 LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
   const auto set = [] { return warp_index() / kSetWarps; };
   const Rows rows = rows_at_hand(consumer, all_rows);
-  AttentionItems items(rows);
-  u32 turn = 0;
+  AttentionItems items(consumer.launch, consumer.shared, rows);
+  if (items.any()) wait_queries(consumer.launch, own_kv_head(), generation_of(rows.step, layer));
+  reached(consumer.launch, rows.step, warp_index(), layer, 10);
   bool others = false;  // the item before was the other set's
-  for (AttentionItem item;; turn++) {
-    const u32 before = items.kv_head;
-    if (!items.next(item)) break;
-    if (turn == 0 || item.kv_head != before) wait_queries(consumer.launch, item.kv_head, generation_of(rows.step, layer));
-    if (turn == 0) reached(consumer.launch, rows.step, warp_index(), layer, 10);
+  for (u32 turn = 0; items.any(); turn++) {
+    const AttentionItem item = items.next();
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
     if (alone && set() != turn % kSets) {
@@ -182,7 +180,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
       continue;
     }
     const auto landed = [&] {
-      if (alone && items.stages > 0) barrier_arrive(4 + set(), kConsumerThreads);
+      if (alone && items.any()) barrier_arrive(4 + set(), kConsumerThreads);
     };
     const auto begin = [&] {
       if (others) barrier_sync(4 + (set() ^ 1), kConsumerThreads);

@@ -1,5 +1,5 @@
-// Who attends to what in a wide pass. An item is what some rows of one sequence, a group, see of a KV head in one span of pages (../ops/softmax.cuh). A block owns
-// items whole, in the order [KV head][group][span], and as many pages in all as every other block, to half an item.
+// Who attends to what in a wide pass. An item is what some rows of one sequence, a group, see of a KV head in one span of pages (../ops/softmax.cuh). As many blocks
+// attend to each KV head, in its order; the host deals a head's items to them, the longest first, and all heads' alike (worker/src/cuda/deal.rs).
 #pragma once
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
@@ -20,91 +20,68 @@ LP_DEVICE u32 group_begin(const Rows& rows, u32 last) {
 }
 LP_DEVICE u32 spans_of(const Rows& rows, u32 last) { return (rows.pages(last) + kSpanPages - 1) / kSpanPages; }
 
+constexpr u32 kHeadBlocks = kBlocks / kKvHeads;
+static_assert(kHeadBlocks * kKvHeads == kBlocks, "every KV head has as many blocks");
+LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
+
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row
   u32 begin, pages;   // from the first page that the group sees
 };
 
-/// The block's items, in the order of its stages. A whole warp calls everything together.
+/// The block's items of a step, in the order of its stages. A whole warp calls everything together: each lane looks at one item of the list.
+/// Launch::items: [kHeadBlocks] where a block's list begins, and where the last one ends; then the lists of (last row | span << 8).
 struct AttentionItems {
+  const Launch& launch;
   const Rows& rows;
-  u32 kv_head = 0, last = 0, next_page = 0;  // where the walk is: a group, and its pages that were taken
-  u32 stages = 0;                            // left
+  u32 ahead, end;         // of the list: what no lane has looked at
+  u32 listed, pages = 0;  // the lane's item, and its pages in this step
+  u32 left = 0;           // lanes whose items are to come
 
-  LP_DEVICE AttentionItems(const Rows& rows) : rows(rows) {
-    constexpr u32 kLaneRows = kColumns / 32;
-    u32 pages[kLaneRows], sum = 0;
-#pragma unroll
-    for (u32 i = 0; i < kLaneRows; i++) {
-      const u32 row = lane() * kLaneRows + i;
-      sum += pages[i] = ends_group(rows, row) ? rows.pages(row) : 0;
-    }
-    u32 end = sum;
-#pragma unroll
-    for (u32 d = 1; d < 32; d *= 2) {
-      const u32 below = __shfl_up_sync(kAllLanes, end, d);
-      if (lane() >= d) end += below;
-    }
-    const u32 head_stages = shuffle(end, 31), all = head_stages * kKvHeads;
-    if (all == 0) return;
-    // The boundary between items that is nearest to `stage`, and where the walk goes on from there.
-    const auto seek = [&](u32 stage) {
-      const u32 head = stage / head_stages;
-      u32 rest = stage % head_stages - (end - sum), begin = 0, row = ~0u, page = 0;  // wraps if it is before this lane's rows
-#pragma unroll
-      for (u32 i = 0; i < kLaneRows; i++) {
-        if (row == ~0u && rest < pages[i]) {
-          const u32 span = rest / kSpanPages * kSpanPages, length = pages[i] - span < kSpanPages ? pages[i] - span : kSpanPages;
-          row = lane() * kLaneRows + i;
-          page = 2 * (rest - span) > length ? span + length : span;
-          begin = stage - rest + page;
-        }
-        rest -= pages[i];
-      }
-      const int owner = __ffs(__ballot_sync(kAllLanes, row != ~0u)) - 1;
-      kv_head = head;
-      last = shuffle(row, owner);
-      next_page = shuffle(page, owner);
-      return shuffle(begin, owner);
-    };
-    const u32 until = blockIdx.x + 1 == kBlocks ? all : seek((blockIdx.x + 1) * all / kBlocks);
-    stages = until - seek(blockIdx.x * all / kBlocks);
+  LP_DEVICE AttentionItems(const Launch& launch, u32 shared, const Rows& rows) : launch(launch), rows(rows) {
+    ahead = load_shared_u32(shared + Shared::items);
+    end = load_shared_u32(shared + Shared::items + 4);
+    look();
   }
-  LP_DEVICE bool next(AttentionItem& item) {
-    if (stages == 0) return false;
-    while (next_page == rows.pages(last)) {
-      next_page = 0;
-      for (last++;; last += 32) {
-        const u32 found = __ballot_sync(kAllLanes, ends_group(rows, last + lane()));
-        last += found ? __ffs(found) - 1 : 0;
-        if (found) break;
-        if (last + 32 >= rows.count) last = ~0u - 31, kv_head++;  // 0 next
-      }
-    }
-    const u32 left = rows.pages(last) - next_page;
-    item = AttentionItem{kv_head, last, next_page, left < kSpanPages ? left : kSpanPages};
-    next_page += item.pages;
-    stages -= item.pages;
-    return true;
+  LP_DEVICE bool any() const { return left != 0; }
+  LP_DEVICE AttentionItem next() {
+    const int owner = __ffs(left) - 1;
+    const u32 of = shuffle(listed, owner);
+    const AttentionItem item{own_kv_head(), of & 255, (of >> 8) * kSpanPages, shuffle(pages, owner)};
+    left &= left - 1;
+    look();
+    return item;
   }
 
  private:
-  LP_DEVICE static u32 lane() { return lane_index(); }
+  /// The list has every span that a row comes to in the launch: those that it has not begun, and rows that idle, are passed over.
+  LP_DEVICE void look() {
+    for (; left == 0 && ahead < end; ahead += 32) {
+      const u32 index = ahead + lane_index();
+      pages = 0;
+      if (index < end) {
+        listed = load_constant_u32(launch.items + index);
+        const u32 last = listed & 255, begin = (listed >> 8) * kSpanPages, seen = rows.active(last) ? rows.pages(last) : 0;
+        if (begin < seen) pages = seen - begin < kSpanPages ? seen - begin : kSpanPages;
+      }
+      left = __ballot_sync(kAllLanes, pages != 0);
+    }
+  }
 };
 
 /// The pages of the block's items. Those that this pass adds to come after the KV head's counter.
 LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer, u32 generation) {
   const Launch& launch = producer.launch;
   const u32 lane = lane_index();
-  AttentionItems items(rows);
-  u32 ready = ~0u;  // a KV head
-  for (AttentionItem item; items.next(item);) {
+  bool ready = false;
+  for (AttentionItems items(launch, producer.shared, rows); items.any();) {
+    const AttentionItem item = items.next();
     const Row& row = rows.rows[item.last];
     const u32 first = rows.first_page(item.last) + item.begin, last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
     u32 entry = 0;
     if (lane < item.pages) entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + first + lane);
     for (u32 i = 0; i < item.pages; i++) {
-      if (first + i >= fresh && ready != item.kv_head) wait_queries(launch, ready = item.kv_head, generation);
+      if (first + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.
       const u32 leaves = first + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves, bytes = leaves * (kLeafBytes / 2);
       const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);

@@ -158,6 +158,7 @@ struct Shared {
   static constexpr u32 sampled = norms + 16;                                         // completes once a step's tokens are known
   static constexpr u32 last_step = sampled + 8;                                      // steps to run
   static constexpr u32 sampling = last_step + 4;                                     // whether a row samples
-  static constexpr u32 bytes = last_step + 8;
+  static constexpr u32 items = sampling + 4;                                         // first and end of the block's list in Launch::items
+  static constexpr u32 bytes = items + 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");

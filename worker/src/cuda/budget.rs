@@ -25,7 +25,7 @@ pub struct Needs {
     pub sampler: u64,
     /// Angles of all positions.
     pub rope: u64,
-    /// Page tables, rows, norms and biases.
+    /// Page tables, rows, attention's items, norms and biases.
     pub workspace: u64,
 }
 

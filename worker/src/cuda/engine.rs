@@ -88,6 +88,7 @@ pub struct Engine {
     pools: Pools,
     host_pages: PinnedBuffer<u32>,
     host_rows: PinnedBuffer<Row>,
+    host_items: PinnedBuffer<u32>,
     #[cfg(test)]
     host_logits: PinnedBuffer<f32>,
     mailbox: Mailbox,
@@ -98,6 +99,7 @@ pub struct Engine {
     /// Nothing of `launches` is under way any more.
     finished: bool,
     rows_used: usize,
+    items_used: usize,
     tokens_used: usize,
     /// The next tag.
     pub(super) epoch: u32,
@@ -132,6 +134,7 @@ impl Engine {
         Ok(Self {
             host_pages: pinned(&gpu, sizes.max_slots * sizes.slot_pages)?,
             host_rows: pinned(&gpu, sizes.max_batch_tokens)?,
+            host_items: pinned(&gpu, sizes.item_words)?,
             #[cfg(test)]
             host_logits: pinned(&gpu, sizes.max_slots * sizes.kernel_vocab)?,
             stream: Stream::new(&gpu)?,
@@ -149,6 +152,7 @@ impl Engine {
             chain: None,
             finished: true,
             rows_used: 0,
+            items_used: 0,
             tokens_used: 0,
             epoch: 1,
             steps: 0,
@@ -227,6 +231,7 @@ impl Engine {
         let offset = first_row * size_of::<Row>();
         // SAFETY: these rows are written again only after `finish`.
         unsafe { self.pools.rows.write_async(offset, &self.host_rows[first_row..self.rows_used], &self.stream)? };
+        let items = self.put_items(variant, rows, steps)?;
         let launch = Launch {
             weights: self.weights.stream.address(),
             gamma: self.weights.gamma.address(),
@@ -240,6 +245,7 @@ impl Engine {
             page_table: self.pools.page_table.address(),
             logits: self.logits_address(),
             rows: self.pools.rows.address() + offset as u64,
+            items,
             tokens: self.mailbox.tokens_address(start),
             control: self.mailbox.control_address(),
             report: self.mailbox.report_address(),
@@ -263,6 +269,20 @@ impl Engine {
         // slots and pages that the batch has checked.
         unsafe { run(&mut self.kernels[variant], &mut self.gauged, launch, &self.stream)? };
         Ok(self.launches.len() - 1)
+    }
+
+    /// Deals attention to a kernel's blocks; where on the GPU the launch will find that, or 0 if the kernel does so itself.
+    #[allow(unsafe_code)]
+    fn put_items(&mut self, variant: usize, rows: &[Row], steps: u32) -> Result<u64, CudaError> {
+        let Some(deal) = self.kernels[variant].deal else { return Ok(0) };
+        let dealt = deal.of(rows, steps);
+        let first = self.items_used;
+        self.items_used += dealt.len();
+        let words = &mut self.host_items[first..self.items_used];
+        words.copy_from_slice(&dealt);
+        // SAFETY: these words are written again only after `finish`.
+        unsafe { self.pools.items.write_async(first * size_of::<u32>(), words, &self.stream)? };
+        Ok(self.pools.items.address() + (first * size_of::<u32>()) as u64)
     }
 
     /// Puts the steps of the chain under way into the stream that are not there yet, up to step `end`.
@@ -321,7 +341,7 @@ impl Engine {
 
     fn start_over(&mut self) {
         self.launches.clear();
-        (self.rows_used, self.tokens_used, self.finished) = (0, 0, false);
+        (self.rows_used, self.items_used, self.tokens_used, self.finished) = (0, 0, 0, false);
         self.mailbox.start_over();
         self.steps += 1;
         self.since = Instant::now();

@@ -9,6 +9,7 @@ use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
+use super::deal::Deal;
 use super::device::{Gpu, Stream};
 use super::error::{CudaError, checked};
 use super::launch::Launch;
@@ -32,6 +33,8 @@ pub struct Kernel {
     pub resources: Option<Resources>,
     /// Whether its binary came from the cache.
     pub cached: bool,
+    /// How its launches want attention dealt to blocks; `None`: blocks find out by themselves.
+    pub deal: Option<Deal>,
     needs: Needs,
     way: Way,
     blocks: u32,
@@ -65,6 +68,8 @@ struct Needs {
     item_pages: u64,
     /// Bytes of what other ranks tell this one; 0 if there are none.
     inbox_bytes: u64,
+    /// Rows of a group at most, where items are dealt by the host; 0 where they are not.
+    group_rows: u64,
 }
 
 /// How many numbers that are.
@@ -186,7 +191,13 @@ impl Kernel {
             }
         };
         let resources = Resources::of(variant.name(), &binary.log);
-        let kernel = Self { variant, resources, cached, needs, way, blocks: layout.blocks() as u32, module };
+        let deal = (needs.group_rows > 0).then(|| Deal {
+            blocks: layout.blocks() / layout.rank().kv_heads.len(),
+            group_rows: needs.group_rows as usize,
+            span_pages: needs.item_pages as usize,
+            window: layout.plan().config.sliding_window,
+        });
+        let kernel = Self { variant, resources, cached, deal, needs, way, blocks: layout.blocks() as u32, module };
         if let Way::Loop(function) = kernel.way {
             let resident = kernel.resident_blocks(function)?;
             if resident < kernel.blocks {

@@ -15,7 +15,7 @@ pub const REPORT_WORDS: usize = 16;
 /// The token of a row that computed nothing in a step.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending.
+/// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending; in launches of several steps it has one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct Row {
@@ -65,6 +65,8 @@ pub struct Launch {
     pub logits: u64,
     /// `[row_count]` [`Row`]
     pub rows: u64,
+    /// Of wide passes: [`super::deal::Deal::of`] these rows. Else 0.
+    pub items: u64,
     /// Of a chain: u32, not 0 once its launches are to do nothing. Else 0.
     pub stopped: u64,
     /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
@@ -163,7 +165,7 @@ mod tests {
 
     #[test]
     fn structs_are_as_long_as_the_kernels() {
-        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 17 * 8 + 8 * 4 + 16 * 8));
+        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 18 * 8 + 8 * 4 + 16 * 8));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod budget;
 mod cache;
 mod compile;
+mod deal;
 mod device;
 mod engine;
 mod error;

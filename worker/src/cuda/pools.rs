@@ -35,6 +35,8 @@ pub struct Sizes {
     pub kv_pages: usize,
     /// Decoder layers.
     pub layers: usize,
+    /// Words of attention's items, of all launches that are in the stream together.
+    pub item_words: usize,
     /// Logits of a row, of all ranks, as the decoder writes and the sampler reads them.
     pub kernel_vocab: usize,
     /// Longest time without a token.
@@ -56,6 +58,8 @@ pub struct Pools {
     pub logits: Option<DeviceBuffer>,
     /// `[max_batch_tokens]` rows
     pub rows: DeviceBuffer,
+    /// `[item_words]` u32, as [`super::deal::Deal::of`] makes them
+    pub items: DeviceBuffer,
 }
 
 /// Sizes and bytes of everything that is allocated.
@@ -114,6 +118,9 @@ impl Memory {
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
         let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
         let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
+        // A launch has a row at least.
+        let row_words = kernels.iter().filter_map(|kernel| kernel.deal).map(|deal| deal.most_words(1, visible));
+        let item_words = request.max_batch_tokens * row_words.max().unwrap_or(0);
         let sizes = Sizes {
             rank: request.rank,
             ranks: request.tensor_parallel,
@@ -122,11 +129,12 @@ impl Memory {
             slot_pages,
             kv_pages: 0,
             layers: c.num_layers,
+            item_words,
             kernel_vocab: layout.logits(),
             wait_limit: request.wait_limit,
         };
         let [kv_page, k_scale_page] = page_bytes(layout);
-        let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>();
+        let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
         let inbox = match sizes.ranks {
             1 => InboxPlan::default(),
@@ -189,6 +197,7 @@ impl Memory {
                 _ => None,
             },
             rows: DeviceBuffer::zeroed(gpu, self.sizes.max_batch_tokens * size_of::<Row>())?,
+            items: DeviceBuffer::zeroed(gpu, self.sizes.item_words * 4)?,
         })
     }
 }

@@ -44,7 +44,7 @@ class Group:
 
     def launch(self, rows, steps=1, logits=True):
         """Tokens of rank 0, which all ranks must agree with."""
-        self.each(lambda kernel: kernel.prepare(rows))
+        self.each(lambda kernel: kernel.prepare(rows, steps))
         if self.apart:
             self.each(lambda kernel: kernel.enqueue(len(rows), steps, int(logits)))
         else:

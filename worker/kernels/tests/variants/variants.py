@@ -9,7 +9,7 @@
 `check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
 with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature, `fit` for three that wide passes take.
 """
-import argparse, contextlib, ctypes, os, struct, subprocess, sys, time
+import argparse, contextlib, ctypes, heapq, itertools, os, struct, subprocess, sys, time
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGE, LIMIT_GBS = 64, 4653
@@ -262,11 +262,11 @@ class Kernel:
 
     def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
-        self.function, (self.shared, self.threads, words, item_words, self.zeroed, item_pages, inbox) = load_module(path, kernel_of(columns))
+        self.function, (self.shared, self.threads, words, item_words, self.zeroed, self.item_pages, inbox, self.group_rows) = load_module(path, kernel_of(columns))
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
         self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
-        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // item_pages), dtype=torch.uint8, device="cuda")
+        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // self.item_pages), dtype=torch.uint8, device="cuda")
         if columns not in NARROW:
             self.words.fill_(0xFF)
         # Of several ranks each writes its logits to all, as far from the inbox as its own are.
@@ -277,12 +277,12 @@ class Kernel:
         self.kv = beside.kv if beside else full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
         self.k_scale = beside.k_scale if beside else full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
         self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()[: slots * per_slot].view(slots, per_slot).cuda()
-        self.rows = torch.zeros(columns * 8, dtype=torch.int32, device="cuda")
+        self.rows, self.items = torch.zeros(columns * 8, dtype=torch.int32, device="cuda"), None
         self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
 
     def launch(self, rows, steps=1, logits=True, stop=0, trace=None):
         """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row, first_position, sample, last."""
-        with self.timed(rows, stop):
+        with self.timed(rows, steps, stop):
             self.enqueue(len(rows), steps, int(logits), trace=trace)
         return self.tokens(steps)
 
@@ -292,13 +292,13 @@ class Kernel:
     def parameter(self, rows, steps, flags, stopped=None, trace=None):
         """Of the next launch."""
         m = self.model
-        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, stopped]
+        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, self.items, stopped]
         base = self.host.data_ptr()
         pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
         if self.zeroed:
             self.words[: self.zeroed] = 0
         inboxes = [inbox.data_ptr() for inbox in self.inboxes] + [0] * (16 - len(self.inboxes))
-        parameter = struct.pack("<17Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, self.rank, 0, *inboxes)
+        parameter = struct.pack("<18Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, self.rank, 0, *inboxes)
         self.epoch += steps * (m.shape.layers + 1)
         return parameter
 
@@ -306,23 +306,47 @@ class Kernel:
         enqueue(self.function, self.model.shape.blocks, self.threads, self.shared, self.parameter(*launch, **more))
 
     @contextlib.contextmanager
-    def timed(self, rows, stop=0):
+    def timed(self, rows, steps, stop=0):
         """Around launches: gives them their rows, waits for them, and says how long they took and how many steps ran."""
-        self.prepare(rows, stop)
+        self.prepare(rows, steps, stop)
         yield
         self.record()
         self.finish()
 
-    def prepare(self, rows, stop=0):
+    def prepare(self, rows, steps, stop=0):
         flat = []
         for row in rows:
             flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
         self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
+        if self.group_rows:
+            self.items = torch.tensor(self.deal(rows, steps), dtype=torch.int32).cuda()
         self.host.zero_()
         self.host[8] = stop
         torch.cuda.synchronize()
         self.events = []
         self.record()
+
+    def deal(self, rows, steps):
+        """Who attends to what, as worker/src/cuda/deal.rs has it."""
+        s, items = self.model.shape, []
+        blocks, span = s.blocks // s.kv_heads, self.item_pages * PAGE
+        for i, row in enumerate(rows):
+            place = i - row["first_row"]
+            if (place + 1) % self.group_rows and i + 1 < len(rows) and rows[i + 1]["first_row"] == row["first_row"]:
+                continue
+            end = min(row["position"] + steps - 1, row.get("last", 1 << 30))
+            first = max(0, end + 1 - s.window) // PAGE if s.window else 0
+            reach = (s.window + PAGE - 2) // PAGE + 1 if s.window else 1 << 30
+            pages = min(end // PAGE + 1, reach)
+            for n in range(-(-pages // self.item_pages)):
+                items.append((-(-max(0, min(end + 1 - first * PAGE - n * span, span)) // 16), i, n))
+        loads, lists = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
+        for leaves, i, n in sorted(items, key=lambda item: (-item[0], *item[1:])):
+            load, block = loads[0]
+            heapq.heapreplace(loads, (load + leaves, block))
+            lists[block].append(i | n << 8)
+        begins = [blocks + 1 + n for n in itertools.accumulate((len(of) for of in lists), initial=0)]
+        return begins + sum(lists, [])
 
     def record(self):
         self.events.append(torch.cuda.Event(enable_timing=True))
@@ -379,7 +403,7 @@ class Chain:
         sampling = b"".join(struct.pack("<3f3I3f5I2Q", temperature, top_p, 0.0, top_k, 7 + slot, 0, 1.0, 0.0, frequency_penalty, int(logprobs is not None), logprobs or 0, 0, 0, 0, 0, 0) for slot in range(k.columns))
         self.tensors["sampling"].copy_(torch.frombuffer(bytearray(sampling), dtype=torch.int32))
         self.tensors["counts"].zero_()
-        with k.timed(rows):
+        with k.timed(rows, steps):
             for step in range(steps):
                 k.enqueue(len(rows), 1, 3, stopped=self.tensors["stopped"] if step else None)
                 base = k.host.data_ptr()
@@ -523,56 +547,66 @@ def time_(args):
     """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster. Clocks drift for all alike, so each
     is compared with the first variant round by round."""
     for name in args.shapes:
-        contexts = [int(c) for c in args.context.split(",")]
-        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *contexts) + 128)
+        contexts = args.context.split(",")
+        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *(max(lengths_of(c, 64)) for c in contexts)) + 128)
         for columns in args.columns:
-            for context in contexts if columns != PROMPT else [2048]:
+            for context in contexts if columns != PROMPT else ["2048"]:
                 slots = max(8, columns) if columns != PROMPT else 1
+                lengths = lengths_of(context, columns)
                 kernels = {}
                 for variant in args.variants.split(","):
-                    kernels[variant] = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((context + 127) // PAGE + 1), slots=slots, beside=next(iter(kernels.values()), None))
+                    kernels[variant] = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((max(lengths) + 127) // PAGE + 1), slots=slots, beside=next(iter(kernels.values()), None))
                 next(iter(kernels.values())).kv.normal_(0, 0.2)
                 run = timed_prompt if columns == PROMPT else timed_steps
                 begun = time.monotonic()
                 while time.monotonic() - begun < WARM_SECONDS:
                     for kernel in kernels.values():
-                        run(kernel, context)
+                        run(kernel, lengths)
                 times, turns = {variant: [] for variant in kernels}, list(kernels)
                 for _ in range(args.rounds):
                     for variant in turns:
-                        times[variant].append(run(kernels[variant], context))
+                        times[variant].append(run(kernels[variant], lengths))
                     turns.append(turns.pop(0))
                 first = next(iter(times.values()))
                 for variant, ms in times.items():
                     ratios = sorted(a / b for a, b in zip(ms, first))
-                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, sorted(ms), 100 * (ratios[len(ratios) // 2] - 1))
+                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, lengths, sorted(ms), 100 * (ratios[len(ratios) // 2] - 1))
 
 
 STEPS = 64
 
 
-def timed_steps(kernel, context):
+def lengths_of(context, columns):
+    """Positions of each row before the launch: a number, for all; `mixed`, as `looplane bench --batch 1,8,32,64 --context 512` comes to them; `random`, 100 to 2000."""
+    if context == "mixed":
+        return ([776] + 7 * [646] + 24 * [516] + 32 * [386])[:columns]
+    if context == "random":
+        return torch.randint(100, 2001, (columns,), generator=torch.Generator().manual_seed(2)).tolist()
+    return columns * [int(context)]
+
+
+def timed_steps(kernel, lengths):
     """ms of a step."""
-    kernel.launch([decoding(17 + i, context - 1, i, i) for i in range(kernel.columns)], STEPS, logits=False)
+    kernel.launch([decoding(17 + i, length - 1, i, i) for i, length in enumerate(lengths)], STEPS, logits=False)
     return kernel.ms / STEPS
 
 
-def timed_prompt(kernel, length):
+def timed_prompt(kernel, lengths):
     """ms of a prompt's passes."""
     ms = 0
-    for first in range(0, length, kernel.columns):
+    for first in range(0, lengths[0], kernel.columns):
         kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(kernel.columns)], logits=False)
         ms += kernel.ms
     return ms
 
 
-def report_time(shape, weight_bytes, what, columns, context, ms, slower):
+def report_time(shape, weight_bytes, what, columns, context, lengths, ms, slower):
     """slower: than the first variant, percent."""
     middle, spread = ms[len(ms) // 2], f"{ms[0]:.3f} to {ms[-1]:.3f}; {slower:+.2f} %"
     if columns == PROMPT:
         print(f"{what} prompt of {context} tokens: {middle:.1f} ms ({spread})", flush=True)
         return
-    moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * columns * (context + STEPS / 2)
+    moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * sum(length + STEPS / 2 for length in lengths)
     rate = moved / middle / 1e6
     print(f"{what} batch {columns} context {context}: {middle:.3f} ms ({spread}), {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
 
@@ -635,7 +669,7 @@ def main():
     parser.add_argument("--defines", default="", help="for nvcc")
     parser.add_argument("--grids", nargs="*", default=[], help="shapes to build for all grids, which `bits` wants")
     parser.add_argument("--variants", default="", help="names to time, by commas; an empty one is the plain build")
-    parser.add_argument("--context", default="512")
+    parser.add_argument("--context", default="512", help="positions; of `time` also: mixed, random (lengths_of)")
     parser.add_argument("--rounds", type=int, default=9, help="of `time`: an odd number")
     parser.add_argument("--columns", default="1,8,32,64", help="of the kernels to build, to compare or to time")
     parser.add_argument("--longest", type=int, default=300, help="prompt of `wide`")

@@ -136,7 +136,7 @@ mod tests {
         let ends = |row: &usize| {
             let first = rows[*row].first_row as usize;
             active(*row)
-                && ((row + 1 - first) % deal.group_rows == 0
+                && ((row + 1 - first).is_multiple_of(deal.group_rows)
                     || !active(row + 1)
                     || rows[row + 1].first_row as usize != first)
         };

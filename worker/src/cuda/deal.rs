@@ -82,7 +82,8 @@ impl Deal {
         let span_positions = self.span_pages * PAGE_POSITIONS;
         (0..pages.div_ceil(self.span_pages)).map(move |span| {
             let positions = seen.saturating_sub(span * span_positions).min(span_positions);
-            Item { leaves: positions.div_ceil(LEAF_POSITIONS), row, span, block: 0 }
+            // A window may have left the span by then: as nothing, all such spans would go to one block.
+            Item { leaves: positions.div_ceil(LEAF_POSITIONS).max(1), row, span, block: 0 }
         })
     }
 }
@@ -128,6 +129,16 @@ mod tests {
         assert_eq!((at(0), at(deal.blocks)), (deal.blocks + 1, words.len()));
         let item = |word: &u32| (*word as usize & 255, *word as usize >> 8);
         (0..deal.blocks).map(|block| words[at(block)..at(block + 1)].iter().map(item).collect()).collect()
+    }
+
+    /// Rows whose window ends with a page at the end of the launch, and in the steps before reaches into one more: into another span.
+    #[test]
+    fn spans_that_a_window_leaves_do_not_all_go_to_one_block() {
+        let deal = Deal { group_rows: 1, window: Some(1024), ..DEAL };
+        let rows = decoding([2047 - 8; 32], 9);
+        assert!(groups(&deal, &rows, 0).iter().all(|(_, pages)| *pages == 17));
+        assert!(groups(&deal, &rows, 8).iter().all(|(_, pages)| *pages == 16));
+        assert!(lists(&deal, &rows, 9).iter().all(|list| list.len() == 4));
     }
 
     /// What the kernel has in a step, by the rules of kernels/layout/rows.cuh and wide/attention_items.cuh, written down again: last row and pages of each group.

@@ -339,7 +339,7 @@ class Kernel:
             reach = (s.window + PAGE - 2) // PAGE + 1 if s.window else 1 << 30
             pages = min(end // PAGE + 1, reach)
             for n in range(-(-pages // self.item_pages)):
-                items.append((-(-max(0, min(end + 1 - first * PAGE - n * span, span)) // 16), i, n))
+                items.append((-(-max(1, min(end + 1 - first * PAGE - n * span, span)) // 16), i, n))
         loads, lists = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
         for leaves, i, n in sorted(items, key=lambda item: (-item[0], *item[1:])):
             load, block = loads[0]

@@ -21,6 +21,7 @@
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
 #include "sync/turns.cuh"
+#include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"

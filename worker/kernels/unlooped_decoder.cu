@@ -16,6 +16,7 @@
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
+#include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"

@@ -14,11 +14,13 @@
 #include "wide/geometry.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
+#include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/best.cuh"
 #include "wide/stream.cuh"
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
+#include "wide/ranks.cuh"
 #include "ops/softmax.cuh"
 #include "wide/attention_items.cuh"
 #include "wide/attention_share.cuh"
@@ -79,7 +81,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
         for (int pass = 0; pass <= passes; pass++) {
           Run run;
           if (pass == passes) run = Producer::run<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
-          else if (part == kAttention) run = Producer::run<QkvCut>(weights, Qkv::leaf_steps);
+          else if (part == kAttention) run = QkvCut::on() ? Producer::run<QkvCut>(weights, Qkv::leaf_steps) : Run{};
           else run = Producer::own_run<GateUpOwn>(weights + kGateUpOffset, pass);
           producer.stream(run);
           if (part != kAttention || pass == passes) continue;
@@ -113,10 +115,11 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared) {
       for (u32 part = 0; part < 2; part++) {
         const bool attention = part == kAttention;
         reached(launch, step, kInput, layer, part);
-        if (attention) input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
-        else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
-        input.stream<OCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : kMaxLeaves,
-                           generation * (attention ? kBlocks : kLeafBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
+        if (attention) {
+          if (QkvCut::on()) input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
+        } else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
+        input.stream<OCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : Down::leaves,
+                           generation * (attention ? kBlocks : kActivationBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
       }
       reached(launch, step, kInput, layer, 2);
     }
@@ -140,7 +143,7 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
     }
     if (!sampling(shared)) return;
     // Does the host want the launch to end? Its memory is far: asked for while down is computed.
-    if (blockIdx.x == 0 && lane_index() == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
+    if (rank_block() == 0 && lane_index() == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
   }
 }
@@ -170,20 +173,15 @@ struct Team {
       }
       store_shared_u32(shared + Shared::place + row * 4, place);
     }
-#pragma unroll
-    for (int r = 0; r < kHiddenRounds; r++) {
-      const u32 row = hidden.column(r);
-#pragma unroll
-      for (int i = 0; i < 8; i++) hidden.h[r][i] = 0;
-      if (hidden.on(r) && rows.active(row)) hidden.embed(r, rows.step ? choice.load(0, row).id : rows.rows[row].token);
-    }
+    const u32 tag = tag_of(launch, rows.step, 0);
+    hidden.embed([&](u32 row) { return !rows.active(row) ? Hidden::kIdle : rows.step ? choice.load(0, row).id : rows.rows[row].token; }, tag);
     hidden.fetch_gamma(0);
-    hidden.publish_x(0);
+    hidden.publish_x(0, tag);
   }
   LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
     const Place place = place_of<QkvCut>();
     float sum[QkvCut::columns / 2];
-    sum_leaves<QkvCut>(consumer, place, sum);
+    if (QkvCut::on()) sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp_index(), layer, 1);
     receive.exchange<QkvCut>(receive_use(step, layer), place, sum, [] {});
     reached(launch, step, warp_index(), layer, 2);
@@ -191,14 +189,14 @@ struct Team {
     reached(launch, step, warp_index(), layer, 12);
     Projection{launch, shared}.write(rows, receive, layer);
     reached(launch, step, warp_index(), layer, 13);
-    publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
+    publish_queries(launch);
     reached(launch, step, warp_index(), layer, 3);
     attend(consumer, rows, layer);
     receive.end();
     reached(launch, step, warp_index(), layer, 4);
-    add_product<OCut>(receive_use(step, layer) + 1, 2 * layer + 1);
+    add_product<OCut>(receive_use(step, layer) + 1, 2 * layer + 1, kToldOut, tag_of(launch, step, layer));
     reached(launch, step, warp_index(), layer, 5);
-    hidden.publish_x(1);
+    hidden.publish_x(1, tag_of(launch, step, layer));
     receive.end();
   }
   LP_DEVICE void mlp(u32 step, u32 layer, bool last) {
@@ -212,11 +210,11 @@ struct Team {
       if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }
     reached(launch, step, warp_index(), layer, 7);
-    publish(launch, Words::activation_ready + blockIdx.x / kLeafBlocks * Words::counter);
-    add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2);
+    publish(launch, Words::activation_ready + rank_block() / kActivationBlocks * Words::counter);
+    add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2, kToldDown, tag_of(launch, step, layer));
     reached(launch, step, warp_index(), layer, 8);
     if (last) consumers_sync();
-    else hidden.publish_x(0);
+    else hidden.publish_x(0, tag_of(launch, step, layer + 1));
     receive.end();
     reached(launch, step, warp_index(), layer, 9);
   }
@@ -232,7 +230,7 @@ struct Team {
       if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }
     reached(launch, step, warp_index(), kLayers, 1);
-    const bool stopped = launch.flags & kLaunchUndrawn ? false : choice.exchange(step);
+    const bool stopped = kRanks == 1 && launch.flags & kLaunchUndrawn ? false : choice.exchange(step);
     reached(launch, step, warp_index(), kLayers, 2);
     return stopped;
   }
@@ -240,12 +238,12 @@ struct Team {
  private:
   template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp_index() >> 2) * C::columns : 0; }
   /// o or down, into the residual, whose next norm is `norm`.
-  template <class C> LP_DEVICE void add_product(u32 use, int norm) {
+  template <class C> LP_DEVICE void add_product(u32 use, int norm, u32 told, u32 tag) {
     const Place place = place_of<C>();
     float sum[C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
     receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
-    hidden.add<C>(receive);
+    hidden.add<C>(receive, told, tag);
   }
 };
 
@@ -269,10 +267,11 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     }
     const bool stopped = team.head(step, choice);
     if (launch.flags & kLaunchUndrawn) {
+      if (kRanks > 1 && rank_block() == 0 && thread_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
       if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
       return;
     }
-    if (blockIdx.x == 0 && thread_index() < kColumns) {
+    if (rank_block() == 0 && thread_index() < kColumns) {
       const u32 row = thread_index();
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
       store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step, 0) << 32 | (sampled ? choice.load(0, row).id : ~0u));
@@ -280,20 +279,26 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     if (thread_index() == 0) {
       if (stopped && step + 2 < last_step(shared)) {
         store_shared_u32(shared + Shared::last_step, step + 2);
-        if (blockIdx.x == 0) store_system_u32(launch.control + 1, step + 2);
+        if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);
       }
       mbarrier_arrive(shared + Shared::sampled);
     }
     consumers_sync();
   }
-  if (blockIdx.x == 0 && thread_index() == 0) store_system_u32(launch.control + 1, step);
+  if (rank_block() == 0 && thread_index() == 0) store_system_u32(launch.control + 1, step);
 }
 
 /// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
-/// before a launch, pages of an item, bytes of the inbox (none: it computes on one GPU), rows of a group whose items the host deals.
-extern "C" __device__ const u64 wide_decoder_needs[8] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, 0, kGroupRows};
+/// before a launch, pages of an item, bytes of the inbox, rows of a group whose items the host deals.
+extern "C" __device__ const u64 wide_decoder_needs[8] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, kRanks > 1 ? Inbox::bytes : 0, kGroupRows};
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launch launch) {
+/// What a launch is given of each rank that it has.
+struct Launches {
+  Launch of_rank[kRanksHere];
+};
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launches launches) {
+  const Launch& launch = launches.of_rank[kRanksHere == 1 ? 0 : blockIdx.x / kBlocks];
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   poison(shared_memory, Shared::bytes);

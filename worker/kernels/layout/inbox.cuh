@@ -13,8 +13,6 @@
 // read those of the step before. Tags tell a word of another layer: a late reader reports it and never takes it.
 #pragma once
 
-LP_DEVICE u32 own_rank(const Launch& launch) { return kRanks == 1 ? 0 : launch.rank; }
-
 enum Told : u32 { kToldOut, kToldDown, kToldEmbedding, kTold };
 
 struct Inbox {

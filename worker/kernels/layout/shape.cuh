@@ -72,6 +72,7 @@ using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps
 struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
   static constexpr long long all = tiles + 2 * GateUp::groups;
   static constexpr bool together = kRanks > 1 && all / kBlocks >= 2 * ((GateUp::groups + kBlocks - 1) / kBlocks);
+  static constexpr int most_tiles = (int)(together ? (all + kBlocks - 1) / kBlocks - 2 * (GateUp::groups / kBlocks) : (tiles + kBlocks - 1) / kBlocks);
   LP_DEVICE static constexpr int first_tile(int block) { return (int)(together ? block * all / kBlocks - 2 * ((long long)block * GateUp::groups / kBlocks) : (long long)block * groups / kBlocks); }
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;

@@ -107,23 +107,6 @@ struct ConsumerPhases {
   }
 };
 
-/// A logit into the memory of every rank, whose sampler sees the whole vocabulary. All ranks have theirs at the same distance from their inboxes.
-LP_DEVICE void put_logit(const Launch& launch, u32 column, u32 id, float logit) {
-  const u64 at = (u64)column * ((kVocab + 15) / 16 * 16) + id;
-  if constexpr (kRanks == 1) {
-    launch.logits[at] = logit;
-  } else {
-    const u64 distance = (const u8*)launch.logits - launch.inbox[own_rank(launch)];
-#pragma unroll 1
-    for (u32 rank = 0; rank < kRanks; rank++) reinterpret_cast<float*>(launch.inbox[rank] + distance)[at] = logit;
-  }
-}
-/// Orders a step's K, V and logits and its token words: among the ranks, where they write each other logits.
-LP_DEVICE void fence_tokens(const Launch& launch) {
-  if (kRanks > 1 && launch.flags & kLaunchLogits) fence_system();
-  else fence_gpu();
-}
-
 /// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
 /// launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {

@@ -268,7 +268,6 @@ LP_DEVICE u32 unknown(u32 x) {
 }
 LP_DEVICE u32 thread_index() { return unknown(threadIdx.x); }
 LP_DEVICE u32 warp_index() { return thread_index() >> 5; }
-LP_DEVICE u32 block_index() { return unknown(blockIdx.x); }
 template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
 template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
 LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

@@ -20,7 +20,7 @@ enum Site : u32 {
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
   kSiteTurns = 27, kSiteBegun, kSiteOpened,
-  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens,
+  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX,
 };
 
 /// `launch`: of any kernel.

@@ -132,7 +132,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
 LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) {
-  for (u32 job = blockIdx.x + kBlocks * warp_index(); job < rows.count * kHeads; job += kBlocks * kConsumers) {
+  for (u32 job = rank_block() + kBlocks * warp_index(); job < rows.count * kHeads; job += kBlocks * kConsumers) {
     const u32 row = job / kHeads, head = job % kHeads;
     if (!rows.active(row)) continue;
     u32 last = row;

@@ -14,7 +14,7 @@ struct Projection {
   LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }  // tile of the block's
   LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
-  LP_DEVICE static int tile(int round) { return Qkv::first_tile(blockIdx.x) + within(round); }
+  LP_DEVICE static int tile(int round) { return Qkv::first_tile(rank_block()) + within(round); }
   /// Queries, then k, then v of a KV head.
   LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
   LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
@@ -82,15 +82,17 @@ struct Projection {
 
 /// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its registers, so between its uses it lies in memory.
 struct Hidden {
+  static constexpr u32 kIdle = ~0u;
   const Launch& launch;
-  float h[kHiddenRounds][8];
+  const Ranks ranks;
+  float h[kHiddenRounds][8];  // of several ranks of the columns that this one has; of others anything
   Quad gamma;
 
-  LP_DEVICE Hidden(const Launch& launch) : launch(launch) {}
+  LP_DEVICE Hidden(const Launch& launch) : launch(launch), ranks{launch} {}
   LP_DEVICE static int chunk() { return lane_index() / kHiddenColumns; }
   LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns; }
   LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
-  LP_DEVICE static u32 first_row() { return blockIdx.x * (kBlockHiddenTiles * 16) + chunk() * 8; }
+  LP_DEVICE static u32 first_row() { return rank_block() * (kBlockHiddenTiles * 16) + chunk() * 8; }
   /// The weights of the norm that is applied next.
   LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }
   /// The residual and gamma.
@@ -104,8 +106,8 @@ struct Hidden {
     }
   }
 
-  LP_DEVICE void embed(int round, u32 token) {
-    u32 pairs[4];
+  /// The embedding of a token, which lies in this GPU's memory at row `token`: the lane's 8 rows as pairs.
+  LP_DEVICE void fetch_embedding(u32 token, u32* pairs) const {
     if (kTied) {
 #pragma unroll
       for (int i = 0; i < 4; i++) pairs[i] = load_constant_u32((const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row() + 2 * i)));
@@ -113,17 +115,57 @@ struct Hidden {
       const Quad row = load_constant_16(launch.embedding + ((u64)token * kHidden + first_row()) * 2);
       pairs[0] = row.x, pairs[1] = row.y, pairs[2] = row.z, pairs[3] = row.w;
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) h[round][i] = from_bf16(i & 1 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff);
   }
-  /// Adds what the pair has summed in o or down.
-  template <class C> LP_DEVICE void add(const Receive& receive) {
+  /// The residual begins with the embedding of `token(column)`, with zeros where that is kIdle.
+  template <class TOKEN> LP_DEVICE void embed(const TOKEN& token, u32 tag) {
+    constexpr u32 SHARD = kHeadTiles * 16;  // tokens of a rank
+    u32 pairs[kHiddenRounds][4] = {};
+    bool awaited[kHiddenRounds] = {};  // from another rank
 #pragma unroll
-    for (int r = 0; r < kHiddenRounds; r++)
-      if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
+    for (int r = 0; r < kHiddenRounds; r++) {
+      const u32 id = on(r) ? token(column(r)) : kIdle;
+      if constexpr (kRanks == 1) {
+        if (id != kIdle) fetch_embedding(id, pairs[r]);
+      } else if (id != kIdle) {
+        const bool here = id / SHARD == ranks.own(), mine = ranks.has(column(r));
+        awaited[r] = mine && !here;
+        if (here) fetch_embedding(id % SHARD, pairs[r]);
+        if (here && !mine) ranks.tell_embedding(chunk(), column(r), pairs[r], tag);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kHiddenRounds; r++) {
+      if constexpr (kRanks > 1) ranks.hear_embedding(chunk(), column(r), awaited[r], pairs[r], tag);
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[r][i] = from_bf16(i & 1 ? pairs[r][i / 2] >> 16 : pairs[r][i / 2] & 0xffff);
+    }
+  }
+  /// Adds what the pair has summed in o or down; of several ranks all pairs.
+  template <class C> LP_DEVICE void add(const Receive& receive, u32 told, u32 tag) {
+    if constexpr (kRanks == 1) {
+#pragma unroll
+      for (int r = 0; r < kHiddenRounds; r++)
+        if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
+    } else {
+      float sum[kHiddenRounds][8] = {};
+#pragma unroll
+      for (int r = 0; r < kHiddenRounds; r++) {
+        if (!on(r)) continue;
+        receive.template add_rows8<C>(chunk(), column(r), sum[r]);
+        ranks.tell_sums(told, chunk(), column(r), sum[r], tag);
+      }
+#pragma unroll
+      for (int r = 0; r < kHiddenRounds; r++) {  // all are on their way before the first is waited for
+        ranks.hear_sums(told, chunk(), column(r), on(r), sum[r], tag);
+#pragma unroll
+        for (int i = 0; i < 8; i++) h[r][i] += sum[r][i];
+      }
+    }
   }
   /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's), whose 1 / rms its readers apply after their product.
-  LP_DEVICE void publish_x(int norm) {
+  LP_DEVICE void publish_x(int norm, u32 tag) {
+    u8 *vector = launch.words + (norm ? Words::mlp_x : Words::attention_x), *sums = launch.words + Words::sums + (u64)(norm * kBlocks + rank_block()) * kColumns * 4;
+    const u32 told = norm ? kToldOut : kToldDown;
     const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
     for (int r = 0; r < kHiddenRounds; r++) {
@@ -134,13 +176,16 @@ struct Hidden {
       for (int i = 0; i < 8; i++) squares[i] = h[r][i] * h[r][i];
 #pragma unroll
       for (int i = 0; i < 4; i++) x[i] = bf16_pair(h[r][2 * i] * from_bf16(scales[i] & 0xffff), h[r][2 * i + 1] * from_bf16(scales[i] >> 16));
-      store_16(launch.words + (norm ? Words::mlp_x : Words::attention_x) + vector_byte(blockIdx.x * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
+      if (ranks.has(column(r))) store_16(vector + vector_byte(rank_block() * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
       float sum = tree_sum<8>(squares);
 #pragma unroll
       for (int d = kHiddenColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
-      if (chunk() == 0) store_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + blockIdx.x) * kColumns + column(r)) * 4, __float_as_uint(sum));
+      if (!ranks.has(column(r))) continue;
+      if (chunk() == 0) store_u32(sums + column(r) * 4, __float_as_uint(sum));
+      if constexpr (kRanks > 1) ranks.tell_x(told, chunk(), column(r), x, sum, tag);
     }
-    publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + blockIdx.x / kLeafBlocks * Words::counter);
+    if constexpr (kRanks > 1) ranks.hear_x(told, vector, sums, tag);
+    publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + rank_block() / kLeafBlocks * Words::counter);
 #pragma unroll
     for (int i = 0; i < kHiddenRounds * 2; i++) {
       const float* from = h[i / 2] + i % 2 * 4;
@@ -149,7 +194,7 @@ struct Hidden {
   }
 
  private:
-  LP_DEVICE u8* residual() const { return launch.words + Words::hidden + (blockIdx.x * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16; }
+  LP_DEVICE u8* residual() const { return launch.words + Words::hidden + (rank_block() * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16; }
 };
 
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
@@ -157,11 +202,11 @@ struct Hidden {
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
   const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
-  if (blockIdx.x < kColumns) {
+  if (rank_block() < kColumns) {
     if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
     __syncwarp();
   }
-  for (u32 column = blockIdx.x; column < kColumns; column += kBlocks) {
+  for (u32 column = rank_block(); column < kColumns; column += kBlocks) {
     float part[kBlocks / 32];
 #pragma unroll
     for (int i = 0; i < kBlocks / 32; i++)

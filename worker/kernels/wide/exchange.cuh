@@ -4,7 +4,9 @@
 #pragma once
 
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
-constexpr u32 kQueryWriters = 2 * kQkvTiles / QkvCut::pair_tiles;          // blocks that write q, k and v of a KV head
+constexpr u32 kActivationBlocks = kBlocks / Down::leaves;                   // blocks that write a leaf of the activation
+/// What the counter of a KV head's q, k and v counts: blocks that write them; where blocks have some tiles of one KV head and some of the next, tiles.
+constexpr u32 kQueryWriters = QkvCut::even ? 2 * kQkvTiles / QkvCut::pair_tiles : kQkvTiles;
 
 /// Generations of the exchanges, from 1; and the tags of words.
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
@@ -59,6 +61,23 @@ LP_DEVICE void publish(const Launch& launch, u64 counter) {
   if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
+/// The same for the block's tiles of q, k and v.
+LP_DEVICE void publish_queries(const Launch& launch) {
+  if constexpr (QkvCut::even) {
+    publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
+  } else {
+    fence_async_global();
+    consumers_sync();
+    if (thread_index() > 0) return;
+    const int end = QkvCut::first_tile() + QkvCut::stage_tiles();
+    for (int tile = QkvCut::first_tile(), next; tile < end; tile = next) {
+      const int head_end = (tile / kQkvTiles + 1) * kQkvTiles;
+      next = head_end < end ? head_end : end;
+      add_release_u32((u32*)(launch.words + Words::queries_ready + tile / kQkvTiles * Words::counter), next - tile);
+    }
+  }
+}
+
 /// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
 /// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
 struct Receive {
@@ -79,7 +98,7 @@ struct Receive {
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
   template <class C> static constexpr int pieces = C::split == Split::kColumns ? 2 : 1;  // of a tile
   /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their way to the peer.
-  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::pair_tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
+  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
 
   /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
   template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum, const MEANWHILE& meanwhile) {
@@ -115,7 +134,7 @@ struct Receive {
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, (kPrompt ? use % kLayerUses - 1 : use) & 1, kSitePartialsFull);  // prompts receive nothing in qkv
+      wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1, kSitePartialsFull);
       __syncwarp();
       if (keeps_own<C>) return;
       if (on && mine) add<C>(received, place.tile, sum);
@@ -141,7 +160,7 @@ struct Receive {
 
  private:
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
-  template <class C> static constexpr bool keeps_own = C::split == Split::kLeaves;
+  template <class C> static constexpr bool keeps_own = C::halves && C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
   /// Byte of a tile's (row, column). Groups of 8 columns lie in an order of their own in each row: j groups on from the first it is this byte ^ kSwizzled * j, and i rows on from a
   /// multiple of four ^ kSwizzled * (i % 4), beside the rows' bytes.

@@ -7,8 +7,8 @@ struct Choice {
   const Launch& launch;
   u32 shared;
 
-  /// After the LM head the peer may send the next step's qkv as soon as it has the tokens, while they are read here: it sends to later slots.
-  static_assert(kPrompt || kConsumers * kColumns * 8 <= Receive::first_received<QkvCut> * Receive::tile_bytes<QkvCut>, "the choice lies before what the peer sends");
+  /// After the LM head the peer may send the next step's qkv, where that is cut, as soon as it has the tokens, while they are read here: it sends to later slots.
+  static_assert(!QkvCut::halves || kConsumers * kColumns * 8 <= Receive::first_received<QkvCut> * Receive::tile_bytes<QkvCut>, "the choice lies before what the peer sends");
   LP_DEVICE u32 slot(u32 row, u32 column) const { return shared + Shared::receive + (row * kColumns + column) * 8; }
   LP_DEVICE Best load(u32 row, u32 column) const {
     Best best;
@@ -36,11 +36,11 @@ struct Choice {
         Best best;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int id = first_tile * 16 + g + e * 8;
+          const int id = own_rank(launch) * (kHeadTiles * 16) + first_tile * 16 + g + e * 8;
           const float logit = sum[e >> 1][4 * j + c + 2 * (e & 1)] * inverse;
           if (e >> 1 >= width || id >= kVocab) continue;
           best.offer(logit, id);
-          if (launch.flags & kLaunchLogits) launch.logits[(u64)column * (Head::tiles * 16) + id] = logit;
+          if (launch.flags & kLaunchLogits) put_logit(launch, column, id, logit);
         }
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) {
@@ -66,8 +66,9 @@ struct Choice {
         const Best other = load(w, tid);
         best.offer(other.value, other.id);
       }
-      store_relaxed_u64(launch.words + Words::best + (blockIdx.x * kColumns + tid) * 8, (u64)best.id << 32 | __float_as_uint(best.value));
+      store_relaxed_u64(launch.words + Words::best + (rank_block() * kColumns + tid) * 8, (u64)best.id << 32 | __float_as_uint(best.value));
     }
+    if (kRanks > 1) fence_tokens(launch);  // logits of this thread, before the block's token word
     publish(launch, Words::tokens_ready);
     if (tid == 0) wait_count(launch, Words::tokens_ready, kBlocks * (step + 1), kSiteSampled);
     consumers_sync();
@@ -79,16 +80,42 @@ struct Choice {
       best.offer(__uint_as_float((u32)word), (u32)(word >> 32));
     }
     store(tid / kColumns, tid % kColumns, best);
-    const bool stopped = load_relaxed_u32(launch.words + Words::stop) != 0;
+    bool stopped = load_relaxed_u32(launch.words + Words::stop) != 0;
     consumers_sync();
     if (tid < kColumns) {
       for (u32 part = 1; part < kParts; part++) {
         const Best other = load(part, tid);
         best.offer(other.value, other.id);
       }
+      if constexpr (kRanks > 1) stopped = agree(tid, step, stopped, best);
       store(0, tid, best);
     }
     consumers_sync();
     return stopped;
+  }
+
+ private:
+  /// The best of this rank to all ranks and of all ranks to this one, for a column a lane; true, for column 0, if all hosts want the launch to end. Every rank hears the same.
+  LP_DEVICE bool agree(u32 column, u32 step, bool stop, Best& best) const {
+    const u32 tag = tag_of(launch, step, 0), own = own_rank(launch);
+    if (rank_block() == column % kBlocks) {
+      fence_tokens(launch);  // logits of all blocks, whose counter this block has seen, before its word
+      for (u32 rank = 0; rank < kRanks; rank++) store_system_16(launch.inbox[rank] + Inbox::token + (column * kRanks + own) * 16, __float_as_uint(best.value), best.id, tag, stop);
+    }
+    const u8* words = launch.inbox[own] + Inbox::token + column * kRanks * 16;
+    Quad heard[kRanks] = {};
+    const auto missing = [&](u32 j) { return heard[j].z != tag ? j * 16 + 8 : kThere; };
+    const auto fetch = [&](u32 j) {
+      if (missing(j) != kThere) heard[j] = load_system_16(words + j * 16);
+    };
+    poll<kRanks, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens);
+    fence_tokens(launch);  // words before K and V of this step are read, and its logits
+    stop = true;
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; rank++) {
+      best.offer(__uint_as_float(heard[rank].x), heard[rank].y);
+      stop &= heard[rank].w != 0;
+    }
+    return stop;
   }
 };

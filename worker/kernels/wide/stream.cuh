@@ -60,7 +60,7 @@ struct Producer {
   template <class C> LP_DEVICE static Run run(const u8* product, int leaf_steps) {
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
-    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * kMaxLeaves) + leaf * leaf_steps * unit.width) * kFragment;
+    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * C::P::leaves) + leaf * leaf_steps * unit.width) * kFragment;
     return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment), (u32)(C::steps * unit.width * kFragment), (u32)(C::leaves * leaf_steps / C::steps)};
   }
   /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
@@ -87,13 +87,13 @@ struct Input {
 
   LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// Input of the pair's tiles of a product: this block's leaves. count: of counters, 16, one a leaf, or one for all.
+  /// Input of the pair's tiles of a product: this block's leaves. count: of counters, one a leaf, or one for all.
   template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site, int leaf_steps) {
     ready = 0;
 #pragma unroll 1
     for (int n = 0; n < C::leaves; n++) {
       const int leaf = C::first_leaf() + n;
-      for (int way = 0; way < C::ways; way++) await(counters, count, (leaf + way * C::leaves) * count / kMaxLeaves, target, site);
+      for (int way = 0; way < C::ways; way++) await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
 #pragma unroll 1
       for (int k = 0; k < leaf_steps; k += C::input_steps) copy<C::ways>(vector + (u64)((leaf + (int)lane() * C::leaves) * leaf_steps + k) * kStepBytes);
     }

@@ -7,7 +7,7 @@
 import argparse, contextlib, ctypes, os
 
 import variants
-from variants import NARROW, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation, enqueue, prompt_of
+from variants import NARROW, PROMPT, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation, enqueue, kernel_of, prompt_of
 
 BLOCKS, ROUNDS, STEPS = 128, 9, 128
 
@@ -25,17 +25,17 @@ def build(args):
         for ranks in args.ranks:
             shape = Shape(**SHAPES[name]).of_rank(ranks, blocks_of(args, ranks))
             for columns in args.columns:
-                compile_cubin(cubin(args, name, columns, ranks), "looped_decoder.cu", [*shape.defines(columns), f"-DLP_RANKS_HERE={1 if args.apart else ranks}", *args.defines.split()])
+                compile_cubin(cubin(args, name, columns, ranks), f"{kernel_of(columns)}.cu", [*shape.defines(columns), f"-DLP_RANKS_HERE={1 if args.apart else ranks}", *args.defines.split()])
 
 
 class Group:
-    """Kernels of all ranks, which are launched together. `apart`: on a GPU each."""
+    """Kernels of all ranks, which are launched together. `apart`: on a GPU each. `beside`: a group with the same pages, whose KV it uses."""
 
-    def __init__(self, models, columns, path, apart, **sizes):
+    def __init__(self, models, columns, path, apart, beside=None, **sizes):
         self.apart, self.kernels = apart, []
         for rank, model in enumerate(models):
             with self.on(rank):
-                self.kernels.append(Kernel(model, columns, path, **sizes))
+                self.kernels.append(Kernel(model, columns, path, beside=beside and beside.kernels[rank], **sizes))
         for rank, kernel in enumerate(self.kernels):
             kernel.rank, kernel.inboxes = rank, [peer.inbox for peer in self.kernels]
 
@@ -81,13 +81,17 @@ def bits(args):
         base = {}
         for ranks in (1, *args.ranks):
             shape = whole if ranks == 1 else whole.of_rank(ranks, blocks_of(args, ranks))
+            models = [model] if ranks == 1 else [Model(shape, positions=1024, of=model, rank=rank) for rank in range(ranks)]
+
+            def group_of(columns, **more):
+                path = os.path.join(args.dir, f"{name}_{columns}.cubin") if ranks == 1 else cubin(args, name, columns, ranks)
+                return Group(models, columns, path, args.apart and ranks > 1, slots=64, pages=64 * 4, **more)
+
             for columns in args.columns:
-                if ranks == 1:
-                    group = Group([model], columns, os.path.join(args.dir, f"{name}_{columns}.cubin"), False)
-                else:
-                    group = Group([Model(shape, positions=1024, of=model, rank=rank) for rank in range(ranks)], columns, cubin(args, name, columns, ranks), args.apart)
-                got = [step_logits(group, tokens)]
-                for rows in range(2, columns + 1, 3):
+                group = group_of(columns if columns != PROMPT else 32)
+                before = group_of(columns, beside=group) if columns == PROMPT else group
+                got = [step_logits(before, group, tokens)]
+                for rows in range(2, group.columns + 1, 3 if columns in NARROW else 10):
                     group.launch([decoding(int(tokens[i]), 0, i, i) for i in range(rows)], steps=4)
                     got.append([group.logits(i) for i in range(rows)])
                 token = int(got[0][0].argmax())
@@ -100,13 +104,15 @@ def bits(args):
                 print(f"{name}, {ranks} ranks, {columns} columns: {sum(equal)} of {len(equal)} rows have the bits of one rank; the same tokens: {steps == first[1]}", flush=True)
 
 
-def step_logits(group, tokens):
-    """Logits after a prompt."""
-    chunk = group.columns
-    for first in range(0, len(tokens), chunk):
-        part = tokens[first : first + chunk].tolist()
-        group.launch([dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1) for i, token in enumerate(part)])
-    return [group.logits(len(part) - 1)]
+def step_logits(before, group, tokens):
+    """Logits after a prompt, whose passes are of the group `before`; where that samples nothing, the last token's is of `group`."""
+    chunk, last = before.columns, 1 if before is not group else 0
+    for first in range(0, len(tokens) - last, chunk):
+        part = tokens[first : min(first + chunk, len(tokens) - last)].tolist()
+        before.launch([dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1 - last) for i, token in enumerate(part)])
+    if last:
+        group.launch([decoding(int(tokens[-1]), len(tokens) - 1)])
+    return [group.logits(0 if last else len(part) - 1)]
 
 
 def time_(args):
@@ -122,7 +128,7 @@ def time_(args):
                 groups, times = {}, {}
                 for variant in args.variants.split(","):
                     args.name, times[variant] = variant, []
-                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart, pages=8 * 10, slots=8)
+                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart, pages=max(8, columns) * 10, slots=max(8, columns))
                 for turn in range(ROUNDS + 2):
                     for variant, group in groups.items():
                         group.launch([decoding(17 + i, context - 1, i, i) for i in range(columns)], steps=STEPS, logits=False)

@@ -204,10 +204,11 @@ struct Team {
 #pragma unroll 1
     for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
       float sum[2][GateUpOwn::columns / 2];
-      const int unit = GateUpOwn::split_columns ? warp_index() & 3 : warp_index(), width = GateUpOwn::width(pass, unit);
+      const int unit = GateUpOwn::unit(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
+      if (GateUpOwn::thin) join_gate_and_up(shared, sum);
       if (pass == 0) wait_norm(1, generation_of(step, layer));
-      if (width > 0) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
+      if (width > 0 && !(GateUpOwn::thin && GateUpOwn::second())) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }
     reached(launch, step, warp_index(), layer, 7);
     publish(launch, Words::activation_ready + rank_block() / kActivationBlocks * Words::counter);
@@ -225,7 +226,7 @@ struct Team {
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
       float sum[2][HeadOwn::columns / 2];
-      const int unit = HeadOwn::split_columns ? warp_index() & 3 : warp_index(), width = HeadOwn::width(pass, unit);
+      const int unit = HeadOwn::unit(), width = HeadOwn::width(pass, unit);
       sum_unit<HeadOwn>(consumer, unit, width, sum);
       if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
     }

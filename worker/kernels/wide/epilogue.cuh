@@ -229,7 +229,22 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
   if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
 }
 
-using GateUpOwn = Own<GateUp>;
+using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= 4)>;
+/// Of thin units, whose gate and up are two warps': up goes to the warp that has gate, as sum[1]. Scratch: what the peer does not send to in down.
+LP_DEVICE void join_gate_and_up(u32 shared, float (*sum)[GateUpOwn::columns / 2]) {
+  constexpr int R = GateUpOwn::columns / 2;
+  static_assert(!GateUpOwn::thin || !DownCut::halves || kConsumers / 2 * R * 128 <= Receive::first_received<DownCut> * Receive::tile_bytes<DownCut>, "before what the peer sends");
+  const u32 at = shared + Shared::receive + (warp_index() >> 1) * (R * 128) + lane_index() * 16;
+#pragma unroll
+  for (int i = 0; i < R; i += 4)
+    if (GateUpOwn::second()) store_shared_16(at + i * 128, sum[0] + i);
+  consumers_sync();
+#pragma unroll
+  for (int i = 0; i < R; i += 4) {
+    const Quad v = load_shared_16(at + i * 128);
+    sum[1][i] = __uint_as_float(v.x), sum[1][i + 1] = __uint_as_float(v.y), sum[1][i + 2] = __uint_as_float(v.z), sum[1][i + 3] = __uint_as_float(v.w);
+  }
+}
 /// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
   const int lane = lane_index(), t = lane & 3;

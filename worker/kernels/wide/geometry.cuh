@@ -109,17 +109,24 @@ using OCut = Cut<O, (O::leaves > 1), kResidualRun>;
 using DownCut = Cut<Down, (Down::leaves > 1), kResidualRun>;
 static_assert((int)O::tiles == (int)Down::tiles && (int)O::leaves == (int)Down::leaves && OCut::steps == DownCut::steps, "both add to the residual");
 
-/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit. Passes of some units, which read x once each.
-template <class PRODUCT> struct Own {
+/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, THIN, where there are so few that half of the warps would idle, a tile. Passes of some
+/// units, which read x once each.
+template <class PRODUCT, bool THIN = false> struct Own {
   using P = PRODUCT;
+  static constexpr bool thin = THIN;
+  static constexpr int warp_tiles = THIN ? 1 : 2;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
   static constexpr int pass_units = most_units < (kPrompt ? 4 : 8) ? most_units : kPrompt ? 4 : 8;
   static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
+  static_assert(!THIN || pass_units <= 2, "the tiles of a pass are a warpgroup's");
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   static constexpr int steps = stage_steps(kStageBytes / (pass_units * 2 * kFragment), P::leaf_steps);  // a stage
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
+  /// The warp's unit of a pass, and, THIN, whether its tile is the second.
+  LP_DEVICE static int unit() { return THIN ? (warp_index() & 3) >> 1 : split_columns ? warp_index() & 3 : warp_index(); }
+  LP_DEVICE static bool second() { return warp_index() & 1; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {
     const int left = tiles() - 2 * (pass * pass_units + unit);

@@ -17,29 +17,41 @@ template <class C> LP_DEVICE Place place_of() {
                C::split == Split::kLeaves ? way * C::input_steps * kStepBytes : C::split == Split::kColumns ? group * (C::columns / 8 * 256) : 0};
 }
 
-/// One leaf of a warp's tile, k16 steps ascending from zero, in groups that a stage and a slot have in common.
+/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are: where weights are streamed sooner than that, of several ranks, it has two.
+constexpr int kGroupSlots = kRanks > 1 && !kPrompt ? 2 : 1;
+/// k16 steps of a group, which stages and slots of so many have in common.
+constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * slot ? stage : kGroupSlots * slot; }
+
+/// One leaf of a warp's tile, k16 steps ascending from zero, in groups.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
-  constexpr int N = C::columns, SHARED_STEPS = C::steps < C::input_steps ? C::steps : C::input_steps;
-  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : SHARED_STEPS;  // the tree of 16 leaves leaves fewer registers
+  constexpr int N = C::columns, SLOT = C::input_steps;
+  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : group_steps(C::steps, SLOT);  // the tree of 16 leaves leaves fewer registers
+  constexpr int SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
-  u32 stage = 0, input = 0;
+  u32 stage = 0, input[SLOTS] = {};
 #pragma unroll 1
   for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
-    if (k % C::input_steps == 0) input = consumer.wait_input() + place.input;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++)
+      if (k % SLOT == 0) input[s] = consumer.wait_input(s) + place.input;
     if (k % C::steps == 0) stage = consumer.wait() + place.fragments;
     Quad a[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) a[i] = place.on ? load_shared_16(stage + (k % C::steps + i) * place.stride) : Quad{0, 0, 0, 0};
-    const u64 operand = wgmma_operand(input + k % C::input_steps * kStepBytes);
+    u64 operand[SLOTS];
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(input[s] + k % SLOT * kStepBytes);
     pin<N / 2>(sum);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) wgmma<N>(sum, a[i], wgmma_operand(operand, i * kStepBytes));
+    for (int i = 0; i < STEPS; i++) wgmma<N>(sum, a[i], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
     wgmma_finish();
     pin<N / 2>(sum);
     if ((k + STEPS) % C::steps == 0) consumer.release();
-    if ((k + STEPS) % C::input_steps == 0) consumer.release_input();
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++)
+      if ((k + STEPS) % SLOT == 0) consumer.release_input();
   }
 }
 /// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
@@ -59,46 +71,57 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
   }
 }
 
-/// A unit of a block's own tiles with all of K, leaves ascending. `width` tiles; of fewer than two the other sum means nothing.
+/// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
-  constexpr int R = C::columns / 2, STEPS = 4;
-  const u32 fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16, stride = width * kFragment, second = width == 2 ? kFragment : 0;
+  constexpr int R = C::columns / 2, T = C::warp_tiles, SLOT = (int)kInputSteps, STEPS = C::thin ? group_steps(C::steps, SLOT) : 4, SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
+  const u32 stride = width * kFragment, second = width == 2 ? kFragment : 0, fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16 + (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
 #pragma unroll
-  for (int i = 0; i < R; i++) sum[0][i] = sum[1][i] = 0;
+  for (int t = 0; t < T; t++)
+#pragma unroll
+    for (int i = 0; i < R; i++) sum[t][i] = 0;
 #pragma unroll 1
   for (int n = 0; n < C::P::leaves; n++) {
-    float leaf[2][R];
+    float leaf[T][R];
 #pragma unroll
-    for (int i = 0; i < R; i++) leaf[0][i] = leaf[1][i] = 0;
-    u32 stage = 0, input = 0;
+    for (int t = 0; t < T; t++)
+#pragma unroll
+      for (int i = 0; i < R; i++) leaf[t][i] = 0;
+    u32 stage = 0, input[SLOTS] = {};
 #pragma unroll 1
     for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
-      if (k % kInputSteps == 0) input = consumer.wait_input() + columns;
+#pragma unroll
+      for (int s = 0; s < SLOTS; s++)
+        if (k % SLOT == 0) input[s] = consumer.wait_input(s) + columns;
       if (k % C::steps == 0) stage = consumer.wait() + fragments;
-      Quad a[STEPS][2];
+      Quad a[STEPS][T];
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
         const u32 from = stage + (k % C::steps + i) * stride;
-        a[i][0] = width > 0 ? load_shared_16(from) : Quad{0, 0, 0, 0};
-        a[i][1] = width > 0 ? load_shared_16(from + second) : Quad{0, 0, 0, 0};
+#pragma unroll
+        for (int t = 0; t < T; t++) a[i][t] = width > 0 ? load_shared_16(from + t * second) : Quad{0, 0, 0, 0};
       }
-      const u64 operand = wgmma_operand(input + k % kInputSteps * kStepBytes);
-      pin<R>(leaf[0]);
-      pin<R>(leaf[1]);
+      u64 operand[SLOTS];
+#pragma unroll
+      for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(input[s] + k % SLOT * kStepBytes);
+#pragma unroll
+      for (int t = 0; t < T; t++) pin<R>(leaf[t]);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        wgmma<C::columns>(leaf[0], a[i][0], wgmma_operand(operand, i * kStepBytes));
-        wgmma<C::columns>(leaf[1], a[i][1], wgmma_operand(operand, i * kStepBytes));
-      }
+      for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int t = 0; t < T; t++) wgmma<C::columns>(leaf[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
       wgmma_finish();
-      pin<R>(leaf[0]);
-      pin<R>(leaf[1]);
+#pragma unroll
+      for (int t = 0; t < T; t++) pin<R>(leaf[t]);
       if ((k + STEPS) % C::steps == 0) consumer.release();
-      if ((k + STEPS) % kInputSteps == 0) consumer.release_input();
+#pragma unroll
+      for (int s = 0; s < SLOTS; s++)
+        if ((k + STEPS) % SLOT == 0) consumer.release_input();
     }
 #pragma unroll
-    for (int i = 0; i < R; i++) sum[0][i] += leaf[0][i], sum[1][i] += leaf[1][i];
+    for (int i = 0; i < R; i++)
+#pragma unroll
+      for (int t = 0; t < T; t++) sum[t][i] += leaf[t][i];
   }
 }

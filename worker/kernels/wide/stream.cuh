@@ -162,10 +162,10 @@ struct Consumer {
   }
   /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.
   LP_DEVICE void skip(u32 others) { stages += others; }
-  /// The same for the slots of activations.
-  LP_DEVICE u32 wait_input() {
-    const u32 slot = inputs % kInputSlots;
-    wait_barrier(launch, shared + Shared::input_full + 8 * slot, inputs / kInputSlots & 1, kSiteInputFull);
+  /// The same for the slots of activations; `ahead`: of those that are not given back yet.
+  LP_DEVICE u32 wait_input(u32 ahead = 0) {
+    const u32 number = inputs + ahead, slot = number % kInputSlots;
+    wait_barrier(launch, shared + Shared::input_full + 8 * slot, number / kInputSlots & 1, kSiteInputFull);
     __syncwarp();
     return shared + Shared::input + slot * (kInputSteps * kStepBytes);
   }

@@ -69,8 +69,8 @@ LP_DEVICE void publish_queries(const Launch& launch) {
     fence_async_global();
     consumers_sync();
     if (thread_index() > 0) return;
-    const int end = QkvCut::first_tile() + QkvCut::stage_tiles();
-    for (int tile = QkvCut::first_tile(), next; tile < end; tile = next) {
+    const int end = Qkv::first_tile(block_index() + 1);
+    for (int tile = Qkv::first_tile(block_index()), next; tile < end; tile = next) {
       const int head_end = (tile / kQkvTiles + 1) * kQkvTiles;
       next = head_end < end ? head_end : end;
       add_release_u32((u32*)(launch.words + Words::queries_ready + tile / kQkvTiles * Words::counter), next - tile);
@@ -105,7 +105,7 @@ struct Receive {
     static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
     begin(use);
     const u32 group = warp_index() >> 2, peer = half() ^ 1;
-    const bool mine = !C::halves || (place.tile >= C::even_tiles) == (half() == 1);
+    const bool mine = !C::halves || (place.tile >= C::first_owned(1)) == (half() == 1);
     const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
     const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
     bool on = place.on;

@@ -3,7 +3,7 @@
 // A pair is a cluster of two blocks. Of qkv, o and down a pair owns the row tiles that its blocks own in narrow passes, and each block sums half of K of all of them:
 // so a block reads half of the activations. Gate/up and the LM head are not cut: a block owns its tiles with all of K.
 //
-// A rank of a group has too few tiles of qkv for pairs to own as many each: there qkv is not cut. Of 16 ranks each has one leaf of o and down, so they are not, either.
+// A rank of a group has too few tiles of qkv for pairs to own as many each; of 16 ranks each has one leaf of o and down, so these are not cut.
 #pragma once
 
 static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
@@ -21,14 +21,14 @@ constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 /// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
 constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
                                             && kQkvTiles % (Qkv::tiles / kPairs) == 0                                    // a pair belongs to one KV head
-                                      : Qkv::most_tiles <= 4;                                                            // a warp of a warpgroup a tile
+                                      : Qkv::most_pair_tiles <= 8 && (!kPrompt || Qkv::most_tiles <= 4);
 constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves * kRanks == 16 && kDownLeaves * kRanks == 16  // the leaves of half of K are a subtree
                            && kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0                   // sums of squares of blocks are a subtree
                            && kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3  // a block owns so many tiles of the hidden state
                            && kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0  // stages do not cross leaves
                            && kQkvFits;
 static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4, but for prompts), leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 "
-                         "tiles of qkv of one KV head a pair (of several ranks up to 4 a block)");
+                         "tiles of qkv of one KV head a pair (of several ranks up to 8)");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }
@@ -64,10 +64,10 @@ enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divi
 /// divisor of them.
 template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
   using P = PRODUCT;
-  static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && (HALVES || kRanks == 1);  // pairs own as many tiles each
-  static constexpr int pair_tiles = P::tiles / kPairs, even_tiles = pair_tiles / 2, odd_tiles = even ? pair_tiles - even_tiles : P::most_tiles;
-  static_assert(even || !HALVES, "pairs that halve K own as many tiles each");
-  static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;  // of a stage, at most
+  static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;  // even: pairs own as many tiles each
+  static constexpr int pair_tiles = even ? P::tiles / kPairs : P::most_pair_tiles;       // at most, like all that follow
+  static constexpr int even_tiles = even ? pair_tiles / 2 : P::most_tiles, odd_tiles = even ? pair_tiles - even_tiles : P::most_tiles;
+  static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;            // of a stage
   static constexpr int block_leaves = HALVES ? P::leaves / 2 : P::leaves;  // of a block
   static constexpr Split split = kPrompt ? Split::kColumns : tiles > 4 ? Split::kTiles : block_leaves > 1 ? Split::kLeaves : Split::kColumns;
   static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
@@ -75,33 +75,41 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   static constexpr int leaves = block_leaves / ways;                                             // of a warp
   static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);  // of each way, a stage
   static constexpr int input_steps = (int)kInputSteps / ways;                                    // of each way, a slot
-  static constexpr int unit_tiles = P::ways == 1 ? 2 : 1, even_units = (even_tiles + unit_tiles - 1) / unit_tiles;
-  static constexpr int units = (HALVES ? even_units : 0) + (odd_tiles + unit_tiles - 1) / unit_tiles;
+  static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
+  static constexpr int odd_units = (odd_tiles + unit_tiles - 1) / unit_tiles;
+  static constexpr int units = !HALVES ? odd_units : even ? (even_tiles + unit_tiles - 1) / unit_tiles + odd_units : pair_tiles / unit_tiles + 1;
   static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
-  LP_DEVICE static int first_tile() { return HALVES ? (int)pair() * pair_tiles : P::first_tile(block_index()); }
-  LP_DEVICE static int stage_tiles() { return HALVES ? pair_tiles : owned(half()); }
+  LP_DEVICE static int first_tile() {
+    if constexpr (even && HALVES) return (int)pair() * pair_tiles;
+    else return P::first_tile(HALVES ? (int)pair() * 2 : block_index());
+  }
+  LP_DEVICE static int stage_tiles() {
+    if constexpr (even && HALVES) return pair_tiles;
+    else return HALVES ? owned(0) + owned(1) : owned(half());
+  }
   /// Whether the block has a part in the product.
   LP_DEVICE static bool on() { return even || stage_tiles() > 0; }
   LP_DEVICE static int first_leaf() { return HALVES ? (int)half() * block_leaves : 0; }
-  /// Tiles that block `of` of the pair owns, and the first of them. Where pairs are uneven only this block's are known.
+  /// Tiles that block `of` of the pair owns, and the first of them.
   LP_DEVICE static int owned(u32 of) {
     if constexpr (even) return of ? odd_tiles : even_tiles;
-    else return P::first_tile(block_index() + 1) - P::first_tile(block_index());
+    else return P::first_tile(pair() * 2 + of + 1) - P::first_tile(pair() * 2 + of);
   }
-  LP_DEVICE static int first_owned(u32 of) { return of ? even_tiles : 0; }
+  LP_DEVICE static int first_owned(u32 of) { return of ? owned(0) : 0; }
+  LP_DEVICE static int units_of(int tiles) { return (tiles + unit_tiles - 1) / unit_tiles; }
   LP_DEVICE static Unit unit_of(int tile) {
-    const bool odd = HALVES && tile >= even_tiles;
-    const int run = odd ? even_tiles : 0, length = HALVES ? owned(odd) : stage_tiles(), first = (tile - run) / unit_tiles * unit_tiles;
+    const bool odd = HALVES && tile >= owned(0);
+    const int run = odd ? owned(0) : 0, length = HALVES ? owned(odd) : stage_tiles(), first = (tile - run) / unit_tiles * unit_tiles;
     return Unit{run + first, unit_tiles == 2 && first + 1 < length ? 2 : 1};
   }
   LP_DEVICE static Unit unit(int index) {
-    const int tile = HALVES && index >= even_units ? even_tiles + unit_tiles * (index - even_units) : unit_tiles * index;
+    const int even_units = HALVES ? units_of(owned(0)) : 0, tile = HALVES && index >= even_units ? owned(0) + unit_tiles * (index - even_units) : unit_tiles * index;
     return tile < stage_tiles() ? unit_of(tile) : Unit{0, 0};
   }
 };
-using QkvCut = Cut<Qkv, !kPrompt && kRanks == 1>;
+using QkvCut = Cut<Qkv, !kPrompt>;
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 /// o and down differ in nothing but the length of a leaf: who streams one can stream the other.
 constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);

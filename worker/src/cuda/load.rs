@@ -214,7 +214,7 @@ fn kernels(
     defines: &[(&'static str, u64)],
 ) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    if let Err(problem) = check_wide(layout) {
+    if let Err(problem) = check_wide(layout, 32) {
         tracing::info!(
             "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
         );

@@ -48,14 +48,14 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 5] =
-    [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(128, false, 7230)];
+    [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(PROMPT_COLUMNS, false, 7230)];
 /// The kernels' sources: narrow, wide.
 pub const SOURCES: [&str; 2] =
     [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 28] = [
+pub const HEADERS: [(&str, &str); 30] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -68,6 +68,7 @@ pub const HEADERS: [(&str, &str); 28] = [
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
     ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
+    ("ops/ranks.cuh", include_str!("../../kernels/ops/ranks.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
     ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
@@ -79,12 +80,15 @@ pub const HEADERS: [(&str, &str); 28] = [
     ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
     ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
     ("wide/exchange.cuh", include_str!("../../kernels/wide/exchange.cuh")),
+    ("wide/ranks.cuh", include_str!("../../kernels/wide/ranks.cuh")),
     ("wide/attention_items.cuh", include_str!("../../kernels/wide/attention_items.cuh")),
     ("wide/attention_share.cuh", include_str!("../../kernels/wide/attention_share.cuh")),
     ("wide/attention.cuh", include_str!("../../kernels/wide/attention.cuh")),
     ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
     ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),
 ];
+/// Rows of a pass of prompts.
+const PROMPT_COLUMNS: usize = 128;
 /// Why a kernel takes no rank of a group.
 const ONE_GPU: &str = "it exchanges nothing with other GPUs";
 /// Widest head; narrower ones are padded to this or half of it.
@@ -119,37 +123,44 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Why the wide kernel does not take a model on so many blocks; the same rule as `kWideFits` in kernels/wide/geometry.cuh.
+/// Why the wide kernel does not take a model, or a rank of one, on so many blocks, in passes of `columns` rows; the same rule as `kWideFits` in kernels/wide/geometry.cuh.
 ///
 /// # Errors
 /// The condition that is not met.
-pub fn check_wide(layout: &Layout) -> Result<(), String> {
+pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
     let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
     let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
     let (c, ranks) = (&layout.plan().config, layout.plan().tensor_parallel);
     let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
     let pair_tiles = qkv.tiles / pairs.max(1);
+    let owned: &[usize] = if ranks > 1 && columns < PROMPT_COLUMNS { &[1, 2, 4] } else { &[1, 2] };
+    let qkv_rule = match ranks {
+        1 => (
+            qkv.tiles.is_multiple_of(pairs.max(1))
+                && (2..=8).contains(&pair_tiles)
+                && group_tiles.is_multiple_of(pair_tiles),
+            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
+        ),
+        _ => {
+            let most = (0..blocks).map(|block| qkv.groups_of(block, blocks).len()).max().unwrap_or(0);
+            (most <= 4, format!("a block owns {most} row tiles of q, k and v, more than 4"))
+        }
+    };
     let rules = [
-        (ranks == 1, format!("{ONE_GPU}, this is one of {ranks}")),
         (
             [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
             format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
         ),
         (blocks >= 32 && blocks.is_power_of_two(), format!("{blocks} blocks are not a power of two from 32 on")),
         (
-            out.tiles == blocks || out.tiles == 2 * blocks,
-            format!("{blocks} blocks do not own 1 or 2 of {} row tiles each", out.tiles),
+            owned.iter().any(|owned| out.tiles == owned * blocks),
+            format!("{blocks} blocks do not own {owned:?} of {} row tiles each", out.tiles),
         ),
         (
             gate_up.steps().is_multiple_of(8) && out.steps().is_multiple_of(4) && down.steps().is_multiple_of(4),
             format!("leaves of {}, {} and {} steps of 16", gate_up.steps(), out.steps(), down.steps()),
         ),
-        (
-            qkv.tiles.is_multiple_of(pairs.max(1))
-                && (2..=8).contains(&pair_tiles)
-                && group_tiles.is_multiple_of(pair_tiles),
-            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
-        ),
+        qkv_rule,
     ];
     rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
 }
@@ -167,7 +178,7 @@ impl Variant {
     pub fn check(&self, layout: &Layout) -> Result<(), String> {
         match self.design {
             Design::Narrow | Design::Unlooped { .. } => Ok(()),
-            Design::Wide => check_wide(layout),
+            Design::Wide => check_wide(layout, self.columns()),
         }
     }
 
@@ -262,7 +273,7 @@ mod tests {
     fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
         let layout = layout(&padded(config), 1);
         let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
-        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim)).err()
+        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim), 32).err()
     }
 
     #[test]
@@ -289,7 +300,7 @@ mod tests {
             assert!(problem.contains(why), "{problem}");
         };
         refused(&llama_8b, Some(132), "132 blocks are not a power of two");
-        refused(&llama_8b, Some(64), "64 blocks do not own 1 or 2 of 256");
+        refused(&llama_8b, Some(64), "64 blocks do not own [1, 2] of 256");
         // Llama 3.2 3B, Qwen 2.5 7B, Llama 3.1 70B.
         refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
         refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
@@ -297,16 +308,31 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_of_a_group_has_narrow_kernels_and_no_others() {
-        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
-        for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
-            let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
-            assert_eq!(columns, [1, 8]);
-            let added = Gauge::new(&[LoopMode::On, LoopMode::Off, LoopMode::Overlapped]).variants(&layout);
-            let columns: Vec<_> = added.iter().map(Variant::columns).collect();
-            assert_eq!(columns, [[1; 5], [8; 5]].concat(), "noting times, and two modes more that do so or not");
-            let problem = check_wide(&layout).unwrap_err();
-            assert!(problem.contains("nothing with other GPUs"), "{problem}");
+    fn a_rank_of_a_group_has_kernels_of_all_widths_that_take_it() {
+        let of = |hidden_size, heads, intermediate| ModelConfig {
+            hidden_size,
+            head_dim: 128,
+            ..config(heads, 8, intermediate, 128_256)
+        };
+        let (all, no_prompts) = (&[1, 8, 32, 64, 128][..], &[1, 8, 32, 64][..]);
+        // Llama 3.1 8B and 70B, Llama 3.2 3B.
+        for (config, expected) in
+            [(of(4096, 32, 14_336), all), (of(8192, 64, 28_672), no_prompts), (of(3072, 24, 8192), &all[..2])]
+        {
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
+                let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
+                assert_eq!(columns, expected, "{:?} ranks", layout.plan().tensor_parallel);
+                let added = Gauge::new(&[LoopMode::On, LoopMode::Off, LoopMode::Overlapped]).variants(&layout);
+                let columns: Vec<_> = added.iter().map(Variant::columns).collect();
+                let wide = if expected.len() > 2 { &[32, 64][..] } else { &[] };
+                let narrow = [[1; 5], [8; 5]].concat();
+                assert_eq!(columns, [&narrow, wide].concat(), "noting times; of narrow ones two modes more");
+            }
+        }
+        // As many blocks as suit 8B's ranks are a power of two, which wide passes want.
+        for ranks in [2, 4, 8, 16] {
+            let plan = group(&of(4096, 32, 14_336), ranks, 128).remove(0).plan().clone();
+            assert_eq!(best_blocks(&plan, SMS), 128, "{ranks} ranks");
         }
     }
 

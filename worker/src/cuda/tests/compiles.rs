@@ -57,7 +57,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
-        if let Err(problem) = check_wide(&layout) {
+        if let Err(problem) = check_wide(&layout, 32) {
             eprintln!("{name}, {blocks} blocks: narrow passes alone: {problem}");
             // The kernel knows the same rule.
             let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();

@@ -229,7 +229,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
   if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
 }
 
-using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= 4)>;
+using GateUpOwn = Own<GateUp, !kPrompt && GateUp::most_tiles <= 4>;
 /// Of thin units, whose gate and up are two warps': up goes to the warp that has gate, as sum[1]. Scratch: what the peer does not send to in down.
 LP_DEVICE void join_gate_and_up(u32 shared, float (*sum)[GateUpOwn::columns / 2]) {
   constexpr int R = GateUpOwn::columns / 2;

@@ -155,6 +155,7 @@ pub fn site_name(site: u32) -> &'static str {
         30 => "the sums of other ranks",
         31 => "a row of the embedding, from the rank that has it",
         32 => "the best tokens of all ranks",
+        33 => "the residual's columns that other ranks have",
         _ => "an unnamed site",
     }
 }
@@ -177,7 +178,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 32);
+        assert_eq!(number, 33);
     }
 
     #[test]

@@ -89,8 +89,6 @@ pub const HEADERS: [(&str, &str); 30] = [
 ];
 /// Rows of a pass of prompts.
 const PROMPT_COLUMNS: usize = 128;
-/// Why a kernel takes no rank of a group.
-const ONE_GPU: &str = "it exchanges nothing with other GPUs";
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
 /// Query heads of a KV head are columns of one tensor-core product.

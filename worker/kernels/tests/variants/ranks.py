@@ -9,7 +9,7 @@ import argparse, contextlib, ctypes, os
 import variants
 from variants import NARROW, PROMPT, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation, enqueue, kernel_of, prompt_of
 
-BLOCKS, ROUNDS, STEPS = 128, 9, 128
+BLOCKS, ROUNDS, STEPS, PROMPT_TOKENS = 128, 9, 128, 2048
 
 
 def cubin(args, name, columns, ranks):
@@ -123,23 +123,42 @@ def time_(args):
             group_models = []
             for rank in range(ranks):
                 with variants.torch.cuda.device(rank if args.apart else 0):
-                    group_models.append(Model(shape, plain=False, positions=1024, rank=rank))
+                    group_models.append(Model(shape, plain=False, positions=PROMPT_TOKENS, rank=rank))
             for columns in args.columns:
                 groups, times = {}, {}
+                sizes = dict(pages=PROMPT_TOKENS // 64, slots=1) if columns == PROMPT else dict(pages=max(8, columns) * 10, slots=max(8, columns))
                 for variant in args.variants.split(","):
                     args.name, times[variant] = variant, []
-                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart, pages=max(8, columns) * 10, slots=max(8, columns))
+                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart, **sizes)
                 for turn in range(ROUNDS + 2):
                     for variant, group in groups.items():
-                        group.launch([decoding(17 + i, context - 1, i, i) for i in range(columns)], steps=STEPS, logits=False)
+                        ms = timed_prompt(group) if columns == PROMPT else timed_steps(group, context)
                         if turn > 1:  # the first ones warm up
-                            times[variant].append(max(kernel.ms for kernel in group.kernels) / STEPS)
+                            times[variant].append(ms)
                 moved = group_models[0].bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * columns * (context + STEPS / 2)
                 floor = moved / variants.LIMIT_GBS / 1e6
                 for variant, ms in times.items():
                     ms = sorted(ms)
+                    if columns == PROMPT:
+                        print(f"{name} {variant or 'plain':8} tp {ranks} prompt of {PROMPT_TOKENS} tokens: {ms[ROUNDS // 2]:.1f} ms ({ms[0]:.1f} to {ms[-1]:.1f})", flush=True)
+                        continue
                     print(f"{name} {variant or 'plain':8} tp {ranks} batch {columns}: {ms[ROUNDS // 2]:.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f}), floor {floor:.3f}, {100 * floor / ms[ROUNDS // 2]:.1f} %", flush=True)
                 del groups
+
+
+def timed_steps(group, context):
+    """ms of a step."""
+    group.launch([decoding(17 + i, context - 1, i, i) for i in range(group.columns)], steps=STEPS, logits=False)
+    return max(kernel.ms for kernel in group.kernels) / STEPS
+
+
+def timed_prompt(group):
+    """ms of a prompt's passes."""
+    ms = 0
+    for first in range(0, PROMPT_TOKENS, group.columns):
+        group.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(group.columns)], logits=False)
+        ms += max(kernel.ms for kernel in group.kernels)
+    return ms
 
 
 def open_peers(ranks):

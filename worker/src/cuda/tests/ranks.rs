@@ -4,6 +4,7 @@ use super::gpu::{choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
 use super::wide::{llama_1b, random, swapped};
 use crate::batch::Plan;
+use crate::cuda::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Options, probe};
 use crate::decoder::{Decoder, LoadRequest};
 use crate::model::ModelConfig;
@@ -36,13 +37,13 @@ struct Way {
     epoch: Option<u32>,
 }
 
-/// A loaded group that has met.
-fn group(model: &str, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
+/// A loaded group that has met, of ranks as a request for one of them asks.
+fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
     let options = match apart(ranks) {
         true => way.options.clone(),
         false => Options { ordinal: Some(0), blocks: Some(SHARED_BLOCKS / ranks), ..way.options.clone() },
     };
-    let rank = |rank| LoadRequest { rank, tensor_parallel: ranks, unlooped: way.unlooped, ..request(model) };
+    let rank = |rank| LoadRequest { rank, tensor_parallel: ranks, unlooped: way.unlooped, ..one.clone() };
     let mut group: Vec<_> = (0..ranks).map(|of| load_rank(&rank(of), &options)).collect();
     let handles: Vec<_> = group.iter().map(|rank| rank.fabric_handle()).collect();
     std::thread::scope(|scope| {
@@ -78,7 +79,7 @@ fn check(models: &[(&str, &[usize])], requests: &[Request], way: &Way, shared: b
         for ranks in sizes.iter().copied().filter(|ranks| shared || apart(*ranks)) {
             for (chunk, steps, eager) in [(40, 16, true), (64, 5, false)] {
                 let plans = plans(requests, chunk, 64, steps);
-                let got = group_yields(group(model, ranks, way), &plans, requests.len(), eager);
+                let got = group_yields(group(&request(model), ranks, way), &plans, requests.len(), eager);
                 assert!(got == whole, "{model}, {ranks} ranks, plans of {steps} steps");
             }
         }
@@ -128,11 +129,35 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     let [plain, swapped] = [random(&config), swapped(&config)].map(|source| {
         let options = Options { random: Some((config.clone(), source)), ..Options::default() };
         let one = yields(load_rank(&request("random"), &options), plans.clone(), requests.len(), true);
-        let two = group("random", 2, &Way { options, ..Way::default() });
+        let two = group(&request("random"), 2, &Way { options, ..Way::default() });
         (one, group_yields(two, &plans, requests.len(), true))
     });
     assert!(plain.0 == plain.1 && swapped.0 == swapped.1, "a group agrees with one GPU on either model");
     assert!(plain.0 != swapped.0);
+}
+
+/// Passes of every width: 40 rows that decode, prompts beside them. The model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles
+/// of the residual than passes of prompts take.
+#[test]
+fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
+    if !gpu() {
+        return;
+    }
+    let config = ModelConfig { max_positions: 2048, ..llama_1b() };
+    let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+    let one = LoadRequest { max_slots: 40, max_batch_tokens: 512, kv_pages: 240, ..request("random") };
+    let prompt = |i: u32| (0..1 + i * i % 300).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
+    let requests: Vec<_> = (0..40).map(|i| Request::greedy(&prompt(i), 6 + i % 9)).collect();
+    let whole = yields(load_rank(&one, &options), plans(&requests, 512, 512, 40), requests.len(), true);
+    for (ranks, chunk, steps, eager) in [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)] {
+        if ranks > 2 && !apart(ranks) {
+            continue;
+        }
+        let group = group(&one, ranks, &Way { options: options.clone(), ..Way::default() });
+        assert_eq!(group[0].decoder.launcher.passes().columns(), 64, "{ranks} ranks");
+        let got = group_yields(group, &plans(&requests, chunk, 512, steps), requests.len(), eager);
+        assert!(got == whole, "{ranks} ranks, chunks of {chunk}, plans of {steps} steps");
+    }
 }
 
 /// Tags start again in the middle of the run.
@@ -198,6 +223,7 @@ fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
     let calm = yields(load_rank(&request("llama-gqa"), &Options::default()), plans.clone(), sequences, true);
     assert!(calm.iter().map(Vec::len).sum::<usize>() >= 100_000);
     let options = Options { defines: vec![("LP_DELAYS", 7), ("LP_DELAYS_ONE_IN", 4096)], ..Options::default() };
-    let got = group_yields(group("llama-gqa", 4, &Way { options, ..Way::default() }), &plans, sequences, true);
+    let got =
+        group_yields(group(&request("llama-gqa"), 4, &Way { options, ..Way::default() }), &plans, sequences, true);
     assert!(got == calm);
 }

@@ -329,7 +329,8 @@ mod tests {
         }
         // As many blocks as suit 8B's ranks are a power of two, which wide passes want.
         for ranks in [2, 4, 8, 16] {
-            let plan = group(&of(4096, 32, 14_336), ranks, 128).remove(0).plan().clone();
+            let config = ModelConfig { num_layers: 32, ..of(4096, 32, 14_336) };
+            let plan = group(&config, ranks, 128).remove(0).plan().clone();
             assert_eq!(best_blocks(&plan, SMS), 128, "{ranks} ranks");
         }
     }

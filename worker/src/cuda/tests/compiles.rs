@@ -69,22 +69,30 @@ fn every_shape_compiles_and_its_resources_are_told() {
         let job = |variant: Variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), 0);
         jobs.extend(variants_of(&layout).into_iter().map(job));
     }
-    for (shape, ranks, most) in GROUPS {
+    let rank = |shape: Shape, ranks: usize, blocks: Option<usize>| {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
-        let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
+        Layout::new(&plan, ranks - 1, blocks.unwrap_or_else(|| best_blocks(&plan, SMS)), config.head_dim)
+    };
+    for (shape, ranks, [one, eight]) in GROUPS {
+        let layout = rank(shape, ranks, None);
         for variant in variants_of(&layout) {
             let most = match variant.columns() {
-                1 => most[0],
-                8 => most[1],
+                1 => one,
+                8 => eight,
                 _ => WIDE_SPILLS,
             };
             let name = format!("{}, {} columns, one of {ranks} ranks", shape.name(), variant.columns());
             jobs.push((name, variant, layout.clone(), most));
         }
     }
+    // Four row tiles of the hidden size a block.
+    let layout = rank(Shape::B70, 4, Some(128));
+    for variant in variants_of(&layout).into_iter().filter(|variant| variant.columns() > 8) {
+        jobs.push((format!("70b on 128 blocks, {} columns", variant.columns()), variant, layout.clone(), WIDE_SPILLS));
+    }
     let wide = jobs.iter().filter(|(_, variant, ..)| variant.columns() > 8).count();
-    assert_eq!(wide, 9 + 3 * 3 + 2, "three widths of 1b, llama-1b, 8b and each group of it; two of a rank of 70b");
+    assert_eq!(wide, 6 * 3 + 2, "three widths of 1b, llama-1b, 8b and its ranks; two of 70b's on 128 blocks");
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {

@@ -206,7 +206,7 @@ struct Team {
       float sum[2][GateUpOwn::columns / 2];
       const int unit = GateUpOwn::unit(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
-      if (GateUpOwn::thin) join_gate_and_up(shared, sum);
+      if constexpr (GateUpOwn::thin) join_gate_and_up(shared, sum);
       if (pass == 0) wait_norm(1, generation_of(step, layer));
       if (width > 0 && !(GateUpOwn::thin && GateUpOwn::second())) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
     }

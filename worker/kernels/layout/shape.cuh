@@ -52,8 +52,7 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = fal
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
-  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;  // of a block
-  static constexpr int most_pair_tiles = (2 * groups + kBlocks - 1) / kBlocks * GROUP;
+  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
   static constexpr bool together = false;  // with another product
   /// The leaf of consumer warp `warp`, and to which of a set's tiles it belongs first.
   LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }
@@ -74,8 +73,6 @@ using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps
 struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
   static constexpr long long all = tiles + 2 * GateUp::groups;
   static constexpr bool together = kRanks > 1 && all / kBlocks >= 2 * ((GateUp::groups + kBlocks - 1) / kBlocks);
-  static constexpr int most_tiles = (int)(together ? (all + kBlocks - 1) / kBlocks - 2 * (GateUp::groups / kBlocks) : (tiles + kBlocks - 1) / kBlocks);
-  static constexpr int most_pair_tiles = (int)(together ? (2 * all + kBlocks - 1) / kBlocks - 2 * (2 * GateUp::groups / kBlocks) : (2 * tiles + kBlocks - 1) / kBlocks);
   LP_DEVICE static constexpr int first_tile(int block) { return (int)(together ? block * all / kBlocks - 2 * ((long long)block * GateUp::groups / kBlocks) : (long long)block * groups / kBlocks); }
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;

@@ -229,19 +229,23 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
   if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
 }
 
-using GateUpOwn = Own<GateUp, !kPrompt && GateUp::most_tiles <= 4>;
-/// Of thin units, whose gate and up are two warps': up goes to the warp that has gate, as sum[1]. Scratch: what the peer does not send to in down.
+/// Units are thin where the sums of up fit what the peer does not send to in down: it may do that while this block is still here.
+constexpr u32 kUpBytes = kColumns * 32;  // of a tile, a warpgroup's columns
+constexpr bool kThinGateUp = !kPrompt && GateUp::most_tiles <= 4 && (!DownCut::halves || GateUp::most_tiles * kUpBytes <= Receive::first_received<DownCut> * Receive::tile_bytes<DownCut>);
+using GateUpOwn = Own<GateUp, kThinGateUp>;
+/// Of thin units, whose gate and up are two warps': up goes to the warp that has gate, as sum[1].
 LP_DEVICE void join_gate_and_up(u32 shared, float (*sum)[GateUpOwn::columns / 2]) {
   constexpr int R = GateUpOwn::columns / 2;
-  static_assert(!GateUpOwn::thin || !DownCut::halves || kConsumers / 2 * R * 128 <= Receive::first_received<DownCut> * Receive::tile_bytes<DownCut>, "before what the peer sends");
-  const u32 at = shared + Shared::receive + (warp_index() >> 1) * (R * 128) + lane_index() * 16;
+  const int unit = GateUpOwn::unit();
+  const u32 at = shared + Shared::receive + ((warp_index() >> 2) * GateUpOwn::pass_units + unit) * kUpBytes + lane_index() * 16;
+  const bool on = unit < GateUpOwn::pass_units;
 #pragma unroll
   for (int i = 0; i < R; i += 4)
-    if (GateUpOwn::second()) store_shared_16(at + i * 128, sum[0] + i);
+    if (on && GateUpOwn::second()) store_shared_16(at + i * 128, sum[0] + i);
   consumers_sync();
 #pragma unroll
   for (int i = 0; i < R; i += 4) {
-    const Quad v = load_shared_16(at + i * 128);
+    const Quad v = on ? load_shared_16(at + i * 128) : Quad{};
     sum[1][i] = __uint_as_float(v.x), sum[1][i + 1] = __uint_as_float(v.y), sum[1][i + 2] = __uint_as_float(v.z), sum[1][i + 3] = __uint_as_float(v.w);
   }
 }

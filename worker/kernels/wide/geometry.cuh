@@ -18,17 +18,27 @@ constexpr int kHiddenChunks = kBlockHiddenTiles * 2, kHiddenColumns = 32 / kHidd
 constexpr int kHiddenRounds = kConsumers * kHiddenColumns < kColumns ? kColumns / (kConsumers * kHiddenColumns) : 1;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
+/// Row tiles of a product that so many blocks next to each other own at most.
+template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
+  int most = 0;
+  for (int block = 0; block < kBlocks; block += blocks) {
+    const int tiles = P::first_tile(block + blocks) - P::first_tile(block);
+    most = tiles > most ? tiles : most;
+  }
+  return most;
+}
+
 /// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
 constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
                                             && kQkvTiles % (Qkv::tiles / kPairs) == 0                                    // a pair belongs to one KV head
-                                      : Qkv::most_pair_tiles <= 8 && (!kPrompt || Qkv::most_tiles <= 4);
+                                      : most_tiles<Qkv>(1) <= 4;
 constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves * kRanks == 16 && kDownLeaves * kRanks == 16  // the leaves of half of K are a subtree
                            && kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0                   // sums of squares of blocks are a subtree
                            && kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3  // a block owns so many tiles of the hidden state
                            && kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0  // stages do not cross leaves
                            && kQkvFits;
 static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4, but for prompts), leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 "
-                         "tiles of qkv of one KV head a pair (of several ranks up to 8)");
+                         "tiles of qkv of one KV head a pair (of several ranks up to 4 a block)");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }
@@ -65,8 +75,8 @@ enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divi
 template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
   using P = PRODUCT;
   static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;  // even: pairs own as many tiles each
-  static constexpr int pair_tiles = even ? P::tiles / kPairs : P::most_pair_tiles;       // at most, like all that follow
-  static constexpr int even_tiles = even ? pair_tiles / 2 : P::most_tiles, odd_tiles = even ? pair_tiles - even_tiles : P::most_tiles;
+  static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
+  static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1), odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
   static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;            // of a stage
   static constexpr int block_leaves = HALVES ? P::leaves / 2 : P::leaves;  // of a block
   static constexpr Split split = kPrompt ? Split::kColumns : tiles > 4 ? Split::kTiles : block_leaves > 1 ? Split::kLeaves : Split::kColumns;

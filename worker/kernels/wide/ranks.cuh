@@ -50,7 +50,7 @@ struct Inbox {
 struct Ranks {
   const Launch& launch;
 
-  LP_DEVICE u32 own() const { return own_rank(launch); }
+  LP_DEVICE u32 own() const { return unknown(own_rank(launch)); }  // what follows from it is found where it is used: registers are few
   /// Whether it keeps the residual of a column.
   LP_DEVICE bool has(u32 column) const { return kRanks == 1 || rank_of_column(column) == own(); }
 

@@ -26,7 +26,7 @@ const GROUPS: [(Shape, usize, [u32; 2]); 4] =
     [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 208]), (Shape::B8, 16, [0, 208]), (Shape::B70, 4, [60, 104])];
 
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
-const WIDE_SPILLS: u32 = 400;
+const WIDE_SPILLS: u32 = 300;
 
 fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");

@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::ValueEnum;
 
 use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals};
+use crate::calibrate::CalibrateArgs;
 use crate::drive::{Endpoint, Extent, Pacing};
+use crate::mock::MockArgs;
 
 /// Requests sent where neither `--requests` nor `--duration` is given.
 const DEFAULT_REQUESTS: u64 = 100;
@@ -98,6 +100,11 @@ pub struct LoadtestArgs {
           value_parser = parse_duration)]
     pub timeout: Duration,
 
+    /// Measure the load tester's own error first, against a mock, at as many streams as the run may have (up to 1000);
+    /// takes some 15 s
+    #[arg(long, env = "LOOPLANE_LOADTEST_CALIBRATE", value_parser = clap::builder::BoolishValueParser::new())]
+    pub calibrate: bool,
+
     /// Write the report to this file too, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]
     pub json: Option<PathBuf>,
@@ -107,11 +114,15 @@ pub struct LoadtestArgs {
     pub html: Option<PathBuf>,
 }
 
-/// What is done with reports that are there already.
+/// What is done instead of measuring a server.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum LoadtestCommand {
     /// Set two reports of --json side by side: ratios of B to A, with intervals
     Compare(CompareArgs),
+    /// Measure the load tester's own error, against a mock whose times are known
+    Calibrate(CalibrateArgs),
+    /// Serve made-up text at a fixed pace, for trying load testers out
+    Mock(MockArgs),
 }
 
 /// Two reports.
@@ -214,7 +225,7 @@ impl LoadtestArgs {
 }
 
 /// Reads `250ms`, `30s`, `5m`, `1h` or plain seconds, more than nothing and at most a day.
-fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(unit_at);
     let unit_s = match unit {

@@ -265,7 +265,7 @@ mod tests {
             record.ended_ns = at(31.0);
             tally.add(&record);
         }
-        tally.to_json(&setup(), 4)
+        tally.to_json(&setup())
     }
 
     fn compared(a: &Value, b: &Value) -> String {

@@ -14,6 +14,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::arrivals::Arrivals;
 use crate::client::Client;
+use crate::distribution::Distribution;
+use crate::lag::LagMeter;
 use crate::prompt::Prompts;
 use crate::record::{Clock, Failure, RequestRecord};
 
@@ -95,6 +97,7 @@ pub struct Running {
     /// The run's clock, which the records' times are of.
     pub clock: Clock,
     in_flight: Arc<InFlight>,
+    lag: LagMeter,
 }
 
 #[derive(Debug, Default)]
@@ -131,13 +134,18 @@ pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Ru
             tokio::spawn(open_loop(shared, arrivals, max_in_flight, load.extent, load.first_index));
         }
     }
-    Running { records, clock, in_flight }
+    Running { records, clock, in_flight, lag: LagMeter::start() }
 }
 
 impl Running {
     /// Most requests that were in flight at once so far.
     pub fn peak_in_flight(&self) -> usize {
         self.in_flight.peak.load(Ordering::Relaxed)
+    }
+
+    /// How late the load tester's own timers were so far.
+    pub fn lags(&self) -> Distribution {
+        self.lag.lags()
     }
 }
 

@@ -3,8 +3,10 @@
 use std::fmt::{self, Display};
 use std::time::SystemTime;
 
+use crate::calibrate::Calibration;
+use crate::json::utc_date;
 use crate::plot::{Axis, Escaped, Plot, STEPS, Series};
-use crate::report::{Metric, PERCENTILES, Setup, Tally, utc_date};
+use crate::report::{Metric, PERCENTILES, Setup, Tally};
 use crate::timeline::Moment;
 
 /// Style of the page and its plots, light and dark.
@@ -32,8 +34,6 @@ pub struct Page<'a> {
     pub setup: &'a Setup,
     /// What came out.
     pub tally: &'a Tally,
-    /// Most requests in flight at once.
-    pub peak_in_flight: usize,
     /// When the run ended.
     pub date: SystemTime,
 }
@@ -90,7 +90,7 @@ impl Page<'_> {
     }
 
     fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let notes: Vec<String> = self.setup.notes.iter().cloned().chain(self.tally.notes()).collect();
+        let notes = self.tally.notes(self.setup);
         if notes.is_empty() {
             return Ok(());
         }
@@ -152,7 +152,7 @@ impl Page<'_> {
             writeln!(f, "<div class=\"plot wide\">\n{plot}</div>")?;
         }
         let interval_ms = (moments[0].to_s - moments[0].from_s) * 1e3;
-        let peak = self.peak_in_flight;
+        let peak = self.tally.peak_in_flight();
         writeln!(
             f,
             r#"<p class="muted">Intervals of {interval_ms:.0} ms. At most {peak} requests in flight at once.</p>"#
@@ -206,6 +206,8 @@ impl Page<'_> {
     fn settings(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (setup, tally) = (self.setup, self.tally);
         let mean = |tokens: u64| tokens as f64 / tally.completed().max(1) as f64;
+        let unmeasured = || "not measured (--calibrate)".into();
+        let client_error = setup.calibration.as_ref().map_or_else(unmeasured, Calibration::in_words);
         let past_end = if setup.ignore_eos { "yes" } else { "no" };
         writeln!(f, "<h2>Settings</h2>\n<div class=\"wide\"><table>")?;
         for (name, value) in [
@@ -225,6 +227,7 @@ impl Page<'_> {
             ("past the model's own end", past_end.to_owned()),
             ("seed", setup.seed.to_string()),
             ("warm-up requests, not counted", setup.warmup.to_string()),
+            ("client's own error", client_error),
             ("length of the run", format!("{:.2} s", tally.duration_s())),
         ] {
             writeln!(f, "<tr><th>{name}</th><td>{}</td></tr>", Escaped(&value))?;
@@ -273,13 +276,14 @@ mod tests {
             max_tokens: 8,
             ignore_eos: true,
             warmup: 3,
+            calibration: None,
             notes: vec!["a & b".into()],
         }
     }
 
     fn page_of(tally: &Tally) -> String {
         let date = UNIX_EPOCH + Duration::from_secs(1_709_251_199);
-        Page { setup: &setup(), tally, peak_in_flight: 4, date }.to_string()
+        Page { setup: &setup(), tally, date }.to_string()
     }
 
     fn forty_requests() -> Tally {

@@ -1,31 +1,62 @@
-//! A server for tests: OpenAI's streaming answers with a fixed time to first token and between tokens, and with every
-//! fault that a client must survive.
+//! A server with a fixed time to first token and between tokens: what [`crate::calibrate`] measures the load tester
+//! against, and with its faults what a client must survive.
+//!
+//! Every token has a due time of its own, counted from the request's arrival, so that a late one does not delay the
+//! next. Text and counts are made up.
 
 use std::convert::Infallible;
-use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::io::{self, Read, Write};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use anyhow::Context;
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, StreamBody, combinators::UnsyncBoxBody};
+use futures::{StreamExt, stream};
+use http_body_util::{BodyExt, Full, Limited, StreamBody, combinators::UnsyncBoxBody};
 use hyper::body::{Frame, Incoming};
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::header::CONTENT_TYPE;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
 use tokio::time::Instant;
-use tokio_stream::wrappers::ReceiverStream;
+
+use crate::args::parse_duration;
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
-type Frames = mpsc::Sender<Result<Frame<Bytes>, io::Error>>;
+
+/// Longest request that is read: a million tokens of prompt fit.
+const MAX_REQUEST_BYTES: usize = 1 << 26;
+/// Tokens of an answer where the request names no number.
+const DEFAULT_TOKENS: u64 = 4;
+/// Pause before a connection breaks: lets the last token leave.
+const BREAK_AFTER: Duration = Duration::from_millis(50);
+
+/// A server to measure the load tester against.
+#[derive(Debug, Clone, clap::Args)]
+pub struct MockArgs {
+    /// Port of 127.0.0.1 to listen on; 0 takes a free one
+    #[arg(long, default_value_t = 0)]
+    pub port: u16,
+
+    /// Time from a request to its first token
+    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = parse_duration)]
+    pub ttft: Duration,
+
+    /// Time between tokens
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_duration)]
+    pub itl: Duration,
+
+    /// End when standard input does
+    #[arg(long, hide = true)]
+    pub until_stdin_closes: bool,
+}
 
 /// What the mock does instead of answering well.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
+    /// Nothing.
     None,
     /// Answers with this status and body.
     Status(u16, &'static str),
@@ -52,8 +83,11 @@ pub enum Fault {
 /// What the mock does.
 #[derive(Debug, Clone, Copy)]
 pub struct Mock {
+    /// From the arrival of a request to its first token.
     pub ttft: Duration,
+    /// Between the due times of two tokens.
     pub itl: Duration,
+    /// What goes wrong.
     pub fault: Fault,
 }
 
@@ -63,146 +97,253 @@ impl Default for Mock {
     }
 }
 
-/// A mock that listens; it stops with the test's runtime.
-pub struct Served {
-    pub base: String,
-    state: Arc<State>,
-}
-
 struct State {
     mock: Mock,
-    started: Mutex<Option<Instant>>,
-    requests: Mutex<Vec<Value>>,
-    connections: AtomicUsize,
+    started: OnceLock<Instant>,
+    #[cfg(test)]
+    seen: seen::Seen,
+}
+
+/// What happens at a due time of an answer.
+#[derive(Clone)]
+enum Step {
+    Send(Bytes),
+    Break,
+    HoldOpen,
+}
+
+/// Serves the mock that `args` describe until Ctrl-C; says its address on standard output first.
+///
+/// # Errors
+/// A port that cannot be listened on, and a standard output that is closed.
+pub async fn run(args: &MockArgs) -> anyhow::Result<()> {
+    let listener = TcpListener::bind(("127.0.0.1", args.port))
+        .await
+        .with_context(|| format!("the mock cannot listen on 127.0.0.1:{} (--port)", args.port))?;
+    writeln!(io::stdout(), "http://{}", listener.local_addr()?).context("cannot say the mock's address")?;
+    let serving = Mock { ttft: args.ttft, itl: args.itl, fault: Fault::None }.serve_on(listener);
+    let (closed, stdin_closed) = tokio::sync::oneshot::channel();
+    if args.until_stdin_closes {
+        // A thread of its own: reading standard input cannot be cancelled.
+        std::thread::spawn(move || {
+            let _ = io::stdin().read_to_end(&mut Vec::new());
+            let _ = closed.send(());
+        });
+        tokio::select! {
+            () = serving => {}
+            _ = stdin_closed => {}
+        }
+    } else {
+        tokio::select! {
+            () = serving => {}
+            stop = tokio::signal::ctrl_c() => stop.context("cannot wait for Ctrl-C")?,
+        }
+    }
+    Ok(())
 }
 
 impl Mock {
-    pub async fn serve(self) -> Served {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let base = format!("http://{}", listener.local_addr().expect("bound"));
-        let state = Arc::new(State {
-            mock: self,
-            started: Mutex::default(),
-            requests: Mutex::default(),
-            connections: AtomicUsize::new(0),
-        });
-        let shared = state.clone();
-        tokio::spawn(async move {
-            while let Ok((socket, _)) = listener.accept().await {
-                socket.set_nodelay(true).expect("a fresh socket");
-                shared.connections.fetch_add(1, Ordering::Relaxed);
-                let state = shared.clone();
-                let service = service_fn(move |request| answer(state.clone(), request));
-                tokio::spawn(
-                    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service),
-                );
-            }
-        });
-        Served { base, state }
+    /// Answers every connection to `listener`; never returns.
+    pub async fn serve_on(self, listener: TcpListener) {
+        State::new(self).serve(listener).await;
     }
 }
 
-impl Served {
-    /// Every generation request so far, in order of arrival, with its `path` and `authorization` added to the body.
-    pub fn requests(&self) -> Vec<Value> {
-        self.state.requests.lock().expect("no holder panics").clone()
+impl State {
+    fn new(mock: Mock) -> Arc<Self> {
+        Arc::new(Self {
+            mock,
+            started: OnceLock::new(),
+            #[cfg(test)]
+            seen: seen::Seen::default(),
+        })
     }
 
-    pub fn connections(&self) -> usize {
-        self.state.connections.load(Ordering::Relaxed)
+    async fn serve(self: Arc<Self>, listener: TcpListener) {
+        loop {
+            let Ok((socket, _)) = listener.accept().await else {
+                // Out of sockets: some will be free again.
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                continue;
+            };
+            // A token that waits for the next one would be measured late; a socket that is gone already needs none.
+            let _ = socket.set_nodelay(true);
+            #[cfg(test)]
+            self.seen.add_connection();
+            let state = self.clone();
+            let service = service_fn(move |request| answer(state.clone(), request));
+            tokio::spawn(hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service));
+        }
     }
 }
 
 async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
-    if request.uri().path() == "/v1/models" {
-        return Ok(whole(StatusCode::OK, r#"{"object":"list","data":[{"id":"mock"}]}"#));
-    }
-    let path = request.uri().path().to_owned();
-    let authorization = request.headers().get(AUTHORIZATION).and_then(|v| v.to_str().ok()).map(str::to_owned);
-    let bytes = request.into_body().collect().await.expect("the client under test sends whole bodies").to_bytes();
-    let mut body: Value = serde_json::from_slice(&bytes).expect("the client under test sends JSON");
-    body["path"] = json!(path);
-    body["authorization"] = json!(authorization);
-    state.requests.lock().expect("no holder panics").push(body.clone());
-    let started = *state.started.lock().expect("no holder panics").get_or_insert_with(Instant::now);
+    let arrived = Instant::now();
+    let started = *state.started.get_or_init(|| arrived);
+    let is_chat = match request.uri().path() {
+        "/v1/chat/completions" => true,
+        "/v1/completions" => false,
+        "/v1/models" => return Ok(whole(StatusCode::OK, r#"{"object":"list","data":[{"id":"mock"}]}"#)),
+        _ => return Ok(whole(StatusCode::NOT_FOUND, r#"{"error":{"message":"the mock has no such path"}}"#)),
+    };
+    let (head, body) = request.into_parts();
+    let bytes = Limited::new(body, MAX_REQUEST_BYTES).collect().await.map(|body| body.to_bytes());
+    let Some(body) = bytes.ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()) else {
+        return Ok(whole(StatusCode::BAD_REQUEST, r#"{"error":{"message":"the request's body is no JSON"}}"#));
+    };
+    #[cfg(test)]
+    state.seen.add_request(&head, &body);
+    #[cfg(not(test))]
+    drop(head);
 
     let mock = state.mock;
+    let mut begun = arrived;
     match mock.fault {
-        Fault::Status(status, text) => return Ok(whole(StatusCode::from_u16(status).expect("a status"), text)),
+        Fault::Status(status, text) => {
+            return Ok(whole(StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), text));
+        }
         Fault::Stall(from, to) if (from..to).contains(&started.elapsed()) => {
-            tokio::time::sleep_until(started + to).await;
+            begun = started + to;
+            tokio::time::sleep_until(begun).await;
         }
         _ => {}
     }
-    let (frames, receiver) = mpsc::channel(1);
-    tokio::spawn(stream(mock, body, frames));
+    let frames = stream::iter(mock.steps(&body, is_chat)).then(move |(after, step)| async move {
+        tokio::time::sleep_until(begun + after).await;
+        match step {
+            Step::Send(data) => Ok(Frame::data(data)),
+            Step::Break => Err(io::Error::other("the mock breaks off")),
+            Step::HoldOpen => std::future::pending().await,
+        }
+    });
     let content_type =
         if let Fault::ContentType(other) = mock.fault { other } else { "text/event-stream; charset=utf-8" };
-    let body = StreamBody::new(ReceiverStream::new(receiver)).boxed_unsync();
+    let body = StreamBody::new(frames).boxed_unsync();
     Ok(Response::builder().header(CONTENT_TYPE, content_type).body(body).expect("a constant head"))
 }
 
-/// Sends the events of one answer; stops when the client has gone.
-async fn stream(mock: Mock, request: Value, frames: Frames) {
-    let is_chat = request["path"] == "/v1/chat/completions";
-    let choice = |text: &str, reason: Value| match is_chat {
-        true => json!({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}),
-        false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
-    };
-    let tokens = request["max_tokens"].as_u64().unwrap_or(4) as usize;
-    let prompt = request.pointer("/messages/0/content").or(request.get("prompt")).and_then(Value::as_str).unwrap_or("");
-    // Two tokens a word and three for the template, so that words and tokens cannot be confused.
-    let prompt_tokens = 3 + 2 * prompt.split_whitespace().count();
+impl Mock {
+    /// What is sent for `request`, each with its time after the request's arrival.
+    fn steps(self, request: &Value, is_chat: bool) -> Vec<(Duration, Step)> {
+        let choice = |text: &str, reason: Value| match is_chat {
+            true => json!({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}),
+            false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
+        };
+        let event = |data: &Value| Step::Send(format!("data: {data}\n\n").into());
+        let tokens = request["max_tokens"].as_u64().unwrap_or(DEFAULT_TOKENS) as u32;
 
-    let mut events = Vec::new();
-    if is_chat {
-        let role = json!({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]});
-        events.push((Duration::ZERO, format!(": keep-alive\n\ndata: {role}\n\n")));
-    }
-    if let Fault::Data(data) = mock.fault {
-        events.push((Duration::ZERO, format!("data: {data}\n\n")));
-    }
-    let tokens_sent = if let Fault::EndlessLine = mock.fault { 0 } else { tokens };
-    for token in 0..tokens_sent {
-        if matches!(mock.fault, Fault::CloseAfter(limit) | Fault::EndAfter(limit) if limit == token) {
-            break;
+        let mut steps = Vec::new();
+        if is_chat {
+            let role = json!({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]});
+            steps.push((Duration::ZERO, Step::Send(format!(": keep-alive\n\ndata: {role}\n\n").into())));
         }
-        let pause = if token == 0 { mock.ttft } else { mock.itl };
-        events.push((pause, format!("data: {}\n\n", choice("word ", Value::Null))));
-    }
-    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_) | Fault::EndlessLine) {
-        events.push((Duration::ZERO, format!("data: {}\n\n", choice("", json!("length")))));
-        if !matches!(mock.fault, Fault::NoUsage) {
-            let usage = json!({"prompt_tokens": prompt_tokens, "completion_tokens": tokens});
-            events.push((Duration::ZERO, format!("data: {}\n\n", json!({"choices": [], "usage": usage}))));
+        if let Fault::Data(data) = self.fault {
+            steps.push((Duration::ZERO, Step::Send(format!("data: {data}\n\n").into())));
         }
-    }
-    if !matches!(mock.fault, Fault::CloseAfter(_) | Fault::EndAfter(_) | Fault::EndlessLine | Fault::NoDone) {
-        events.push((Duration::ZERO, "data: [DONE]\n\n".into()));
-    }
-    for (pause, event) in events {
-        tokio::time::sleep(pause).await;
-        if frames.send(Ok(Frame::data(event.into()))).await.is_err() {
-            return;
+        if let Fault::EndlessLine = self.fault {
+            let part = Bytes::from(vec![b'x'; 1 << 16]);
+            steps.extend(std::iter::repeat_n((Duration::ZERO, Step::Send(part)), 64));
+            return steps;
         }
+        let sent = match self.fault {
+            Fault::CloseAfter(limit) | Fault::EndAfter(limit) => tokens.min(limit as u32),
+            _ => tokens,
+        };
+        let token = event(&choice("word ", Value::Null));
+        steps.extend((0..sent).map(|index| (self.ttft + self.itl * index, token.clone())));
+        let end = self.ttft + self.itl * sent.saturating_sub(1);
+        match self.fault {
+            Fault::EndAfter(_) => return steps,
+            Fault::CloseAfter(_) => {
+                steps.push((end + BREAK_AFTER, Step::Break));
+                return steps;
+            }
+            _ => {}
+        }
+        steps.push((end, event(&choice("", json!("length")))));
+        if !matches!(self.fault, Fault::NoUsage) {
+            let usage = json!({"prompt_tokens": prompt_tokens(request), "completion_tokens": tokens});
+            steps.push((end, event(&json!({"choices": [], "usage": usage}))));
+        }
+        if !matches!(self.fault, Fault::NoDone) {
+            steps.push((end, Step::Send(Bytes::from_static(b"data: [DONE]\n\n"))));
+        }
+        if matches!(self.fault, Fault::HoldOpen) {
+            steps.push((end, Step::HoldOpen));
+        }
+        steps
     }
-    finish(mock.fault, frames).await;
 }
 
-async fn finish(fault: Fault, frames: Frames) {
-    match fault {
-        Fault::CloseAfter(_) => {
-            // Lets the last token leave before the connection breaks.
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            let _ = frames.send(Err(io::Error::other("the mock breaks off"))).await;
-        }
-        Fault::HoldOpen => frames.closed().await,
-        Fault::EndlessLine => while frames.send(Ok(Frame::data(Bytes::from(vec![b'x'; 1 << 16])))).await.is_ok() {},
-        _ => {}
-    }
+/// Two tokens a word and three for the template, so that words and tokens cannot be confused.
+fn prompt_tokens(request: &Value) -> usize {
+    let prompt = request.pointer("/messages/0/content").or(request.get("prompt")).and_then(Value::as_str).unwrap_or("");
+    3 + 2 * prompt.split_whitespace().count()
 }
 
 fn whole(status: StatusCode, text: &'static str) -> Response<Body> {
     let body = Full::new(Bytes::from_static(text.as_bytes())).map_err(|never| match never {}).boxed_unsync();
     Response::builder().status(status).header(CONTENT_TYPE, "application/json").body(body).expect("a constant head")
+}
+
+/// A mock of a test, which remembers what it was asked.
+#[cfg(test)]
+pub use seen::Served;
+
+#[cfg(test)]
+mod seen {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use hyper::header::AUTHORIZATION;
+    use hyper::http::request::Parts;
+
+    use super::*;
+
+    #[derive(Default)]
+    pub(super) struct Seen {
+        requests: Mutex<Vec<Value>>,
+        connections: AtomicUsize,
+    }
+
+    /// A mock that listens; it stops with the test's runtime.
+    pub struct Served {
+        pub base: String,
+        state: Arc<State>,
+    }
+
+    impl Seen {
+        pub fn add_connection(&self) {
+            self.connections.fetch_add(1, Ordering::Relaxed);
+        }
+
+        pub fn add_request(&self, head: &Parts, body: &Value) {
+            let mut request = body.clone();
+            request["path"] = json!(head.uri.path());
+            request["authorization"] = json!(head.headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()));
+            self.requests.lock().expect("no holder panics").push(request);
+        }
+    }
+
+    impl Mock {
+        /// Starts to answer on a free port.
+        pub async fn serve(self) -> Served {
+            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+            let base = format!("http://{}", listener.local_addr().expect("bound"));
+            let state = State::new(self);
+            tokio::spawn(state.clone().serve(listener));
+            Served { base, state }
+        }
+    }
+
+    impl Served {
+        /// Every generation request so far, in order of arrival, with its `path` and `authorization` added to the body.
+        pub fn requests(&self) -> Vec<Value> {
+            self.state.seen.requests.lock().expect("no holder panics").clone()
+        }
+
+        pub fn connections(&self) -> usize {
+            self.state.seen.connections.load(Ordering::Relaxed)
+        }
+    }
 }

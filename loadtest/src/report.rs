@@ -1,13 +1,10 @@
-//! Counts records into figures, and writes the figures as JSON.
-//!
-//! Fields carry the names that `vllm bench serve` gives them wherever the same thing is meant; what has no counterpart
-//! there has a name of its own. Figures are of requests that succeeded; failures are counted by kind.
+//! Counts records into figures. Figures are of requests that succeeded; failures are counted by kind.
 
 use std::collections::BTreeMap;
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
+use crate::calibrate::{Calibration, TOLERATED_MS};
 use crate::distribution::Distribution;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
@@ -17,8 +14,6 @@ use crate::timeline::{Moment, Timeline};
 const MAX_KINDS: usize = 64;
 /// Where kinds beyond [`MAX_KINDS`] are counted.
 const OTHER_KINDS: &str = "other";
-/// A client that is later than this with one request in a hundred is said to be.
-const LATE_CLIENT_MS: f64 = 5.0;
 /// Percentiles that are reported.
 pub const PERCENTILES: [(&str, f64); 5] = [("p50", 50.0), ("p90", 90.0), ("p95", 95.0), ("p99", 99.0), ("p99.9", 99.9)];
 
@@ -49,6 +44,8 @@ pub struct Setup {
     pub ignore_eos: bool,
     /// Requests sent before the run that are not counted.
     pub warmup: u64,
+    /// The load tester's own error, where it was measured before the run.
+    pub calibration: Option<Calibration>,
     /// What a reader has to know to trust the figures.
     pub notes: Vec<String>,
 }
@@ -78,6 +75,8 @@ pub struct Tally {
     tokens_in_second: Vec<f64>,
     timeline: Timeline,
     sample: Sample,
+    peak_in_flight: usize,
+    client_lag: Distribution,
 }
 
 /// One kind of time in the report.
@@ -143,6 +142,18 @@ impl Tally {
         *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
     }
 
+    /// Ends the count: adds what only the whole run knows, most requests in flight and how late the load tester's own
+    /// timers were.
+    pub fn close(&mut self, peak_in_flight: usize, client_lag: Distribution) {
+        self.peak_in_flight = peak_in_flight;
+        self.client_lag = client_lag;
+    }
+
+    /// Most requests in flight at once.
+    pub fn peak_in_flight(&self) -> usize {
+        self.peak_in_flight
+    }
+
     /// Requests that succeeded.
     pub fn completed(&self) -> u64 {
         self.completed
@@ -198,8 +209,13 @@ impl Tally {
         self.timeline.moments(self.ended_ns)
     }
 
+    /// Times of single requests that succeeded, as [`Sample::to_json`] has them.
+    pub fn sampled_requests(&self) -> Value {
+        self.sample.to_json()
+    }
+
     /// Every kind of time, in the order of the report.
-    pub fn metrics(&self) -> [Metric<'_>; 7] {
+    pub fn metrics(&self) -> [Metric<'_>; 8] {
         let metric = |title, key, times| Metric { title, key, times };
         [
             metric("time to first token", "ttft", &self.ttft),
@@ -208,13 +224,15 @@ impl Tally {
             metric("per output token (TPOT)", "tpot", &self.tpot),
             metric("end to end", "e2el", &self.e2el),
             metric("  from when it was due", "e2el_from_intended", &self.e2el_from_intended),
-            metric("client's own delay", "client_delay", &self.client_delay),
+            metric("client: sent late by", "client_delay", &self.client_delay),
+            metric("client: timers late by", "client_lag", &self.client_lag),
         ]
     }
 
-    /// What the counts themselves say about how to read the figures.
-    pub fn notes(&self) -> Vec<String> {
-        let mut notes = Vec::new();
+    /// What was found before the run, what the load tester was, and what the counts say about how to read the figures.
+    pub fn notes(&self, setup: &Setup) -> Vec<String> {
+        let mut notes = setup.notes.clone();
+        notes.extend(setup.calibration.as_ref().and_then(Calibration::note));
         if self.without_usage > 0 {
             notes.push(format!(
                 "{} answers came without usage: their chunks are counted as tokens, their prompts not at all",
@@ -232,62 +250,19 @@ impl Tally {
         if given_up > 0 {
             notes.push(format!("given up for taking too long, and missing from the times: {given_up}"));
         }
-        if let Some(late_ms) = self.client_delay.percentile_ms(99.0).filter(|&ms| ms > LATE_CLIENT_MS) {
+        if let Some(late_ms) = self.client_delay.percentile_ms(99.0).filter(|&ms| ms > TOLERATED_MS) {
             notes.push(format!(
                 "one request in a hundred left {late_ms:.1} ms late or more: the load tester was too slow, or \
                  --max-in-flight too low; the times from when a request was due hold all the same"
             ));
         }
-        notes
-    }
-
-    /// The whole report as one JSON object; times in milliseconds, null where nothing was counted.
-    pub fn to_json(&self, setup: &Setup, peak_in_flight: usize) -> Value {
-        let mut fields = Map::new();
-        let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-        put("date", json!(utc_date(SystemTime::now())));
-        put("backend", json!(setup.backend));
-        put("model_id", json!(setup.model));
-        put("target", json!(setup.target));
-        put("num_prompts", json!(self.completed + self.failed + self.interrupted));
-        put("request_rate", setup.rate_per_s.map_or_else(|| json!("inf"), |rate| json!(rate)));
-        put("burstiness", json!(setup.burstiness));
-        put("max_concurrency", json!(setup.max_concurrency));
-        put("arrivals", json!(setup.pacing));
-        put("seed", json!(setup.seed));
-        put("prompt_tokens_asked", json!(setup.prompt_tokens));
-        put("max_tokens", json!(setup.max_tokens));
-        put("ignore_eos", json!(setup.ignore_eos));
-        put("warmup_requests", json!(setup.warmup));
-        put("duration", json!(self.duration_s()));
-        put("completed", json!(self.completed));
-        put("failed", json!(self.failed));
-        put("interrupted", json!(self.interrupted));
-        put("total_input_tokens", json!(self.prompt_tokens));
-        put("total_output_tokens", json!(self.output_tokens));
-        put("request_throughput", json!(self.per_second(self.completed)));
-        put("output_throughput", json!(self.per_second(self.output_tokens)));
-        let all_tokens = self.prompt_tokens.saturating_add(self.output_tokens);
-        put("total_token_throughput", json!(self.per_second(all_tokens)));
-        put("max_output_tokens_per_s", json!(self.peak_tokens_per_s()));
-        put("max_concurrent_requests", json!(peak_in_flight));
-        for Metric { key, times, .. } in self.metrics() {
-            put(&format!("mean_{key}_ms"), json!(times.mean_ms()));
-            put(&format!("median_{key}_ms"), json!(times.percentile_ms(50.0)));
-            put(&format!("std_{key}_ms"), json!(times.std_ms()));
-            for (name, percentile) in PERCENTILES {
-                put(&format!("{name}_{key}_ms"), json!(times.percentile_ms(percentile)));
-            }
-            put(&format!("max_{key}_ms"), json!(times.max_ms()));
+        if let Some(lag_ms) = self.client_lag.percentile_ms(99.0).filter(|&ms| ms > TOLERATED_MS) {
+            notes.push(format!(
+                "the load tester itself was late: one in a hundred of its own timers by {lag_ms:.1} ms or more, and so \
+                 may every time be; measure from a quieter or larger machine"
+            ));
         }
-        put("finish_reasons", json!(self.finish_reasons));
-        let errors: BTreeMap<_, _> = self.errors.iter().map(|(kind, (count, _))| (kind, count)).collect();
-        put("errors_by_kind", json!(errors));
-        let examples: BTreeMap<_, _> = self.errors.iter().map(|(kind, (_, message))| (kind, message)).collect();
-        put("error_examples", json!(examples));
-        put("notes", json!(setup.notes.iter().cloned().chain(self.notes()).collect::<Vec<_>>()));
-        put("sampled_requests", self.sample.to_json());
-        Value::Object(fields)
+        notes
     }
 }
 
@@ -295,26 +270,10 @@ fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {
     if counts.len() < MAX_KINDS || counts.contains_key(&key) { key } else { OTHER_KINDS.into() }
 }
 
-/// `time` as `YYYYMMDD-HHMMSS` in UTC. Civil date from days after Howard Hinnant, "chrono-compatible low-level date
-/// algorithms", `civil_from_days`.
-pub fn utc_date(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (days, second_of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute, second) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
-    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use std::time::Duration;
+    use serde_json::json;
 
     const MS: u64 = 1_000_000;
 
@@ -344,6 +303,7 @@ pub(crate) mod tests {
             max_tokens: 3,
             ignore_eos: true,
             warmup: 0,
+            calibration: None,
             notes: Vec::new(),
         }
     }
@@ -356,7 +316,7 @@ pub(crate) mod tests {
         let mut failed = record(0, 0, &[]);
         failed.failure = Some(Failure::Timeout);
         tally.add(&failed);
-        let report = tally.to_json(&setup(), 2);
+        let report = tally.to_json(&setup());
         let near = |field: &str, want: f64| {
             let got = report[field].as_f64().unwrap_or_else(|| panic!("{field} is {}", report[field]));
             assert!((got - want).abs() <= want * 2e-3, "{field}: {got} for {want}");
@@ -390,7 +350,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_run_without_success_has_nulls_and_no_nan() {
-        let report = Tally::default().to_json(&setup(), 0);
+        let report = Tally::default().to_json(&setup());
         assert_eq!(report["mean_ttft_ms"], Value::Null);
         assert_eq!(report["request_throughput"], 0.0);
     }
@@ -416,21 +376,12 @@ pub(crate) mod tests {
         let mut two_a_chunk = record(0, 0, &[10, 20]);
         two_a_chunk.completion_tokens = Some(4);
         tally.add(&two_a_chunk);
-        assert!(tally.notes()[0].starts_with("2.00 tokens a chunk"), "{:?}", tally.notes());
+        assert!(tally.notes(&setup())[0].starts_with("2.00 tokens a chunk"), "{:?}", tally.notes(&setup()));
         let mut uncounted = record(0, 0, &[]);
         uncounted.completion_tokens = None;
         tally.add(&uncounted);
-        assert_eq!(tally.notes().len(), 2, "{:?}", tally.notes());
+        assert_eq!(tally.notes(&setup()).len(), 2, "{:?}", tally.notes(&setup()));
         tally.add(&record(0, 50, &[60]));
-        assert!(tally.notes().iter().any(|note| note.contains("50.0 ms late")), "{:?}", tally.notes());
-    }
-
-    #[test]
-    fn dates_are_civil() {
-        let date = |seconds| utc_date(UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(date(0), "19700101-000000");
-        assert_eq!(date(951_782_400), "20000229-000000");
-        assert_eq!(date(1_709_251_199), "20240229-235959");
-        assert_eq!(date(1_767_225_599), "20251231-235959");
+        assert!(tally.notes(&setup()).iter().any(|note| note.contains("50.0 ms late")), "{:?}", tally.notes(&setup()));
     }
 }

@@ -15,13 +15,11 @@ pub struct Table<'a> {
     pub setup: &'a Setup,
     /// What came out.
     pub tally: &'a Tally,
-    /// Most requests in flight at once.
-    pub peak_in_flight: usize,
 }
 
 impl Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { setup, tally, peak_in_flight } = self;
+        let Self { setup, tally } = self;
         writeln!(f, "{} · {} · {}", setup.target, setup.backend, setup.model)?;
         writeln!(f, "{}, seed {}, {} warm-up requests not counted", setup.pacing, setup.seed, setup.warmup)?;
         writeln!(f)?;
@@ -31,7 +29,7 @@ impl Display for Table<'_> {
         };
         let (completed, failed) = (tally.completed(), tally.failed());
         row(f, "requests", format!("{completed} ok, {failed} failed{interrupted} in {:.2} s", tally.duration_s()))?;
-        row(f, "in flight", format!("at most {peak_in_flight}"))?;
+        row(f, "in flight", format!("at most {}", tally.peak_in_flight()))?;
         let requests_per_s = tally.per_second(completed);
         let tokens_per_s = tally.per_second(tally.output_tokens());
         let peak = tally.peak_tokens_per_s();
@@ -45,10 +43,13 @@ impl Display for Table<'_> {
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
         writeln!(f)?;
         self.times(f)?;
+        if let Some(calibration) = &setup.calibration {
+            writeln!(f, "client's own error: {}", calibration.in_words())?;
+        }
         for (kind, (count, example)) in tally.errors() {
             writeln!(f, "error {kind} × {count}: {example}")?;
         }
-        for note in setup.notes.iter().chain(&tally.notes()) {
+        for note in tally.notes(setup) {
             writeln!(f, "note: {note}")?;
         }
         Ok(())

@@ -1,0 +1,95 @@
+//! The report as JSON.
+//!
+//! Fields carry the names that `vllm bench serve` gives them wherever the same thing is meant; what has no counterpart
+//! there has a name of its own.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Map, Value, json};
+
+use crate::calibrate::Calibration;
+use crate::report::{Metric, PERCENTILES, Setup, Tally};
+
+impl Tally {
+    /// The whole report as one JSON object; times in milliseconds, null where nothing was counted.
+    pub fn to_json(&self, setup: &Setup) -> Value {
+        let mut fields = Map::new();
+        let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+        put("date", json!(utc_date(SystemTime::now())));
+        put("backend", json!(setup.backend));
+        put("model_id", json!(setup.model));
+        put("target", json!(setup.target));
+        put("num_prompts", json!(self.completed() + self.failed() + self.interrupted()));
+        put("request_rate", setup.rate_per_s.map_or_else(|| json!("inf"), |rate| json!(rate)));
+        put("burstiness", json!(setup.burstiness));
+        put("max_concurrency", json!(setup.max_concurrency));
+        put("arrivals", json!(setup.pacing));
+        put("seed", json!(setup.seed));
+        put("prompt_tokens_asked", json!(setup.prompt_tokens));
+        put("max_tokens", json!(setup.max_tokens));
+        put("ignore_eos", json!(setup.ignore_eos));
+        put("warmup_requests", json!(setup.warmup));
+        put("duration", json!(self.duration_s()));
+        put("completed", json!(self.completed()));
+        put("failed", json!(self.failed()));
+        put("interrupted", json!(self.interrupted()));
+        put("total_input_tokens", json!(self.prompt_tokens()));
+        put("total_output_tokens", json!(self.output_tokens()));
+        put("request_throughput", json!(self.per_second(self.completed())));
+        put("output_throughput", json!(self.per_second(self.output_tokens())));
+        let all_tokens = self.prompt_tokens().saturating_add(self.output_tokens());
+        put("total_token_throughput", json!(self.per_second(all_tokens)));
+        put("max_output_tokens_per_s", json!(self.peak_tokens_per_s()));
+        put("max_concurrent_requests", json!(self.peak_in_flight()));
+        for Metric { key, times, .. } in self.metrics() {
+            put(&format!("mean_{key}_ms"), json!(times.mean_ms()));
+            put(&format!("median_{key}_ms"), json!(times.percentile_ms(50.0)));
+            put(&format!("std_{key}_ms"), json!(times.std_ms()));
+            for (name, percentile) in PERCENTILES {
+                put(&format!("{name}_{key}_ms"), json!(times.percentile_ms(percentile)));
+            }
+            put(&format!("max_{key}_ms"), json!(times.max_ms()));
+        }
+        put("client_error", json!(setup.calibration.as_ref().map(Calibration::to_json)));
+        put("finish_reasons", json!(self.finish_reasons()));
+        let errors: BTreeMap<_, _> = self.errors().iter().map(|(kind, (count, _))| (kind, count)).collect();
+        put("errors_by_kind", json!(errors));
+        let examples: BTreeMap<_, _> = self.errors().iter().map(|(kind, (_, message))| (kind, message)).collect();
+        put("error_examples", json!(examples));
+        put("notes", json!(self.notes(setup)));
+        put("sampled_requests", self.sampled_requests());
+        Value::Object(fields)
+    }
+}
+
+/// `time` as `YYYYMMDD-HHMMSS` in UTC. Civil date from days after Howard Hinnant, "chrono-compatible low-level date
+/// algorithms", `civil_from_days`.
+pub fn utc_date(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, second_of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn dates_are_civil() {
+        let date = |seconds| utc_date(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(date(0), "19700101-000000");
+        assert_eq!(date(951_782_400), "20000229-000000");
+        assert_eq!(date(1_709_251_199), "20240229-235959");
+        assert_eq!(date(1_767_225_599), "20251231-235959");
+    }
+}

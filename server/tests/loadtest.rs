@@ -1,0 +1,44 @@
+//! `looplane loadtest` as a process: what needs the binary itself.
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Command, Stdio},
+};
+
+use serde_json::Value;
+
+fn looplane() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_looplane"))
+}
+
+/// The mock runs in a process of its own, which is gone afterwards: its standard input was this process's to hold.
+#[test]
+fn calibrates_against_a_mock_of_its_own() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let file = directory.path().join("error.json");
+    let line = "loadtest calibrate --streams 5 --duration 1s --itl 100ms --json";
+    let output = looplane().args(line.split(' ')).arg(&file).output().expect("looplane runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert!(said.starts_with("client's own error: first token p50 ") && said.contains("(5 streams, "), "{said}");
+    let error: Value = serde_json::from_slice(&std::fs::read(&file).expect("written")).expect("JSON");
+    assert_eq!(error["streams"], 5);
+    let count = |of: &str| error[of]["count"].as_u64().expect("a count");
+    // Fifty gaps a second, five streams' first tokens in five seconds: one or two in this one.
+    assert!((35..=60).contains(&count("itl_error")) && (1..=2).contains(&count("ttft_error")), "{error}");
+}
+
+#[test]
+fn a_mock_ends_with_its_standard_input() {
+    let mut mock = looplane()
+        .args(["loadtest", "mock", "--until-stdin-closes"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("looplane runs");
+    let mut base = String::new();
+    BufReader::new(mock.stdout.take().expect("piped")).read_line(&mut base).expect("readable");
+    assert!(base.starts_with("http://127.0.0.1:"), "{base}");
+    drop(mock.stdin.take());
+    assert!(mock.wait().expect("it ends").success());
+}

@@ -9,6 +9,8 @@ use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals};
 use crate::calibrate::CalibrateArgs;
 use crate::drive::{Endpoint, Extent, Pacing};
 use crate::mock::MockArgs;
+use crate::report::Window;
+use crate::slo::Slo;
 
 /// Requests sent where neither `--requests` nor `--duration` is given.
 const DEFAULT_REQUESTS: u64 = 100;
@@ -95,6 +97,23 @@ pub struct LoadtestArgs {
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     pub warmup: u64,
 
+    /// Leave out requests due in the first part of each run
+    #[arg(long, value_name = "TIME", env = "LOOPLANE_LOADTEST_EXCLUDE_START", value_parser = parse_duration)]
+    pub exclude_start: Option<Duration>,
+
+    /// Leave out requests due in the last part of each run, which is as long as --duration says
+    #[arg(long, value_name = "TIME", env = "LOOPLANE_LOADTEST_EXCLUDE_END", value_parser = parse_duration)]
+    pub exclude_end: Option<Duration>,
+
+    /// Limits that make a request good: ttft and e2e from when it was due, itl of every gap, tpot of the mean
+    #[arg(long, value_name = "ttft=200ms,itl=50ms,tpot=..,e2e=..", env = "LOOPLANE_LOADTEST_SLO")]
+    pub slo: Option<Slo>,
+
+    /// Repeat the run and say how much its figures differ
+    #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_LOADTEST_RUNS",
+          value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+
     /// Time limit of each request
     #[arg(long, value_name = "TIME", default_value = "120s", env = "LOOPLANE_LOADTEST_TIMEOUT",
           value_parser = parse_duration)]
@@ -112,6 +131,10 @@ pub struct LoadtestArgs {
     /// Write the report to this file too, as one HTML page with plots
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_HTML")]
     pub html: Option<PathBuf>,
+
+    /// Write every request to this file as it ends, as one line of JSON
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_REQUESTS_FILE")]
+    pub requests_file: Option<PathBuf>,
 }
 
 /// What is done instead of measuring a server.
@@ -154,17 +177,23 @@ pub enum ArgsError {
     /// A shape without a distribution that has one.
     #[error("--burstiness needs --rate and --arrivals gamma: other arrivals have no shape to set")]
     BurstinessWithoutGamma,
+    /// A run whose end is not known beforehand.
+    #[error("--exclude-end needs --duration: without it nobody knows when the run will end")]
+    EndOfOpenRun,
+    /// Nothing left to count.
+    #[error("--exclude-start and --exclude-end leave nothing of --duration")]
+    NothingCounted,
     /// Arrivals out of range.
     #[error(transparent)]
     Arrivals(#[from] ArrivalError),
 }
 
 impl LoadtestArgs {
-    /// How requests are paced.
+    /// How requests of run number `run` (from 0) are paced: each run has a seed of its own.
     ///
     /// # Errors
     /// [`ArgsError`] for options that make no sense together or are out of range.
-    pub fn pacing(&self) -> Result<Pacing, ArgsError> {
+    pub fn pacing(&self, run: u32) -> Result<Pacing, ArgsError> {
         if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalsArg::Gamma) {
             return Err(ArgsError::BurstinessWithoutGamma);
         }
@@ -176,7 +205,7 @@ impl LoadtestArgs {
             ArrivalsArg::Poisson => ArrivalProcess::Poisson,
             ArrivalsArg::Gamma => ArrivalProcess::Gamma { burstiness: self.burstiness.unwrap_or(1.0) },
         };
-        let arrivals = Box::new(Arrivals::new(process, rate_per_s, self.seed)?);
+        let arrivals = Box::new(Arrivals::new(process, rate_per_s, self.seed.wrapping_add(run.into()))?);
         Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
     }
 
@@ -186,6 +215,24 @@ impl LoadtestArgs {
             Some(duration) => Extent::Duration(duration),
             None => Extent::Requests(self.requests.unwrap_or(DEFAULT_REQUESTS)),
         }
+    }
+
+    /// The part of a run that is counted.
+    ///
+    /// # Errors
+    /// [`ArgsError`] for a part that is empty or has no known end.
+    pub fn window(&self) -> Result<Window, ArgsError> {
+        let from = self.exclude_start.unwrap_or_default();
+        // Without --exclude-end the answers that the end is waited for count, too.
+        let to = match (self.exclude_end, self.duration) {
+            (None, _) => None,
+            (Some(_), None) => return Err(ArgsError::EndOfOpenRun),
+            (Some(end), Some(duration)) => Some(duration.saturating_sub(end)),
+        };
+        if to.or(self.duration).is_some_and(|end| from >= end) {
+            return Err(ArgsError::NothingCounted);
+        }
+        Ok(Window { from_ns: from.as_nanos() as u64, to_ns: to.map_or(u64::MAX, |to| to.as_nanos() as u64) })
     }
 
     /// Most requests in flight.
@@ -260,7 +307,7 @@ mod tests {
     #[test]
     fn defaults_are_a_small_closed_loop() {
         let args = parse("").expect("no option is required");
-        assert!(matches!(args.pacing(), Ok(Pacing::Closed { concurrency: 8 })));
+        assert!(matches!(args.pacing(0), Ok(Pacing::Closed { concurrency: 8 })));
         assert_eq!(args.extent(), Extent::Requests(100));
         assert_eq!(args.timeout, Duration::from_secs(120));
         assert_eq!((args.max_concurrency(), args.shape()), (8, None));
@@ -270,7 +317,7 @@ mod tests {
     fn a_rate_makes_an_open_loop() {
         let args =
             parse("--rate 2.5 --duration 90s --arrivals gamma --burstiness 0.5 --max-in-flight 7").expect("valid");
-        assert!(matches!(args.pacing(), Ok(Pacing::Open { max_in_flight: 7, .. })));
+        assert!(matches!(args.pacing(0), Ok(Pacing::Open { max_in_flight: 7, .. })));
         assert_eq!(args.extent(), Extent::Duration(Duration::from_secs(90)));
         assert_eq!((args.max_concurrency(), args.shape()), (7, Some(0.5)));
         assert_eq!(args.pacing_in_words(), "open loop, 2.5 a second (gamma, burstiness 0.5), 90s");
@@ -284,11 +331,25 @@ mod tests {
             assert!(parse(line).is_err(), "{line}");
         }
         for line in ["--burstiness 2", "--rate 1 --burstiness 2", "--arrivals gamma --burstiness 2"] {
-            let refused = parse(line).expect("each alone is valid").pacing().map(|_| ());
+            let refused = parse(line).expect("each alone is valid").pacing(0).map(|_| ());
             assert_eq!(refused, Err(ArgsError::BurstinessWithoutGamma), "{line}");
         }
-        let rate = parse("--rate 0").expect("a number").pacing().map(|_| ());
+        let rate = parse("--rate 0").expect("a number").pacing(0).map(|_| ());
         assert_eq!(rate, Err(ArgsError::Arrivals(ArrivalError::Rate(0.0))));
+    }
+
+    #[test]
+    fn what_is_left_out_leaves_something() {
+        let window = |line: &str| parse(line).expect(line).window();
+        let s = 1_000_000_000;
+        assert_eq!(window(""), Ok(Window::default()));
+        assert_eq!(window("--exclude-start 5s"), Ok(Window { from_ns: 5 * s, to_ns: u64::MAX }));
+        let both = window("--duration 60s --exclude-start 5s --exclude-end 10s");
+        assert_eq!(both, Ok(Window { from_ns: 5 * s, to_ns: 50 * s }));
+        assert_eq!(window("--exclude-end 5s"), Err(ArgsError::EndOfOpenRun));
+        for line in ["--exclude-start 60s", "--exclude-end 70s", "--exclude-start 30s --exclude-end 30s"] {
+            assert_eq!(window(&format!("--duration 60s {line}")), Err(ArgsError::NothingCounted), "{line}");
+        }
     }
 
     #[test]

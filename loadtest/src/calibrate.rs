@@ -276,7 +276,9 @@ mod tests {
     async fn calibrate(mock_ttft_ms: u64) -> Calibration {
         let [ttft, itl] = [mock_ttft_ms, 100].map(Duration::from_millis);
         let mock = Mock { ttft, itl, ..Mock::default() }.serve().await;
-        measure(&mock.base, &args(50), Duration::from_millis(500), &CancellationToken::new()).await.expect("the mock answers")
+        measure(&mock.base, &args(50), Duration::from_millis(500), &CancellationToken::new())
+            .await
+            .expect("the mock answers")
     }
 
     /// The windows hold what they should: six tokens in 550 ms of each of ten streams.

@@ -7,6 +7,7 @@ use crate::calibrate::Calibration;
 use crate::json::utc_date;
 use crate::plot::{Axis, Escaped, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
+use crate::table::variation;
 use crate::timeline::Moment;
 
 /// Style of the page and its plots, light and dark.
@@ -57,6 +58,7 @@ impl Display for Page<'_> {
         self.distributions(f)?;
         self.timeline(f)?;
         self.times(f)?;
+        self.spread(f)?;
         self.ends(f)?;
         self.settings(f)?;
         writeln!(f, "</body>\n</html>")
@@ -75,8 +77,8 @@ impl Page<'_> {
         let failed = if tally.failed() > 0 { r#" class="bad""# } else { "" };
         writeln!(f, r#"<div class="tiles">"#)?;
         for (name, value) in [
-            ("output tokens a second", format!("{:.1}", tally.per_second(tally.output_tokens()))),
-            ("requests a second", format!("{:.2}", tally.per_second(tally.completed()))),
+            ("output tokens a second", format!("{:.1}", tally.output_tokens_per_s())),
+            ("requests a second", format!("{:.2}", tally.requests_per_s())),
             ("first token, median", time("ttft", 50.0)),
             ("between tokens, median", time("itl", 50.0)),
             ("between tokens, p99", time("itl", 99.0)),
@@ -84,6 +86,10 @@ impl Page<'_> {
             ("requests answered", tally.completed().to_string()),
         ] {
             writeln!(f, r#"<div class="tile"><span>{name}</span><b>{value}</b></div>"#)?;
+        }
+        if let (Some(slo), Some(good_per_s)) = (tally.slo(), tally.good_requests_per_s()) {
+            let name = format!("requests a second within {slo}");
+            writeln!(f, r#"<div class="tile"><span>{name}</span><b>{good_per_s:.2}</b></div>"#)?;
         }
         writeln!(f, r#"<div class="tile"><span>failed</span><b{failed}>{}</b></div>"#, tally.failed())?;
         writeln!(f, "</div>")
@@ -184,6 +190,22 @@ impl Page<'_> {
         writeln!(f, "</table></div>")
     }
 
+    fn spread(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(spread) = self.tally.spread() else { return Ok(()) };
+        writeln!(
+            f,
+            "<h2>Over {} runs</h2>\n<p class=\"muted\">Everything else is of the run in the middle by output tokens a \
+             second.</p>\n<div class=\"wide\"><table class=\"figures\">\n\
+             <tr><th>figure</th><th>mean</th><th>variation (CV)</th></tr>",
+            spread.runs
+        )?;
+        for figure in &spread.figures {
+            let (title, mean, cv) = (figure.title, figure.mean(), variation(figure));
+            writeln!(f, "<tr><td>{title}</td><td>{mean:.2}</td><td>{cv}</td></tr>")?;
+        }
+        writeln!(f, "</table></div>")
+    }
+
     fn ends(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -256,8 +278,12 @@ fn readable(date: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::distribution::Distribution;
     use crate::markup::{Element, elements, within};
     use crate::record::{Failure, RequestRecord};
+    use crate::report::Window;
+    use crate::slo::Slo;
+    use crate::spread::Spread;
     use std::time::{Duration, UNIX_EPOCH};
 
     const MS: u64 = 1_000_000;
@@ -348,6 +374,35 @@ mod tests {
         for line in drawn.iter().filter(|e| e.name == "polyline") {
             assert!(line.attributes["points"].split_whitespace().count() > 20, "{line:?}");
         }
+    }
+
+    #[test]
+    fn limits_calibration_and_spread_are_shown_where_there_are_any() {
+        let plain = page_of(&forty_requests());
+        assert!(plain.contains("not measured (--calibrate)") && !plain.contains("Over 2 runs"));
+        let slo: Slo = "ttft=30ms,itl=1s".parse().expect("limits");
+        let mut tally = Tally::new(Window::default(), Some(slo));
+        let mut record = RequestRecord::new(0, 0, 0);
+        record.chunks_ns = vec![20 * MS, 40 * MS];
+        record.ended_ns = 500 * MS;
+        tally.add(&record);
+        let spread = Spread::of(&[forty_requests(), forty_requests()]);
+        tally.stand_for(spread);
+        let mut times = Distribution::default();
+        times.record_ns(7 * MS);
+        let calibration = Calibration {
+            streams: 4,
+            tokens_per_s_asked: 200.0,
+            tokens_per_s: 200.0,
+            ttft_error: times.clone(),
+            itl_error: times,
+        };
+        let setup = Setup { calibration: Some(calibration), ..setup() };
+        let page = Page { setup: &setup, tally: &tally, date: UNIX_EPOCH }.to_string();
+        elements(&page);
+        assert!(page.contains("requests a second within ttft 30ms, itl 1s</span><b>2.00</b>"));
+        assert!(page.contains("<h2>Over 2 runs</h2>") && page.contains("<td>0.00 %</td>"));
+        assert!(page.contains("p50 7.00 ms") && page.contains("itself the bottleneck"));
     }
 
     /// The picture says what the figures say.

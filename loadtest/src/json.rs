@@ -9,7 +9,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Map, Value, json};
 
 use crate::calibrate::Calibration;
+use crate::record::RequestRecord;
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
+use crate::spread::Spread;
 
 impl Tally {
     /// The whole report as one JSON object; times in milliseconds, null where nothing was counted.
@@ -30,16 +32,22 @@ impl Tally {
         put("max_tokens", json!(setup.max_tokens));
         put("ignore_eos", json!(setup.ignore_eos));
         put("warmup_requests", json!(setup.warmup));
+        let (from_s, to_s) = self.window_s();
+        put("counted_from_s", json!(from_s));
+        put("counted_to_s", json!(to_s));
+        put("excluded_requests", json!(self.excluded().0));
+        put("slo", json!(self.slo().map(|slo| slo.to_string())));
+        put("good_requests", json!(self.good()));
+        put("request_goodput", json!(self.good_requests_per_s()));
         put("duration", json!(self.duration_s()));
         put("completed", json!(self.completed()));
         put("failed", json!(self.failed()));
         put("interrupted", json!(self.interrupted()));
         put("total_input_tokens", json!(self.prompt_tokens()));
         put("total_output_tokens", json!(self.output_tokens()));
-        put("request_throughput", json!(self.per_second(self.completed())));
-        put("output_throughput", json!(self.per_second(self.output_tokens())));
-        let all_tokens = self.prompt_tokens().saturating_add(self.output_tokens());
-        put("total_token_throughput", json!(self.per_second(all_tokens)));
+        put("request_throughput", json!(self.requests_per_s()));
+        put("output_throughput", json!(self.output_tokens_per_s()));
+        put("total_token_throughput", json!(self.total_tokens_per_s()));
         put("max_output_tokens_per_s", json!(self.peak_tokens_per_s()));
         put("max_concurrent_requests", json!(self.peak_in_flight()));
         for Metric { key, times, .. } in self.metrics() {
@@ -52,6 +60,7 @@ impl Tally {
             put(&format!("max_{key}_ms"), json!(times.max_ms()));
         }
         put("client_error", json!(setup.calibration.as_ref().map(Calibration::to_json)));
+        put("spread", json!(self.spread().map(Spread::to_json)));
         put("finish_reasons", json!(self.finish_reasons()));
         let errors: BTreeMap<_, _> = self.errors().iter().map(|(kind, (count, _))| (kind, count)).collect();
         put("errors_by_kind", json!(errors));
@@ -61,6 +70,29 @@ impl Tally {
         put("sampled_requests", self.sampled_requests());
         Value::Object(fields)
     }
+}
+
+/// One request as a line of `--requests-file`; times in milliseconds, `due_ms` of the run and the others after it was
+/// sent, null where there is none.
+pub fn request_line(run: u32, record: &RequestRecord) -> Value {
+    let ms = |ns: u64| ns as f64 / 1e6;
+    let since_sent = |time_ns: u64| ms(time_ns.saturating_sub(record.sent_ns));
+    let gaps: Vec<f64> = record.chunks_ns.windows(2).map(|pair| ms(pair[1].saturating_sub(pair[0]))).collect();
+    json!({
+        "run": run,
+        "index": record.index,
+        "due_ms": ms(record.intended_ns),
+        "client_delay_ms": ms(record.sent_ns.saturating_sub(record.intended_ns)),
+        "ttft_ms": record.first_token_ns().map(since_sent),
+        "tpot_ms": record.time_per_output_token_ns().map(ms),
+        "e2el_ms": since_sent(record.ended_ns),
+        "itl_ms": gaps,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens(),
+        "finish_reason": record.finish_reason,
+        "error": record.failure.as_ref().map(|failure| failure.kind()),
+        "error_message": record.failure.as_ref().map(|failure| failure.to_string()),
+    })
 }
 
 /// `time` as `YYYYMMDD-HHMMSS` in UTC. Civil date from days after Howard Hinnant, "chrono-compatible low-level date

@@ -32,6 +32,8 @@ pub mod prompt;
 pub mod record;
 pub mod report;
 mod sample;
+pub mod slo;
+pub mod spread;
 pub mod sse;
 mod table;
 pub mod timeline;

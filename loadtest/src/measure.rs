@@ -1,7 +1,7 @@
 //! One measurement from its options to its report.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -15,9 +15,11 @@ use crate::calibrate::{self, CalibrateArgs};
 use crate::client::Client;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
 use crate::html::Page;
+use crate::json::request_line;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
+use crate::spread::{self, Spread};
 use crate::table::Table;
 
 /// How often the progress line is renewed.
@@ -29,7 +31,7 @@ const MAX_CALIBRATION_STREAMS: usize = 1000;
 
 /// Measures what `args` describe; see [`crate::run`].
 pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Result<()> {
-    let pacing = args.pacing()?;
+    let (_, window) = (args.pacing(0)?, args.window()?);
     let client = Client::new(&args.target, args.api_key.as_deref(), args.timeout)?;
     let model = match &args.model {
         Some(model) => model.clone(),
@@ -43,6 +45,11 @@ pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
         json: args.json.as_deref().map(open_for_report).transpose()?,
         html: args.html.as_deref().map(open_for_report).transpose()?,
     };
+    let requests_file = args.requests_file.as_deref().map(|path| {
+        let file = File::create(path).with_context(|| format!("cannot write requests to {}", path.display()));
+        file.map(BufWriter::new)
+    });
+    let requests_file = requests_file.transpose()?;
     let mut workload = Workload {
         client,
         endpoint: args.endpoint,
@@ -66,10 +73,43 @@ pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
     }
     warm_up(&workload, args, stop, &mut setup).await;
 
-    let load = Load { pacing, extent: args.extent(), first_index: args.warmup };
-    let mut running = drive::start(workload, load, stop.clone());
-    let tally = collect(&mut running, io::stderr().is_terminal()).await;
-    report(&setup, &tally, files)
+    let mut requests = RequestLines { file: requests_file, failure: None };
+    let mut tallies = Vec::new();
+    let mut first_index = args.warmup;
+    for run in 0..args.runs {
+        let load = Load { pacing: args.pacing(run)?, extent: args.extent(), first_index };
+        let mut running = drive::start(workload.clone(), load, stop.clone());
+        let mut tally = Tally::new(window, args.slo);
+        collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
+            first_index = first_index.max(record.index + 1);
+            requests.write(run, record);
+        })
+        .await;
+        tallies.push(tally);
+        if stop.is_cancelled() {
+            setup.notes.push(format!("stopped by the user in run {} of {}", run + 1, args.runs));
+            break;
+        }
+    }
+    report(&setup, &chosen(tallies), files)?;
+    requests.finish()
+}
+
+/// The run to show: the only one, or the one in the middle with the spread of all that were not cut short.
+fn chosen(mut tallies: Vec<Tally>) -> Tally {
+    let whole = tallies.iter().filter(|tally| tally.interrupted() == 0).count();
+    if whole > 0 {
+        tallies.retain(|tally| tally.interrupted() == 0);
+    }
+    let spread = Spread::of(&tallies);
+    match spread::middle(&tallies) {
+        Some(middle) if tallies.len() > 1 => {
+            let mut tally = tallies.swap_remove(middle);
+            tally.stand_for(spread);
+            tally
+        }
+        _ => tallies.pop().unwrap_or_default(),
+    }
 }
 
 fn setup_of(args: &LoadtestArgs, workload: &Workload) -> Setup {
@@ -128,21 +168,24 @@ async fn warm_up(workload: &Arc<Workload>, args: &LoadtestArgs, stop: &Cancellat
     let concurrency = args.max_concurrency().min(usize::try_from(args.warmup).unwrap_or(usize::MAX));
     let load = Load { pacing: Pacing::Closed { concurrency }, extent: Extent::Requests(args.warmup), first_index: 0 };
     let mut running = drive::start(workload.clone(), load, stop.clone());
-    let tally = collect(&mut running, false).await;
+    let mut tally = Tally::default();
+    collect(&mut running, &mut tally, false, |_| ()).await;
     if tally.failed() > 0 {
         setup.notes.push(format!("{} of {} warm-up requests failed", tally.failed(), args.warmup));
     }
 }
 
-/// Counts records until the last request has ended.
-async fn collect(running: &mut Running, show_progress: bool) -> Tally {
-    let mut tally = Tally::default();
+/// Counts records until the last request has ended; `each` sees them, too.
+async fn collect(running: &mut Running, tally: &mut Tally, show_progress: bool, mut each: impl FnMut(&RequestRecord)) {
     let mut tick = tokio::time::interval(PROGRESS_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
     loop {
         tokio::select! {
             record = running.records.recv() => match record {
-                Some(record) => tally.add(&record),
+                Some(record) => {
+                    each(&record);
+                    tally.add(&record);
+                }
                 None => break,
             },
             _ = tick.tick(), if show_progress => {
@@ -160,7 +203,30 @@ async fn collect(running: &mut Running, show_progress: bool) -> Tally {
         let _ = writeln!(io::stderr());
     }
     tally.close(running.peak_in_flight(), running.lags());
-    tally
+}
+
+/// The file of `--requests-file`.
+struct RequestLines {
+    file: Option<BufWriter<File>>,
+    failure: Option<io::Error>,
+}
+
+impl RequestLines {
+    /// Appends a line. A file that cannot be written any more does not end the run, whose report is still to come:
+    /// [`Self::finish`] tells.
+    fn write(&mut self, run: u32, record: &RequestRecord) {
+        if let Some(file) = &mut self.file
+            && let Err(error) = writeln!(file, "{}", request_line(run, record))
+        {
+            self.failure = Some(error);
+            self.file = None;
+        }
+    }
+
+    fn finish(mut self) -> anyhow::Result<()> {
+        let flushed = self.file.as_mut().map_or(Ok(()), BufWriter::flush);
+        self.failure.map_or(flushed, Err).context("--requests-file holds only some of the requests")
+    }
 }
 
 /// Files that the report goes to beside standard output.
@@ -188,6 +254,9 @@ fn report(setup: &Setup, tally: &Tally, files: Files) -> anyhow::Result<()> {
         Some((kind, (count, example))) => {
             bail!("no request succeeded; {count} of {} failed as {kind}: {example}", tally.failed())
         }
+        None if tally.excluded().0 > 0 => {
+            bail!("every request was due in a part of the run that is left out (--exclude-start, --exclude-end)")
+        }
         None => bail!("the run was stopped before any request was answered"),
     }
 }
@@ -207,8 +276,8 @@ fn replace(mut file: File, text: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mock::{Fault, Mock};
     use crate::distribution::Distribution;
+    use crate::mock::{Fault, Mock};
     use crate::{markup, run};
     use clap::Parser;
     use serde_json::Value;
@@ -288,6 +357,39 @@ mod tests {
         let no_report = ["loadtest", "compare", &json, &page];
         let refusal = run(Cli::try_parse_from(no_report).expect("valid options").args).await.expect_err("a page");
         assert!(refusal.to_string().contains("run.html is no report"), "{refusal}");
+    }
+
+    #[tokio::test]
+    async fn several_runs_have_a_spread_limits_and_a_line_for_each_request() {
+        let lines = tempfile::NamedTempFile::new().expect("a temporary file");
+        let line = "--runs 3 --requests 10 --concurrency 2 --max-tokens 3 --slo ttft=1h,e2e=1ms --requests-file";
+        let mock = Mock { ttft: Duration::from_millis(5), ..Mock::default() };
+        let (outcome, report, requests) = run_against(mock, &format!("{line} {}", lines.path().display())).await;
+        outcome.expect("all requests succeed");
+        assert_eq!((&report["completed"], &report["good_requests"]), (&Value::from(10), &Value::from(0)));
+        assert_eq!(report["slo"], "ttft 3600s, e2e 1ms");
+        let throughput = &report["spread"]["figures"]["output_throughput"];
+        let mut values: Vec<f64> = serde_json::from_value(throughput["values"].clone()).expect("numbers");
+        values.sort_by(f64::total_cmp);
+        assert_eq!((values.len(), values[1]), (3, report["output_throughput"].as_f64().expect("a number")));
+        assert!(throughput["cv"].is_number(), "{throughput}");
+
+        let text = std::fs::read_to_string(lines.path()).expect("the lines were written");
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        assert_eq!(lines.len(), 30);
+        assert!((0..3).all(|run| lines.iter().filter(|line| line["run"] == run).count() == 10));
+        assert!(lines.iter().all(|line| line["itl_ms"].as_array().is_some_and(|gaps| gaps.len() == 2)));
+        assert!(lines.iter().all(|line| line["error"].is_null() && line["ttft_ms"].as_f64() >= Some(5.0)));
+        let mut prompts: Vec<String> = requests.iter().map(|request| request["messages"].to_string()).collect();
+        prompts.sort();
+        prompts.dedup();
+        assert_eq!(prompts.len(), 2 + 30, "runs do not repeat prompts");
+    }
+
+    #[tokio::test]
+    async fn a_window_without_requests_is_an_error() {
+        let (outcome, ..) = run_against(Mock::default(), "--requests 5 --exclude-start 1h").await;
+        assert!(outcome.expect_err("nothing counted").to_string().contains("--exclude-start"));
     }
 
     #[tokio::test]

@@ -308,6 +308,7 @@ mod seen {
 
     /// A mock that listens; it stops with the test's runtime.
     pub struct Served {
+        /// Its address.
         pub base: String,
         state: Arc<State>,
     }
@@ -342,6 +343,7 @@ mod seen {
             self.state.seen.requests.lock().expect("no holder panics").clone()
         }
 
+        /// Connections that were made so far.
         pub fn connections(&self) -> usize {
             self.state.seen.connections.load(Ordering::Relaxed)
         }

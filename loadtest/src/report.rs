@@ -8,6 +8,8 @@ use crate::calibrate::{Calibration, TOLERATED_MS};
 use crate::distribution::Distribution;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
+use crate::slo::Slo;
+use crate::spread::Spread;
 use crate::timeline::{Moment, Timeline};
 
 /// Most kinds of failure or finish reason told apart; more are counted together, as a server could invent them forever.
@@ -50,9 +52,40 @@ pub struct Setup {
     pub notes: Vec<String>,
 }
 
+/// The part of a run that its figures are of: requests that were due in it, and tokens and ends that came in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Start in nanoseconds of the run.
+    pub from_ns: u64,
+    /// End in nanoseconds of the run, not included.
+    pub to_ns: u64,
+}
+
+impl Default for Window {
+    fn default() -> Self {
+        Self { from_ns: 0, to_ns: u64::MAX }
+    }
+}
+
+impl Window {
+    /// Whether `time_ns` of the run lies inside.
+    pub fn contains(self, time_ns: u64) -> bool {
+        (self.from_ns..self.to_ns).contains(&time_ns)
+    }
+}
+
 /// Figures of a run, updated record by record in memory that does not grow with the number of requests.
 #[derive(Debug, Default)]
 pub struct Tally {
+    window: Window,
+    slo: Option<Slo>,
+    good: u64,
+    excluded: u64,
+    excluded_failed: u64,
+    /// Ends, tokens of prompts and output tokens in the window, of whichever requests.
+    requests_in_window: u64,
+    prompt_tokens_in_window: u64,
+    output_tokens_in_window: f64,
     completed: u64,
     failed: u64,
     interrupted: u64,
@@ -77,6 +110,7 @@ pub struct Tally {
     sample: Sample,
     peak_in_flight: usize,
     client_lag: Distribution,
+    spread: Option<Spread>,
 }
 
 /// One kind of time in the report.
@@ -90,10 +124,23 @@ pub struct Metric<'a> {
 }
 
 impl Tally {
+    /// An empty count of the requests due in `window`, which `slo` tells good from bad.
+    pub fn new(window: Window, slo: Option<Slo>) -> Self {
+        Self { window, slo, ..Self::default() }
+    }
+
     /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
         self.ended_ns = self.ended_ns.max(record.ended_ns);
         self.timeline.add_request(record.sent_ns, record.ended_ns);
+        if record.failure.is_none() {
+            self.add_throughput(record);
+        }
+        if !self.window.contains(record.intended_ns) {
+            self.excluded += 1;
+            self.excluded_failed += u64::from(record.failure.is_some());
+            return;
+        }
         match &record.failure {
             None => self.add_completed(record),
             Some(Failure::Interrupted) => self.interrupted += 1,
@@ -105,8 +152,33 @@ impl Tally {
         }
     }
 
+    /// Counts when an answer came, whenever it was due.
+    fn add_throughput(&mut self, record: &RequestRecord) {
+        if self.window.contains(record.ended_ns) {
+            self.requests_in_window += 1;
+            let tokens = record.prompt_tokens.unwrap_or(0);
+            self.prompt_tokens_in_window = self.prompt_tokens_in_window.saturating_add(tokens);
+        }
+        // Tokens without text came at the end at the latest.
+        let end = [record.ended_ns];
+        let arrivals_ns = if record.chunks_ns.is_empty() { &end[..] } else { &record.chunks_ns };
+        let tokens_each = record.output_tokens() as f64 / arrivals_ns.len() as f64;
+        for &time_ns in arrivals_ns {
+            let second = (time_ns / 1_000_000_000) as usize;
+            if self.tokens_in_second.len() <= second {
+                self.tokens_in_second.resize(second + 1, 0.0);
+            }
+            self.tokens_in_second[second] += tokens_each;
+            self.timeline.add_tokens(time_ns, tokens_each);
+            if self.window.contains(time_ns) {
+                self.output_tokens_in_window += tokens_each;
+            }
+        }
+    }
+
     fn add_completed(&mut self, record: &RequestRecord) {
         self.completed += 1;
+        self.good += u64::from(self.slo.is_some_and(|slo| slo.is_met(record)));
         self.sample.add(record);
         let tokens = record.output_tokens();
         self.prompt_tokens = self.prompt_tokens.saturating_add(record.prompt_tokens.unwrap_or(0));
@@ -129,15 +201,6 @@ impl Tally {
         if let Some(tpot_ns) = record.time_per_output_token_ns() {
             self.tpot.record_ns(tpot_ns);
         }
-        let tokens_per_chunk = tokens as f64 / record.chunks_ns.len().max(1) as f64;
-        for chunk_ns in &record.chunks_ns {
-            let second = (chunk_ns / 1_000_000_000) as usize;
-            if self.tokens_in_second.len() <= second {
-                self.tokens_in_second.resize(second + 1, 0.0);
-            }
-            self.tokens_in_second[second] += tokens_per_chunk;
-            self.timeline.add_tokens(*chunk_ns, tokens_per_chunk);
-        }
         let reason = record.finish_reason.clone().unwrap_or_else(|| "none".into());
         *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
     }
@@ -147,6 +210,16 @@ impl Tally {
     pub fn close(&mut self, peak_in_flight: usize, client_lag: Distribution) {
         self.peak_in_flight = peak_in_flight;
         self.client_lag = client_lag;
+    }
+
+    /// Makes this run the one that is shown of those that `spread` is of.
+    pub fn stand_for(&mut self, spread: Spread) {
+        self.spread = Some(spread);
+    }
+
+    /// How much this and the other runs differ, where there were several.
+    pub fn spread(&self) -> Option<&Spread> {
+        self.spread.as_ref()
     }
 
     /// Most requests in flight at once.
@@ -174,9 +247,50 @@ impl Tally {
         self.ended_ns as f64 / 1e9
     }
 
-    /// `count` a second of the run; 0 for a run without requests.
-    pub fn per_second(&self, count: u64) -> f64 {
-        if self.ended_ns == 0 { 0.0 } else { count as f64 / self.duration_s() }
+    /// Start and end of the counted part of the run, in seconds of the run.
+    pub fn window_s(&self) -> (f64, f64) {
+        let to_ns = self.window.to_ns.min(self.ended_ns).max(self.window.from_ns);
+        (self.window.from_ns as f64 / 1e9, to_ns as f64 / 1e9)
+    }
+
+    /// Requests due outside of the counted part, and how many of them failed or were stopped.
+    pub fn excluded(&self) -> (u64, u64) {
+        (self.excluded, self.excluded_failed)
+    }
+
+    /// Answers that ended in the counted part, a second of it; 0 for a run without requests.
+    pub fn requests_per_s(&self) -> f64 {
+        self.per_second(self.requests_in_window as f64)
+    }
+
+    /// Output tokens that arrived in the counted part, a second of it.
+    pub fn output_tokens_per_s(&self) -> f64 {
+        self.per_second(self.output_tokens_in_window)
+    }
+
+    /// The same with the tokens of the prompts of the answers that ended in it.
+    pub fn total_tokens_per_s(&self) -> f64 {
+        self.per_second(self.prompt_tokens_in_window as f64 + self.output_tokens_in_window)
+    }
+
+    /// Limits that requests were held to.
+    pub fn slo(&self) -> Option<Slo> {
+        self.slo
+    }
+
+    /// Requests due in the counted part that met every limit; none without limits.
+    pub fn good(&self) -> Option<u64> {
+        self.slo.map(|_| self.good)
+    }
+
+    /// Goodput: [`Self::good`] a second of the counted part.
+    pub fn good_requests_per_s(&self) -> Option<f64> {
+        self.good().map(|good| self.per_second(good as f64))
+    }
+
+    fn per_second(&self, count: f64) -> f64 {
+        let (from_s, to_s) = self.window_s();
+        if to_s > from_s { count / (to_s - from_s) } else { 0.0 }
     }
 
     /// Prompt tokens of the requests that succeeded, as the server counted them.
@@ -233,6 +347,14 @@ impl Tally {
     pub fn notes(&self, setup: &Setup) -> Vec<String> {
         let mut notes = setup.notes.clone();
         notes.extend(setup.calibration.as_ref().and_then(Calibration::note));
+        if self.excluded > 0 {
+            let ((from_s, to_s), failed) = (self.window_s(), self.excluded_failed);
+            notes.push(format!(
+                "counted from {from_s:.1} s to {to_s:.1} s of the run: {} requests due outside of it are left out, {failed} \
+                 of them failed",
+                self.excluded
+            ));
+        }
         if self.without_usage > 0 {
             notes.push(format!(
                 "{} answers came without usage: their chunks are counted as tokens, their prompts not at all",
@@ -274,6 +396,7 @@ fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {
 pub(crate) mod tests {
     use super::*;
     use serde_json::json;
+    use std::time::Duration;
 
     const MS: u64 = 1_000_000;
 
@@ -346,6 +469,33 @@ pub(crate) mod tests {
         let notes = report["notes"].as_array().expect("a list of notes");
         let given_up = "given up for taking too long, and missing from the times: 1";
         assert!(notes.contains(&json!(given_up)), "{notes:?}");
+    }
+
+    /// A stream every second of ten tokens at 100 ms; the first and last two of ten seconds are left out.
+    #[test]
+    fn only_the_window_counts() {
+        let slo = Slo { e2e: Some(Duration::from_millis(1000)), ..Slo::default() };
+        let mut tally = Tally::new(Window { from_ns: 2000 * MS, to_ns: 8000 * MS }, Some(slo));
+        for second in 0..10 {
+            let start = second * 1000;
+            let chunks: Vec<u64> = (1..=10).map(|token| start + token * 100).collect();
+            let slow = if second == 5 { 50 } else { 0 };
+            let mut record = record(start, start, &chunks);
+            record.ended_ns += slow * MS;
+            tally.add(&record);
+        }
+        let mut failed = record(500, 500, &[]);
+        failed.failure = Some(Failure::Timeout);
+        tally.add(&failed);
+        assert_eq!((tally.completed(), tally.failed(), tally.excluded()), (6, 0, (5, 1)));
+        assert_eq!((tally.good(), tally.good_requests_per_s()), (Some(5), Some(5.0 / 6.0)));
+        // Tokens from 2.0 s to 7.9 s: the last of the second stream is in, that of the eighth is not.
+        assert!((tally.output_tokens_per_s() - 10.0).abs() < 1e-9);
+        assert!((tally.requests_per_s() - 1.0).abs() < 1e-9);
+        assert_eq!((tally.duration_s(), tally.window_s()), (10.0, (2.0, 8.0)));
+        let note =
+            "counted from 2.0 s to 8.0 s of the run: 5 requests due outside of it are left out, 1 of them failed";
+        assert!(tally.notes(&setup()).contains(&note.to_owned()), "{:?}", tally.notes(&setup()));
     }
 
     #[test]

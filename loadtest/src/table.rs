@@ -3,6 +3,7 @@
 use std::fmt::{self, Display};
 
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
+use crate::spread::Figure;
 
 /// Width of the column of names.
 const NAME_WIDTH: usize = 24;
@@ -30,10 +31,12 @@ impl Display for Table<'_> {
         let (completed, failed) = (tally.completed(), tally.failed());
         row(f, "requests", format!("{completed} ok, {failed} failed{interrupted} in {:.2} s", tally.duration_s()))?;
         row(f, "in flight", format!("at most {}", tally.peak_in_flight()))?;
-        let requests_per_s = tally.per_second(completed);
-        let tokens_per_s = tally.per_second(tally.output_tokens());
+        let (requests_per_s, tokens_per_s) = (tally.requests_per_s(), tally.output_tokens_per_s());
         let peak = tally.peak_tokens_per_s();
         row(f, "requests a second", format!("{requests_per_s:.2}"))?;
+        if let (Some(slo), Some(good), Some(good_per_s)) = (tally.slo(), tally.good(), tally.good_requests_per_s()) {
+            row(f, "good requests a second", format!("{good_per_s:.2} ({good} of {completed} within {slo})"))?;
+        }
         row(f, "output tokens a second", format!("{tokens_per_s:.1} (best second {peak:.0})"))?;
         let mean = |tokens: u64| tokens as f64 / completed.max(1) as f64;
         let (prompt, output) = (mean(tally.prompt_tokens()), mean(tally.output_tokens()));
@@ -43,6 +46,7 @@ impl Display for Table<'_> {
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
         writeln!(f)?;
         self.times(f)?;
+        self.spread(f)?;
         if let Some(calibration) = &setup.calibration {
             writeln!(f, "client's own error: {}", calibration.in_words())?;
         }
@@ -57,6 +61,17 @@ impl Display for Table<'_> {
 }
 
 impl Table<'_> {
+    fn spread(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(spread) = self.tally.spread() else { return Ok(()) };
+        writeln!(f, "over {} runs, of which the one in the middle by output tokens a second is above", spread.runs)?;
+        writeln!(f, "{:<NAME_WIDTH$}{:>FIGURE_WIDTH$}{:>FIGURE_WIDTH$}", "", "mean", "CV")?;
+        for figure in &spread.figures {
+            let (mean, cv) = (figure.mean(), variation(figure));
+            writeln!(f, "{:<NAME_WIDTH$}{mean:>FIGURE_WIDTH$.2}{cv:>FIGURE_WIDTH$}", figure.title)?;
+        }
+        writeln!(f)
+    }
+
     fn times(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:<NAME_WIDTH$}", "milliseconds")?;
         for name in ["mean"].into_iter().chain(PERCENTILES.map(|(name, _)| name)).chain(["max"]) {
@@ -76,6 +91,11 @@ impl Table<'_> {
         }
         writeln!(f)
     }
+}
+
+/// "3.21 %", or nothing to say of one run.
+pub fn variation(figure: &Figure) -> String {
+    figure.cv().map_or_else(|| "-".into(), |cv| format!("{:.2} %", 100.0 * cv))
 }
 
 fn row(f: &mut fmt::Formatter<'_>, name: &str, value: String) -> fmt::Result {

@@ -1,16 +1,20 @@
 //! Options of the load tester, and what they mean together.
 
+use std::fmt::{self, Display};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals};
+use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals, Rate};
 use crate::calibrate::CalibrateArgs;
 use crate::drive::{Endpoint, Extent, Pacing};
+use crate::lengths::Lengths;
 use crate::mock::MockArgs;
 use crate::report::Window;
 use crate::slo::Slo;
+use crate::trace::{Trace, TraceError};
 
 /// Requests sent where neither `--requests` nor `--duration` is given.
 const DEFAULT_REQUESTS: u64 = 100;
@@ -57,9 +61,16 @@ pub struct LoadtestArgs {
           value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub concurrency: Option<u32>,
 
-    /// Open loop: send so many requests a second, whether or not earlier ones are answered
+    /// Open loop: send so many requests a second, whether or not earlier ones are answered; 1..20 rises evenly over
+    /// --duration
     #[arg(long, value_name = "PER_SECOND", env = "LOOPLANE_LOADTEST_RATE")]
-    pub rate: Option<f64>,
+    pub rate: Option<RateArg>,
+
+    /// Open loop: send requests when, and as long as, this file says: lines of JSON with time_s, prompt_tokens and
+    /// output_tokens (or Mooncake's timestamp, input_length and output_length)
+    #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_TRACE",
+          conflicts_with_all = ["rate", "concurrency", "requests", "burstiness"])]
+    pub trace: Option<PathBuf>,
 
     /// Open loop: how the gaps between requests are distributed
     #[arg(long, value_enum, default_value_t = ArrivalsArg::Poisson, env = "LOOPLANE_LOADTEST_ARRIVALS")]
@@ -78,15 +89,24 @@ pub struct LoadtestArgs {
     #[arg(long, default_value_t = 0, env = "LOOPLANE_LOADTEST_SEED")]
     pub seed: u64,
 
-    /// Length of prompts in tokens, fitted to how the server counts them
-    #[arg(long, value_name = "N", default_value_t = 128, env = "LOOPLANE_LOADTEST_PROMPT_TOKENS",
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub prompt_tokens: u32,
+    /// Length of prompts in tokens, fitted to how the server counts them: N, LOW..HIGH (uniform),
+    /// normal:MEAN,DEVIATION,LOW..HIGH or lognormal:MEDIAN,SIGMA,LOW..HIGH
+    #[arg(long, value_name = "LENGTHS", default_value = "128", env = "LOOPLANE_LOADTEST_PROMPT_TOKENS")]
+    pub prompt_tokens: Lengths,
 
-    /// Most tokens to generate for a request
-    #[arg(long, value_name = "N", default_value_t = 128, env = "LOOPLANE_LOADTEST_MAX_TOKENS",
+    /// Share of each prompt, 0 to 1, that all prompts begin with
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, env = "LOOPLANE_LOADTEST_SHARED_PREFIX",
+          value_parser = parse_share)]
+    pub shared_prefix: f64,
+
+    /// Most tokens to generate for a request, in the forms of --prompt-tokens
+    #[arg(long, value_name = "LENGTHS", default_value = "128", env = "LOOPLANE_LOADTEST_MAX_TOKENS")]
+    pub max_tokens: Lengths,
+
+    /// Least tokens to generate, where --max-tokens allows so many (not every server knows this field)
+    #[arg(long, value_name = "N", env = "LOOPLANE_LOADTEST_MIN_TOKENS",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub max_tokens: u32,
+    pub min_tokens: Option<u32>,
 
     /// Generate exactly --max-tokens tokens, past the model's own end (not every server knows this field)
     #[arg(long, env = "LOOPLANE_LOADTEST_IGNORE_EOS", value_parser = clap::builder::BoolishValueParser::new())]
@@ -137,6 +157,46 @@ pub struct LoadtestArgs {
     pub requests_file: Option<PathBuf>,
 }
 
+/// A rate on the command line: `5`, or `1..20` for one that changes over the run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RateArg {
+    /// At the start, in requests a second.
+    pub from_per_s: f64,
+    /// At the end.
+    pub to_per_s: f64,
+}
+
+impl RateArg {
+    /// Mean over the run.
+    pub fn mean_per_s(self) -> f64 {
+        (self.from_per_s + self.to_per_s) / 2.0
+    }
+
+    /// Whether the rate changes.
+    pub fn is_ramp(self) -> bool {
+        self.from_per_s != self.to_per_s
+    }
+}
+
+impl FromStr for RateArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.trim().parse::<f64>().map_err(|_| format!("'{text}' is no number"));
+        let (from, to) = text.split_once("..").unwrap_or((text, text));
+        Ok(Self { from_per_s: number(from)?, to_per_s: number(to)? })
+    }
+}
+
+impl Display for RateArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.is_ramp() {
+            true => write!(f, "{}..{}", self.from_per_s, self.to_per_s),
+            false => write!(f, "{}", self.from_per_s),
+        }
+    }
+}
+
 /// What is done instead of measuring a server.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum LoadtestCommand {
@@ -177,6 +237,9 @@ pub enum ArgsError {
     /// A shape without a distribution that has one.
     #[error("--burstiness needs --rate and --arrivals gamma: other arrivals have no shape to set")]
     BurstinessWithoutGamma,
+    /// A change without a length.
+    #[error("a --rate of {0} needs --duration, over which it changes")]
+    RampWithoutDuration(RateArg),
     /// A run whose end is not known beforehand.
     #[error("--exclude-end needs --duration: without it nobody knows when the run will end")]
     EndOfOpenRun,
@@ -189,7 +252,15 @@ pub enum ArgsError {
 }
 
 impl LoadtestArgs {
-    /// How requests of run number `run` (from 0) are paced: each run has a seed of its own.
+    /// The trace to replay, if one is to be.
+    ///
+    /// # Errors
+    /// [`TraceError`] for a file that is none.
+    pub fn read_trace(&self) -> Result<Option<Trace>, TraceError> {
+        self.trace.as_deref().map(Trace::read).transpose()
+    }
+
+    /// How requests of run number `run` (from 0) are paced where no trace says it: each run has a seed of its own.
     ///
     /// # Errors
     /// [`ArgsError`] for options that make no sense together or are out of range.
@@ -197,7 +268,7 @@ impl LoadtestArgs {
         if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalsArg::Gamma) {
             return Err(ArgsError::BurstinessWithoutGamma);
         }
-        let Some(rate_per_s) = self.rate else {
+        let Some(rate) = self.rate else {
             return Ok(Pacing::Closed { concurrency: self.closed_concurrency() });
         };
         let process = match self.arrivals {
@@ -205,7 +276,13 @@ impl LoadtestArgs {
             ArrivalsArg::Poisson => ArrivalProcess::Poisson,
             ArrivalsArg::Gamma => ArrivalProcess::Gamma { burstiness: self.burstiness.unwrap_or(1.0) },
         };
-        let arrivals = Box::new(Arrivals::new(process, rate_per_s, self.seed.wrapping_add(run.into()))?);
+        let over = match (rate.is_ramp(), self.duration) {
+            (false, _) => Duration::ZERO,
+            (true, Some(duration)) => duration,
+            (true, None) => return Err(ArgsError::RampWithoutDuration(rate)),
+        };
+        let rate = Rate { from_per_s: rate.from_per_s, to_per_s: rate.to_per_s, over };
+        let arrivals = Box::new(Arrivals::new(process, rate, self.seed.wrapping_add(run.into()))?);
         Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
     }
 
@@ -213,6 +290,7 @@ impl LoadtestArgs {
     pub fn extent(&self) -> Extent {
         match self.duration {
             Some(duration) => Extent::Duration(duration),
+            None if self.trace.is_some() => Extent::Requests(u64::MAX),
             None => Extent::Requests(self.requests.unwrap_or(DEFAULT_REQUESTS)),
         }
     }
@@ -237,7 +315,11 @@ impl LoadtestArgs {
 
     /// Most requests in flight.
     pub fn max_concurrency(&self) -> usize {
-        if self.rate.is_some() { self.max_in_flight as usize } else { self.closed_concurrency() }
+        if self.rate.is_some() || self.trace.is_some() {
+            self.max_in_flight as usize
+        } else {
+            self.closed_concurrency()
+        }
     }
 
     /// Shape of the gaps in vLLM's sense; none for a closed loop and for constant gaps, which have no finite one.
@@ -252,9 +334,13 @@ impl LoadtestArgs {
     /// Pace and length in words.
     pub fn pacing_in_words(&self) -> String {
         let extent = match self.extent() {
+            Extent::Requests(u64::MAX) => "to its end".into(),
             Extent::Requests(requests) => format!("{requests} requests"),
             Extent::Duration(duration) => format!("{duration:?}"),
         };
+        if let Some(trace) = &self.trace {
+            return format!("trace {}, {extent}", trace.display());
+        }
         match (self.rate, self.arrivals) {
             (None, _) => format!("closed loop, {} at a time, {extent}", self.closed_concurrency()),
             (Some(rate), ArrivalsArg::Constant) => format!("open loop, {rate} a second at equal gaps, {extent}"),
@@ -269,6 +355,12 @@ impl LoadtestArgs {
     fn closed_concurrency(&self) -> usize {
         self.concurrency.unwrap_or(DEFAULT_CONCURRENCY) as usize
     }
+}
+
+/// Reads a share, 0 to 1.
+fn parse_share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| format!("'{text}' is no share: give 0 to 1"))
 }
 
 /// Reads `250ms`, `30s`, `5m`, `1h` or plain seconds, more than nothing and at most a day.
@@ -336,6 +428,33 @@ mod tests {
         }
         let rate = parse("--rate 0").expect("a number").pacing(0).map(|_| ());
         assert_eq!(rate, Err(ArgsError::Arrivals(ArrivalError::Rate(0.0))));
+    }
+
+    #[test]
+    fn a_ramp_needs_a_length_and_a_trace_has_its_own_pace() {
+        let ramp = parse("--rate 1..20 --duration 60s").expect("valid");
+        assert!(ramp.pacing(0).is_ok());
+        assert_eq!(ramp.pacing_in_words(), "open loop, 1..20 a second (Poisson), 60s");
+        let rate = RateArg { from_per_s: 1.0, to_per_s: 20.0 };
+        assert_eq!((ramp.rate, rate.mean_per_s()), (Some(rate), 10.5));
+        let endless = parse("--rate 1..20").expect("a rate").pacing(0).map(|_| ());
+        assert_eq!(endless, Err(ArgsError::RampWithoutDuration(rate)));
+        let trace = parse("--trace t.jsonl").expect("valid");
+        assert_eq!((trace.max_concurrency(), trace.pacing_in_words().as_str()), (512, "trace t.jsonl, to its end"));
+        for line in
+            ["--trace t --rate 5", "--trace t --concurrency 5", "--trace t --requests 5", "--rate 1..", "--rate ..2"]
+        {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn lengths_and_shares_are_checked() {
+        let args = parse("--prompt-tokens 64..256 --max-tokens lognormal:200,0.8,16..4096 --shared-prefix 0.5");
+        assert_eq!(args.expect("valid").max_tokens.longest(), 4096);
+        for line in ["--prompt-tokens 9..3", "--shared-prefix 1.5", "--shared-prefix nan", "--min-tokens 0"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
     }
 
     #[test]

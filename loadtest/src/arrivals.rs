@@ -16,7 +16,38 @@ pub const BURSTINESS_RANGE: std::ops::RangeInclusive<f64> = 1e-2..=1e3;
 /// Due times stop growing here (some 31 years), so that adding one to a clock cannot overflow.
 const MAX_DUE_S: f64 = 1e9;
 
-/// How the gaps between requests are distributed; the mean gap is 1/rate for all of them.
+/// How many requests come in a second, over the time of a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate {
+    /// At the start, in requests a second.
+    pub from_per_s: f64,
+    /// From [`Self::over`] on; between the two the rate changes evenly.
+    pub to_per_s: f64,
+    /// How long the change takes.
+    pub over: Duration,
+}
+
+impl Rate {
+    /// The same rate at all times.
+    pub fn constant(per_s: f64) -> Self {
+        Self { from_per_s: per_s, to_per_s: per_s, over: Duration::ZERO }
+    }
+
+    /// When so many requests have come, on average: the inverse of the integral of the rate.
+    fn time_s_of(self, count: f64) -> f64 {
+        let (from, to, over_s) = (self.from_per_s, self.to_per_s, self.over.as_secs_f64());
+        let in_ramp = (from + to) / 2.0 * over_s;
+        if count >= in_ramp {
+            return over_s + (count - in_ramp) / to;
+        }
+        // The root of from t + growth t^2 / 2 = count, in the form that also holds for no growth.
+        let growth = (to - from) / over_s;
+        2.0 * count / (from + (from * from + 2.0 * growth * count).max(0.0).sqrt())
+    }
+}
+
+/// How the gaps between requests are distributed; the mean gap is 1/rate for all of them. Where the rate changes, gaps
+/// are drawn for a rate of 1 and time is stretched to the rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ArrivalProcess {
     /// Equal gaps, the first request at time zero.
@@ -46,41 +77,44 @@ pub enum ArrivalError {
 #[derive(Debug, Clone)]
 pub struct Arrivals {
     gaps: Gaps,
+    rate: Rate,
     rng: StdRng,
-    due_s: f64,
+    /// Sum of the gaps so far, at a rate of 1.
+    count: f64,
     index: u64,
 }
 
+/// Gaps with a mean of 1.
 #[derive(Debug, Clone)]
 enum Gaps {
-    Constant { rate_per_s: f64 },
+    Constant,
     Exponential(Exp<f64>),
     Gamma(Gamma<f64>),
 }
 
 impl Arrivals {
-    /// A schedule of `rate_per_s` requests a second on average; the same seed gives the same schedule.
+    /// A schedule of `rate`; the same seed gives the same schedule.
     ///
     /// # Errors
     /// [`ArrivalError`] for a rate or burstiness out of range.
-    pub fn new(process: ArrivalProcess, rate_per_s: f64, seed: u64) -> Result<Self, ArrivalError> {
-        if !RATE_RANGE.contains(&rate_per_s) {
-            return Err(ArrivalError::Rate(rate_per_s));
+    pub fn new(process: ArrivalProcess, rate: Rate, seed: u64) -> Result<Self, ArrivalError> {
+        for per_s in [rate.from_per_s, rate.to_per_s] {
+            if !RATE_RANGE.contains(&per_s) {
+                return Err(ArrivalError::Rate(per_s));
+            }
         }
         let gaps = match process {
-            ArrivalProcess::Constant => Gaps::Constant { rate_per_s },
-            ArrivalProcess::Poisson => {
-                Gaps::Exponential(Exp::new(rate_per_s).map_err(|_| ArrivalError::Rate(rate_per_s))?)
-            }
+            ArrivalProcess::Constant => Gaps::Constant,
+            ArrivalProcess::Poisson => Gaps::Exponential(Exp::new(1.0).expect("1 is a rate")),
             ArrivalProcess::Gamma { burstiness } => {
                 let error = ArrivalError::Burstiness(burstiness);
                 if !BURSTINESS_RANGE.contains(&burstiness) {
                     return Err(error);
                 }
-                Gaps::Gamma(Gamma::new(burstiness, 1.0 / (rate_per_s * burstiness)).map_err(|_| error)?)
+                Gaps::Gamma(Gamma::new(burstiness, 1.0 / burstiness).map_err(|_| error)?)
             }
         };
-        Ok(Self { gaps, rng: StdRng::seed_from_u64(seed), due_s: 0.0, index: 0 })
+        Ok(Self { gaps, rate, rng: StdRng::seed_from_u64(seed), count: 0.0, index: 0 })
     }
 }
 
@@ -88,15 +122,13 @@ impl Iterator for Arrivals {
     type Item = Duration;
 
     fn next(&mut self) -> Option<Duration> {
-        self.due_s = match &self.gaps {
-            // Not summed: ten million additions of 1/rate would drift.
-            Gaps::Constant { rate_per_s } => self.index as f64 / rate_per_s,
-            Gaps::Exponential(gap) => self.due_s + gap.sample(&mut self.rng),
-            Gaps::Gamma(gap) => self.due_s + gap.sample(&mut self.rng),
-        }
-        .min(MAX_DUE_S);
+        self.count = match &self.gaps {
+            Gaps::Constant => self.index as f64,
+            Gaps::Exponential(gap) => self.count + gap.sample(&mut self.rng),
+            Gaps::Gamma(gap) => self.count + gap.sample(&mut self.rng),
+        };
         self.index += 1;
-        Some(Duration::from_secs_f64(self.due_s))
+        Some(Duration::from_secs_f64(self.rate.time_s_of(self.count).min(MAX_DUE_S)))
     }
 }
 
@@ -109,7 +141,7 @@ mod tests {
     const KS_CRITICAL: f64 = 1.95;
 
     fn gaps(process: ArrivalProcess, rate_per_s: f64, seed: u64) -> Vec<f64> {
-        let due: Vec<f64> = Arrivals::new(process, rate_per_s, seed)
+        let due: Vec<f64> = Arrivals::new(process, Rate::constant(rate_per_s), seed)
             .expect("test rates are in range")
             .take(SAMPLES + 1)
             .map(|due| due.as_secs_f64())
@@ -138,7 +170,7 @@ mod tests {
     #[test]
     fn constant_arrivals_are_equally_spaced_without_drift() {
         let due: Vec<Duration> =
-            Arrivals::new(ArrivalProcess::Constant, 8.0, 1).expect("in range").take(800_001).collect();
+            Arrivals::new(ArrivalProcess::Constant, Rate::constant(8.0), 1).expect("in range").take(800_001).collect();
         assert_eq!(due[0], Duration::ZERO);
         assert_eq!(due[1], Duration::from_millis(125));
         assert_eq!(due[800_000], Duration::from_secs(100_000));
@@ -158,10 +190,39 @@ mod tests {
         }
     }
 
+    /// From 10 to 30 a second over a minute and 30 from there: the integral of the rate to each due time is a Poisson
+    /// process of rate 1.
+    #[test]
+    fn a_ramp_has_the_rate_that_it_says_at_every_time() {
+        for (from_per_s, to_per_s) in [(10.0, 30.0), (30.0, 10.0)] {
+            let rate = Rate { from_per_s, to_per_s, over: Duration::from_secs(60) };
+            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Poisson, rate, 3)
+                .expect("in range")
+                .take(SAMPLES)
+                .map(|due| due.as_secs_f64())
+                .collect();
+            let integral = |t: f64| {
+                let ramp = t.min(60.0);
+                from_per_s * ramp + (to_per_s - from_per_s) * ramp * ramp / 120.0 + to_per_s * (t - ramp)
+            };
+            let gaps: Vec<f64> = due.windows(2).map(|pair| integral(pair[1]) - integral(pair[0])).collect();
+            let ks = ks_statistic(&gaps, |x| 1.0 - (-x).exp());
+            assert!(ks < KS_CRITICAL, "KS {ks}");
+            // Exactly, without chance: 1200 in the ramp, and the middle where the integral has half of that.
+            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Constant, rate, 0)
+                .expect("in range")
+                .take(1801)
+                .map(|d| d.as_secs_f64())
+                .collect();
+            assert!((due[1200] - 60.0).abs() < 1e-6 && (due[1800] - 60.0 - 600.0 / to_per_s).abs() < 1e-6);
+            assert!((integral(due[600]) - 600.0).abs() < 1e-6, "{}", due[600]);
+        }
+    }
+
     #[test]
     fn poisson_counts_in_disjoint_seconds_vary_like_their_mean() {
         let mut counts = vec![0.0f64; 500];
-        for due in Arrivals::new(ArrivalProcess::Poisson, 20.0, 9).expect("in range") {
+        for due in Arrivals::new(ArrivalProcess::Poisson, Rate::constant(20.0), 9).expect("in range") {
             let Some(count) = counts.get_mut(due.as_secs() as usize) else { break };
             *count += 1.0;
         }
@@ -199,8 +260,12 @@ mod tests {
 
     #[test]
     fn the_seed_alone_decides_the_schedule() {
-        let schedule =
-            |seed| Arrivals::new(ArrivalProcess::Poisson, 5.0, seed).expect("in range").take(50).collect::<Vec<_>>();
+        let schedule = |seed| {
+            Arrivals::new(ArrivalProcess::Poisson, Rate::constant(5.0), seed)
+                .expect("in range")
+                .take(50)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(schedule(7), schedule(7));
         assert_ne!(schedule(7), schedule(8));
     }
@@ -208,17 +273,21 @@ mod tests {
     #[test]
     fn impossible_rates_and_burstiness_are_refused() {
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e6] {
-            assert!(matches!(Arrivals::new(ArrivalProcess::Poisson, rate, 0), Err(ArrivalError::Rate(_))), "{rate}");
+            assert!(
+                matches!(Arrivals::new(ArrivalProcess::Poisson, Rate::constant(rate), 0), Err(ArrivalError::Rate(_))),
+                "{rate}"
+            );
         }
         for burstiness in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let made = Arrivals::new(ArrivalProcess::Gamma { burstiness }, 1.0, 0);
+            let made = Arrivals::new(ArrivalProcess::Gamma { burstiness }, Rate::constant(1.0), 0);
             assert!(matches!(made, Err(ArrivalError::Burstiness(_))), "{burstiness}");
         }
     }
 
     #[test]
     fn due_times_stay_finite_at_the_slowest_and_burstiest() {
-        let mut arrivals = Arrivals::new(ArrivalProcess::Gamma { burstiness: 0.01 }, 1e-3, 0).expect("in range");
+        let mut arrivals =
+            Arrivals::new(ArrivalProcess::Gamma { burstiness: 0.01 }, Rate::constant(1e-3), 0).expect("in range");
         assert!(arrivals.nth(1_000_000).expect("endless") <= Duration::from_secs(1_000_000_000));
     }
 }

@@ -19,10 +19,11 @@ use tokio::process::{Child, Command};
 use tokio_util::sync::CancellationToken;
 
 use crate::args::parse_duration;
-use crate::arrivals::{ArrivalProcess, Arrivals};
+use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
 use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Workload};
+use crate::lengths::{Lengths, Shapes};
 use crate::prompt::Prompts;
 use crate::record::RequestRecord;
 
@@ -130,14 +131,15 @@ async fn measure(
         client: Client::new(base, None, TIMEOUT + stream_length)?,
         endpoint: Endpoint::Chat,
         model: "mock".into(),
-        prompts: Prompts::of_words(1, 0),
-        max_tokens: gaps + 1,
+        prompts: Prompts::of_words(0),
+        shapes: Shapes::Drawn { prompt: Lengths::Constant(1), output: Lengths::Constant(gaps + 1), seed: 0 },
+        min_tokens: None,
         ignore_eos: false,
         timeout: TIMEOUT + stream_length,
     };
     let load = Load {
         pacing: Pacing::Open {
-            arrivals: Box::new(Arrivals::new(ArrivalProcess::Constant, rate_per_s, 0)?),
+            arrivals: Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0)?),
             // A client that is too slow to keep up shows in the times; one that may not open streams would not.
             max_in_flight: 2 * args.streams as usize,
         },

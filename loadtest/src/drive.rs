@@ -12,10 +12,10 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use crate::arrivals::Arrivals;
 use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::lag::LagMeter;
+use crate::lengths::Shapes;
 use crate::prompt::Prompts;
 use crate::record::{Clock, Failure, RequestRecord};
 
@@ -45,16 +45,20 @@ pub struct Workload {
     pub model: String,
     /// Prompt of each request.
     pub prompts: Prompts,
-    /// Most tokens to generate.
-    pub max_tokens: u32,
+    /// Lengths of each request.
+    pub shapes: Shapes,
+    /// Least tokens to generate, for requests that may be so long (an extension of OpenAI's interface).
+    pub min_tokens: Option<u32>,
     /// Go on past the end-of-sequence token (an extension of OpenAI's interface).
     pub ignore_eos: bool,
     /// Time limit of one request, which also limits how long a due request waits to be sent.
     pub timeout: Duration,
 }
 
+/// When requests are due, counted from the start of the run, never decreasing. The run ends with it.
+pub type Schedule = Box<dyn Iterator<Item = Duration> + Send>;
+
 /// How requests are paced.
-#[derive(Debug, Clone)]
 pub enum Pacing {
     /// So many at a time, each slot sending its next request when the last one ended.
     Closed {
@@ -64,7 +68,7 @@ pub enum Pacing {
     /// As the schedule says.
     Open {
         /// Due times.
-        arrivals: Box<Arrivals>,
+        arrivals: Schedule,
         /// Most requests in flight: what bounds the sockets and memory of the load tester.
         max_in_flight: usize,
     },
@@ -80,7 +84,6 @@ pub enum Extent {
 }
 
 /// One run of requests.
-#[derive(Debug, Clone)]
 pub struct Load {
     /// Pace.
     pub pacing: Pacing,
@@ -171,6 +174,9 @@ impl Workload {
             Endpoint::Chat => body["messages"] = json!([{ "role": "user", "content": prompt }]),
             Endpoint::Completions => body["prompt"] = json!(prompt),
         }
+        if let Some(min_tokens) = self.min_tokens {
+            body["min_tokens"] = json!(min_tokens.min(max_tokens));
+        }
         if self.ignore_eos {
             body["ignore_eos"] = json!(true);
         }
@@ -199,7 +205,7 @@ async fn closed_slot(shared: Shared, extent: Extent, first_index: u64, next_inde
     }
 }
 
-async fn open_loop(shared: Shared, arrivals: Box<Arrivals>, max_in_flight: usize, extent: Extent, first_index: u64) {
+async fn open_loop(shared: Shared, arrivals: Schedule, max_in_flight: usize, extent: Extent, first_index: u64) {
     let slots = Arc::new(Semaphore::new(max_in_flight));
     for (offset, due) in (0..).zip(arrivals) {
         if !extent.includes(offset, due) {
@@ -245,7 +251,8 @@ impl Shared {
     /// Sends request `index` now and follows it to its end.
     async fn perform(&self, index: u64, intended_ns: u64) -> RequestRecord {
         let workload = &self.workload;
-        let body = workload.body(&workload.prompts.text(index), workload.max_tokens);
+        let shape = workload.shapes.of(index);
+        let body = workload.body(&workload.prompts.text(index, shape.prompt_tokens), shape.max_tokens);
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
         let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
@@ -276,7 +283,8 @@ impl Extent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arrivals::ArrivalProcess;
+    use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
+    use crate::lengths::Lengths;
     use crate::mock::{Fault, Mock};
 
     fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
@@ -284,15 +292,17 @@ mod tests {
             client: Client::new(base, None, timeout).expect("the mock's address is valid"),
             endpoint: Endpoint::Completions,
             model: "mock".into(),
-            prompts: Prompts::of_words(4, 0),
-            max_tokens: 2,
+            prompts: Prompts::of_words(0),
+            shapes: Shapes::Drawn { prompt: Lengths::Constant(4), output: Lengths::Constant(2), seed: 0 },
+            min_tokens: None,
             ignore_eos: true,
             timeout,
         })
     }
 
     fn open(rate_per_s: f64, max_in_flight: usize, extent: Extent) -> Load {
-        let arrivals = Box::new(Arrivals::new(ArrivalProcess::Constant, rate_per_s, 0).expect("in range"));
+        let arrivals =
+            Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0).expect("in range"));
         Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0 }
     }
 

@@ -230,6 +230,7 @@ impl Page<'_> {
         let mean = |tokens: u64| tokens as f64 / tally.completed().max(1) as f64;
         let unmeasured = || "not measured (--calibrate)".into();
         let client_error = setup.calibration.as_ref().map_or_else(unmeasured, Calibration::in_words);
+        let (prompt_lengths, output_lengths) = setup.shapes.in_words();
         let past_end = if setup.ignore_eos { "yes" } else { "no" };
         writeln!(f, "<h2>Settings</h2>\n<div class=\"wide\"><table>")?;
         for (name, value) in [
@@ -240,12 +241,14 @@ impl Page<'_> {
             ("most requests in flight", setup.max_concurrency.to_string()),
             (
                 "prompt tokens",
-                format!("{} asked for, {:.1} a request counted", setup.prompt_tokens, mean(tally.prompt_tokens())),
+                format!("{} asked for, {:.1} a request counted", prompt_lengths, mean(tally.prompt_tokens())),
             ),
             (
                 "output tokens",
-                format!("at most {}, {:.1} a request counted", setup.max_tokens, mean(tally.output_tokens())),
+                format!("at most {}, {:.1} a request counted", output_lengths, mean(tally.output_tokens())),
             ),
+            ("of each prompt shared by all", format!("{:.0} %", 100.0 * setup.shared_prefix)),
+            ("least output tokens", setup.min_tokens.map_or_else(|| "not set".into(), |least| least.to_string())),
             ("past the model's own end", past_end.to_owned()),
             ("seed", setup.seed.to_string()),
             ("warm-up requests, not counted", setup.warmup.to_string()),
@@ -279,6 +282,7 @@ fn readable(date: &str) -> String {
 mod tests {
     use super::*;
     use crate::distribution::Distribution;
+    use crate::lengths::{Lengths, Shapes};
     use crate::markup::{Element, elements, within};
     use crate::record::{Failure, RequestRecord};
     use crate::report::Window;
@@ -294,12 +298,13 @@ mod tests {
             backend: "openai-chat",
             model: "<script>alert('m')</script>".into(),
             pacing: "closed loop, 4 at a time, 40 requests".into(),
-            rate_per_s: None,
+            rate: None,
             burstiness: None,
             max_concurrency: 4,
             seed: 0,
-            prompt_tokens: 10,
-            max_tokens: 8,
+            shapes: Shapes::Drawn { prompt: Lengths::Constant(10), output: Lengths::Constant(8), seed: 0 },
+            min_tokens: None,
+            shared_prefix: 0.0,
             ignore_eos: true,
             warmup: 3,
             calibration: None,

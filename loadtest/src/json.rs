@@ -23,13 +23,21 @@ impl Tally {
         put("model_id", json!(setup.model));
         put("target", json!(setup.target));
         put("num_prompts", json!(self.completed() + self.failed() + self.interrupted()));
-        put("request_rate", setup.rate_per_s.map_or_else(|| json!("inf"), |rate| json!(rate)));
+        put("request_rate", setup.rate.map_or_else(|| json!("inf"), |rate| json!(rate.mean_per_s())));
+        if let Some(ramp) = setup.rate.filter(|rate| rate.is_ramp()) {
+            put("ramp_up_strategy", json!("linear"));
+            put("ramp_up_start_rps", json!(ramp.from_per_s));
+            put("ramp_up_end_rps", json!(ramp.to_per_s));
+        }
         put("burstiness", json!(setup.burstiness));
         put("max_concurrency", json!(setup.max_concurrency));
         put("arrivals", json!(setup.pacing));
         put("seed", json!(setup.seed));
-        put("prompt_tokens_asked", json!(setup.prompt_tokens));
-        put("max_tokens", json!(setup.max_tokens));
+        let (prompt_lengths, output_lengths) = setup.shapes.to_json();
+        put("prompt_tokens_asked", prompt_lengths);
+        put("max_tokens", output_lengths);
+        put("min_tokens", json!(setup.min_tokens));
+        put("shared_prefix", json!(setup.shared_prefix));
         put("ignore_eos", json!(setup.ignore_eos));
         put("warmup_requests", json!(setup.warmup));
         let (from_s, to_s) = self.window_s();

@@ -23,6 +23,7 @@ pub mod drive;
 mod html;
 mod json;
 mod lag;
+pub mod lengths;
 #[cfg(test)]
 mod markup;
 mod measure;
@@ -37,8 +38,9 @@ pub mod spread;
 pub mod sse;
 mod table;
 pub mod timeline;
+pub mod trace;
 
-pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadtestArgs, LoadtestCommand};
+pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadtestArgs, LoadtestCommand, RateArg};
 
 use compare::Comparison;
 

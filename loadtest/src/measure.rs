@@ -16,6 +16,7 @@ use crate::client::Client;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
 use crate::html::Page;
 use crate::json::request_line;
+use crate::lengths::Shapes;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
@@ -24,6 +25,8 @@ use crate::table::Table;
 
 /// How often the progress line is renewed.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(500);
+/// Index of the prompts that size the others, which no request of a run has.
+const PROBE_INDEX: u64 = u64::MAX - 1;
 /// How long `--calibrate` measures the load tester before the run.
 const CALIBRATION_LENGTH: Duration = Duration::from_secs(5);
 /// Most streams that `--calibrate` opens, whatever the run may.
@@ -31,7 +34,7 @@ const MAX_CALIBRATION_STREAMS: usize = 1000;
 
 /// Measures what `args` describe; see [`crate::run`].
 pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Result<()> {
-    let (_, window) = (args.pacing(0)?, args.window()?);
+    let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
     let client = Client::new(&args.target, args.api_key.as_deref(), args.timeout)?;
     let model = match &args.model {
         Some(model) => model.clone(),
@@ -54,8 +57,12 @@ pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
         client,
         endpoint: args.endpoint,
         model,
-        prompts: Prompts::of_words(args.prompt_tokens as usize, args.seed),
-        max_tokens: args.max_tokens,
+        prompts: Prompts::of_words(args.seed).sharing(args.shared_prefix),
+        shapes: match &trace {
+            Some(trace) => Shapes::Trace { trace: trace.clone(), first_index: args.warmup },
+            None => Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: args.seed },
+        },
+        min_tokens: args.min_tokens,
         ignore_eos: args.ignore_eos,
         timeout: args.timeout,
     };
@@ -77,7 +84,13 @@ pub async fn run(args: &LoadtestArgs, stop: &CancellationToken) -> anyhow::Resul
     let mut tallies = Vec::new();
     let mut first_index = args.warmup;
     for run in 0..args.runs {
-        let load = Load { pacing: args.pacing(run)?, extent: args.extent(), first_index };
+        let pacing = match &trace {
+            Some(trace) => {
+                Pacing::Open { arrivals: Box::new(trace.due_times()), max_in_flight: args.max_concurrency() }
+            }
+            None => args.pacing(run)?,
+        };
+        let load = Load { pacing, extent: args.extent(), first_index };
         let mut running = drive::start(workload.clone(), load, stop.clone());
         let mut tally = Tally::new(window, args.slo);
         collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
@@ -121,12 +134,13 @@ fn setup_of(args: &LoadtestArgs, workload: &Workload) -> Setup {
         },
         model: record::printable(&workload.model, 200),
         pacing: args.pacing_in_words(),
-        rate_per_s: args.rate,
+        rate: args.rate,
         burstiness: args.shape(),
         max_concurrency: args.max_concurrency(),
         seed: args.seed,
-        prompt_tokens: args.prompt_tokens,
-        max_tokens: args.max_tokens,
+        shapes: workload.shapes.clone(),
+        min_tokens: args.min_tokens,
+        shared_prefix: args.shared_prefix,
         ignore_eos: args.ignore_eos,
         warmup: args.warmup,
         calibration: None,
@@ -147,10 +161,11 @@ fn calibration_of(args: &LoadtestArgs) -> CalibrateArgs {
 
 /// Asks the server to count two prompts and sizes the run's prompts by its answers; says why not where it cannot.
 async fn fit_prompts(workload: &Workload, args: &LoadtestArgs) -> Result<Prompts, String> {
-    let (short, long) = probe_words(args.prompt_tokens);
+    let longest = workload.shapes.longest_prompt();
+    let (short, long) = probe_words(longest);
     let mut counts = [0; 2];
     for (count, words) in counts.iter_mut().zip([short, long]) {
-        let body = workload.body(&Prompts::of_words(words, args.seed).text(u64::MAX), 1);
+        let body = workload.body(&Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32), 1);
         let clock = Clock::start();
         let mut record = RequestRecord::new(0, 0, 0);
         workload.client.stream(workload.path(), body, clock, &mut record).await;
@@ -159,7 +174,8 @@ async fn fit_prompts(workload: &Workload, args: &LoadtestArgs) -> Result<Prompts
         }
         *count = record.prompt_tokens.ok_or("the server does not count prompt tokens")?;
     }
-    Prompts::fitted(args.prompt_tokens, counts[0], counts[1], args.seed)
+    Prompts::fitted(longest, counts[0], counts[1], args.seed)
+        .map(|prompts| prompts.sharing(args.shared_prefix))
         .ok_or_else(|| "the server counts a longer prompt as no longer".into())
 }
 
@@ -387,6 +403,48 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_trace_decides_when_and_how_long_each_request_is() {
+        let mut trace = tempfile::NamedTempFile::new().expect("a temporary file");
+        for (time_s, prompt_tokens, output_tokens) in [(0.0, 51, 2), (0.1, 31, 3), (0.2, 71, 4)] {
+            let line =
+                serde_json::json!({"time_s": time_s, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens});
+            writeln!(trace, "{line}").expect("writable");
+        }
+        let line = format!("--trace {} --warmup 2 --min-tokens 3 --runs 2", trace.path().display());
+        let (outcome, report, requests) = run_against(Mock::default(), &line).await;
+        outcome.expect("all requests succeed");
+        assert_eq!((&report["completed"], &report["prompt_tokens_asked"]), (&Value::from(3), &Value::from("trace")));
+        assert_eq!(
+            (&report["total_input_tokens"], &report["total_output_tokens"]),
+            (&Value::from(153), &Value::from(9))
+        );
+        assert!(report["duration"].as_f64() >= Some(0.2), "{}", report["duration"]);
+        // Two that size the prompts, two to warm up, and the trace twice.
+        let lengths = |field: &str| requests[4..].iter().map(|request| request[field].clone()).collect::<Vec<_>>();
+        assert_eq!(lengths("max_tokens"), [2, 3, 4, 2, 3, 4].map(Value::from));
+        assert_eq!(lengths("min_tokens"), [2, 3, 3, 2, 3, 3].map(Value::from));
+    }
+
+    #[tokio::test]
+    async fn drawn_lengths_and_a_shared_beginning_reach_the_server() {
+        let line = "--requests 40 --prompt-tokens 33..73 --max-tokens 2..5 --shared-prefix 0.5 --endpoint completions";
+        let (outcome, report, requests) = run_against(Mock::default(), line).await;
+        outcome.expect("all requests succeed");
+        assert_eq!(
+            (&report["prompt_tokens_asked"], &report["max_tokens"]),
+            (&Value::from("33..73"), &Value::from("2..5"))
+        );
+        let tokens: Vec<u64> = requests[2..].iter().map(|r| r["max_tokens"].as_u64().expect("a number")).collect();
+        assert!((2..=5).all(|length| tokens.contains(&length)), "{tokens:?}");
+        let prompts: Vec<&str> = requests[2..].iter().map(|r| r["prompt"].as_str().expect("text")).collect();
+        let words: Vec<usize> = prompts.iter().map(|prompt| prompt.split(' ').count()).collect();
+        // Two tokens a word and three for the template.
+        assert!(words.iter().all(|words| (15..=35).contains(words)) && words.iter().max() > words.iter().min());
+        let beginning = |prompt: &str| prompt.split(' ').take(7).collect::<Vec<_>>().join(" ");
+        assert!(prompts.iter().all(|prompt| beginning(prompt) == beginning(prompts[0])));
+    }
+
+    #[tokio::test]
     async fn a_window_without_requests_is_an_error() {
         let (outcome, ..) = run_against(Mock::default(), "--requests 5 --exclude-start 1h").await;
         assert!(outcome.expect_err("nothing counted").to_string().contains("--exclude-start"));
@@ -456,8 +514,9 @@ mod tests {
             client,
             endpoint: Endpoint::Chat,
             model: "m\u{1b}[2J".into(),
-            prompts: Prompts::of_words(1, 0),
-            max_tokens: 1,
+            prompts: Prompts::of_words(0),
+            shapes: Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: 0 },
+            min_tokens: None,
             ignore_eos: false,
             timeout: args.timeout,
         };

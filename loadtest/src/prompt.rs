@@ -21,37 +21,61 @@ const SHORT_PROBE_WORDS: usize = 8;
 /// Words in the longer probe, unless the prompts asked for are shorter themselves.
 const LONG_PROBE_WORDS: usize = 136;
 
-/// Makes the prompt of each request; the same seed and index give the same prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Makes the prompt of each request; the same seed, index and length give the same prompt.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prompts {
     seed: u64,
-    words: usize,
+    /// Words of a prompt of no tokens: less than none where the server adds tokens of its own.
+    words_at_zero: f64,
+    words_per_token: f64,
+    /// Share of each prompt's words, from the first on, that all prompts have in common.
+    shared: f64,
 }
 
 impl Prompts {
-    /// Prompts of `words` words.
-    pub fn of_words(words: usize, seed: u64) -> Self {
-        Self { seed, words }
+    /// Prompts of a word for each token.
+    pub fn of_words(seed: u64) -> Self {
+        Self { seed, words_at_zero: 0.0, words_per_token: 1.0, shared: 0.0 }
     }
 
-    /// Prompts of about `tokens` tokens for a server that counted `short_tokens` and `long_tokens` in prompts of
-    /// [`probe_words`]. None where the counts say nothing, as a longer prompt was not counted as longer.
-    pub fn fitted(tokens: u32, short_tokens: u64, long_tokens: u64, seed: u64) -> Option<Self> {
-        let (short_words, long_words) = probe_words(tokens);
-        let tokens_per_word =
-            long_tokens.checked_sub(short_tokens).filter(|&more| more > 0)? as f64 / (long_words - short_words) as f64;
-        let words = short_words as f64 + (f64::from(tokens) - short_tokens as f64) / tokens_per_word;
-        // Never more words than tokens were asked for: a word costs at least one.
-        Some(Self::of_words(words.round().clamp(1.0, f64::from(tokens).max(1.0)) as usize, seed))
+    /// Prompts for a server that counted `short_tokens` and `long_tokens` in prompts of [`probe_words`] for `longest`
+    /// tokens. None where the counts say nothing, as a longer prompt was not counted as longer.
+    pub fn fitted(longest: u32, short_tokens: u64, long_tokens: u64, seed: u64) -> Option<Self> {
+        let (short_words, long_words) = probe_words(longest);
+        let more_tokens = long_tokens.checked_sub(short_tokens).filter(|&more| more > 0)? as f64;
+        let words_per_token = (long_words - short_words) as f64 / more_tokens;
+        let words_at_zero = short_words as f64 - short_tokens as f64 * words_per_token;
+        Some(Self { seed, words_at_zero, words_per_token, shared: 0.0 })
     }
 
-    /// The prompt of request `index`. Prompts differ from their first word on, so that a server's prefix cache cannot
-    /// answer one from another.
-    pub fn text(&self, index: u64) -> String {
-        let mut rng = StdRng::seed_from_u64(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index));
-        let words: Vec<&str> = (0..self.words).map(|_| WORDS[rng.random_range(0..WORDS.len())]).collect();
-        words.join(" ")
+    /// The same with the first `shared` (0 to 1) of each prompt in common, which a server's prefix cache may answer.
+    pub fn sharing(self, shared: f64) -> Self {
+        Self { shared, ..self }
     }
+
+    /// The prompt of about `tokens` tokens of request `index`. But for what is shared prompts differ from their first
+    /// word on, so that a server's prefix cache cannot answer one from another.
+    pub fn text(&self, index: u64, tokens: u32) -> String {
+        let words = self.words(tokens);
+        let shared = (self.shared * words as f64).round() as usize;
+        let seed = self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        // No request has this index.
+        let common = words_of(seed.wrapping_add(u64::MAX)).take(shared);
+        let own = words_of(seed.wrapping_add(index)).take(words - shared);
+        common.chain(own).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Words of a prompt of `tokens` tokens: never more, as a word costs at least one.
+    fn words(&self, tokens: u32) -> usize {
+        let words = self.words_at_zero + self.words_per_token * f64::from(tokens);
+        words.round().clamp(1.0, f64::from(tokens).max(1.0)) as usize
+    }
+}
+
+/// Endless words.
+fn words_of(seed: u64) -> impl Iterator<Item = &'static str> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    std::iter::repeat_with(move || WORDS[rng.random_range(0..WORDS.len())])
 }
 
 /// Words of the two probes for prompts of `tokens` tokens; neither is much longer than what the run will send, which
@@ -67,11 +91,26 @@ mod tests {
 
     #[test]
     fn seed_and_index_decide_the_prompt() {
-        let prompts = Prompts::of_words(20, 1);
-        assert_eq!(prompts.text(3), prompts.text(3));
-        assert_ne!(prompts.text(3), prompts.text(4));
-        assert_ne!(prompts.text(3), Prompts::of_words(20, 2).text(3));
-        assert_eq!(prompts.text(0).split(' ').count(), 20);
+        let prompts = Prompts::of_words(1);
+        assert_eq!(prompts.text(3, 20), prompts.text(3, 20));
+        assert_ne!(prompts.text(3, 20), prompts.text(4, 20));
+        assert_ne!(prompts.text(3, 20), Prompts::of_words(2).text(3, 20));
+        assert_eq!(prompts.text(0, 20).split(' ').count(), 20);
+    }
+
+    #[test]
+    fn the_shared_part_is_the_same_and_the_rest_is_not() {
+        let prompts = Prompts::of_words(1).sharing(0.75);
+        let words = |index, tokens| {
+            let text = prompts.text(index, tokens);
+            text.split(' ').map(str::to_owned).collect::<Vec<_>>()
+        };
+        let (a, b, longer) = (words(0, 100), words(1, 100), words(2, 200));
+        assert_eq!(a.len(), 100);
+        assert_eq!((&a[..75], &longer[..75]), (&b[..75], &b[..75]));
+        let same = (75..100).filter(|&word| a[word] == b[word]).count();
+        assert!(same < 5, "{same} of 25 words agree, where chance makes one in 64");
+        assert_eq!(Prompts::of_words(1).sharing(1.0).text(0, 9), Prompts::of_words(1).sharing(1.0).text(7, 9));
     }
 
     #[test]
@@ -81,8 +120,11 @@ mod tests {
                 let count = |words: usize| (per_word * words as f64 + template).round() as u64;
                 let (short, long) = probe_words(tokens);
                 let prompts = Prompts::fitted(tokens, count(short), count(long), 0).expect("a growing count");
-                let error = count(prompts.words).abs_diff(u64::from(tokens)) as f64;
-                assert!(error <= 3.0 + 0.01 * f64::from(tokens), "{tokens} asked, {} words", prompts.words);
+                for tokens in [tokens, tokens / 2 + 20] {
+                    let words = prompts.words(tokens);
+                    let error = count(words).abs_diff(u64::from(tokens)) as f64;
+                    assert!(error <= 3.0 + 0.01 * f64::from(tokens), "{tokens} asked, {words} words");
+                }
             }
         }
     }
@@ -91,8 +133,9 @@ mod tests {
     fn senseless_counts_are_refused_and_lengths_stay_in_bounds() {
         assert_eq!(Prompts::fitted(100, 9, 9, 0), None);
         assert_eq!(Prompts::fitted(100, 9, 3, 0), None);
-        assert_eq!(Prompts::fitted(4, 50, 90, 0), Some(Prompts::of_words(1, 0)));
-        assert_eq!(Prompts::fitted(100, 0, 1, 0), Some(Prompts::of_words(100, 0)));
-        assert_eq!(Prompts::fitted(1_000_000, u64::MAX - 1, u64::MAX, 0), Some(Prompts::of_words(1, 0)));
+        let words = |tokens, short, long| Prompts::fitted(tokens, short, long, 0).expect("counts").words(tokens);
+        assert_eq!(words(4, 50, 90), 1);
+        assert_eq!(words(100, 0, 1), 100);
+        assert_eq!(words(1_000_000, u64::MAX - 1, u64::MAX), 1);
     }
 }

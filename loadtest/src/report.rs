@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::args::RateArg;
 use crate::calibrate::{Calibration, TOLERATED_MS};
 use crate::distribution::Distribution;
+use crate::lengths::Shapes;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
 use crate::slo::Slo;
@@ -30,18 +32,20 @@ pub struct Setup {
     pub model: String,
     /// Arrivals in words, for people.
     pub pacing: String,
-    /// Rate of an open loop in requests a second.
-    pub rate_per_s: Option<f64>,
+    /// Rate of an open loop that is not a trace's.
+    pub rate: Option<RateArg>,
     /// Shape of the gaps of an open loop: 1 is Poisson; none where gaps are constant.
     pub burstiness: Option<f64>,
     /// Most requests in flight.
     pub max_concurrency: usize,
     /// Seed of schedule and prompts.
     pub seed: u64,
-    /// Prompt tokens asked for.
-    pub prompt_tokens: u32,
-    /// Most output tokens.
-    pub max_tokens: u32,
+    /// Lengths asked for.
+    pub shapes: Shapes,
+    /// Least output tokens asked for.
+    pub min_tokens: Option<u32>,
+    /// Share of each prompt that all prompts begin with.
+    pub shared_prefix: f64,
     /// Whether generation went on past the end of sequence.
     pub ignore_eos: bool,
     /// Requests sent before the run that are not counted.
@@ -395,6 +399,7 @@ fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::lengths::Lengths;
     use serde_json::json;
     use std::time::Duration;
 
@@ -418,12 +423,13 @@ pub(crate) mod tests {
             backend: "openai-chat",
             model: "m".into(),
             pacing: "closed loop".into(),
-            rate_per_s: None,
+            rate: None,
             burstiness: None,
             max_concurrency: 4,
             seed: 0,
-            prompt_tokens: 10,
-            max_tokens: 3,
+            shapes: Shapes::Drawn { prompt: Lengths::Constant(10), output: Lengths::Constant(3), seed: 0 },
+            min_tokens: None,
+            shared_prefix: 0.0,
             ignore_eos: true,
             warmup: 0,
             calibration: None,

@@ -40,8 +40,9 @@ impl Display for Table<'_> {
         row(f, "output tokens a second", format!("{tokens_per_s:.1} (best second {peak:.0})"))?;
         let mean = |tokens: u64| tokens as f64 / completed.max(1) as f64;
         let (prompt, output) = (mean(tally.prompt_tokens()), mean(tally.output_tokens()));
-        row(f, "prompt tokens", format!("{prompt:.1} a request ({} asked for)", setup.prompt_tokens))?;
-        row(f, "output tokens", format!("{output:.1} a request (at most {})", setup.max_tokens))?;
+        let (prompt_lengths, output_lengths) = setup.shapes.in_words();
+        row(f, "prompt tokens", format!("{prompt:.1} a request ({prompt_lengths} asked for)"))?;
+        row(f, "output tokens", format!("{output:.1} a request (at most {output_lengths})"))?;
         let reasons: Vec<String> = tally.finish_reasons().iter().map(|(reason, n)| format!("{reason} {n}")).collect();
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
         writeln!(f)?;

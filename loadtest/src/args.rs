@@ -13,6 +13,7 @@ use crate::drive::{Endpoint, Extent, Pacing};
 use crate::lengths::Lengths;
 use crate::mock::MockArgs;
 use crate::report::Window;
+use crate::saturate::SaturateArgs;
 use crate::slo::Slo;
 use crate::trace::{Trace, TraceError};
 
@@ -31,6 +32,14 @@ pub struct LoadtestArgs {
     #[command(subcommand)]
     pub command: Option<LoadtestCommand>,
 
+    /// What to measure
+    #[command(flatten)]
+    pub load: LoadArgs,
+}
+
+/// A load, what it is sent to, and where its report goes.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LoadArgs {
     /// Address of the server, without TLS; a trailing /v1 is allowed
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", env = "LOOPLANE_LOADTEST_TARGET")]
     pub target: String,
@@ -202,6 +211,8 @@ impl Display for RateArg {
 pub enum LoadtestCommand {
     /// Set two reports of --json side by side: ratios of B to A, with intervals
     Compare(CompareArgs),
+    /// Find the rate of requests from which on the server falls behind
+    Saturate(Box<SaturateArgs>),
     /// Measure the load tester's own error, against a mock whose times are known
     Calibrate(CalibrateArgs),
     /// Serve made-up text at a fixed pace, for trying load testers out
@@ -251,7 +262,7 @@ pub enum ArgsError {
     Arrivals(#[from] ArrivalError),
 }
 
-impl LoadtestArgs {
+impl LoadArgs {
     /// The trace to replay, if one is to be.
     ///
     /// # Errors
@@ -392,7 +403,11 @@ mod tests {
         args: LoadtestArgs,
     }
 
-    fn parse(line: &str) -> Result<LoadtestArgs, clap::Error> {
+    fn parse(line: &str) -> Result<LoadArgs, clap::Error> {
+        parse_all(line).map(|args| args.load)
+    }
+
+    fn parse_all(line: &str) -> Result<LoadtestArgs, clap::Error> {
         Cli::try_parse_from(["loadtest"].into_iter().chain(line.split_whitespace())).map(|cli| cli.args)
     }
 
@@ -473,7 +488,7 @@ mod tests {
 
     #[test]
     fn a_comparison_takes_two_files_and_no_load() {
-        let Some(LoadtestCommand::Compare(files)) = parse("compare a.json b.json").expect("valid").command else {
+        let Some(LoadtestCommand::Compare(files)) = parse_all("compare a.json b.json").expect("valid").command else {
             panic!("no comparison");
         };
         assert_eq!((files.a, files.b), (PathBuf::from("a.json"), PathBuf::from("b.json")));

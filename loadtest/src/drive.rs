@@ -146,6 +146,11 @@ impl Running {
         self.in_flight.peak.load(Ordering::Relaxed)
     }
 
+    /// Requests in flight now.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.now.load(Ordering::Relaxed)
+    }
+
     /// How late the load tester's own timers were so far.
     pub fn lags(&self) -> Distribution {
         self.lag.lags()

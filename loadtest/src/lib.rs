@@ -3,7 +3,7 @@
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
 //! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
 //! [`report`] counts records into figures as they come, so that memory does not grow with the run. [`compare`] sets two
-//! reports side by side; [`calibrate`] measures the load tester itself, against a [`mock`].
+//! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
@@ -33,6 +33,7 @@ pub mod prompt;
 pub mod record;
 pub mod report;
 mod sample;
+pub mod saturate;
 pub mod slo;
 pub mod spread;
 pub mod sse;
@@ -40,7 +41,7 @@ mod table;
 pub mod timeline;
 pub mod trace;
 
-pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadtestArgs, LoadtestCommand, RateArg};
+pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadArgs, LoadtestArgs, LoadtestCommand, RateArg};
 
 use compare::Comparison;
 
@@ -54,11 +55,12 @@ use compare::Comparison;
 /// be started.
 pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
     match &args.command {
-        None => until_ctrl_c(async |stop| measure::run(&args, stop).await).await,
+        None => until_ctrl_c(async |stop| measure::run(&args.load, stop).await).await,
         Some(LoadtestCommand::Compare(files)) => {
             let comparison = Comparison::read(&files.a, &files.b)?.to_string();
             io::stdout().write_all(comparison.as_bytes()).context("cannot print the comparison")
         }
+        Some(LoadtestCommand::Saturate(args)) => until_ctrl_c(async |stop| saturate::run(args, stop).await).await,
         Some(LoadtestCommand::Calibrate(args)) => until_ctrl_c(async |stop| calibrate::run(args, stop).await).await,
         Some(LoadtestCommand::Mock(args)) => mock::run(args).await,
     }

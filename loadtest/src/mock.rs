@@ -20,6 +20,7 @@ use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::args::parse_duration;
@@ -78,6 +79,8 @@ pub enum Fault {
     NoUsage,
     /// Answers nothing from the first offset to the second, counted from the first request.
     Stall(Duration, Duration),
+    /// Answers so many at a time; the others wait.
+    Slots(usize),
 }
 
 /// What the mock does.
@@ -100,6 +103,7 @@ impl Default for Mock {
 struct State {
     mock: Mock,
     started: OnceLock<Instant>,
+    slots: Arc<Semaphore>,
     #[cfg(test)]
     seen: seen::Seen,
 }
@@ -154,6 +158,11 @@ impl State {
         Arc::new(Self {
             mock,
             started: OnceLock::new(),
+            slots: Arc::new(Semaphore::new(if let Fault::Slots(slots) = mock.fault {
+                slots
+            } else {
+                Semaphore::MAX_PERMITS
+            })),
             #[cfg(test)]
             seen: seen::Seen::default(),
         })
@@ -208,6 +217,12 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         }
         _ => {}
     }
+    let slot = state.slots.clone().acquire_owned().await;
+    if matches!(mock.fault, Fault::Slots(_)) {
+        begun = Instant::now();
+    }
+    // The answer holds its slot until it has ended, however it does.
+    let held = stream::once(async move { drop(slot) }).filter_map(async |()| None);
     let frames = stream::iter(mock.steps(&body, is_chat)).then(move |(after, step)| async move {
         tokio::time::sleep_until(begun + after).await;
         match step {
@@ -218,7 +233,7 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     });
     let content_type =
         if let Fault::ContentType(other) = mock.fault { other } else { "text/event-stream; charset=utf-8" };
-    let body = StreamBody::new(frames).boxed_unsync();
+    let body = StreamBody::new(frames.chain(held)).boxed_unsync();
     Ok(Response::builder().header(CONTENT_TYPE, content_type).body(body).expect("a constant head"))
 }
 

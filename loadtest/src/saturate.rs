@@ -1,0 +1,450 @@
+//! The rate from which on a server falls behind: doubled until it does, then halved into.
+//!
+//! A server that is offered more than it bears has a queue that grows for as long as it is: requests in flight grow
+//! evenly, or the time to first token does. Both are looked at over the second half of each step, when a server that
+//! keeps up has come to rest.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use serde_json::{Value, json};
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+use crate::args::{LoadArgs, RateArg};
+use crate::arrivals::RATE_RANGE;
+use crate::drive::{self, Extent, Load, Workload};
+use crate::measure::{Prepared, open_for_report, prepare, replace};
+use crate::report::{Tally, Window};
+
+/// How long a step sends where `--duration` does not say.
+const STEP_LENGTH: Duration = Duration::from_secs(20);
+/// How often requests in flight are counted.
+const SAMPLE_PERIOD: Duration = Duration::from_millis(50);
+/// Share of what arrives by which a server falls behind. A queue that grows by it delays each request by as much more
+/// than the one a second before.
+const BEHIND: f64 = 0.05;
+/// Standard deviations by which growth must exceed chance.
+const SIGNIFICANT: f64 = 3.0;
+/// Share of failed requests from which on a server does not keep up: it turns requests away instead of queueing them.
+const TURNED_AWAY: f64 = 0.01;
+/// Pause after a step that the server fell behind in, for its queue to empty.
+const RECOVERY: Duration = Duration::from_secs(1);
+
+/// Finds the highest rate that a server keeps up with.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SaturateArgs {
+    /// Rate to begin with, in requests a second; doubled until the server falls behind
+    #[arg(long, value_name = "PER_SECOND", default_value_t = 1.0)]
+    pub from: f64,
+
+    /// Search until the rates that it keeps up with and falls behind at are so close
+    #[arg(long, value_name = "SHARE", default_value_t = 0.1, value_parser = parse_precision)]
+    pub precision: f64,
+
+    /// What to measure
+    #[command(flatten)]
+    pub load: LoadArgs,
+}
+
+/// What one rate came to.
+#[derive(Debug)]
+struct Step {
+    rate_per_s: f64,
+    tally: Tally,
+    verdict: Verdict,
+}
+
+/// Whether the server bore a rate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    KeepsUp,
+    InFlightGrows,
+    FirstTokenGrows,
+    TurnsAway,
+    /// `--max-in-flight` requests were unanswered, and the step was ended.
+    AllInFlight,
+}
+
+/// What is measured over a step to judge it by.
+#[derive(Debug, Default)]
+struct Growth {
+    /// Seconds of the step, and requests in flight then.
+    in_flight: Vec<(f64, f64)>,
+    /// Seconds of the step at which a request was due, and those until its first token.
+    first_token: Vec<(f64, f64)>,
+}
+
+/// Searches as `args` say and prints every step.
+///
+/// # Errors
+/// Options that do not fit a search, a server that cannot be asked, a file that cannot be written, and a server that
+/// falls behind at the first rate already or never does.
+pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Result<()> {
+    let load = &args.load;
+    ensure!(
+        load.rate.is_none() && load.concurrency.is_none() && load.requests.is_none() && load.trace.is_none(),
+        "saturate chooses the rate itself: leave --rate, --concurrency, --requests and --trace out"
+    );
+    ensure!(
+        load.html.is_none() && load.requests_file.is_none() && load.runs == 1,
+        "--html, --requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
+    );
+    ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
+    let file = load.json.as_deref().map(open_for_report).transpose()?;
+    let Prepared { workload, setup } = prepare(load, None, stop).await?;
+    let mut out = io::stdout();
+    writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;
+    for note in &setup.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    writeln!(out, "{HEAD}")?;
+
+    let mut next_index = load.warmup;
+    let mut steps: Vec<Step> = Vec::new();
+    let mut search = Search { next: args.from, bears: None, falls_behind_at: None };
+    while let Some(rate_per_s) = search.next_rate(args.precision) {
+        let step = step(load, rate_per_s, &workload, next_index, stop).await?;
+        if stop.is_cancelled() {
+            break;
+        }
+        next_index += step.tally.completed() + step.tally.failed() + step.tally.interrupted() + step.tally.excluded().0;
+        writeln!(out, "{}", step.line())?;
+        search.learn(rate_per_s, step.verdict == Verdict::KeepsUp);
+        if step.verdict != Verdict::KeepsUp {
+            tokio::time::sleep(RECOVERY).await;
+        }
+        steps.push(step);
+    }
+    if let Some(file) = file {
+        let report = json!({
+            "target": setup.target,
+            "model_id": setup.model,
+            "keeps_up_with": search.bears,
+            "falls_behind_at": search.falls_behind_at,
+            "notes": setup.notes,
+            "steps": steps.iter().map(Step::to_json).collect::<Vec<_>>(),
+        });
+        replace(file, &format!("{report:#}\n")).context("cannot write the search to --json")?;
+    }
+    match (search.bears, search.falls_behind_at) {
+        _ if stop.is_cancelled() => bail!("stopped before the search was over"),
+        (Some(bears), Some(behind)) => {
+            writeln!(out, "keeps up with {bears:.3} requests a second, falls behind at {behind:.3}")
+                .context("cannot print the search")
+        }
+        (None, _) => bail!("it falls behind at {} requests a second already: begin lower (--from)", args.from),
+        (Some(bears), None) => bail!("it keeps up with {bears} requests a second, and no more can be sent"),
+    }
+}
+
+const HEAD: &str =
+    "requests a second   answered   tokens/s   first token p50, p99 ms   between p50, p99 ms   in flight   verdict";
+
+/// The rates between which the server's limit lies.
+struct Search {
+    next: f64,
+    bears: Option<f64>,
+    falls_behind_at: Option<f64>,
+}
+
+impl Search {
+    /// The rate to try next; none where the limit is known to `precision` or lies outside of what can be sent.
+    fn next_rate(&self, precision: f64) -> Option<f64> {
+        match (self.bears, self.falls_behind_at) {
+            (Some(bears), Some(behind)) => (behind > bears * (1.0 + precision)).then_some((bears * behind).sqrt()),
+            (None, Some(_)) => None,
+            (_, None) => RATE_RANGE.contains(&self.next).then_some(self.next),
+        }
+    }
+
+    fn learn(&mut self, rate_per_s: f64, keeps_up: bool) {
+        if keeps_up {
+            self.bears = Some(rate_per_s);
+            self.next = 2.0 * rate_per_s;
+        } else {
+            self.falls_behind_at = Some(rate_per_s);
+        }
+    }
+}
+
+async fn step(
+    load: &LoadArgs,
+    rate_per_s: f64,
+    workload: &Arc<Workload>,
+    first_index: u64,
+    stop: &CancellationToken,
+) -> anyhow::Result<Step> {
+    let length = load.duration.unwrap_or(STEP_LENGTH);
+    let rate = RateArg { from_per_s: rate_per_s, to_per_s: rate_per_s };
+    let paced = LoadArgs { rate: Some(rate), ..load.clone() };
+    let max_in_flight = paced.max_concurrency();
+    let step_stop = stop.child_token();
+    let mut running = drive::start(
+        workload.clone(),
+        Load { pacing: paced.pacing(0)?, extent: Extent::Duration(length), first_index },
+        step_stop.clone(),
+    );
+    let mut tally = Tally::new(Window::default(), load.slo);
+    let mut growth = Growth::default();
+    let mut is_full = false;
+    let mut tick = tokio::time::interval(SAMPLE_PERIOD);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        tokio::select! {
+            record = running.records.recv() => match record {
+                Some(record) => {
+                    if let Some(first_ns) = record.first_token_ns() {
+                        let wait_ns = first_ns.saturating_sub(record.intended_ns);
+                        growth.first_token.push((record.intended_ns as f64 / 1e9, wait_ns as f64 / 1e9));
+                    }
+                    tally.add(&record);
+                }
+                None => break,
+            },
+            _ = tick.tick() => {
+                let elapsed_s = running.clock.now_ns() as f64 / 1e9;
+                if elapsed_s < length.as_secs_f64() {
+                    growth.in_flight.push((elapsed_s, running.in_flight() as f64));
+                } else if growth.verdict(rate_per_s, length) != Verdict::KeepsUp {
+                    // What is still queued tells nothing more, and could take as long again.
+                    step_stop.cancel();
+                }
+                if running.in_flight() >= max_in_flight && !is_full {
+                    is_full = true;
+                    step_stop.cancel();
+                }
+                progress(rate_per_s, elapsed_s, running.in_flight());
+            }
+        }
+    }
+    tally.close(running.peak_in_flight(), running.lags());
+    let ended = tally.completed() + tally.failed();
+    let verdict = match growth.verdict(rate_per_s, length) {
+        _ if is_full => Verdict::AllInFlight,
+        _ if tally.failed() as f64 > TURNED_AWAY * ended as f64 => Verdict::TurnsAway,
+        verdict => verdict,
+    };
+    Ok(Step { rate_per_s, tally, verdict })
+}
+
+impl Growth {
+    /// Judges the second half of a step of `length` at `rate_per_s`.
+    fn verdict(&self, rate_per_s: f64, length: Duration) -> Verdict {
+        let half_s = length.as_secs_f64() / 2.0;
+        let second_half = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
+            points.iter().copied().filter(|&(time_s, _)| time_s >= half_s).collect()
+        };
+        let in_flight = second_half(&self.in_flight);
+        if let Some(line) = Line::through(&in_flight) {
+            // In a server that keeps up, requests in flight vary like their mean where arrivals know nothing of each
+            // other.
+            let grown = line.slope * half_s;
+            if line.slope > BEHIND * rate_per_s && grown > SIGNIFICANT * line.mean.max(1.0).sqrt() {
+                return Verdict::InFlightGrows;
+            }
+        }
+        if let Some(line) = Line::through(&second_half(&self.first_token))
+            && line.slope > BEHIND
+            && line.slope > SIGNIFICANT * line.slope_error
+        {
+            return Verdict::FirstTokenGrows;
+        }
+        Verdict::KeepsUp
+    }
+}
+
+/// Least squares through points.
+struct Line {
+    mean: f64,
+    slope: f64,
+    /// Standard error of the slope.
+    slope_error: f64,
+}
+
+impl Line {
+    /// None for points that do not spread along the first axis, or fewer than eight.
+    fn through(points: &[(f64, f64)]) -> Option<Self> {
+        if points.len() < 8 {
+            return None;
+        }
+        let n = points.len() as f64;
+        let (mean_x, mean) = (points.iter().map(|p| p.0).sum::<f64>() / n, points.iter().map(|p| p.1).sum::<f64>() / n);
+        let spread: f64 = points.iter().map(|p| (p.0 - mean_x).powi(2)).sum();
+        if spread <= 0.0 {
+            return None;
+        }
+        let slope = points.iter().map(|p| (p.0 - mean_x) * (p.1 - mean)).sum::<f64>() / spread;
+        let residue: f64 = points.iter().map(|p| (p.1 - mean - slope * (p.0 - mean_x)).powi(2)).sum();
+        Some(Self { mean, slope, slope_error: (residue / (n - 2.0) / spread).sqrt() })
+    }
+}
+
+impl Step {
+    fn line(&self) -> String {
+        let metrics = self.tally.metrics();
+        let pair = |key: &str| {
+            let times = metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
+            let figure = |percentile| times.and_then(|times| times.percentile_ms(percentile));
+            match (figure(50.0), figure(99.0)) {
+                (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
+                _ => "-".into(),
+            }
+        };
+        format!(
+            "{:>17.3}{:>11.3}{:>11.1}{:>26}{:>22}{:>12}   {}",
+            self.rate_per_s,
+            self.tally.requests_per_s(),
+            self.tally.output_tokens_per_s(),
+            pair("ttft_from_intended"),
+            pair("itl"),
+            self.tally.peak_in_flight(),
+            self.verdict.in_words()
+        )
+    }
+
+    fn to_json(&self) -> Value {
+        let mut step = json!({
+            "request_rate": self.rate_per_s,
+            "keeps_up": self.verdict == Verdict::KeepsUp,
+            "verdict": self.verdict.in_words(),
+            "completed": self.tally.completed(),
+            "failed": self.tally.failed(),
+            "request_throughput": self.tally.requests_per_s(),
+            "request_goodput": self.tally.good_requests_per_s(),
+            "output_throughput": self.tally.output_tokens_per_s(),
+            "max_concurrent_requests": self.tally.peak_in_flight(),
+        });
+        for metric in self.tally.metrics() {
+            step[format!("median_{}_ms", metric.key)] = json!(metric.times.percentile_ms(50.0));
+            step[format!("p99_{}_ms", metric.key)] = json!(metric.times.percentile_ms(99.0));
+        }
+        step
+    }
+}
+
+impl Verdict {
+    fn in_words(self) -> &'static str {
+        match self {
+            Verdict::KeepsUp => "keeps up",
+            Verdict::InFlightGrows => "falls behind: requests in flight grow",
+            Verdict::FirstTokenGrows => "falls behind: the time to first token grows",
+            Verdict::TurnsAway => "turns requests away",
+            Verdict::AllInFlight => "falls behind: --max-in-flight requests unanswered",
+        }
+    }
+}
+
+fn progress(rate_per_s: f64, elapsed_s: f64, in_flight: usize) {
+    if io::stderr().is_terminal() {
+        // A progress line that cannot be shown is no reason to stop.
+        let _ = write!(io::stderr(), "\r{rate_per_s:.3} a second: {elapsed_s:.0} s, {in_flight} in flight \r");
+    }
+}
+
+/// Reads a precision, 0.01 to 1.
+fn parse_precision(text: &str) -> Result<f64, String> {
+    let precision = text.parse().ok().filter(|precision| (0.01..=1.0).contains(precision));
+    precision.ok_or_else(|| format!("'{text}' is no precision: give 0.01 to 1"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
+    use crate::lengths::Lengths;
+    use crate::mock::{Fault, Mock};
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: SaturateArgs,
+    }
+
+    fn parse(line: &str) -> SaturateArgs {
+        Cli::try_parse_from(["saturate"].into_iter().chain(line.split_whitespace())).expect("valid options").args
+    }
+
+    /// What a server shows that serves Poisson requests in turn, `served_per_s` at most, for 20 s.
+    fn growth(rate_per_s: f64, served_per_s: f64, seed: u64) -> Growth {
+        let mut free_s = 0.0f64;
+        let mut served = Vec::new();
+        for due in Arrivals::new(ArrivalProcess::Poisson, Rate::constant(rate_per_s), seed).expect("in range") {
+            if due >= STEP_LENGTH {
+                break;
+            }
+            let begun_s = free_s.max(due.as_secs_f64());
+            free_s = begun_s + 1.0 / served_per_s;
+            served.push((due.as_secs_f64(), begun_s, free_s));
+        }
+        let in_flight_at = |now_s: f64| served.iter().filter(|s| s.0 <= now_s && now_s < s.2).count() as f64;
+        Growth {
+            in_flight: (0..400)
+                .map(|sample| f64::from(sample) * 0.05)
+                .map(|now_s| (now_s, in_flight_at(now_s)))
+                .collect(),
+            first_token: served.iter().map(|&(due_s, begun_s, _)| (due_s, begun_s - due_s)).collect(),
+        }
+    }
+
+    #[test]
+    fn a_queue_that_grows_is_told_from_one_that_varies() {
+        for seed in 0..20 {
+            let calm = growth(50.0, 100.0, seed).verdict(50.0, STEP_LENGTH);
+            assert_eq!(calm, Verdict::KeepsUp, "half of what it can, seed {seed}");
+            let behind = growth(130.0, 100.0, seed).verdict(130.0, STEP_LENGTH);
+            assert_eq!(behind, Verdict::InFlightGrows, "a third more than it can, seed {seed}");
+        }
+        // A server that takes few requests and lets the others wait outside shows it in the first token alone.
+        let waiting = Growth { in_flight: Vec::new(), ..growth(130.0, 100.0, 0) };
+        assert_eq!(waiting.verdict(130.0, STEP_LENGTH), Verdict::FirstTokenGrows);
+        assert_eq!(Growth::default().verdict(1.0, STEP_LENGTH), Verdict::KeepsUp);
+    }
+
+    #[test]
+    fn rates_are_doubled_and_then_halved_into() {
+        let mut search = Search { next: 1.0, bears: None, falls_behind_at: None };
+        let mut tried = Vec::new();
+        while let Some(rate) = search.next_rate(0.1) {
+            tried.push(rate);
+            search.learn(rate, rate <= 10.0);
+        }
+        assert_eq!(tried[..5], [1.0, 2.0, 4.0, 8.0, 16.0]);
+        let (bears, behind) = (search.bears.expect("bears some"), search.falls_behind_at.expect("not all"));
+        assert!(bears <= 10.0 && behind > 10.0 && behind <= 1.1 * bears, "{bears} to {behind}");
+        assert_eq!(tried.len(), 8);
+        let mut hopeless = Search { next: 1.0, bears: None, falls_behind_at: None };
+        hopeless.learn(1.0, false);
+        assert_eq!(hopeless.next_rate(0.1), None);
+    }
+
+    /// Two at a time, 100 ms each: 20 a second. 6 and 12 are borne, 24 is not.
+    #[tokio::test]
+    async fn the_limit_of_a_server_is_found() {
+        let mock = Mock { ttft: Duration::from_millis(100), fault: Fault::Slots(2), ..Mock::default() }.serve().await;
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        let line = "--from 6 --precision 1 --duration 3s --arrivals constant --max-tokens 1";
+        let args = parse(&format!("{line} --target {} --json {}", mock.base, file.path().display()));
+        assert_eq!(args.load.max_tokens, Lengths::Constant(1));
+        run(&args, &CancellationToken::new()).await.expect("a limit is found");
+        let report: Value = serde_json::from_slice(&std::fs::read(file.path()).expect("written")).expect("JSON");
+        assert_eq!((&report["keeps_up_with"], &report["falls_behind_at"]), (&json!(12.0), &json!(24.0)), "{report}");
+        assert_eq!(report["steps"].as_array().map(Vec::len), Some(3));
+        assert!(report["steps"][0]["request_throughput"].as_f64() > Some(5.0), "{report}");
+    }
+
+    #[tokio::test]
+    async fn a_server_that_turns_all_away_and_options_that_do_not_fit_are_errors() {
+        let refusal =
+            async |line: &str| run(&parse(line), &CancellationToken::new()).await.expect_err(line).to_string();
+        let mock = Mock { fault: Fault::Status(429, "{}"), ..Mock::default() }.serve().await;
+        let line = format!("--from 20 --duration 500ms --target {}", mock.base);
+        assert!(refusal(&line).await.contains("falls behind at 20 requests a second already"));
+        assert!(refusal("--rate 5").await.contains("chooses the rate itself"));
+        assert!(refusal("--html x.html").await.contains("--html"));
+        assert!(refusal("--from 0").await.contains("--from is 0"));
+    }
+}

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::record::{Failure, MAX_CHUNKS, RequestRecord, printable};
+use crate::record::{Failure, MAX_CHUNKS, MAX_TEXT_BYTES, RequestRecord, printable};
 
 /// Reads the events of one answer into its record.
 pub struct Answer<'a> {
@@ -72,6 +72,12 @@ impl<'a> Answer<'a> {
                 }
                 self.record.chunks_ns.push(now_ns);
             }
+            if let (Some(kept), Some(content)) = (&mut self.record.text, choice.content()) {
+                if kept.len() + content.len() > MAX_TEXT_BYTES {
+                    return Err(Failure::TextTooLong);
+                }
+                kept.push_str(content);
+            }
             if let Some(reason) = choice.finish_reason {
                 self.record.finish_reason = Some(printable(&reason, 40));
                 self.record.finished_ns = Some(now_ns);
@@ -96,6 +102,11 @@ impl<'a> Answer<'a> {
 }
 
 impl Choice {
+    /// What a chat goes on with: the answer without the reasoning before it.
+    fn content(&self) -> Option<&str> {
+        self.delta.as_ref()?.content.as_deref()
+    }
+
     /// Whether the chunk shows that the model made something. The opening role delta and the finish chunk do not.
     fn carries_text(&self) -> bool {
         let shows = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
@@ -159,6 +170,21 @@ mod tests {
         assert_eq!((record.finished_ns, record.finish_reason.as_deref()), (Some(5), Some("stop")));
         assert_eq!((record.prompt_tokens, record.completion_tokens), (Some(4), Some(9)));
         assert!(done);
+    }
+
+    #[test]
+    fn text_is_kept_where_it_is_wanted_and_has_a_limit() {
+        let event = r#"{"choices":[{"delta":{"content":"a b","reasoning_content":"hm"}}]}"#;
+        assert_eq!(read(&[event]).expect("well-formed").0.text, None);
+        let mut record = RequestRecord::new(0, 0, 0);
+        record.text = Some(String::new());
+        let mut answer = Answer::new(&mut record);
+        answer.take_event(event.as_bytes(), 1).expect("well-formed");
+        answer.take_event(event.as_bytes(), 2).expect("well-formed");
+        assert_eq!(record.text.as_deref(), Some("a ba b"));
+        record.text = Some("x".repeat(MAX_TEXT_BYTES - 2));
+        let refused = Answer::new(&mut record).take_event(event.as_bytes(), 3);
+        assert_eq!(refused, Err(Failure::TextTooLong));
     }
 
     #[test]

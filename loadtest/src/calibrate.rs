@@ -134,6 +134,7 @@ async fn measure(
         prompts: Prompts::of_words(0),
         shapes: Shapes::Drawn { prompt: Lengths::Constant(1), output: Lengths::Constant(gaps + 1), seed: 0 },
         min_tokens: None,
+        turns: 1,
         ignore_eos: false,
         timeout: TIMEOUT + stream_length,
     };

@@ -49,10 +49,21 @@ pub struct Workload {
     pub shapes: Shapes,
     /// Least tokens to generate, for requests that may be so long (an extension of OpenAI's interface).
     pub min_tokens: Option<u32>,
+    /// Turns of each chat of a closed loop.
+    pub turns: u32,
     /// Go on past the end-of-sequence token (an extension of OpenAI's interface).
     pub ignore_eos: bool,
     /// Time limit of one request, which also limits how long a due request waits to be sent.
     pub timeout: Duration,
+}
+
+/// A question and its answer: what the next turn of a chat is sent after.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Turn {
+    /// What was asked.
+    pub user: String,
+    /// What the server answered.
+    pub assistant: String,
 }
 
 /// When requests are due, counted from the start of the run, never decreasing. The run ends with it.
@@ -166,8 +177,9 @@ impl Workload {
         }
     }
 
-    /// JSON body that asks for `max_tokens` tokens after `prompt`. Greedy, so that runs can be compared.
-    pub fn body(&self, prompt: &str, max_tokens: u32) -> Bytes {
+    /// JSON body that asks for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so
+    /// that runs can be compared.
+    pub fn body(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Bytes {
         let mut body = json!({
             "model": self.model,
             "max_tokens": max_tokens,
@@ -176,7 +188,12 @@ impl Workload {
             "stream_options": { "include_usage": true },
         });
         match self.endpoint {
-            Endpoint::Chat => body["messages"] = json!([{ "role": "user", "content": prompt }]),
+            Endpoint::Chat => {
+                let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+                let earlier =
+                    before.iter().flat_map(|turn| [message("user", &turn.user), message("assistant", &turn.assistant)]);
+                body["messages"] = earlier.chain([message("user", prompt)]).collect();
+            }
             Endpoint::Completions => body["prompt"] = json!(prompt),
         }
         if let Some(min_tokens) = self.min_tokens {
@@ -190,13 +207,14 @@ impl Workload {
 }
 
 async fn closed_slot(shared: Shared, extent: Extent, first_index: u64, next_index: Arc<AtomicU64>) {
+    let mut chat = Vec::new();
     while !shared.stop.is_cancelled() {
         let intended_ns = shared.clock.now_ns();
         let offset = next_index.fetch_add(1, Ordering::Relaxed);
         if !extent.includes(offset, Duration::from_nanos(intended_ns)) {
             return;
         }
-        let record = shared.perform(first_index + offset, intended_ns).await;
+        let record = shared.perform(first_index + offset, intended_ns, &mut chat).await;
         let refused = matches!(record.failure, Some(Failure::Connect(_)));
         if shared.records.send(record).await.is_err() {
             return;
@@ -233,7 +251,7 @@ async fn open_loop(shared: Shared, arrivals: Schedule, max_in_flight: usize, ext
         };
         let shared = shared.clone();
         tokio::spawn(async move {
-            let record = shared.perform(index, intended_ns).await;
+            let record = shared.perform(index, intended_ns, &mut Vec::new()).await;
             drop(slot);
             // A closed channel means that nobody counts any more.
             let _ = shared.records.send(record).await;
@@ -253,12 +271,17 @@ impl Shared {
         }
     }
 
-    /// Sends request `index` now and follows it to its end.
-    async fn perform(&self, index: u64, intended_ns: u64) -> RequestRecord {
+    /// Sends request `index` now, as the next turn of `chat`, and follows it to its end. A chat that has all its turns, or
+    /// that a request failed in, is left empty.
+    async fn perform(&self, index: u64, intended_ns: u64, chat: &mut Vec<Turn>) -> RequestRecord {
         let workload = &self.workload;
         let shape = workload.shapes.of(index);
-        let body = workload.body(&workload.prompts.text(index, shape.prompt_tokens), shape.max_tokens);
+        let prompt = workload.prompts.text(index, shape.prompt_tokens);
+        let body = workload.body(chat, &prompt, shape.max_tokens);
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
+        record.turn = chat.len() as u32;
+        let goes_on = record.turn + 1 < workload.turns;
+        record.text = goes_on.then(String::new);
         let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
         let interrupted = tokio::select! {
@@ -270,6 +293,10 @@ impl Shared {
         if interrupted {
             record.ended_ns = self.clock.now_ns();
             record.failure = Some(Failure::Interrupted);
+        }
+        match record.text.take() {
+            Some(assistant) if record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
+            _ => chat.clear(),
         }
         record
     }
@@ -286,140 +313,4 @@ impl Extent {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
-    use crate::lengths::Lengths;
-    use crate::mock::{Fault, Mock};
-
-    fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
-        Arc::new(Workload {
-            client: Client::new(base, None, timeout).expect("the mock's address is valid"),
-            endpoint: Endpoint::Completions,
-            model: "mock".into(),
-            prompts: Prompts::of_words(0),
-            shapes: Shapes::Drawn { prompt: Lengths::Constant(4), output: Lengths::Constant(2), seed: 0 },
-            min_tokens: None,
-            ignore_eos: true,
-            timeout,
-        })
-    }
-
-    fn open(rate_per_s: f64, max_in_flight: usize, extent: Extent) -> Load {
-        let arrivals =
-            Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0).expect("in range"));
-        Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0 }
-    }
-
-    async fn collect(mut running: Running) -> Vec<RequestRecord> {
-        let mut records = Vec::new();
-        while let Some(record) = running.records.recv().await {
-            records.push(record);
-        }
-        records
-    }
-
-    #[tokio::test]
-    async fn a_closed_loop_sends_all_and_keeps_to_its_concurrency() {
-        let mock = Mock { ttft: Duration::from_millis(20), ..Mock::default() }.serve().await;
-        let load = Load { pacing: Pacing::Closed { concurrency: 3 }, extent: Extent::Requests(10), first_index: 100 };
-        let mut running = start(workload(&mock.base, Duration::from_secs(20)), load, CancellationToken::new());
-        let mut indices = Vec::new();
-        while let Some(record) = running.records.recv().await {
-            assert_eq!(record.failure, None);
-            indices.push(record.index);
-        }
-        indices.sort_unstable();
-        assert_eq!(indices, (100..110).collect::<Vec<_>>());
-        assert_eq!(running.peak_in_flight(), 3);
-        let requests = mock.requests();
-        assert_eq!(requests.len(), 10);
-        assert!(requests.iter().all(|r| r["ignore_eos"] == true && r["stream_options"]["include_usage"] == true));
-        assert!(requests.iter().all(|r| r["model"] == "mock" && r["prompt"].is_string() && r["max_tokens"] == 2));
-    }
-
-    #[tokio::test]
-    async fn an_open_loop_sends_at_its_due_times() {
-        let mock = Mock { ttft: Duration::from_millis(300), ..Mock::default() }.serve().await;
-        let load = open(50.0, 64, Extent::Duration(Duration::from_secs(1)));
-        let records =
-            collect(start(workload(&mock.base, Duration::from_secs(20)), load, CancellationToken::new())).await;
-        assert_eq!(records.len(), 50, "50 a second for a second, though each answer takes 0.3 s");
-        for record in &records {
-            assert_eq!(record.failure, None);
-            assert_eq!(record.intended_ns, record.index * 20_000_000);
-            assert!(record.sent_ns >= record.intended_ns);
-        }
-    }
-
-    /// The test of coordinated omission: the server stands still from 0.5 s to 2.5 s, and only four requests may be in
-    /// flight. Every request that was due in that time must show the wait until the end of the stall.
-    #[tokio::test]
-    async fn a_stall_shows_in_every_request_that_was_due_in_it() {
-        let (from, to) = (Duration::from_millis(500), Duration::from_millis(2500));
-        let mock = Mock { fault: Fault::Stall(from, to), ..Mock::default() }.serve().await;
-        let load = open(50.0, 4, Extent::Duration(Duration::from_secs(3)));
-        let records =
-            collect(start(workload(&mock.base, Duration::from_secs(20)), load, CancellationToken::new())).await;
-        assert_eq!(records.len(), 150);
-
-        // The mock's clock starts with the first request that it sees, a little after the run's: the stall begins and
-        // ends that much later. Requests due in its first 400 ms are left out, the timer's millisecond is allowed for.
-        let tolerance_ns = 5_000_000;
-        let (from_ns, to_ns) = (from.as_nanos() as u64 + 400_000_000, to.as_nanos() as u64);
-        let due_in_stall = records.iter().filter(|r| (from_ns..to_ns).contains(&r.intended_ns));
-        let mut seen = 0;
-        for record in due_in_stall {
-            seen += 1;
-            let latency_ns = record.ended_ns - record.intended_ns;
-            assert!(latency_ns + tolerance_ns >= to_ns - record.intended_ns, "{record:?}");
-        }
-        assert_eq!(seen, 80);
-
-        // Control: the service time hides the stall from all but those few that were in flight when it began.
-        let long_service = records.iter().filter(|r| r.ended_ns - r.sent_ns > 500_000_000).count();
-        assert!((1..=8).contains(&long_service), "{long_service} requests show the stall in their service time");
-    }
-
-    #[tokio::test]
-    async fn due_requests_that_find_no_slot_are_counted_as_not_sent() {
-        let mock = Mock { ttft: Duration::from_secs(60), ..Mock::default() }.serve().await;
-        let load = open(20.0, 1, Extent::Requests(10));
-        let records =
-            collect(start(workload(&mock.base, Duration::from_millis(300)), load, CancellationToken::new())).await;
-        assert_eq!(records.len(), 10, "every request is accounted for");
-        let count = |failure: Failure| records.iter().filter(|r| r.failure == Some(failure.clone())).count();
-        assert!(count(Failure::NotSent) > 0 && count(Failure::Timeout) > 0);
-        assert_eq!(count(Failure::NotSent) + count(Failure::Timeout), 10);
-    }
-
-    #[tokio::test]
-    async fn a_stop_ends_both_loops_at_once_and_accounts_for_what_was_in_flight() {
-        let mock = Mock { ttft: Duration::from_secs(60), ..Mock::default() }.serve().await;
-        let closed = Load { pacing: Pacing::Closed { concurrency: 5 }, extent: Extent::Requests(1000), first_index: 0 };
-        for load in [closed, open(20.0, 64, Extent::Duration(Duration::from_secs(60)))] {
-            let stop = CancellationToken::new();
-            let running = start(workload(&mock.base, Duration::from_secs(60)), load, stop.clone());
-            tokio::time::sleep(Duration::from_millis(200)).await;
-            stop.cancel();
-            let records = tokio::time::timeout(Duration::from_secs(10), collect(running)).await.expect("stops at once");
-            assert!((1..=5).contains(&records.len()), "{} records", records.len());
-            assert!(records.iter().all(|r| r.failure == Some(Failure::Interrupted)));
-        }
-    }
-
-    #[tokio::test]
-    async fn a_dead_server_is_not_hammered() {
-        let load = Load {
-            pacing: Pacing::Closed { concurrency: 2 },
-            extent: Extent::Duration(Duration::from_millis(500)),
-            first_index: 0,
-        };
-        let unused = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let base = format!("http://{}", unused.local_addr().expect("bound"));
-        drop(unused);
-        let records = collect(start(workload(&base, Duration::from_secs(5)), load, CancellationToken::new())).await;
-        assert!((2..=24).contains(&records.len()), "{} refusals in half a second", records.len());
-        assert!(records.iter().all(|r| matches!(r.failure, Some(Failure::Connect(_)))));
-    }
-}
+mod tests;

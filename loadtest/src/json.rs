@@ -89,6 +89,7 @@ pub fn request_line(run: u32, record: &RequestRecord) -> Value {
     json!({
         "run": run,
         "index": record.index,
+        "turn": record.turn,
         "due_ms": ms(record.intended_ns),
         "client_delay_ms": ms(record.sent_ns.saturating_sub(record.intended_ns)),
         "ttft_ms": record.first_token_ns().map(since_sent),

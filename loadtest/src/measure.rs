@@ -108,6 +108,7 @@ pub async fn prepare(args: &LoadArgs, trace: Option<Arc<Trace>>, stop: &Cancella
             None => Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: args.seed },
         },
         min_tokens: args.min_tokens,
+        turns: args.turns,
         ignore_eos: args.ignore_eos,
         timeout: args.timeout,
     };
@@ -184,7 +185,7 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
     let (short, long) = probe_words(longest);
     let mut counts = [0; 2];
     for (count, words) in counts.iter_mut().zip([short, long]) {
-        let body = workload.body(&Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32), 1);
+        let body = workload.body(&[], &Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32), 1);
         let clock = Clock::start();
         let mut record = RequestRecord::new(0, 0, 0);
         workload.client.stream(workload.path(), body, clock, &mut record).await;

@@ -8,6 +8,9 @@ use tokio::time::Instant;
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;
 
+/// Most bytes of text kept of one answer; a longer one is refused as [`Failure::TextTooLong`].
+pub const MAX_TEXT_BYTES: usize = 1 << 22;
+
 /// The clock of one run: nanoseconds since its start.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock(Instant);
@@ -50,6 +53,10 @@ pub struct RequestRecord {
     pub completion_tokens: Option<u64>,
     /// Why generation ended, in the server's word (`stop`, `length`).
     pub finish_reason: Option<String>,
+    /// Turn of its chat, from 0.
+    pub turn: u32,
+    /// What the server answered; kept only where a later turn needs it.
+    pub text: Option<String>,
     /// What went wrong, or none.
     pub failure: Option<Failure>,
 }
@@ -67,6 +74,8 @@ impl RequestRecord {
             prompt_tokens: None,
             completion_tokens: None,
             finish_reason: None,
+            turn: 0,
+            text: None,
             failure: None,
         }
     }
@@ -127,6 +136,9 @@ pub enum Failure {
     /// More than [`MAX_CHUNKS`] chunks.
     #[error("more than {MAX_CHUNKS} chunks in one answer")]
     TooManyChunks,
+    /// More than [`MAX_TEXT_BYTES`] of text that were to be kept.
+    #[error("more than {MAX_TEXT_BYTES} bytes of text in one answer")]
+    TextTooLong,
     /// The server reported an error inside the stream.
     #[error("error in the stream: {message}")]
     StreamError {
@@ -163,6 +175,7 @@ impl Failure {
             Failure::BadJson(_) => "bad_json".into(),
             Failure::EventTooLong(_) => "event_too_long".into(),
             Failure::TooManyChunks => "too_many_chunks".into(),
+            Failure::TextTooLong => "text_too_long".into(),
             Failure::StreamError { code, .. } => with_code("stream_error".into(), code),
             Failure::Truncated => "truncated".into(),
             Failure::NotSent => "not_sent".into(),

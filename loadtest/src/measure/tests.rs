@@ -147,6 +147,27 @@ async fn drawn_lengths_and_a_shared_beginning_reach_the_server() {
 }
 
 #[tokio::test]
+async fn a_chat_goes_on_with_the_servers_answers() {
+    let line = "--turns 3 --concurrency 1 --requests 7 --prompt-tokens 20 --max-tokens 2";
+    let (outcome, report, requests) = run_against(Mock::default(), line).await;
+    outcome.expect("all requests succeed");
+    assert_eq!(report["arrivals"], "closed loop, 1 chats of 3 turns at a time, 7 requests");
+    let chats: Vec<&Vec<Value>> = requests[2..].iter().map(|r| r["messages"].as_array().expect("messages")).collect();
+    assert_eq!(chats.iter().map(|chat| chat.len()).collect::<Vec<_>>(), [1, 3, 5, 1, 3, 5, 1]);
+    assert_eq!((&chats[2][..1], &chats[2][..3]), (&chats[0][..], &chats[1][..]), "a turn begins with those before it");
+    assert_eq!(chats[1][1], serde_json::json!({"role": "assistant", "content": "word word "}));
+    assert!(chats[2][4]["role"] == "user" && chats[2][4] != chats[2][0]);
+}
+
+#[tokio::test]
+async fn a_chat_that_a_request_failed_in_begins_again() {
+    let mock = Mock { fault: Fault::EndAfter(1), ..Mock::default() };
+    let (_, report, requests) = run_against(mock, "--turns 3 --concurrency 1 --requests 4").await;
+    assert_eq!(report["failed"], 4);
+    assert!(requests.iter().all(|request| request["messages"].as_array().map(Vec::len) == Some(1)));
+}
+
+#[tokio::test]
 async fn a_window_without_requests_is_an_error() {
     let (outcome, ..) = run_against(Mock::default(), "--requests 5 --exclude-start 1h").await;
     assert!(outcome.expect_err("nothing counted").to_string().contains("--exclude-start"));
@@ -219,6 +240,7 @@ fn the_table_shows_every_figure_and_survives_an_empty_run() {
         prompts: Prompts::of_words(0),
         shapes: Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: 0 },
         min_tokens: None,
+        turns: 1,
         ignore_eos: false,
         timeout: args.timeout,
     };

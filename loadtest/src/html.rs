@@ -407,7 +407,7 @@ mod tests {
         elements(&page);
         assert!(page.contains("requests a second within ttft 30ms, itl 1s</span><b>2.00</b>"));
         assert!(page.contains("<h2>Over 2 runs</h2>") && page.contains("<td>0.00 %</td>"));
-        assert!(page.contains("p50 7.00 ms") && page.contains("itself the bottleneck"));
+        assert!(page.contains("p50 7.00 ms") && page.contains("own error is over 5 ms"));
     }
 
     /// The picture says what the figures say.

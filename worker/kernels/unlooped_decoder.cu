@@ -73,10 +73,11 @@ template <class F> LP_DEVICE void each_residual(Epilogue& epilogue, Pass& pass, 
   const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
   for (int s = 0; s < Epilogue::kSets; s++) {
+    if (!epilogue.mine(s)) continue;
     const int tile = first + 2 * s + Epilogue::half();
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++)
-      if (tile < end) f(epilogue.hidden[s][c], pass.residual[epilogue.column(c)][tile * 16 + Epilogue::row()]);
+      if (tile < end) f(epilogue.hidden(s)[c], pass.residual[epilogue.column(c)][tile * 16 + Epilogue::row()]);
   }
 }
 
@@ -85,7 +86,7 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   const u32 active = place.active, layer = place.layer, vectors = place.vectors;
   Epilogue epilogue(launch, shared, warp);
   if constexpr (PHASE == Phase::kQueryKeyValue) epilogue.query_key_value(place.rows, layer, active, place.tag);
-  if (epilogue.second()) {
+  if (epilogue.second() && !(Epilogue::kSharedSets && (residual || PHASE == Phase::kEmbed))) {
     if constexpr (residual) epilogue.skip(Epilogue::sets<O>());
     if constexpr (PHASE == Phase::kGateUp) epilogue.skip(Epilogue::sets<GateUp>());
     if constexpr (PHASE == Phase::kHead) epilogue.skip(Epilogue::sets<Head>());

@@ -32,6 +32,7 @@ struct Shared {
   static constexpr u32 quad_leaf = opened + 8;                                 // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
   static constexpr u32 turns_before = last_step + 4;                           // of all launches before, less this one's epoch
+  static constexpr u32 token = turns_before + 4;                               // of one column, for the epilogue warp that did not choose it
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
   static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see CountedRows; steps take turns
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;

@@ -4,20 +4,26 @@
 
 struct Epilogue {
   static constexpr int kSets = (O::most_tiles + 1) / 2;  // sets of hidden tiles of a block
+  /// Of several ranks and one column the warps take these sets by turns: what is told and heard of them takes its trips at the same time.
+  static constexpr bool kSharedSets = kRanks > 1 && kColumns == 1 && kSets > 1;
+  static constexpr int kOwnSets = kSharedSets ? (kSets + 1) / 2 : kSets;
   const Launch& launch;
   u32 shared;
   int warp;                                                // 0 or 1
   u32 set = 0;
   float y[kEpilogueColumns], inverse[kEpilogueColumns];    // sums of a set; 1 / rms
-  float hidden[kSets][kEpilogueColumns];                   // the residual stream of the block's rows
+  float residual[kOwnSets][kEpilogueColumns];              // of the block's rows: of the sets that this warp takes, see `hidden`
 
   LP_DEVICE Epilogue(const Launch& launch, u32 shared, int warp) : launch(launch), shared(shared), warp(warp) {}
 
   LP_DEVICE static int half() { return lane_index() >> 4; }
   LP_DEVICE static int row() { return threadIdx.x & 15; }
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
-  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and nothing else.
+  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and of no other product but what it shares.
   LP_DEVICE bool second() const { return kColumns == 1 && warp == 1; }
+  /// Whether this warp takes set `s` of the hidden tiles, if it takes any; the residual stream of its rows.
+  LP_DEVICE bool mine(int s) const { return !kSharedSets || (s & 1) == warp; }
+  LP_DEVICE float* hidden(int s) { return residual[kSharedSets ? s / 2 : s]; }
   template <class P> LP_DEVICE static int sets() { return (P::first_tile(rank_block() + 1) - P::first_tile(rank_block()) + 1) / 2; }
 
   /// Sums of the next set into y; with `squares` 0 or 1 also 1 / rms from that buffer of sums of squares.
@@ -171,20 +177,22 @@ struct Epilogue {
     const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
+      if (!mine(s)) continue;
       const int tile = first + 2 * s + half(), k = tile * 16 + row();
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
-        hidden[s][c] = 0;
+        hidden(s)[c] = 0;
         const u32 within = token[c] - own_rank(launch) * (kHeadTiles * 16);  // of this rank's shard
         if (tile < end && active >> column(c) & 1 && (kRanks == 1 || within < kHeadTiles * 16))
-          hidden[s][c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
+          hidden(s)[c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
       }
-      tell(kToldEmbedding, s, hidden[s], active, tag);
+      tell(kToldEmbedding, s, hidden(s), active, tag);
     }
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
+      if (!mine(s)) continue;
       // One rank has told the row, the others zeros: their bits together, since -0 + 0 is 0.
-      hear(kToldEmbedding, s, hidden[s], active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
+      hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
       publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
     }
   }
@@ -198,7 +206,7 @@ struct Epilogue {
     const bool on = tile < O::first_tile(rank_block() + 1);
     float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden[s][c] * gamma, square[c] = hidden[s][c] * hidden[s][c];
+    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden(s)[c] * gamma, square[c] = hidden(s)[c] * hidden(s)[c];
     const auto sum = [&] { return __float_as_uint(half_sum_columns(square)); };
     if constexpr (kTaggedVectors) {
       publish<HiddenVector>(vector, tile, scaled, active, tag, on, sum());
@@ -263,26 +271,31 @@ struct Epilogue {
   /// Residual after o or down, and the next norm's input.
   template <class P> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag) {
     const int sets = Epilogue::sets<P>();
-    float sums[kSets][kEpilogueColumns];
+    float sums[kOwnSets][kEpilogueColumns];
+    const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
     const auto settle = [&](int s, float scale) {
-      hear(told, s, sums[s], active, tag, kSiteSums, [](float a, float b) { return a + b; });
+      hear(told, s, sum(s), active, tag, kSiteSums, [](float a, float b) { return a + b; });
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += sums[s][c];
+      for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += sum(s)[c];
       publish_hidden(vector, s, scale, active, tag);
     };
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (s >= sets) break;
+      if (!mine(s)) {
+        skip(1);
+        continue;
+      }
       const float scale = gamma_of(gamma, s);
       take<P>(-1);
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) sums[s][c] = y[c];
-      tell(told, s, sums[s], active, tag);
+      for (int c = 0; c < kEpilogueColumns; c++) sum(s)[c] = y[c];
+      tell(told, s, sum(s), active, tag);
       if (kRanks == 1) settle(s, scale);
     }
 #pragma unroll
     for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
-      if (s < sets) settle(s, gamma_of(gamma, s));
+      if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
   }
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
     const int first = GateUp::first_tile(rank_block()) / 2, sets = Epilogue::sets<GateUp>();

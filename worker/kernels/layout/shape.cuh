@@ -91,8 +91,8 @@ constexpr bool dealt_together(long long tiles, long long pairs) {
   return (tiles + 2 * pairs) / kBlocks >= 2 * ((pairs + kBlocks - 1) / kBlocks) && (together.qkv <= apart.qkv || together.both < apart.both);
 }
 struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
-  static constexpr bool together = dealt_together(tiles, GateUp::groups);
-  LP_DEVICE static constexpr int first_tile(int block) { return kRanks == 1 ? Product::first_tile(block) : (int)first_of_qkv<together>(block, tiles, GateUp::groups); }
+  static constexpr bool together = kRanks > 1 && dealt_together(tiles, GateUp::groups);
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles, GateUp::groups) : (long long)block * groups / kBlocks); }
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.

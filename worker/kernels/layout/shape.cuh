@@ -10,8 +10,13 @@
 #ifndef LP_RANKS_HERE
 #define LP_RANKS_HERE 1
 #endif
-/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU.
-constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE;
+#ifndef LP_SHARDS
+#define LP_SHARDS LP_RANKS
+#endif
+/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU. Shards that the model is
+/// cut into: more than the ranks where a benchmark has only some of a group's.
+constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE, kShards = LP_SHARDS;
+static_assert(kShards == kRanks || kShards > kRanks && kRanks > 1, "one rank computes the whole model");
 static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks), "1, 2, 4, 8 or 16 ranks");
 
 constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
@@ -62,7 +67,7 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = fal
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
-constexpr int kHeadLeaves = most_leaves(kHeads * kRanks) / kRanks, kDownLeaves = most_leaves(kIntermediate * kRanks) / kRanks;
+constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards, kDownLeaves = most_leaves(kIntermediate * kShards) / kShards;
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
 constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
@@ -96,7 +101,7 @@ struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHidden
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
-constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kRanks;
+constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
 using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, 1, true>;
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;

@@ -9,7 +9,7 @@ constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
 static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 
 /// Rings of the stream. Where every product of the model has 16 leaves two warps share a ring, and chunks are twice as long: memory likes that better.
-constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kRanks == 16 && kDownLeaves * kRanks == 16;
+constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16;
 constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
 /// A chunk of the stream: some k16 steps of a unit's leaf, or K and V of a leaf of positions, or one of them.
 constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;

@@ -53,6 +53,7 @@ pub struct TileRows {
 pub struct Layout {
     plan: ModelPlan,
     rank: RankPlan,
+    ranks: usize,
     blocks: usize,
     head_width: usize,
 }
@@ -161,7 +162,18 @@ impl Layout {
     /// The stream of a rank of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
     pub fn new(plan: &ModelPlan, rank: usize, blocks: usize, head_width: usize) -> Self {
         assert!(blocks > 0 && head_width <= plan.config.head_dim, "{blocks} blocks, heads of {head_width}");
-        Self { plan: plan.clone(), rank: plan.rank(rank), blocks, head_width }
+        Self { plan: plan.clone(), rank: plan.rank(rank), ranks: plan.tensor_parallel, blocks, head_width }
+    }
+
+    /// The same stream in a group that has only the first `ranks` ranks of its plan.
+    pub fn of_first(self, ranks: usize) -> Self {
+        assert!(self.rank.rank < ranks && ranks <= self.plan.tensor_parallel, "{} of {ranks}", self.rank.rank);
+        Self { ranks, ..self }
+    }
+
+    /// Ranks that exchange sums: all of the plan, but in a benchmark of some.
+    pub fn ranks(&self) -> usize {
+        self.ranks
     }
 
     /// The plan.

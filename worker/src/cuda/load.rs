@@ -42,6 +42,8 @@ pub struct Options {
     pub gauge: Option<Arc<Gauge>>,
     /// The GPU, where it is not that of the rank's number: tests have a whole group on one.
     pub ordinal: Option<usize>,
+    /// Shards that the model is cut into, where a benchmark computes only the first of them.
+    pub shards: Option<usize>,
     /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
     pub defines: Vec<(&'static str, u64)>,
 }
@@ -97,10 +99,12 @@ pub fn load_with(
     }
     let gpu = Gpu::open(options.ordinal.unwrap_or(request.rank))?;
     let compiler = Compiler::find()?;
-    let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, request.tensor_parallel);
+    let plan_of = |config: &ModelConfig| {
+        ModelPlan::for_backend(Backend::Cuda, config, options.shards.unwrap_or(request.tensor_parallel))
+    };
     let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
-    let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim);
+    let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
     let (kernels, sampler) = kernels(&gpu, &compiler, &layout, loop_mode, &options.defines)?;

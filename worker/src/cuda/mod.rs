@@ -41,6 +41,7 @@ pub use device::{Facts, probe};
 pub use error::CudaError;
 pub use fabric::survey;
 pub use gauge::{Gauge, Noted};
+pub(crate) use layout::{Layout, best_blocks};
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
 pub use read_limit::ReadLimit;

@@ -230,7 +230,8 @@ impl Variant {
         let mut defines: Vec<(&'static str, usize)> = vec![
             ("LP_LAYERS", c.num_layers),
             ("LP_HIDDEN", c.hidden_size),
-            ("LP_RANKS", layout.plan().tensor_parallel),
+            ("LP_RANKS", layout.ranks()),
+            ("LP_SHARDS", layout.plan().tensor_parallel),
             ("LP_HEADS", rank.heads.len()),
             ("LP_KV_HEADS", rank.kv_heads.len()),
             ("LP_HEAD_DIM", c.head_dim),

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 use std::time::SystemTime;
 
-use crate::plot::{Axis, Escaped, Plot, STEPS, Series};
+use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally, utc_date};
 use crate::timeline::Moment;
 
@@ -239,8 +239,10 @@ fn cumulative(metric: &Metric<'_>, name: &'static str) -> Option<Series> {
     let tail = (0..=20).map(|step| TAIL_FROM + f64::from(step) * TAIL_STEP);
     let point = |percent: f64| metric.times.percentile_ms(percent).map(|ms| (ms, percent));
     let points = body.chain(tail).map(point).collect::<Option<Vec<_>>>()?;
-    let mark =
-        |percent: f64| point(percent).map(|(ms, percent)| (ms, percent, format!("{name}: p{percent} {ms:.2} ms")));
+    let mark = |percent: f64| {
+        let at = point(percent)?;
+        Some(Mark { at, meaning: format!("{name}: p{percent} {:.2} ms", at.0), hollow: false })
+    };
     Some(Series { name, points, marks: MARKED.into_iter().filter_map(mark).collect() })
 }
 

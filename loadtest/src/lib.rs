@@ -29,7 +29,7 @@ mod html;
 mod markup;
 #[cfg(test)]
 mod mock;
-mod plot;
+pub mod plot;
 pub mod prompt;
 pub mod record;
 pub mod report;

@@ -19,7 +19,7 @@ use crate::plan::PlanError;
 
 /// Groups of up to so many GPUs are fitted on; all others are predicted.
 pub const FITTED_RANKS: usize = 2;
-/// What is predicted: groups, batches, and the context of each.
+/// What is predicted, where a GPU holds its share of the weights: groups, batches, and the context of each.
 const RANKS: [usize; 5] = [1, 2, 4, 8, 16];
 const BATCHES: [u32; 2] = [1, MOST_ROWS];
 const CONTEXT: f64 = 512.0;
@@ -120,6 +120,9 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
     let mut predicted = Vec::new();
     for (shape, ranks) in args.shapes.iter().flat_map(|shape| RANKS.map(|ranks| (*shape, ranks))) {
         let cut = Cut::new(&shape.config(), ranks, machine.sms)?;
+        if !cut.fits(&machine) {
+            continue;
+        }
         predicted.extend(BATCHES.map(|batch| Predicted::new(shape, ranks, &cut, batch, CONTEXT, &machine, &costs)));
     }
     compared.sort_by_key(|of| (of.ranks, of.shape.name(), of.shard_of, of.measured.batch));

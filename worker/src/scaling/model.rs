@@ -31,6 +31,8 @@ const VALUE_BYTES: f64 = 8.0;
 pub struct Machine {
     /// Multiprocessors of a GPU.
     pub sms: usize,
+    /// Bytes of its memory.
+    pub memory_bytes: f64,
     /// GB/s (10^9) at which a GPU reads its memory.
     pub read_gb_s: f64,
     /// Bytes of a block's ring.
@@ -48,6 +50,7 @@ impl Machine {
     /// from L2 at 8400 GB/s; peer writes. The ring is that of kernels/layout/shared_memory.cuh.
     pub const H200: Self = Self {
         sms: 132,
+        memory_bytes: 143_771.0 * 1024.0 * 1024.0,
         read_gb_s: 4653.0,
         ring_bytes: 192.0 * 1024.0,
         latency_us: 0.7,
@@ -152,6 +155,11 @@ impl Cut {
         (layers * (layer.iter().sum::<f64>() + self.kv_bytes(batch, context)) + head) * self.blocks as f64
     }
 
+    /// Whether a GPU holds its weights.
+    pub fn fits(&self, machine: &Machine) -> bool {
+        self.bytes(0, 0.0) < machine.memory_bytes
+    }
+
     /// The least time of a step, in ms: its bytes at the read limit.
     pub fn floor_ms(&self, batch: u32, context: f64, machine: &Machine) -> f64 {
         self.bytes(batch, context) / machine.read_gb_s / 1e6
@@ -244,6 +252,7 @@ mod tests {
             assert!((kv(ranks) * ranks as f64 / (8.0 * 512.0 * position * copies) - 1.0).abs() < 1e-9, "{ranks}");
         }
         assert!((one.floor_ms(1, 512.0, &H200) - 3.24).abs() < 0.005);
+        assert!(cut(Shape::B70, 1).fits(&H200) && !cut(Shape::B405, 4).fits(&H200) && cut(Shape::B405, 8).fits(&H200));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
-use super::device::Gpu;
+use super::device::{Gpu, probe};
 use super::engine::{Engine, Ties};
 use super::error::CudaError;
 use super::fabric::{self, Fabric, Group};
@@ -17,6 +17,7 @@ use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
+use super::numa::{self, Home};
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
 use super::trace::Phase as StepPhase;
@@ -54,6 +55,8 @@ pub struct CudaDecoder {
     loaded: Loaded,
     layout: Layout,
     gpu: Arc<Gpu>,
+    /// Near the GPU, where there is a choice.
+    home: Option<Home>,
 }
 
 /// The model, and where its weights come from.
@@ -97,7 +100,9 @@ pub fn load_with(
     if request.tensor_parallel > 1 && options.ordinal.is_none() {
         fabric::survey(request.tensor_parallel)?;
     }
-    let gpu = Gpu::open(options.ordinal.unwrap_or(request.rank))?;
+    let ordinal = options.ordinal.unwrap_or(request.rank);
+    let home = numa::bind(request.rank, &probe(ordinal)?.pci);
+    let gpu = Gpu::open(ordinal)?;
     let compiler = Compiler::find()?;
     let plan_of = |config: &ModelConfig| {
         ModelPlan::for_backend(Backend::Cuda, config, options.shards.unwrap_or(request.tensor_parallel))
@@ -175,7 +180,7 @@ pub fn load_with(
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
     let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
-    Ok(CudaDecoder { decoder, loaded, layout, gpu })
+    Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 
 /// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
@@ -344,6 +349,9 @@ impl Decoder for CudaDecoder {
 
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
         let rank = self.decoder.rank;
+        if let Some(Err(error)) = self.home.as_ref().map(Home::bind) {
+            tracing::debug!("rank {rank}: the thread of the decoder is not bound: {error}");
+        }
         self.decoder.launcher.enter().map_err(|error| Fault::Cuda { rank, step: 0, error })?;
         self.decoder.run(plans, &outcomes)
     }

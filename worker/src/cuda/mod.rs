@@ -21,6 +21,7 @@ mod load;
 mod looped_decoder;
 mod mailbox;
 mod memory;
+mod numa;
 mod pack;
 mod passes;
 mod pools;

@@ -359,8 +359,8 @@ mod tests {
         assert_eq!(series.points.first().map(|point| point.1), Some(0.0));
         assert_eq!(series.points.last().copied(), metric.times.max_ms().map(|ms| (ms, 100.0)));
         let median = metric.times.percentile_ms(50.0).expect("times");
-        assert_eq!((series.marks[0].0, series.marks[0].1), (median, 50.0));
-        assert_eq!(series.marks[0].2, format!("x: p50 {median:.2} ms"));
+        assert_eq!(series.marks[0].at, (median, 50.0));
+        assert_eq!(series.marks[0].meaning, format!("x: p50 {median:.2} ms"));
     }
 
     #[test]

@@ -139,7 +139,7 @@ struct Epilogue {
       const auto fetch = [&](int j) {
         if (missing(j) != kThere) words[j] = load_system_16(word + (FIRST + j) * Inbox::tile_bytes);
       };
-      poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site);
+      poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site, [](u32 at) { return at / Inbox::tile_bytes; });
 #pragma unroll
       for (int i = 0; i < kToldValues; i++) {
         float of[COUNT];

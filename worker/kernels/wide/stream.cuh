@@ -32,7 +32,7 @@ struct Producer {
     long long hastened = 0;
     for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));) {
       const long long now = clock64();
-      if (now - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+      if (now - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
       if (ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
         hastened = now;
         ahead++;

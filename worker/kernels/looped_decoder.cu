@@ -18,6 +18,7 @@
 #include "layout/inbox.cuh"
 #include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
+#include "sync/start.cuh"
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
 #include "sync/turns.cuh"
@@ -193,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
+  if (warp == 1) await_ranks(launch);
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();

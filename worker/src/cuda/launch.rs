@@ -161,6 +161,7 @@ pub fn site_name(site: u32) -> &'static str {
         31 => "a row of the embedding, from the rank that has it",
         32 => "the best tokens of all ranks",
         33 => "the residual's columns that other ranks have",
+        34 => "all ranks to begin the launch",
         _ => "an unnamed site",
     }
 }
@@ -183,7 +184,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 33);
+        assert_eq!(number, 34);
     }
 
     #[test]

@@ -55,7 +55,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 30] = [
+pub const HEADERS: [(&str, &str); 31] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -65,6 +65,7 @@ pub const HEADERS: [(&str, &str); 30] = [
     ("layout/inbox.cuh", include_str!("../../kernels/layout/inbox.cuh")),
     ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
+    ("sync/start.cuh", include_str!("../../kernels/sync/start.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
     ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),

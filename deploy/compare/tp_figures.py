@@ -91,9 +91,12 @@ def measure(args, waiting, gpus):
             under_way.remove((run, mine, process))
             free |= set(mine)
             print(f"{time.monotonic() - begun:5.1f} s: {run.name} on GPUs {mine}: {'failed' if process.returncode else 'done'}", file=sys.stderr, flush=True)
+            log = args.dir / f"{run.name}.log"
             if process.returncode:
                 failed.append(run)
-                print((args.dir / f"{run.name}.log").read_text()[-2000:], file=sys.stderr)
+                print(log.read_text()[-2000:], file=sys.stderr)
+            else:
+                log.unlink()
     return failed
 
 

@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
-  if (warp == 1) await_ranks(launch);
+  if (kRanks > 1 && warp == 1) await_ranks(launch);
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();

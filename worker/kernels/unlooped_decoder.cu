@@ -161,7 +161,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
 
 /// Before the steps of a run: what they are to compute.
 extern "C" __global__ void begin(const __grid_constant__ Launch launch, Pass* pass) {
-  if (threadIdx.x < 32) await_ranks(launch);
+  if (kRanks > 1 && threadIdx.x < 32) await_ranks(launch);
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += blockDim.x)
     reinterpret_cast<u32*>(pass->rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x < kColumns) pass->token[threadIdx.x] = threadIdx.x < launch.row_count ? launch.rows[threadIdx.x].token : 0;

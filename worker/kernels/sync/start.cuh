@@ -5,10 +5,10 @@
 constexpr long long kStartLimit = 20000000000;
 
 /// A warp of each block waits until all ranks have begun the launch; only then is anything waited for with the short limits of wait.cuh. One that ends is overtaken by the next launch,
-/// so a newer epoch will do. Orders nothing; who writes: block 0 of each rank, to all; who reads: all blocks; scope: system.
-LP_DEVICE void await_ranks(const Launch& launch) {
+/// so a newer epoch will do. A call: within the kernel it would take registers from the loop (20 bytes more are spilled on four ranks). Orders nothing; who writes: block 0 of each rank, to all; who reads: all blocks; scope: system.
+static __device__ __noinline__ void await_ranks(const Launch& launch) {
   const u32 lane = lane_index();
-  if (kRanks == 1 || lane >= kRanks) return;
+  if (lane >= kRanks) return;
 #ifdef LP_LATE  // rank 1 begins so many clocks late
   for (const long long begun = clock64(); launch.rank == 1 && clock64() - begun < LP_LATE;) {}
 #endif

@@ -337,6 +337,19 @@ mod tests {
         }
     }
 
+    /// Four GPUs with shards for 16 exchange among four, and are otherwise those of 16.
+    #[test]
+    fn some_ranks_of_a_group_have_its_shards_and_exchange_among_themselves() {
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let whole = group(&config, 16, 128).swap_remove(3);
+        let some = whole.clone().of_first(4);
+        assert_eq!((some.bytes(), some.ranks(), whole.ranks()), (whole.bytes(), 4, 16));
+        let [of_some, of_whole] = [&some, &whole].map(|layout| VARIANTS[0].program(layout).defines);
+        let changed: Vec<_> = of_some.iter().zip(&of_whole).filter(|(a, b)| a != b).collect();
+        assert_eq!(changed, [(&("LP_RANKS", 4), &("LP_RANKS", 16))]);
+        assert!(of_some.contains(&("LP_SHARDS", 16)));
+    }
+
     /// The arithmetic of kernels/layout/shape.cuh, written down again.
     #[test]
     fn the_constants_of_a_rank_give_the_panels_that_are_packed() {

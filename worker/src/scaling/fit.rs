@@ -43,7 +43,7 @@ pub fn fit(measured: &[Measured]) -> Costs {
     let mut least = squares(&costs);
     while factor > LAST {
         let before = least;
-        for cost in 0..costs.all().len() {
+        for cost in 0..Costs::COUNT {
             for by in [factor, 1.0 / factor] {
                 let mut tried = costs;
                 *tried.all()[cost] *= by;
@@ -63,7 +63,10 @@ pub fn fit(measured: &[Measured]) -> Costs {
 }
 
 impl Costs {
-    fn all(&mut self) -> [&mut f64; 6] {
+    /// How many they are.
+    pub const COUNT: usize = 6;
+
+    fn all(&mut self) -> [&mut f64; Self::COUNT] {
         let Self { reach, reach_of_8, exchange_us, value_us, rank_us, step_us } = self;
         [reach, reach_of_8, exchange_us, value_us, rank_us, step_us]
     }

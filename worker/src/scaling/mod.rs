@@ -64,7 +64,7 @@ pub enum ScalingError {
     Plan(#[from] PlanError),
     /// There is too little to fit.
     #[error(
-        "{found} steps of groups of 1 and 2 GPUs were measured, the costs of 6 things need at least {needed}: measure more shapes, at batch 1 and 8, and on both"
+        "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: measure more shapes, at batch 1 and 8, and on both"
     )]
     TooFew {
         /// Steps.
@@ -110,9 +110,8 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
         compared.extend(steps);
     }
     let fitted: Vec<Measured> = compared.iter().filter(|of| of.is_fitted()).map(|of| of.measured.clone()).collect();
-    let needed = 6;
-    if fitted.len() < needed {
-        return Err(ScalingError::TooFew { found: fitted.len(), needed });
+    if fitted.len() < Costs::COUNT {
+        return Err(ScalingError::TooFew { found: fitted.len(), needed: Costs::COUNT });
     }
     let costs = fit(&fitted);
     let limits = fitted.iter().map(|of| of.machine.read_gb_s).sum::<f64>() / fitted.len() as f64;

@@ -285,7 +285,7 @@ mod tests {
         assert!(long > none + waits - hidden && long < none + waits, "{long} against {none} + {waits}");
         let shallow = Machine { ring_bytes: 0.0, ..H200 };
         let unhidden = even.step_ms(1, 0.0, &shallow, &Costs { exchange_us: 20.0, ..Costs::NONE });
-        // Four more a step: before the LM head, and after it the best token and the embedding.
+        // Three more a step: before the LM head, and after it the best token and the embedding.
         assert!((unhidden - none - waits - 3.0 * 20.0 / 1e3).abs() < 1e-3 * none, "{unhidden}");
     }
 

@@ -119,7 +119,7 @@ struct Input {
       if (lane() < count) seen = load_acquire_u32((const u32*)(launch.words + counters + lane() * Words::counter));
       ready = __ballot_sync(kAllLanes, kAblateWaits || (int)(seen - target) >= 0);
       if (ready >> index & 1) break;
-      if (clock64() - begun > kWaitLimit && lane() == index) wait_failed(launch, site, target, seen);
+      if (clock64() - begun > kBlocksWaitLimit && lane() == index) wait_failed(launch, site, target, seen);
     }
     fence_async_global();
     __syncwarp();

@@ -239,7 +239,7 @@ const LATE_CLOCKS: u64 = 3_000_000_000;
 fn run_late(defines: &[(&'static str, u64)]) -> Result<Vec<Sampled>, Fault> {
     let defines = [&[("LP_LATE", LATE_CLOCKS)], defines].concat();
     let options = Options { defines, ..Options::default() };
-    let mut group = group("llama-gqa", 2, &Way { options, ..Way::default() });
+    let mut group = group(&request("llama-gqa"), 2, &Way { options, ..Way::default() });
     let requests = [Request::greedy(&[1, 2, 3], 4)];
     let late = group.pop().expect("two ranks");
     let first = group.pop().expect("two ranks");

@@ -32,6 +32,16 @@ same-bits *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/same_bits.py {{ARGS}}
 
+# The README's figures of several GPUs as a table, on a machine with 4; what larger groups would do, as tables and a picture.
+tp-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/tp_figures.py --dir docs/scaling {{ARGS}}
+    just scaling
+
+# What groups of GPUs do, calculated from the figures in docs/scaling.
+scaling:
+    cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
+
 # compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \

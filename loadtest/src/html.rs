@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use crate::calibrate::Calibration;
 use crate::json::utc_date;
-use crate::plot::{Axis, Escaped, Plot, STEPS, Series};
+use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
 use crate::table::variation;
 use crate::timeline::Moment;
@@ -267,8 +267,10 @@ fn cumulative(metric: &Metric<'_>, name: &'static str) -> Option<Series> {
     let tail = (0..=20).map(|step| TAIL_FROM + f64::from(step) * TAIL_STEP);
     let point = |percent: f64| metric.times.percentile_ms(percent).map(|ms| (ms, percent));
     let points = body.chain(tail).map(point).collect::<Option<Vec<_>>>()?;
-    let mark =
-        |percent: f64| point(percent).map(|(ms, percent)| (ms, percent, format!("{name}: p{percent} {ms:.2} ms")));
+    let mark = |percent: f64| {
+        let at = point(percent)?;
+        Some(Mark { at, meaning: format!("{name}: p{percent} {:.2} ms", at.0), hollow: false })
+    };
     Some(Series { name, points, marks: MARKED.into_iter().filter_map(mark).collect() })
 }
 
@@ -421,8 +423,8 @@ mod tests {
         assert_eq!(series.points.first().map(|point| point.1), Some(0.0));
         assert_eq!(series.points.last().copied(), metric.times.max_ms().map(|ms| (ms, 100.0)));
         let median = metric.times.percentile_ms(50.0).expect("times");
-        assert_eq!((series.marks[0].0, series.marks[0].1), (median, 50.0));
-        assert_eq!(series.marks[0].2, format!("x: p50 {median:.2} ms"));
+        assert_eq!(series.marks[0].at, (median, 50.0));
+        assert_eq!(series.marks[0].meaning, format!("x: p50 {median:.2} ms"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub mod lengths;
 mod markup;
 mod measure;
 pub mod mock;
-mod plot;
+pub mod plot;
 pub mod prompt;
 pub mod record;
 pub mod report;

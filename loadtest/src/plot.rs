@@ -1,5 +1,5 @@
 //! Line plots as SVG. They hold positions and class names; the page's style sheet gives colours and line styles, so
-//! that a plot follows the page into dark mode.
+//! that a plot follows the page into dark mode. A [`Picture`] of plots brings a style sheet of its own.
 
 use std::fmt::{self, Display};
 
@@ -12,6 +12,8 @@ const LEFT: f64 = 64.0;
 const CHAR_WIDTH: f64 = 6.6;
 /// Length of the line beside a legend's text, and the space around it.
 const SWATCH: f64 = 22.0;
+/// Room for a line of text below a picture.
+const NOTE_HEIGHT: f64 = 18.0;
 /// Steps that a linear axis is divided into, about, where its plot does not ask for more.
 pub const STEPS: u32 = 5;
 /// From this ratio of the longest to the shortest on, times are drawn on a logarithmic axis.
@@ -41,8 +43,26 @@ pub struct Series {
     pub name: &'static str,
     /// Points that straight lines join.
     pub points: Vec<(f64, f64)>,
-    /// Points marked on the line, with what a pointer that rests on one is told.
-    pub marks: Vec<(f64, f64, String)>,
+    /// Points marked on the line.
+    pub marks: Vec<Mark>,
+}
+
+/// A point that is marked.
+pub struct Mark {
+    /// Where.
+    pub at: (f64, f64),
+    /// What a pointer that rests on it is told.
+    pub meaning: String,
+    /// Drawn as a ring, not as a disc: a point of another kind.
+    pub hollow: bool,
+}
+
+/// Plots side by side in rows, as a file of its own that is readable on light and dark grounds.
+pub struct Picture<'a> {
+    /// All of one size, [`Plot::width`] and [`Plot::height`] of the first.
+    pub rows: Vec<Vec<Plot<'a>>>,
+    /// Lines of text below.
+    pub notes: Vec<String>,
 }
 
 /// A scale with ticks; the first and last tick are its ends.
@@ -84,6 +104,16 @@ impl Axis {
         Self { label: format!("{label}, logarithmic"), ticks, is_log: true }
     }
 
+    /// A logarithmic axis of counts that double from `first` to `last`, with a tick at each.
+    pub fn of_doublings(label: &str, first: u32, last: u32) -> Self {
+        let counts = std::iter::successors(Some(first), |count| Some(count * 2)).take_while(|count| *count <= last);
+        Self {
+            label: label.into(),
+            ticks: counts.map(|count| (f64::from(count), count.to_string())).collect(),
+            is_log: true,
+        }
+    }
+
     /// Where `value` lies from 0 to 1 along the axis; what the axis does not reach lies at its end.
     fn position(&self, value: f64) -> f64 {
         let scaled = |value: f64| if self.is_log { value.ln() } else { value };
@@ -107,11 +137,40 @@ impl Display for Plot<'_> {
                 write!(f, "{:.1},{:.1} ", self.across(x), self.up(y))?;
             }
             writeln!(f, r#""/>"#)?;
-            for (x, y, meaning) in &series.marks {
+            for Mark { at: (x, y), meaning, hollow } in &series.marks {
                 let (across, up) = (self.across(*x), self.up(*y));
-                write!(f, r#"<circle class="mark s{number}" cx="{across:.1}" cy="{up:.1}" r="3.5">"#)?;
+                let class = if *hollow { "mark hollow" } else { "mark" };
+                write!(f, r#"<circle class="{class} s{number}" cx="{across:.1}" cy="{up:.1}" r="3.5">"#)?;
                 writeln!(f, "<title>{}</title></circle>", Escaped(meaning))?;
             }
+        }
+        writeln!(f, "</svg>")
+    }
+}
+
+impl Display for Picture<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (width, height) = self.rows.iter().flatten().next().map_or((0.0, 0.0), |plot| (plot.width, plot.height));
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let below = self.rows.len() as f64 * height;
+        let size = (columns as f64 * width, below + (self.notes.len() as f64 + 0.5) * NOTE_HEIGHT);
+        writeln!(
+            f,
+            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}">"#,
+            size.0, size.1
+        )?;
+        writeln!(f, "<style>{}</style>", include_str!("picture.css"))?;
+        writeln!(f, r#"<rect class="ground" width="{}" height="{}"/>"#, size.0, size.1)?;
+        for (number, row) in self.rows.iter().enumerate() {
+            for (place, plot) in row.iter().enumerate() {
+                let (x, y) = (place as f64 * width, number as f64 * height);
+                writeln!(f, r#"<svg x="{x}" y="{y}" width="{width}" height="{height}">"#)?;
+                writeln!(f, "{plot}</svg>")?;
+            }
+        }
+        for (number, note) in self.notes.iter().enumerate() {
+            let y = below + (number as f64 + 0.8) * NOTE_HEIGHT;
+            writeln!(f, r#"<text class="note" x="{LEFT}" y="{y:.1}">{}</text>"#, Escaped(note))?;
         }
         writeln!(f, "</svg>")
     }
@@ -219,7 +278,8 @@ mod tests {
     #[test]
     fn every_axis_is_labelled_and_every_point_lies_in_the_frame() {
         let points: Vec<(f64, f64)> = (0..50).map(|n| (f64::from(n * n), f64::from(n % 7))).collect();
-        let marks = vec![(9.0, 3.0, "p<50>".to_owned())];
+        let mark = |at, hollow| Mark { at, meaning: "p<50>".to_owned(), hollow };
+        let marks = vec![mark((9.0, 3.0), false), mark((16.0, 4.0), true)];
         let plot = Plot {
             title: "a & b",
             width: 420.0,
@@ -237,7 +297,31 @@ mod tests {
         assert_eq!(text("tick x"), ["0.1", "1", "10", "100", "1000", "10000"]);
         assert_eq!(text("tick y"), ["0", "2", "4", "6"]);
         assert_eq!(with_class("line s0").len(), 2, "the line and its legend");
+        assert_eq!((with_class("mark s0").len(), with_class("mark hollow s0").len()), (1, 1));
         within(&drawn);
+    }
+
+    #[test]
+    fn a_picture_holds_its_plots_side_by_side_and_its_own_style() {
+        let plot = |title| Plot {
+            title,
+            width: 400.0,
+            height: 300.0,
+            x: Axis::of_doublings("GPUs", 1, 16),
+            y: Axis::of_times("ms", 0.2, 40.0),
+            series: vec![Series { name: "one", points: vec![(1.0, 40.0), (16.0, 0.2)], marks: vec![] }],
+        };
+        let picture = Picture { rows: vec![vec![plot("a"), plot("b")], vec![plot("c")]], notes: vec!["x < y".into()] };
+        let drawn = elements(&picture.to_string());
+        assert_eq!((drawn[0].number("width"), drawn[0].number("height")), (800.0, 600.0 + 1.5 * NOTE_HEIGHT));
+        let places = drawn.iter().filter(|e| e.name == "svg" && e.attributes.contains_key("x"));
+        let places: Vec<_> = places.map(|e| (e.number("x"), e.number("y"))).collect();
+        assert_eq!(places, [(0.0, 0.0), (400.0, 0.0), (0.0, 300.0)]);
+        assert!(drawn.iter().any(|e| e.name == "style" && e.text.contains("prefers-color-scheme: dark")));
+        assert!(drawn.iter().any(|e| e.class() == "note" && e.text == "x &lt; y"));
+        within(&drawn);
+        let ticks = labels(&Axis::of_doublings("GPUs", 1, 16)).len();
+        assert_eq!((ticks, Axis::of_doublings("GPUs", 1, 16).position(4.0)), (5, 0.5));
     }
 
     /// The control of the test above: a point beside the frame is found.

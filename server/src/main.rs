@@ -1,4 +1,6 @@
-//! The one binary: `serve`, `worker`, `bench` and `loadtest`. Only this file names the other crates.
+//! The one binary: `serve`, `worker`, `bench`, `scaling` and `loadtest`. Only this file and `scaling.rs` name the other crates.
+
+mod scaling;
 
 use std::{
     env,
@@ -20,7 +22,7 @@ use looplane_server::{
     serve::{StopSignal, base_url, serve},
     text::Text,
 };
-use looplane_worker::{WorkerArgs, bench::BenchArgs};
+use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
@@ -50,6 +52,8 @@ enum Command {
     Worker(WorkerArgs),
     /// Measure how fast a model decodes on this machine
     Bench(Box<BenchArgs>),
+    /// Predict how a model decodes on groups of GPUs
+    Scaling(ScalingArgs),
     /// Measure a server under load
     Loadtest(Box<LoadtestArgs>),
 }
@@ -73,6 +77,7 @@ fn main() -> ExitCode {
             looplane_worker::run(&args)
         }
         Command::Bench(args) => finish(run_bench(&args)),
+        Command::Scaling(args) => finish(scaling::report(&args).map(|report| say(report.to_string().trim_end()))),
         Command::Loadtest(args) => {
             finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
         }

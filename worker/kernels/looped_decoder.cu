@@ -22,6 +22,7 @@
 #include "sync/ring.cuh"
 #include "sync/turns.cuh"
 #include "ops/ranks.cuh"
+#include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"
@@ -116,20 +117,22 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
-    if (!epilogue.second()) epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
+    if (Epilogue::kSharedSets && epilogue.second() && step > 0) token[0] = load_shared_u32(shared + Shared::token);
+    if (Epilogue::kSharedSets || !epilogue.second()) epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       epilogue.query_key_value(rows, layer, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 0);
       pass_turn(launch, shared, tag, [&](u32 turn) { epilogue.clear(turn); });
-      if (epilogue.second()) {
+      if (!Epilogue::kSharedSets && epilogue.second()) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
       epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag);
       reached(launch, step, kEpilogue + warp, layer, 1);
-      epilogue.gate_up(active, vectors_at(shared, tag), tag);
+      if (Epilogue::kSharedSets && epilogue.second()) epilogue.skip(Epilogue::sets<GateUp>());
+      else epilogue.gate_up(active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
       epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
       reached(launch, step, kEpilogue + warp, layer, 3);
@@ -155,6 +158,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);
     }
     if (warp == 0) rows_of(launch, step + 1).count_items();
+    if (Epilogue::kSharedSets && lane_index() == 0) store_shared_u32(shared + Shared::token, token[0]);
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(shared + Shared::sampled);
   }
@@ -190,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
+  if (kRanks > 1 && warp == 1) await_ranks(launch);
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();

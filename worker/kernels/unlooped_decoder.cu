@@ -17,6 +17,7 @@
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
 #include "ops/ranks.cuh"
+#include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"
@@ -73,10 +74,11 @@ template <class F> LP_DEVICE void each_residual(Epilogue& epilogue, Pass& pass, 
   const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
   for (int s = 0; s < Epilogue::kSets; s++) {
+    if (!epilogue.mine(s)) continue;
     const int tile = first + 2 * s + Epilogue::half();
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++)
-      if (tile < end) f(epilogue.hidden[s][c], pass.residual[epilogue.column(c)][tile * 16 + Epilogue::row()]);
+      if (tile < end) f(epilogue.hidden(s)[c], pass.residual[epilogue.column(c)][tile * 16 + Epilogue::row()]);
   }
 }
 
@@ -85,7 +87,7 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   const u32 active = place.active, layer = place.layer, vectors = place.vectors;
   Epilogue epilogue(launch, shared, warp);
   if constexpr (PHASE == Phase::kQueryKeyValue) epilogue.query_key_value(place.rows, layer, active, place.tag);
-  if (epilogue.second()) {
+  if (epilogue.second() && !(Epilogue::kSharedSets && (residual || PHASE == Phase::kEmbed))) {
     if constexpr (residual) epilogue.skip(Epilogue::sets<O>());
     if constexpr (PHASE == Phase::kGateUp) epilogue.skip(Epilogue::sets<GateUp>());
     if constexpr (PHASE == Phase::kHead) epilogue.skip(Epilogue::sets<Head>());
@@ -159,6 +161,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
 
 /// Before the steps of a run: what they are to compute.
 extern "C" __global__ void begin(const __grid_constant__ Launch launch, Pass* pass) {
+  if (kRanks > 1 && threadIdx.x < 32) await_ranks(launch);
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += blockDim.x)
     reinterpret_cast<u32*>(pass->rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x < kColumns) pass->token[threadIdx.x] = threadIdx.x < launch.row_count ? launch.rows[threadIdx.x].token : 0;

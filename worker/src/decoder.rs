@@ -220,14 +220,17 @@ pub enum Fault {
     },
     /// A thread of the GPU's kernel waited past its limit.
     #[error(
-        "rank {rank}, step {step}: block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
-         last seen {seen}"
+        "rank {rank}, step {step}: {}block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
+         last seen {seen}",
+        missing.map_or(String::new(), |missing| format!("rank {missing} did not speak; "))
     )]
     KernelWait {
         /// This rank.
         rank: usize,
         /// Step in the life of the worker, or one soon after it.
         step: u64,
+        /// The rank that was waited for, where it was one: look for what its worker logged.
+        missing: Option<u32>,
         /// Thread block.
         block: u32,
         /// Thread in it.

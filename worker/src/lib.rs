@@ -27,6 +27,7 @@ pub mod model;
 pub mod plan;
 pub mod rope;
 pub mod sampling;
+pub mod scaling;
 pub mod shm;
 pub mod wait;
 

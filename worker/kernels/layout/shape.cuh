@@ -10,8 +10,13 @@
 #ifndef LP_RANKS_HERE
 #define LP_RANKS_HERE 1
 #endif
-/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU.
-constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE;
+#ifndef LP_SHARDS
+#define LP_SHARDS LP_RANKS
+#endif
+/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU. Shards that the model is
+/// cut into: more than the ranks where a benchmark has only some of a group's.
+constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE, kShards = LP_SHARDS;
+static_assert(kShards == kRanks || kShards > kRanks && kRanks > 1, "one rank computes the whole model");
 static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks), "1, 2, 4, 8 or 16 ranks");
 
 constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
@@ -62,22 +67,41 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = fal
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
-constexpr int kHeadLeaves = most_leaves(kHeads * kRanks) / kRanks, kDownLeaves = most_leaves(kIntermediate * kRanks) / kRanks;
+constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards, kDownLeaves = most_leaves(kIntermediate * kShards) / kShards;
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
 constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
 using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1, false, leaf_ways(kHeadLeaves)>;
 using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2, true>;
-/// Of several ranks q, k and v have too few tiles for even shares: they are dealt so that those of a block and its pairs of gate and up, which are as long, are even together, if no block
-/// would have to give one back.
+/// Of several ranks q, k and v have too few tiles for even shares, and they are as long as those of gate and up. TOGETHER a block's share of both is even; apart q, k and v are spread by themselves,
+/// and the first blocks of a round have one more of them, the last ones a pair of gate and up. The first tile of q, k, v of a block.
+template <bool TOGETHER> LP_DEVICE constexpr long long first_of_qkv(long long block, long long tiles, long long pairs) {
+  return TOGETHER ? block * (tiles + 2 * pairs) / kBlocks - 2 * (block * pairs / kBlocks) : (block * tiles + kBlocks - 1) / kBlocks;
+}
+struct Fullest {
+  long long qkv, both;  // most tiles of q, k, v that a block has, and with those of gate and up
+};
+template <bool TOGETHER> constexpr Fullest fullest_block(long long tiles, long long pairs) {
+  Fullest most{};
+  for (long long block = 0; block < kBlocks; block++) {
+    const long long own = first_of_qkv<TOGETHER>(block + 1, tiles, pairs) - first_of_qkv<TOGETHER>(block, tiles, pairs);
+    const long long both = own + 2 * ((block + 1) * pairs / kBlocks - block * pairs / kBlocks);
+    most = Fullest{own > most.qkv ? own : most.qkv, both > most.both ? both : most.both};
+  }
+  return most;
+}
+/// Attention waits for the block with the most tiles of q, k, v: apart they are dealt if that makes them fewer and no block fuller, or if together a block would have to give one back.
+constexpr bool dealt_together(long long tiles, long long pairs) {
+  const Fullest together = fullest_block<true>(tiles, pairs), apart = fullest_block<false>(tiles, pairs);
+  return (tiles + 2 * pairs) / kBlocks >= 2 * ((pairs + kBlocks - 1) / kBlocks) && (together.qkv <= apart.qkv || together.both < apart.both);
+}
 struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
-  static constexpr long long all = tiles + 2 * GateUp::groups;
-  static constexpr bool together = kRanks > 1 && all / kBlocks >= 2 * ((GateUp::groups + kBlocks - 1) / kBlocks);
-  LP_DEVICE static constexpr int first_tile(int block) { return (int)(together ? block * all / kBlocks - 2 * ((long long)block * GateUp::groups / kBlocks) : (long long)block * groups / kBlocks); }
+  static constexpr bool together = kRanks > 1 && dealt_together(tiles, GateUp::groups);
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles, GateUp::groups) : (long long)block * groups / kBlocks); }
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
-constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kRanks;
+constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
 using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, 1, true>;
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;

@@ -9,7 +9,7 @@ constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
 static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 
 /// Rings of the stream. Where every product of the model has 16 leaves two warps share a ring, and chunks are twice as long: memory likes that better.
-constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kRanks == 16 && kDownLeaves * kRanks == 16;
+constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16;
 constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
 /// A chunk of the stream: some k16 steps of a unit's leaf, or K and V of a leaf of positions, or one of them.
 constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
@@ -32,6 +32,7 @@ struct Shared {
   static constexpr u32 quad_leaf = opened + 8;                                 // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
   static constexpr u32 turns_before = last_step + 4;                           // of all launches before, less this one's epoch
+  static constexpr u32 token = turns_before + 4;                               // of one column, for the epilogue warp that did not choose it
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
   static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see CountedRows; steps take turns
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;

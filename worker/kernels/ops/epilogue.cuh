@@ -4,20 +4,26 @@
 
 struct Epilogue {
   static constexpr int kSets = (O::most_tiles + 1) / 2;  // sets of hidden tiles of a block
+  /// Of several ranks and one column the warps take these sets by turns: what is told and heard of them takes its trips at the same time.
+  static constexpr bool kSharedSets = kRanks > 1 && kColumns == 1 && kSets > 1;
+  static constexpr int kOwnSets = kSharedSets ? (kSets + 1) / 2 : kSets;
   const Launch& launch;
   u32 shared;
   int warp;                                                // 0 or 1
   u32 set = 0;
   float y[kEpilogueColumns], inverse[kEpilogueColumns];    // sums of a set; 1 / rms
-  float hidden[kSets][kEpilogueColumns];                   // the residual stream of the block's rows
+  float residual[kOwnSets][kEpilogueColumns];              // of the block's rows: of the sets that this warp takes, see `hidden`
 
   LP_DEVICE Epilogue(const Launch& launch, u32 shared, int warp) : launch(launch), shared(shared), warp(warp) {}
 
   LP_DEVICE static int half() { return lane_index() >> 4; }
   LP_DEVICE static int row() { return threadIdx.x & 15; }
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
-  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and nothing else.
+  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and of no other product but what it shares.
   LP_DEVICE bool second() const { return kColumns == 1 && warp == 1; }
+  /// Whether this warp takes set `s` of the hidden tiles, if it takes any; the residual stream of its rows.
+  LP_DEVICE bool mine(int s) const { return !kSharedSets || (s & 1) == warp; }
+  LP_DEVICE float* hidden(int s) { return residual[kSharedSets ? s / 2 : s]; }
   template <class P> LP_DEVICE static int sets() { return (P::first_tile(rank_block() + 1) - P::first_tile(rank_block()) + 1) / 2; }
 
   /// Sums of the next set into y; with `squares` 0 or 1 also 1 / rms from that buffer of sums of squares.
@@ -99,54 +105,55 @@ struct Epilogue {
       return sum + shuffle_xor(sum, 8);
     }
   }
-  /// Tells the other ranks what this one has of a set of hidden tiles: its row of each column.
+  /// Tells the other ranks what this one has of a set of hidden tiles: a word of this lane's.
   LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
     const bool on = tile < O::first_tile(rank_block() + 1);
-    const float other = shuffle_xor(v[0], 1);
+    Quad word;
+    if constexpr (kTaggedVectors) word = Quad{__float_as_uint(v[0]), __float_as_uint(shuffle_xor(v[0], 1)), tag, 0};
+    else word = Quad{told_bits(v[0]), told_bits(v[1]), told_bits(v[2]), told_bits(v[3])};
 #pragma unroll
     for (u32 i = 1; i < kRanks; i++) {
       u8* to = launch.inbox[(own_rank(launch) + i) % kRanks] + Inbox::tile(told, tile, own_rank(launch)) + told_word();
-#pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c += 2)
-        if (on && tells(c, active)) store_system_16(to + c / 2 * Inbox::pair_bytes, __float_as_uint(v[c]), __float_as_uint(kColumns == 1 ? other : v[(c + 1) % kEpilogueColumns]), tag, 0);
+      if (on && has_told(active)) store_system_16(to, word.x, word.y, word.z, word.w);
     }
   }
-  /// What COUNT ranks from FIRST on have told, as a binary tree of `join`, over this rank's own values in `v`.
-  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* tile, bool on, float (*v)[2], u32 active, u32 tag, u32 site, const JOIN& join) const {
-    constexpr u32 PAIRS = (kEpilogueColumns + 1) / 2;
-    if constexpr (COUNT * PAIRS > 4) {  // words that there are registers for
-      float rest[PAIRS][2];
+  /// What COUNT ranks from FIRST on have told in a lane's words, as a binary tree of `join`, over this rank's own values in `v`.
+  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* word, bool on, float* v, u32 active, u32 tag, u32 site, const JOIN& join) const {
+    if constexpr (COUNT > 4) {  // words that there are registers for
+      float rest[kToldValues];
 #pragma unroll
-      for (u32 q = 0; q < PAIRS; q++) rest[q][0] = v[q][0], rest[q][1] = v[q][1];
-      hear_ranks<FIRST, COUNT / 2>(tile, on, v, active, tag, site, join);
-      hear_ranks<FIRST + COUNT / 2, COUNT / 2>(tile, on, rest, active, tag, site, join);
+      for (int i = 0; i < kToldValues; i++) rest[i] = v[i];
+      hear_ranks<FIRST, COUNT / 2>(word, on, v, active, tag, site, join);
+      hear_ranks<FIRST + COUNT / 2, COUNT / 2>(word, on, rest, active, tag, site, join);
 #pragma unroll
-      for (u32 q = 0; q < PAIRS; q++) v[q][0] = join(v[q][0], rest[q][0]), v[q][1] = join(v[q][1], rest[q][1]);
+      for (int i = 0; i < kToldValues; i++) v[i] = join(v[i], rest[i]);
     } else {
-      Quad words[COUNT * PAIRS] = {};
+      Quad words[COUNT] = {};
+      const auto there = [&](u32 seen) { return kTaggedVectors ? seen == tag : seen != 0; };
       const auto missing = [&](int j) {
-        const u32 rank = FIRST + j / PAIRS, q = j % PAIRS;
-        return on && rank != own_rank(launch) && tells(2 * q, active) && words[j].z != tag ? rank * Inbox::tile_bytes + q * Inbox::pair_bytes + 8 : kThere;
+        const u32 rank = FIRST + j;
+        return on && rank != own_rank(launch) && has_told(active) && !there(kTaggedVectors ? words[j].z : words[j].x) ? rank * Inbox::tile_bytes + (kTaggedVectors ? 8 : 0) : kThere;
       };
       const auto fetch = [&](int j) {
-        if (missing(j) != kThere) words[j] = load_system_16(tile + (FIRST + j / PAIRS) * Inbox::tile_bytes + j % PAIRS * Inbox::pair_bytes);
+        if (missing(j) != kThere) words[j] = load_system_16(word + (FIRST + j) * Inbox::tile_bytes);
       };
-      poll<COUNT * PAIRS, false>(launch, tile, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, site);
+      poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site, [](u32 at) { return at / Inbox::tile_bytes; });
 #pragma unroll
-      for (u32 q = 0; q < PAIRS; q++)
+      for (int i = 0; i < kToldValues; i++) {
+        float of[COUNT];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float of[COUNT];
-#pragma unroll
-          for (u32 r = 0; r < COUNT; r++) of[r] = FIRST + r == own_rank(launch) ? v[q][i] : __uint_as_float(i ? words[r * PAIRS + q].y : words[r * PAIRS + q].x);
-#pragma unroll
-          for (u32 d = 1; d < COUNT; d *= 2)
-#pragma unroll
-            for (u32 r = 0; r < COUNT; r += 2 * d) of[r] = join(of[r], of[r + d]);
-          v[q][i] = of[0];
+        for (u32 r = 0; r < COUNT; r++) {
+          const u32 bits = i == 0 ? words[r].x : i == 1 ? words[r].y : i == 2 ? words[r].z : words[r].w;
+          of[r] = FIRST + r == own_rank(launch) ? v[i] : __uint_as_float(kTaggedVectors ? bits : ~bits);
         }
+#pragma unroll
+        for (u32 d = 1; d < COUNT; d *= 2)
+#pragma unroll
+          for (u32 r = 0; r < COUNT; r += 2 * d) of[r] = join(of[r], of[r + d]);
+        v[i] = of[0];
+      }
     }
   }
   /// Puts together what all ranks have told of a set of hidden tiles, in which `v` has this rank's.
@@ -154,39 +161,57 @@ struct Epilogue {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
     const bool on = tile < O::first_tile(rank_block() + 1);
-    float pairs[(kEpilogueColumns + 1) / 2][2];
+    float values[kToldValues];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) pairs[c / 2][c % 2] = v[c];
-    if (kColumns == 1) pairs[0][1] = shuffle_xor(v[0], 1);
-    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on, pairs, active, tag, site, join);
+    for (int c = 0; c < kEpilogueColumns; c++) values[c] = v[c];
+    if (kColumns == 1) values[1] = shuffle_xor(v[0], 1);
+    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on, values, active, tag, site, join);
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) v[c] = pairs[c / 2][c % 2];
+    for (int c = 0; c < kEpilogueColumns; c++) v[c] = values[c];
     if constexpr (kColumns == 1) {
-      const float odd = shuffle_xor(pairs[0][1], 1);
+      const float odd = shuffle_xor(values[1], 1);
       if (row() & 1) v[0] = odd;
     }
+  }
+  /// Makes what this lane has heard "not there", where words have no tags. Orders those zeros, and what was heard, before all that it tells next (lanes of this place in all ranks; system):
+  /// see inbox.cuh. There is time for the fence while x is on its way to the consumers.
+  LP_DEVICE void forget(u32 told, u32 active) const {
+    if constexpr (kRanks == 1 || kTaggedVectors) return;
+#ifndef LP_KEEP_WORDS  // negative control
+#pragma unroll
+    for (int s = 0; s < kSets; s++) {
+      const int tile = O::first_tile(rank_block()) + 2 * s + half();
+      if (tile >= O::first_tile(rank_block() + 1) || !has_told(active)) continue;
+#pragma unroll
+      for (u32 i = 1; i < kRanks; i++) store_system_16(launch.inbox[own_rank(launch)] + Inbox::tile(told, tile, (own_rank(launch) + i) % kRanks) + told_word(), 0, 0, 0, 0);
+    }
+#endif
+    fence_system();
   }
   /// A row of the embedding, and the first layer's input.
   LP_DEVICE void embed(const u32* token, u32 active, u32 vectors, u32 tag) {
     const int first = O::first_tile(rank_block()), end = O::first_tile(rank_block() + 1);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
+      if (!mine(s)) continue;
       const int tile = first + 2 * s + half(), k = tile * 16 + row();
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
-        hidden[s][c] = 0;
+        hidden(s)[c] = 0;
         const u32 within = token[c] - own_rank(launch) * (kHeadTiles * 16);  // of this rank's shard
         if (tile < end && active >> column(c) & 1 && (kRanks == 1 || within < kHeadTiles * 16))
-          hidden[s][c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
+          hidden(s)[c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
       }
-      tell(kToldEmbedding, s, hidden[s], active, tag);
+      tell(kToldEmbedding, s, hidden(s), active, tag);
     }
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
+      if (!mine(s)) continue;
       // One rank has told the row, the others zeros: their bits together, since -0 + 0 is 0.
-      hear(kToldEmbedding, s, hidden[s], active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
+      hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
       publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
     }
+    forget(kToldEmbedding, active);
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
     const int first = O::first_tile(rank_block()), tile = first + 2 * s + half();
@@ -198,7 +223,7 @@ struct Epilogue {
     const bool on = tile < O::first_tile(rank_block() + 1);
     float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden[s][c] * gamma, square[c] = hidden[s][c] * hidden[s][c];
+    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden(s)[c] * gamma, square[c] = hidden(s)[c] * hidden(s)[c];
     const auto sum = [&] { return __float_as_uint(half_sum_columns(square)); };
     if constexpr (kTaggedVectors) {
       publish<HiddenVector>(vector, tile, scaled, active, tag, on, sum());
@@ -263,26 +288,32 @@ struct Epilogue {
   /// Residual after o or down, and the next norm's input.
   template <class P> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag) {
     const int sets = Epilogue::sets<P>();
-    float sums[kSets][kEpilogueColumns];
+    float sums[kOwnSets][kEpilogueColumns];
+    const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
     const auto settle = [&](int s, float scale) {
-      hear(told, s, sums[s], active, tag, kSiteSums, [](float a, float b) { return a + b; });
+      hear(told, s, sum(s), active, tag, kSiteSums, [](float a, float b) { return a + b; });
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) hidden[s][c] += sums[s][c];
+      for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += sum(s)[c];
       publish_hidden(vector, s, scale, active, tag);
     };
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (s >= sets) break;
+      if (!mine(s)) {
+        skip(1);
+        continue;
+      }
       const float scale = gamma_of(gamma, s);
       take<P>(-1);
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) sums[s][c] = y[c];
-      tell(told, s, sums[s], active, tag);
+      for (int c = 0; c < kEpilogueColumns; c++) sum(s)[c] = y[c];
+      tell(told, s, sum(s), active, tag);
       if (kRanks == 1) settle(s, scale);
     }
 #pragma unroll
     for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
-      if (s < sets) settle(s, gamma_of(gamma, s));
+      if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
+    forget(told, active);
   }
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
     const int first = GateUp::first_tile(rank_block()) / 2, sets = Epilogue::sets<GateUp>();
@@ -307,9 +338,13 @@ struct Epilogue {
   }
 
  private:
-  /// Of the words that this lane tells and hears of a tile: the first of them, and whether there is one for columns c and c + 1.
-  LP_DEVICE u32 told_word() const { return column(0) / 2 * Inbox::pair_bytes + (kColumns == 1 ? row() / 2 : row()) * 16; }
-  LP_DEVICE bool tells(int c, u32 active) const { return kColumns == 1 ? row() % 2 == 0 : (active >> column(c) & 3) != 0; }
+  /// Of a tile a lane tells and hears one word of each rank: of one column that of two rows, in every other lane, otherwise that of its row and its warp's columns.
+  static constexpr int kToldValues = kColumns == 1 ? 2 : kEpilogueColumns;
+  static_assert(kColumns == 1 || kEpilogueColumns == 4, "the columns of a warp fill a word");
+  LP_DEVICE u32 told_word() const { return (kColumns == 1 ? row() / 2 : warp * 16 + row()) * 16; }
+  LP_DEVICE bool has_told(u32 active) const { return kColumns == 1 ? row() % 2 == 0 : active >> column(0) & ((1 << kEpilogueColumns) - 1); }
+  /// Complement of a value, never 0: a NaN may be any.
+  LP_DEVICE static u32 told_bits(float v) { return v == v ? ~__float_as_uint(v) : ~0x7fffffffu; }
   LP_DEVICE void given_back(u32 buffer) {
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(shared + Shared::partials_empty + 8 * buffer);

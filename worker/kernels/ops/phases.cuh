@@ -159,7 +159,7 @@ LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 a
   const auto fetch = [&](int j) {
     if (missing(j) != kThere) heard[j] = load_system_16(words + (j * 32 + lane) * 16);
   };
-  poll<EACH, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens);
+  poll<EACH, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens, [](u32 at) { return at / 16 % kRanks; });
   Best best[EACH];
 #pragma unroll
   for (u32 j = 0; j < EACH; j++) {

@@ -83,7 +83,7 @@ struct Producer {
       if (!todo) continue;
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.
       if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
-        if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
+        if (clocks() - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
         if (ahead_bytes > 0 && clocks() - ahead_asked > kAheadPace && landed(ring, chunk - 1)) {
           const u32 piece = ahead_bytes < kAheadPiece ? ahead_bytes : kAheadPiece;
           bulk_prefetch_l2(ahead, piece);

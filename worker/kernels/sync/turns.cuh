@@ -36,7 +36,7 @@ template <class F> LP_DEVICE void pass_turn(const Launch& launch, u32 shared, u3
     const Clocks begun = clocks();
     u32 seen;
     while ((int)((seen = load_acquire_u32((const u32*)turns)) - all) < 0)
-      if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, kSiteTurns, all, seen);
+      if (clocks() - begun > kWithinWaitLimit) wait_failed(launch, kSiteTurns, all, seen);
     mbarrier_arrive(shared + Shared::opened);
   }
   __syncwarp();

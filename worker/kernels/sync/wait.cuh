@@ -11,8 +11,15 @@ using Clocks = long long;
 using Clocks = u32;
 #endif
 LP_DEVICE Clocks clocks() { return (Clocks)clock64(); }
-/// Clocks a wait may take, about 0.6 s. Waits within a block, and for turns, get twice that, so that the exchange that is at fault reports first.
+/// Clocks a wait may take, about 0.6 s: for another rank, and if there is none, for another block. Waits for what comes after get more, so that the exchange that is at fault reports
+/// first: those of a group's blocks for each other, those within a block, and for turns.
 constexpr Clocks kWaitLimit = (Clocks)1000000000 * LP_PATIENCE;
+#if defined LP_RANKS && LP_RANKS > 1
+constexpr Clocks kBlocksWaitLimit = 2 * kWaitLimit;
+#else
+constexpr Clocks kBlocksWaitLimit = kWaitLimit;
+#endif
+constexpr Clocks kWithinWaitLimit = kBlocksWaitLimit + kWaitLimit;
 
 /// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
@@ -20,17 +27,26 @@ enum Site : u32 {
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
   kSiteTurns = 27, kSiteBegun, kSiteOpened,
-  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX,
+  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun,
 };
 
-/// `launch`: of any kernel.
-template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 expected, u32 seen) {
+/// No rank is at fault.
+constexpr u32 kNobody = ~0u;
+struct Nobody {
+  LP_DEVICE u32 operator()(u32) const { return kNobody; }
+};
+template <class WHO> constexpr bool kOfRanks = true;
+template <> constexpr bool kOfRanks<Nobody> = false;
+
+/// `launch`: of any kernel. `rank`: which has not spoken.
+template <class L> LP_DEVICE void wait_failed(const L& launch, u32 site, u32 expected, u32 seen, u32 rank = kNobody) {
   volatile u32* report = launch.report;
   report[1] = blockIdx.x;
   report[2] = threadIdx.x;
   report[3] = site;
   report[4] = expected;
   report[5] = seen;
+  report[6] = rank;
   fence_system();
   report[0] = 1;
   fence_system();
@@ -42,7 +58,7 @@ LP_DEVICE void wait_barrier(const Launch& launch, u32 barrier, u32 parity, u32 s
   if (mbarrier_try_wait(barrier, parity)) return;
   const Clocks begun = clocks();
   while (!mbarrier_try_wait(barrier, parity))
-    if (clocks() - begun > 2 * kWaitLimit) wait_failed(launch, site, LP_COLUMNS > 8 ? mbarrier_test_wait(barrier, 0) : 1, 0);
+    if (clocks() - begun > kWithinWaitLimit) wait_failed(launch, site, LP_COLUMNS > 8 ? mbarrier_test_wait(barrier, 0) : 1, 0);
 }
 
 #ifdef LP_ABLATE_WAITS
@@ -55,8 +71,10 @@ constexpr u32 kThere = ~0u;
 /// Until nothing is missing: `fetch(j)` for j < N loads what it does not have yet, and `missing(j)` is kThere, or how far from `base` that is which tells,
 /// by `there(value)`, that a word has been written. All loads of a round are under way before the first is looked at. With SCOUT, while something is missing,
 /// one lane's last missing word stands for all: polling them all slows the stream. Words of many writers are better polled all, each until it is there.
-template <int N, bool SCOUT, class Fetch, class Missing, class There>
-LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Fetch fetch, Missing missing, There there, u32 site) {
+/// Words of other ranks: `who` says of such a distance whose word it is.
+template <int N, bool SCOUT, class Fetch, class Missing, class There, class Who = Nobody>
+LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Fetch fetch, Missing missing, There there, u32 site, Who who = {}) {
+  constexpr Clocks LIMIT = kOfRanks<Who> ? kWaitLimit : kBlocksWaitLimit;
   Clocks begun = 0;
   while (true) {
 #pragma unroll
@@ -68,13 +86,13 @@ LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Fetch fe
     if (kAblateWaits || waiting == 0) break;
     if (begun == 0) begun = clocks();
     if constexpr (!SCOUT) {
-      if (at != kThere && clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, load_relaxed_u32(base + at));
+      if (at != kThere && clocks() - begun > LIMIT) wait_failed(launch, site, expected, load_relaxed_u32(base + at), who(at));
       continue;
     }
     if ((int)lane_index() == __ffs(waiting) - 1) {
       u32 seen;
       while (!there(seen = load_relaxed_u32(base + at)))
-        if (clocks() - begun > kWaitLimit) wait_failed(launch, site, expected, seen);
+        if (clocks() - begun > LIMIT) wait_failed(launch, site, expected, seen, who(at));
     }
     __syncwarp();
   }

@@ -220,7 +220,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
     u64 word = load_relaxed_u64(inverse + column * 8);
     const long long begun = clock64();
     while (!kAblateWaits && (u32)(word >> 32) != tag) {
-      if (clock64() - begun > kWaitLimit) wait_failed(launch, kSiteInverse, tag, (u32)(word >> 32));
+      if (clock64() - begun > kBlocksWaitLimit) wait_failed(launch, kSiteInverse, tag, (u32)(word >> 32));
       word = load_relaxed_u64(inverse + column * 8);
     }
     store_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4, __uint_as_float((u32)word));

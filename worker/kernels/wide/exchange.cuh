@@ -18,7 +18,7 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
   if (kAblateWaits || (int)(seen - target) >= 0) return;
   const long long begun = clock64();
   while ((int)((seen = load_acquire_u32(p)) - target) < 0)
-    if (clock64() - begun > kWaitLimit) wait_failed(launch, site, target, seen);
+    if (clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, target, seen);
 }
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
@@ -42,12 +42,12 @@ template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* ba
     }
     if (!any_lane(missing != ~0u)) break;
     if (begun == 0) begun = clock64();
-    if (missing != ~0u && clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+    if (missing != ~0u && clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, tag, seen);
     const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
     if ((int)lane_index() == __ffs(scout) - 1) {
       const u8* word = base + missing * stride;
       while ((seen = load_relaxed_16(word).z) != tag)
-        if (clock64() - begun > kWaitLimit) wait_failed(launch, site, tag, seen);
+        if (clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, tag, seen);
     }
     __syncwarp();
   }

@@ -32,7 +32,7 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
 constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
                                             && kQkvTiles % (Qkv::tiles / kPairs) == 0                                    // a pair belongs to one KV head
                                       : most_tiles<Qkv>(1) <= 4;
-constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves * kRanks == 16 && kDownLeaves * kRanks == 16  // the leaves of half of K are a subtree
+constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16  // the leaves of half of K are a subtree
                            && kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0                   // sums of squares of blocks are a subtree
                            && kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3  // a block owns so many tiles of the hidden state
                            && kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0  // stages do not cross leaves

@@ -90,7 +90,7 @@ struct Ranks {
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) words[j] = load_system_16(base + j * kConsumerThreads * 16);
     };
-    poll<EACH, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankX);
+    poll<EACH, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankX, [&](u32 at) { return rank_of_column(column(at / (kConsumerThreads * 16))); });
 #pragma unroll
     for (u32 j = 0; j < EACH; j++) {
       const u32 word = j * kConsumerThreads + thread, half = word % kXWords, chunk = word / kXWords / kColumns;
@@ -115,7 +115,7 @@ struct Ranks {
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) words[j] = load_system_16(base + j * STRIDE);
     };
-    poll<kXWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteEmbedding);
+    poll<kXWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteEmbedding, [](u32) { return kNobody; });
 #pragma unroll
     for (u32 j = 0; j < kXWords; j++)
       if (on) row[2 * j] = words[j].x, row[2 * j + 1] = words[j].y;
@@ -140,7 +140,7 @@ struct Ranks {
       const auto fetch = [&](u32 j) {
         if (missing(j) != kThere) words[j] = load_system_16(base + at(j));
       };
-      poll<COUNT * kSumWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteSums);
+      poll<COUNT * kSumWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteSums, [](u32 at) { return FIRST + at / RANK; });
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         float of[COUNT];

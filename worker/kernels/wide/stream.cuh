@@ -32,7 +32,7 @@ struct Producer {
     long long hastened = 0;
     for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));) {
       const long long now = clock64();
-      if (now - begun > 2 * kWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+      if (now - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
       if (ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
         hastened = now;
         ahead++;
@@ -119,7 +119,7 @@ struct Input {
       if (lane() < count) seen = load_acquire_u32((const u32*)(launch.words + counters + lane() * Words::counter));
       ready = __ballot_sync(kAllLanes, kAblateWaits || (int)(seen - target) >= 0);
       if (ready >> index & 1) break;
-      if (clock64() - begun > kWaitLimit && lane() == index) wait_failed(launch, site, target, seen);
+      if (clock64() - begun > kBlocksWaitLimit && lane() == index) wait_failed(launch, site, target, seen);
     }
     fence_async_global();
     __syncwarp();

@@ -36,6 +36,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_BENCH_TP")]
     pub tp: usize,
 
+    /// Cut the model into shards for so many GPUs, of which the --tp of this machine compute the first and exchange with each other: times the stream
+    /// of a larger group
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_SHARD_OF", conflicts_with = "model")]
+    pub shard_of: Option<usize>,
+
     /// Compute threads of each rank [default: the machine's cores divided by --tp]
     #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_THREADS", value_parser = at_least_1)]
     pub threads: Option<usize>,
@@ -186,6 +191,11 @@ impl BenchArgs {
         let refuse = |option, value: String, rule| Err(BenchError::Value { option, value, rule });
         if !matches!(self.tp, 1 | 2 | 4 | 8 | 16) {
             return refuse("--tp", self.tp.to_string(), "1, 2, 4, 8 or 16");
+        }
+        if let Some(shards) = self.shard_of
+            && !(self.tp > 1 && shards > self.tp && matches!(shards, 4 | 8 | 16))
+        {
+            return refuse("--shard-of", shards.to_string(), "4, 8 or 16, and more than a --tp of at least 2");
         }
         if self.loop_modes.iter().any(|mode| *mode != LoopMode::On)
             && let Some(wide) = self.batch.iter().find(|batch| **batch > UNLOOPED_BATCH)

@@ -2,7 +2,7 @@
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::thread::{JoinHandle, ScopedJoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
@@ -38,6 +38,8 @@ pub struct Setup<'a> {
     pub gauge: Option<Arc<Gauge>>,
     /// Ranks.
     pub ranks: usize,
+    /// Shards of the model, where those are only some.
+    pub shards: Option<usize>,
     /// Threads of each.
     pub threads: usize,
     /// Sequences.
@@ -115,15 +117,16 @@ impl Group {
             unlooped: false,
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
+        let loaded: Vec<_> = match setup.on_gpu {
+            // Each by a thread of its own, which is bound to cores near the GPU.
+            true => at_once((0..setup.ranks).map(|rank| move || load(rank))),
+            false => (0..setup.ranks).map(load).collect(),
+        };
         let (mut decoders, streams): (Vec<_>, Vec<Streams>) =
-            (0..setup.ranks).map(load).collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+            loaded.into_iter().collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let handles: Vec<_> = decoders.iter().map(|rank| rank.fabric_handle()).collect();
         // At the same time: a rank may wait for the others.
-        std::thread::scope(|scope| {
-            let joining: Vec<_> = decoders.iter_mut().map(|rank| scope.spawn(|| rank.join(&handles))).collect();
-            let ended = |rank: ScopedJoinHandle<'_, _>| rank.join().unwrap_or_else(|panic| resume_unwind(panic));
-            joining.into_iter().try_for_each(ended)
-        })?;
+        at_once(decoders.iter_mut().map(|rank| || rank.join(&handles))).into_iter().collect::<Result<(), _>>()?;
         let shared = if setup.on_gpu { 1 } else { decoders.len() };
         let position_bytes =
             |rank: &dyn Decoder| rank.loaded().kv_bytes / (rank.loaded().kv_pages * PAGE_POSITIONS) as u64;
@@ -251,6 +254,14 @@ impl Group {
     }
 }
 
+/// What all of these return, each run by a thread of its own.
+fn at_once<T: Send>(all: impl Iterator<Item = impl FnOnce() -> T + Send>) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = all.map(|one| scope.spawn(one)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    })
+}
+
 /// Bytes of weights that stream through a rank in a step.
 struct Streams {
     bytes: u64,
@@ -264,7 +275,8 @@ fn load(setup: &Setup<'_>, request: &LoadRequest) -> Result<(Box<dyn Decoder>, S
             (config.clone(), source)
         });
         let gauge = setup.gauge.clone();
-        let options = crate::cuda::Options { random, blocks: setup.blocks, gauge, ..Default::default() };
+        let options =
+            crate::cuda::Options { random, blocks: setup.blocks, gauge, shards: setup.shards, ..Default::default() };
         let decoder = crate::cuda::load_with(request, &options, &mut |_| ())?;
         let by_phase = Phase::ALL.into_iter().map(|phase| (phase, decoder.phase_bytes(phase))).collect();
         let streams = Streams { bytes: decoder.stream_bytes(), by_phase };

@@ -95,6 +95,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     if let Some(path) = args.trace.as_ref().filter(|_| !on_gpu) {
         return Err(BenchError::Value { option: "--trace", value: path.display().to_string(), rule });
     }
+    if let Some(shards) = args.shard_of.filter(|_| !on_gpu) {
+        return Err(BenchError::Value { option: "--shard-of", value: shards.to_string(), rule });
+    }
     if !on_gpu && args.loop_modes != [LoopMode::On] {
         return Err(BenchError::Value { option: "--loop", value: "off".to_owned(), rule });
     }
@@ -120,6 +123,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         blocks: args.blocks.map(|blocks| blocks as usize),
         gauge: gauge.clone(),
         ranks: args.tp,
+        shards: args.shard_of,
         threads,
         slots: args.batch.iter().copied().max().unwrap_or(1),
         context: args.context,
@@ -139,7 +143,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         let report = BatchReport::new(of.batch, &of.times, traffic.weight_bytes, kv_bytes, &read);
         let trace = of.noted.as_ref().and_then(|noted| noted.trace.as_ref());
         let sm_mhz = trace.map(Trace::sm_mhz);
-        BatchReport { loop_mode: of.mode, sm_mhz, phases: of.phases(&traffic, &read), ..report }
+        let mean_context = kv_bytes as f64 / traffic.position_bytes as f64 / f64::from(of.batch);
+        BatchReport { loop_mode: of.mode, sm_mhz, mean_context, phases: of.phases(&traffic, &read), ..report }
     });
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
@@ -148,6 +153,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         device: if on_gpu { "cuda" } else { "cpu" },
         processor: if on_gpu { Some(cuda::probe(0)?.name) } else { processor() },
         tensor_parallel: args.tp,
+        shard_of: args.shard_of,
         threads,
         notes,
         context: args.context,

@@ -23,6 +23,8 @@ pub struct Report {
     pub processor: Option<String>,
     /// Ranks.
     pub tensor_parallel: usize,
+    /// Shards that the model was cut into, where the ranks are only some of a group's: its tokens are none of the model.
+    pub shard_of: Option<usize>,
     /// Compute threads of each rank.
     pub threads: usize,
     /// Notes of the load of rank 0: instruction set, cores.
@@ -70,6 +72,8 @@ pub struct Read {
 pub struct BatchReport {
     /// Sequences.
     pub batch: u32,
+    /// Positions that a step of a sequence sees in the mean.
+    pub mean_context: f64,
     /// How phases became launches, on a GPU.
     pub loop_mode: Option<LoopMode>,
     /// Median time of a step, sampling included, in ms: a token of each sequence.
@@ -152,6 +156,7 @@ impl BatchReport {
             tokens_per_s: f64::from(batch) / median * 1e3,
             floor_ms: (weight_bytes + kv_bytes) as f64 / read.best_gb_s / 1e6,
             times_batch_1: None,
+            mean_context: 0.0,
             loop_mode: None,
             times_looped: None,
             sm_mhz: None,
@@ -235,6 +240,15 @@ impl Display for Report {
         let processor = self.processor.as_deref().unwrap_or("an unnamed processor");
         writeln!(f, "Looplane {} · {}, {weights} · {}: {processor}", self.version, self.model, self.device)?;
         writeln!(f, "{} ranks, {} threads each; {}", self.tensor_parallel, self.threads, self.notes.join("; "))?;
+        if let Some(shards) = self.shard_of {
+            let ranks = self.tensor_parallel;
+            writeln!(
+                f,
+                "STREAM OF A LARGER GROUP: each rank has a shard of {shards} and exchanges sums with {} of {} peers",
+                ranks - 1,
+                shards - 1
+            )?;
+        }
         let read = &self.read;
         writeln!(
             f,

@@ -77,6 +77,11 @@ fn a_prompt_is_timed_to_its_first_token() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
+    let some_shards = "must be 4, 8 or 16, and more than a --tp of at least 2";
+    for line in ["--tp 4 --shard-of 4", "--shard-of 16", "--tp 2 --shard-of 6"] {
+        assert!(refused(&format!("--shape tiny --device cuda {line}")).ends_with(some_shards), "{line}");
+    }
+    assert!(refused("--shape tiny --device cpu --tp 2 --shard-of 4").contains("where no GPU computes"));
     assert_eq!(refused("--shape tiny --tp 3"), "--tp is 3, but must be 1, 2, 4, 8 or 16");
     assert!(refused("--device cuda --loop on,off --batch 1,32").starts_with("--batch is 32, but must be at most 8"));
     assert!(refused("--device cuda --loop off --trace /x").contains("--trace"));

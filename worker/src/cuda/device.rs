@@ -14,6 +14,8 @@ pub struct Facts {
     pub ordinal: usize,
     /// Its name.
     pub name: String,
+    /// Its place on the PCI bus, as 0000:1b:00.0.
+    pub pci: String,
     /// The driver's CUDA version: major and minor.
     pub driver: (u32, u32),
     /// Streaming multiprocessors.
@@ -86,10 +88,20 @@ pub fn probe(ordinal: usize) -> Result<Facts, CudaError> {
     Ok(Facts {
         ordinal,
         name,
+        pci: pci_name(device)?,
         driver: (driver as u32 / 1000, driver as u32 % 1000 / 10),
         sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
         shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
     })
+}
+
+#[allow(unsafe_code)]
+fn pci_name(device: sys::CUdevice) -> Result<String, CudaError> {
+    let mut name = [0u8; 32];
+    // SAFETY: the device is one that the driver named, and the buffer is as long as the call is told.
+    let asked = unsafe { sys::cuDeviceGetPCIBusId(name.as_mut_ptr().cast(), name.len() as i32, device) };
+    checked("cuDeviceGetPCIBusId", asked.result())?;
+    Ok(name.iter().take_while(|byte| **byte != 0).map(|byte| char::from(*byte)).collect())
 }
 
 impl Gpu {

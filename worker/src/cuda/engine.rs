@@ -174,9 +174,9 @@ impl Engine {
         let (rank, step) = (self.sizes.rank, self.steps);
         // What the kernel said before it trapped is worth more than what the driver says of it.
         match self.mailbox.report() {
-            Some(Report { block, thread, site, expected, seen }) => {
+            Some(Report { block, thread, site, expected, seen, missing }) => {
                 let site = format!("{} (site {site})", site_name(site));
-                Fault::KernelWait { rank, step, block, thread, site, expected, seen }
+                Fault::KernelWait { rank, step, missing, block, thread, site, expected, seen }
             }
             None => Fault::Cuda { rank, step, error },
         }

@@ -12,6 +12,8 @@ pub const LAUNCH_LOGITS: u32 = 1;
 pub const LAUNCH_UNDRAWN: u32 = 2;
 /// Words of [`Launch::report`].
 pub const REPORT_WORDS: usize = 16;
+/// In a report: no rank is at fault.
+const NOBODY: u32 = u32::MAX;
 /// The token of a row that computed nothing in a step.
 pub const NO_TOKEN: u32 = u32::MAX;
 
@@ -110,13 +112,16 @@ pub struct Report {
     pub expected: u32,
     /// What was there.
     pub seen: u32,
+    /// The rank that has not spoken, where one was waited for.
+    pub missing: Option<u32>,
 }
 
 impl Report {
     /// Reads it; `None` if no wait failed.
     pub fn of(words: &[u32; REPORT_WORDS]) -> Option<Self> {
-        let [set, block, thread, site, expected, seen, ..] = *words;
-        (set != 0).then_some(Self { block, thread, site, expected, seen })
+        let [set, block, thread, site, expected, seen, rank, ..] = *words;
+        let missing = (rank != NOBODY).then_some(rank);
+        (set != 0).then_some(Self { block, thread, site, expected, seen, missing })
     }
 }
 
@@ -156,6 +161,7 @@ pub fn site_name(site: u32) -> &'static str {
         31 => "a row of the embedding, from the rank that has it",
         32 => "the best tokens of all ranks",
         33 => "the residual's columns that other ranks have",
+        34 => "all ranks to begin the launch",
         _ => "an unnamed site",
     }
 }
@@ -178,7 +184,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 33);
+        assert_eq!(number, 34);
     }
 
     #[test]
@@ -186,7 +192,10 @@ mod tests {
         let mut words = [0; REPORT_WORDS];
         words[1] = 3;
         assert_eq!(Report::of(&words), None);
-        words[..6].copy_from_slice(&[1, 2, 3, 18, 5, 6]);
-        assert_eq!(Report::of(&words), Some(Report { block: 2, thread: 3, site: 18, expected: 5, seen: 6 }));
+        words[..7].copy_from_slice(&[1, 2, 3, 18, 5, 6, NOBODY]);
+        let report = Report { block: 2, thread: 3, site: 18, expected: 5, seen: 6, missing: None };
+        assert_eq!(Report::of(&words), Some(report));
+        words[6] = 2;
+        assert_eq!(Report::of(&words), Some(Report { missing: Some(2), ..report }));
     }
 }

@@ -53,6 +53,7 @@ pub struct TileRows {
 pub struct Layout {
     plan: ModelPlan,
     rank: RankPlan,
+    ranks: usize,
     blocks: usize,
     head_width: usize,
 }
@@ -97,15 +98,43 @@ impl Panel {
 
     /// The groups of a block.
     pub fn groups_of(&self, block: usize, blocks: usize) -> Range<usize> {
-        let (groups, pairs) = (self.tiles / self.group, self.evens_out / 2);
-        let together = self.tiles + self.evens_out;
-        // Every block gets at least that many of both, so none has more of gate and up alone.
-        let evens_out = pairs > 0 && together / blocks >= 2 * pairs.div_ceil(blocks);
-        let before = |block: usize| match evens_out {
-            true => block * together / blocks - 2 * (block * pairs / blocks),
-            false => block * groups / blocks,
+        let before = |block: usize| match self.evens_out {
+            0 => block * (self.tiles / self.group) / blocks,
+            _ if self.dealt_together(blocks) => self.before_together(block, blocks),
+            _ => self.before_apart(block, blocks),
         };
         before(block)..before(block + 1)
+    }
+
+    /// Tiles before a block, if its share of this product and of the other is even together.
+    fn before_together(&self, block: usize, blocks: usize) -> usize {
+        block * (self.tiles + self.evens_out) / blocks - self.before_other(block, blocks)
+    }
+
+    /// Tiles before a block, if they are spread by themselves: the first blocks of a round have one more, where the last ones have
+    /// a pair more of the other product.
+    fn before_apart(&self, block: usize, blocks: usize) -> usize {
+        (block * self.tiles).div_ceil(blocks)
+    }
+
+    /// Tiles of the other product before a block.
+    fn before_other(&self, block: usize, blocks: usize) -> usize {
+        block * (self.evens_out / 2) / blocks * 2
+    }
+
+    /// Attention waits for the block with the most tiles of q, k and v: they are dealt apart if that makes them fewer and no
+    /// block fuller, or if together a block would have to give one back.
+    fn dealt_together(&self, blocks: usize) -> bool {
+        let most = |before: &dyn Fn(usize) -> usize| (0..blocks).map(|block| before(block + 1) - before(block)).max();
+        let fullest = |before: fn(&Self, usize, usize) -> usize| {
+            let own = most(&|block| before(self, block, blocks));
+            (own, most(&|block| before(self, block, blocks) + self.before_other(block, blocks)))
+        };
+        if (self.tiles + self.evens_out) / blocks < 2 * (self.evens_out / 2).div_ceil(blocks) {
+            return false;
+        }
+        let (together, apart) = (fullest(Self::before_together), fullest(Self::before_apart));
+        together.0 <= apart.0 || together.1 < apart.1
     }
 
     /// Bytes of a block.
@@ -133,7 +162,18 @@ impl Layout {
     /// The stream of a rank of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
     pub fn new(plan: &ModelPlan, rank: usize, blocks: usize, head_width: usize) -> Self {
         assert!(blocks > 0 && head_width <= plan.config.head_dim, "{blocks} blocks, heads of {head_width}");
-        Self { plan: plan.clone(), rank: plan.rank(rank), blocks, head_width }
+        Self { plan: plan.clone(), rank: plan.rank(rank), ranks: plan.tensor_parallel, blocks, head_width }
+    }
+
+    /// The same stream in a group that has only the first `ranks` ranks of its plan.
+    pub fn of_first(self, ranks: usize) -> Self {
+        assert!(self.rank.rank < ranks && ranks <= self.plan.tensor_parallel, "{} of {ranks}", self.rank.rank);
+        Self { ranks, ..self }
+    }
+
+    /// Ranks that exchange sums: all of the plan, but in a benchmark of some.
+    pub fn ranks(&self) -> usize {
+        self.ranks
     }
 
     /// The plan.
@@ -251,7 +291,8 @@ impl Layout {
 
 /// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase is that
 /// of the block with the most bytes; of a layer of a group, where few tiles are dealt and the ring evens them out, that of the block
-/// with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a time.
+/// with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a time; of a group's rank, whose rings
+/// have to last while it waits for others, all but a few take part.
 pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
     let panel = |product| Panel::of(plan, &plan.rank(0), product);
     let products = LAYER_PRODUCTS.map(|product| (panel(product), plan.config.num_layers));
@@ -265,7 +306,8 @@ pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
         };
         largest * blocks
     };
-    (sms - sms / 10..=sms).rev().min_by_key(|blocks| cost(*blocks)).unwrap_or(sms)
+    let spared = if plan.tensor_parallel == 1 { sms / 10 } else { sms / 32 };
+    (sms - spared..=sms).rev().min_by_key(|blocks| cost(*blocks)).unwrap_or(sms)
 }
 
 #[cfg(test)]
@@ -308,6 +350,28 @@ pub(crate) mod tests {
             assert!(panel.largest_share(128) as f64 / mean < 1.01, "{product:?}");
         }
         assert_eq!(best_blocks(layout.plan(), 1), 1);
+    }
+
+    #[test]
+    fn ranks_deal_qkv_to_few_tiles_a_block_where_no_block_gets_fuller_by_it() {
+        let llama_70b = ModelConfig { hidden_size: 8192, num_layers: 80, ..config(64, 8, 28672, 128_256) };
+        let llama_70b = ModelConfig { head_dim: 128, ..llama_70b };
+        // Most tiles of qkv, and with those of gate and up, of a block.
+        let most = |config: &ModelConfig, ranks: usize, blocks: usize| {
+            let layout = group(config, ranks, blocks).remove(0);
+            let [qkv, gate_up] = [Product::QueryKeyValue, Product::GateUp].map(|product| layout.panel(product));
+            let tiles = |block: usize| {
+                let own = qkv.groups_of(block, blocks).len();
+                (own, own + gate_up.groups_of(block, blocks).len() * 2)
+            };
+            let (own, both): (Vec<_>, Vec<_>) = (0..blocks).map(tiles).unzip();
+            (own.into_iter().max().unwrap(), both.into_iter().max().unwrap())
+        };
+        assert_eq!(most(&llama_8b(), 2, 128), (2, 9));
+        assert_eq!(most(&llama_8b(), 4, 128), (1, 5), "together it would be 2 and 5");
+        assert_eq!(most(&llama_70b, 4, 132), (2, 8), "apart it would be 2 and 10");
+        assert_eq!([2, 4].map(|ranks| best_blocks(group(&llama_8b(), ranks, 132)[0].plan(), 132)), [128, 128]);
+        assert_eq!(best_blocks(group(&llama_70b, 4, 132)[0].plan(), 132), 132);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
-use super::device::Gpu;
+use super::device::{Gpu, probe};
 use super::engine::{Engine, Ties};
 use super::error::CudaError;
 use super::fabric::{self, Fabric, Group};
@@ -17,6 +17,7 @@ use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
 use super::layout::{Layout, best_blocks};
 use super::looped_decoder::LoopedDecoder;
+use super::numa::{self, Home};
 use super::pools::Memory;
 use super::sampler::{self, Sampler, SamplerKernel};
 use super::trace::Phase as StepPhase;
@@ -42,6 +43,8 @@ pub struct Options {
     pub gauge: Option<Arc<Gauge>>,
     /// The GPU, where it is not that of the rank's number: tests have a whole group on one.
     pub ordinal: Option<usize>,
+    /// Shards that the model is cut into, where a benchmark computes only the first of them.
+    pub shards: Option<usize>,
     /// `#define`s of debug builds of the kernels, as kernels/NOTES.md lists them.
     pub defines: Vec<(&'static str, u64)>,
 }
@@ -52,6 +55,8 @@ pub struct CudaDecoder {
     loaded: Loaded,
     layout: Layout,
     gpu: Arc<Gpu>,
+    /// Near the GPU, where there is a choice.
+    home: Option<Home>,
 }
 
 /// The model, and where its weights come from.
@@ -95,12 +100,16 @@ pub fn load_with(
     if request.tensor_parallel > 1 && options.ordinal.is_none() {
         fabric::survey(request.tensor_parallel)?;
     }
-    let gpu = Gpu::open(options.ordinal.unwrap_or(request.rank))?;
+    let ordinal = options.ordinal.unwrap_or(request.rank);
+    let home = numa::bind(request.rank, &probe(ordinal)?.pci);
+    let gpu = Gpu::open(ordinal)?;
     let compiler = Compiler::find()?;
-    let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, request.tensor_parallel);
+    let plan_of = |config: &ModelConfig| {
+        ModelPlan::for_backend(Backend::Cuda, config, options.shards.unwrap_or(request.tensor_parallel))
+    };
     let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
-    let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim);
+    let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
     let (kernels, sampler) = kernels(&gpu, &compiler, &layout, loop_mode, &options.defines)?;
@@ -171,7 +180,7 @@ pub fn load_with(
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
     let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
-    Ok(CudaDecoder { decoder, loaded, layout, gpu })
+    Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 
 /// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
@@ -340,6 +349,9 @@ impl Decoder for CudaDecoder {
 
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
         let rank = self.decoder.rank;
+        if let Some(Err(error)) = self.home.as_ref().map(Home::bind) {
+            tracing::debug!("rank {rank}: the thread of the decoder is not bound: {error}");
+        }
         self.decoder.launcher.enter().map_err(|error| Fault::Cuda { rank, step: 0, error })?;
         self.decoder.run(plans, &outcomes)
     }

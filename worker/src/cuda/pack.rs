@@ -208,12 +208,22 @@ mod tests {
         let groups = panel.tiles / panel.group;
         let (group, pairs) = (tile / panel.group, layout.panel(Product::GateUp).tiles / 2);
         let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
-        // Either a block has as many tiles of qkv, gate and up as others or one more, or all have so of qkv.
-        let most = (0..blocks).map(|s| (s + 1) * pairs / blocks - s * pairs / blocks).max().unwrap();
-        let before = |s: usize| match evens_out && (groups + 2 * pairs) / blocks >= 2 * most {
-            true => s * (groups + 2 * pairs) / blocks - s * pairs / blocks * 2,
-            false => s * groups / blocks,
+        // Tiles of qkv of each block: what its pairs leave of an even share of both, or an even share that is larger first.
+        let share = |all: usize, s: usize| (s + 1) * all / blocks - s * all / blocks;
+        let shares = |own: &dyn Fn(usize) -> usize| (0..blocks).map(own).collect::<Vec<_>>();
+        let both = |own: &[usize]| own.iter().enumerate().map(|(s, n)| n + 2 * share(pairs, s)).max();
+        let most = shares(&|s| share(pairs, s)).into_iter().max().unwrap();
+        let apart = shares(&|s| ((s + 1) * groups).div_ceil(blocks) - (s * groups).div_ceil(blocks));
+        let own = if !evens_out {
+            shares(&|s| share(groups, s))
+        } else if (groups + 2 * pairs) / blocks < 2 * most {
+            apart
+        } else {
+            let together = shares(&|s| share(groups + 2 * pairs, s) - 2 * share(pairs, s));
+            let fewer = apart.iter().max() < together.iter().max() && both(&apart) <= both(&together);
+            if fewer { apart } else { together }
         };
+        let before = |s: usize| own[..s].iter().sum::<usize>();
         let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&group)).unwrap();
         let (first, last) = (before(block) * panel.group, before(block + 1) * panel.group);
         let single = layout.plan().tensor_parallel > 1 && [Product::AttentionOut, Product::Down].contains(&product);

@@ -55,7 +55,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 30] = [
+pub const HEADERS: [(&str, &str); 31] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -65,6 +65,7 @@ pub const HEADERS: [(&str, &str); 30] = [
     ("layout/inbox.cuh", include_str!("../../kernels/layout/inbox.cuh")),
     ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
     ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
+    ("sync/start.cuh", include_str!("../../kernels/sync/start.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
     ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
@@ -230,7 +231,8 @@ impl Variant {
         let mut defines: Vec<(&'static str, usize)> = vec![
             ("LP_LAYERS", c.num_layers),
             ("LP_HIDDEN", c.hidden_size),
-            ("LP_RANKS", layout.plan().tensor_parallel),
+            ("LP_RANKS", layout.ranks()),
+            ("LP_SHARDS", layout.plan().tensor_parallel),
             ("LP_HEADS", rank.heads.len()),
             ("LP_KV_HEADS", rank.kv_heads.len()),
             ("LP_HEAD_DIM", c.head_dim),
@@ -333,6 +335,19 @@ mod tests {
             let plan = group(&config, ranks, 128).remove(0).plan().clone();
             assert_eq!(best_blocks(&plan, SMS), 128, "{ranks} ranks");
         }
+    }
+
+    /// Four GPUs with shards for 16 exchange among four, and are otherwise those of 16.
+    #[test]
+    fn some_ranks_of_a_group_have_its_shards_and_exchange_among_themselves() {
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let whole = group(&config, 16, 128).swap_remove(3);
+        let some = whole.clone().of_first(4);
+        assert_eq!((some.bytes(), some.ranks(), whole.ranks()), (whole.bytes(), 4, 16));
+        let [of_some, of_whole] = [&some, &whole].map(|layout| VARIANTS[0].program(layout).defines);
+        let changed: Vec<_> = of_some.iter().zip(&of_whole).filter(|(a, b)| a != b).collect();
+        assert_eq!(changed, [(&("LP_RANKS", 4), &("LP_RANKS", 16))]);
+        assert!(of_some.contains(&("LP_SHARDS", 16)));
     }
 
     /// The arithmetic of kernels/layout/shape.cuh, written down again.

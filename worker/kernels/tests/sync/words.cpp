@@ -121,7 +121,7 @@ struct Role {
     for (int s = 0; s < Epilogue::kSets; s++)
       each_lane([&] {
         const int tile = O::first_tile(blockIdx.x) + 2 * s + Epilogue::half();
-        for (int i = 0; i < kEpilogueColumns; i++) epilogue.hidden[s][i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
+        for (int i = 0; i < kEpilogueColumns; i++) epilogue.hidden(s)[i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
         epilogue.publish_hidden(vector, s, 1, active, 0);
       });
   }

@@ -56,11 +56,27 @@ class Shape:
                      EPS=struct.unpack("<I", struct.pack("<f", self.eps))[0], COLUMNS=columns, RANKS=self.ranks)
         return [f"-DLP_{name}={value}" for name, value in names.items()]
 
+    def together(self, block):
+        return block * (self.qkv[0] + self.gate_up[0]) // self.blocks - self.pairs(block)
+
+    def apart(self, block):
+        return -(-block * self.qkv[0] // self.blocks)
+
+    def pairs(self, block):
+        """Tiles of gate and up before a block."""
+        return block * (self.gate_up[0] // 2) // self.blocks * 2
+
+    def deals_together(self):
+        """Whether q, k and v of several ranks are dealt together with gate and up."""
+        most = lambda first: max(first(block + 1) - first(block) for block in range(self.blocks))
+        both = lambda first: most(lambda block: first(block) + self.pairs(block))
+        gives_none_back = (self.qkv[0] + self.gate_up[0]) // self.blocks >= 2 * -(-self.gate_up[0] // 2 // self.blocks)
+        return gives_none_back and (most(self.together) <= most(self.apart) or both(self.together) < both(self.apart))
+
     def first_tile(self, product, block):
         tiles, _, group, _ = product
-        pairs = self.gate_up[0] // 2
-        if product is self.qkv and self.ranks > 1 and (tiles + 2 * pairs) // self.blocks >= 2 * -(-pairs // self.blocks):
-            return block * (tiles + 2 * pairs) // self.blocks - 2 * (block * pairs // self.blocks)
+        if product is self.qkv and self.ranks > 1:
+            return (self.together if self.deals_together() else self.apart)(block)
         return block * (tiles // group) // self.blocks * group
 
     def units(self, product):

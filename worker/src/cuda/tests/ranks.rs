@@ -1,12 +1,14 @@
 //! Groups of ranks, as threads: on a GPU each where there are enough, else side by side on one, whose blocks they divide.
 
+use std::sync::Arc;
+
 use super::gpu::{choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
 use super::wide::{llama_1b, random, swapped};
 use crate::batch::Plan;
 use crate::cuda::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Options, probe};
-use crate::decoder::{Decoder, LoadRequest};
+use crate::decoder::{Decoder, Fault, LoadRequest, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
 use crate::sampling::{Sampled, SamplingParams};
 
@@ -226,4 +228,69 @@ fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
     let got =
         group_yields(group(&request("llama-gqa"), 4, &Way { options, ..Way::default() }), &plans, sequences, true);
     assert!(got == calm);
+}
+
+/// Set: this process is the one whose kernels fail.
+const CHILD: &str = "LOOPLANE_TEST_RANK_IS_LATE";
+/// About 1.5 s: longer than a kernel waits for words.
+const LATE_CLOCKS: u64 = 3_000_000_000;
+
+/// Of a group whose rank 1 begins every launch late: the tokens of a short run, or the fault of rank 0.
+fn run_late(defines: &[(&'static str, u64)]) -> Result<Vec<Sampled>, Fault> {
+    let defines = [&[("LP_LATE", LATE_CLOCKS)], defines].concat();
+    let options = Options { defines, ..Options::default() };
+    let mut group = group(&request("llama-gqa"), 2, &Way { options, ..Way::default() });
+    let requests = [Request::greedy(&[1, 2, 3], 4)];
+    let late = group.pop().expect("two ranks");
+    let first = group.pop().expect("two ranks");
+    std::thread::scope(|scope| {
+        let ranks = [first, late].map(|rank| {
+            let plans = plans(&requests, 40, 64, 16);
+            scope.spawn(move || {
+                let (feed, source) = plan_stream();
+                let (sink, mut outcomes) = outcome_stream(Arc::default());
+                let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+                plans.into_iter().for_each(|plan| assert!(runtime.block_on(feed.push(plan))));
+                drop(feed);
+                // So few steps fit the channel of outcomes.
+                let ended = Box::new(rank).run(source, sink);
+                let mut drawn = Vec::new();
+                while let Ok(outcome) = outcomes.try_recv() {
+                    drawn.extend(outcome.tokens.into_iter().map(|token| token.sampled));
+                }
+                ended.map(|()| drawn)
+            })
+        });
+        let [first, late] = ranks.map(|rank| rank.join().unwrap());
+        assert_eq!(first.is_ok(), late.is_ok());
+        first
+    })
+}
+
+/// A rank that begins a launch late is waited for. Where nobody waits for it, as the control has it, the report of the other names it; kernels fail then, and take
+/// their process's GPU along, so that is a process of its own.
+#[test]
+fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() {
+    if !gpu() {
+        return;
+    }
+    if std::env::var_os(CHILD).is_some() {
+        let fault = run_late(&[("LP_HASTY", 1)]).unwrap_err();
+        eprintln!("{fault}");
+        assert!(matches!(fault, Fault::KernelWait { missing: Some(1), .. }), "{fault:?}");
+        std::process::exit(0);
+    }
+    let one = yields(
+        load_rank(&request("llama-gqa"), &Options::default()),
+        plans(&[Request::greedy(&[1, 2, 3], 4)], 40, 64, 16),
+        1,
+        true,
+    );
+    assert_eq!(run_late(&[]).unwrap_or_else(|fault| panic!("{fault}")), one[0]);
+    let this = std::env::current_exe().unwrap();
+    let name = "cuda::tests::ranks::a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named";
+    let child = std::process::Command::new(this).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output();
+    let child = child.unwrap();
+    let told = String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && told.contains("rank 1 did not speak"), "{told}");
 }

@@ -1,0 +1,22 @@
+// The start of a launch of several ranks: their hosts put it one after the other, and one may be late.
+#pragma once
+
+/// Clocks that a rank waits for the others to begin a launch, about 10 s.
+constexpr long long kStartLimit = 20000000000;
+
+/// A warp of each block waits until all ranks have begun the launch; only then is anything waited for with the short limits of wait.cuh. One that ends is overtaken by the next launch,
+/// so a newer epoch will do. A call: within the kernel it would take registers from the loop (20 bytes more are spilled on four ranks). Orders nothing; who writes: block 0 of each rank, to all; who reads: all blocks; scope: system.
+static __device__ __noinline__ void await_ranks(const Launch& launch) {
+  const u32 lane = lane_index();
+  if (lane >= kRanks) return;
+#ifdef LP_LATE  // rank 1 begins so many clocks late
+  for (const long long begun = clock64(); launch.rank == 1 && clock64() - begun < LP_LATE;) {}
+#endif
+  if (rank_block() == 0) store_system_u32((u32*)(launch.inbox[lane] + Inbox::begun) + own_rank(launch), launch.epoch);
+#ifndef LP_HASTY  // negative control
+  const u32* begun = (const u32*)(launch.inbox[own_rank(launch)] + Inbox::begun) + lane;
+  const long long since = clock64();
+  for (u32 seen; (seen = load_system_u32(begun)) < launch.epoch;)
+    if (clock64() - since > kStartLimit) wait_failed(launch, kSiteRanksBegun, launch.epoch, seen, lane);
+#endif
+}

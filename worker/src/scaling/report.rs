@@ -1,0 +1,166 @@
+//! What the calculation says, as tables.
+
+use std::fmt::{self, Display};
+
+use super::FITTED_RANKS;
+use super::fit::Measured;
+use super::model::{Costs, Cut, Machine};
+use crate::bench::Shape;
+
+/// Everything.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// As fitted.
+    pub costs: Costs,
+    /// With the mean read limit of the runs that were fitted on.
+    pub machine: Machine,
+    /// Every step that was measured.
+    pub compared: Vec<Compared>,
+    /// Every step that was asked for.
+    pub predicted: Vec<Predicted>,
+}
+
+/// A step that was measured.
+#[derive(Debug, Clone)]
+pub struct Compared {
+    /// The model's dimensions.
+    pub shape: Shape,
+    /// GPUs.
+    pub ranks: usize,
+    /// Shards of the model, where the GPUs had only some of them.
+    pub shard_of: Option<usize>,
+    /// The measurement.
+    pub measured: Measured,
+}
+
+/// A step by calculation.
+#[derive(Debug, Clone, Copy)]
+pub struct Predicted {
+    /// The model's dimensions.
+    pub shape: Shape,
+    /// GPUs.
+    pub ranks: usize,
+    /// Sequences.
+    pub batch: u32,
+    /// Time of a step, in ms.
+    pub step_ms: f64,
+    /// Its bytes at 4653 GB/s, in ms.
+    pub floor_ms: f64,
+    /// Its time if every block streamed the same bytes in each phase.
+    pub even_ms: f64,
+    /// If exchanges over the chip took half as long.
+    pub half_exchange_ms: f64,
+    /// If telling other ranks took no longer than telling other blocks.
+    pub free_ranks_ms: f64,
+}
+
+impl Compared {
+    /// Whether the costs were fitted on it.
+    pub fn is_fitted(&self) -> bool {
+        self.ranks <= FITTED_RANKS && self.shard_of.is_none()
+    }
+
+    /// The shape, and of what it was a part.
+    fn name(&self) -> String {
+        self.shard_of.map_or(self.shape.name().into(), |shards| format!("{} cut for {shards}", self.shape.name()))
+    }
+}
+
+impl Predicted {
+    pub(super) fn new(
+        shape: Shape,
+        ranks: usize,
+        cut: &Cut,
+        batch: u32,
+        context: f64,
+        machine: &Machine,
+        costs: &Costs,
+    ) -> Self {
+        let step = |cut: &Cut, machine: &Machine, costs: &Costs| cut.step_ms(batch, context, machine, costs);
+        let half = Costs { exchange_us: costs.exchange_us / 2.0, value_us: costs.value_us / 2.0, ..*costs };
+        let free = Machine { link_gb_s: f64::INFINITY, ..*machine };
+        Self {
+            shape,
+            ranks,
+            batch,
+            step_ms: step(cut, machine, costs),
+            floor_ms: cut.floor_ms(batch, context, &Machine::H200),
+            even_ms: step(&cut.even(), machine, costs),
+            half_exchange_ms: step(cut, machine, &half),
+            free_ranks_ms: step(cut, &free, &Costs { rank_us: 0.0, ..*costs }),
+        }
+    }
+
+    /// What would shorten the step most, and by how much of it.
+    pub fn remedy(&self) -> (&'static str, f64) {
+        let remedies = [
+            ("even shares", self.even_ms),
+            ("exchanges over the chip", self.half_exchange_ms),
+            ("exchanges across GPUs", self.free_ranks_ms),
+        ];
+        let (name, ms) = remedies.into_iter().min_by(|a, b| a.1.total_cmp(&b.1)).expect("three of them");
+        (name, 1.0 - ms / self.step_ms)
+    }
+}
+
+impl Report {
+    /// The largest error over steps that the costs were fitted on, or that they were not (of whole groups), regardless of sign.
+    pub fn worst(&self, fitted: bool) -> Option<f64> {
+        let errors = self.compared.iter().filter(|of| of.is_fitted() == fitted && of.shard_of.is_none());
+        errors.map(|of| of.measured.error(&self.costs).abs()).reduce(f64::max)
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Costs { reach, reach_of_8, exchange_us, value_us, rank_us, step_us } = self.costs;
+        let limit = self.machine.read_gb_s;
+        writeln!(
+            f,
+            "Fitted on groups of 1 and 2 GPUs: a stream without waits reaches {:.1} % of the read limit ({limit:.0} GB/s), {:.1} % in passes of 8; an exchange over the chip takes \
+             {exchange_us:.2} us and {value_us:.3} us for 1000 values, one across GPUs {rank_us:.2} us more and the link's time; a step {step_us:.0} us besides.\n",
+            reach * 100.0,
+            reach_of_8 * 100.0,
+        )?;
+        writeln!(
+            f,
+            "| shape | GPUs | batch | measured, ms | calculated, ms | error | |\n|---|---|---|---|---|---|---|"
+        )?;
+        for of in &self.compared {
+            let calculated = of.measured.calculated_ms(&self.costs);
+            let (name, ranks, batch, ms) = (of.name(), of.ranks, of.measured.batch, of.measured.step_ms);
+            let error = of.measured.error(&self.costs) * 100.0;
+            let role = if of.is_fitted() { "fitted" } else { "predicted" };
+            writeln!(f, "| {name} | {ranks} | {batch} | {ms:.3} | {calculated:.3} | {error:+.1} % | {role} |")?;
+        }
+        for (fitted, words) in
+            [(true, "steps that it was fitted on"), (false, "larger groups, which it was not fitted on")]
+        {
+            if let Some(worst) = self.worst(fitted) {
+                write!(f, "\nlargest error over {words}: {:.1} %", worst * 100.0)?;
+            }
+        }
+        writeln!(
+            f,
+            "\n\nCalculated at 512 positions. With even shares: if every block streamed the same bytes in each phase; half exchanges: if those over the chip took half as long; free ranks: if \
+             telling another GPU cost no more than telling another block.\n"
+        )?;
+        writeln!(
+            f,
+            "| shape | GPUs | batch | floor, ms | ms a step | of the floor's rate | even shares | half exchanges | free ranks | most to gain |"
+        )?;
+        writeln!(f, "|---|---|---|---|---|---|---|---|---|---|")?;
+        for of in &self.predicted {
+            let Predicted { ranks, batch, step_ms, floor_ms, even_ms, half_exchange_ms, free_ranks_ms, .. } = of;
+            let (remedy, gain) = of.remedy();
+            writeln!(
+                f,
+                "| {} | {ranks} | {batch} | {floor_ms:.2} | **{step_ms:.2}** | {:.0} % | {even_ms:.2} | {half_exchange_ms:.2} | {free_ranks_ms:.2} | {remedy}: {:.0} % |",
+                of.shape.name(),
+                floor_ms / step_ms * 100.0,
+                gain * 100.0,
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -16,7 +16,7 @@
 /// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU. Shards that the model is
 /// cut into: more than the ranks where a benchmark has only some of a group's.
 constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE, kShards = LP_SHARDS;
-static_assert(kShards == kRanks || kShards > kRanks && kRanks > 1, "one rank computes the whole model");
+static_assert(kShards == kRanks || (kShards > kRanks && kRanks > 1), "one rank computes the whole model");
 static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks), "1, 2, 4, 8 or 16 ranks");
 
 constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;

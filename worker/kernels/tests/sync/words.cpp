@@ -13,6 +13,7 @@
 #include "../../sync/wait.cuh"
 #include "../../sync/ring.cuh"
 #include "../../sync/turns.cuh"
+#include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/product.cuh"
 #include "../../ops/epilogue.cuh"

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! An exchange over the chip takes `exchange_us` and `value_us` for each thousand values (columns of the pass times hidden size); one
-//! across ranks `rank_us` more, and the time in which a rank's link carries its sums to all others (8 bytes a value: one hop). Microbenchmarks
+//! across ranks `rank_us` more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`). Microbenchmarks
 //! give the constants of [`Machine`], a fit those of [`Costs`].
 
 use crate::cuda::{Layout, best_blocks};
@@ -23,8 +23,8 @@ use crate::plan::{Backend, ModelPlan, PlanError, Product};
 
 /// Rows of the widest pass that is calculated; wider ones exchange in another way.
 pub const MOST_ROWS: u32 = 8;
-/// Bytes that a word brings for each value of a sum: 16 for two.
-const VALUE_BYTES: f64 = 8.0;
+/// Bytes that a word between ranks takes for each value of a sum: 16 for two, with a tag, in passes of one row; for four in passes of eight.
+const VALUE_BYTES: [f64; 2] = [8.0, 4.0];
 
 /// What microbenchmarks say of GPUs and links. [`Machine::H200`] has their figures; the read limit is measured in each run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -171,10 +171,12 @@ impl Cut {
     /// If the batch is over [`MOST_ROWS`].
     pub fn step_ms(&self, batch: u32, context: f64, machine: &Machine, costs: &Costs) -> f64 {
         assert!(batch <= MOST_ROWS, "{batch} rows");
-        let (columns, reach) = if batch == 1 { (1.0, costs.reach) } else { (8.0, costs.reach_of_8) };
+        let [of_1, of_8] = VALUE_BYTES;
+        let (columns, reach, value_bytes) =
+            if batch == 1 { (1.0, costs.reach, of_1) } else { (8.0, costs.reach_of_8, of_8) };
         let values = columns * self.config.hidden_size as f64;
         let chip = costs.exchange_us + costs.value_us * values / 1e3;
-        let link = self.peers as f64 * values * VALUE_BYTES / machine.link_gb_s / 1e3;
+        let link = self.peers as f64 * values * value_bytes / machine.link_gb_s / 1e3;
         let both = chip + if self.peers > 0 { costs.rank_us + link } else { 0.0 };
         let kv = self.kv_bytes(batch, context);
 

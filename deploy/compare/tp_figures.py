@@ -17,14 +17,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-LIMIT_GB_S = 4653
-# A first step that sees so many tokens makes the mean of a run's steps about 512: batches grow the sequences by turns.
+from gpu_figures import LIMIT_GB_S, RUNS as RUNS_OF_ONE
+from serving import LOOPLANE
+
+# A first step that sees so many tokens makes the mean of a run's steps somewhat less than 512 (the table says how much): batches grow the sequences by turns.
 CONTEXT, STEPS = 400, 128
 # Of (shape, GPUs, batch): what a step must take, and what vLLM 0.24 takes, in ms.
 BARS = {
-    ("8b", 1, 1): (3.60, 4.88), ("8b", 1, 8): (3.75, 5.00), ("8b", 2, 1): (1.95, 3.46), ("8b", 2, 8): (None, 3.56), ("8b", 4, 1): (1.15, 2.65), ("8b", 4, 8): (1.35, 2.77),
-    ("8b", 4, 32): (2.0, 3.02), ("70b", 4, 1): (8.3, 12.39), ("70b", 4, 8): (None, 12.64), ("llama-1b", 1, 1): (0.60, None),
+    **{(shape, 1, batch): bar for shape, context, bars in RUNS_OF_ONE if context == 512 for batch, bar in bars.items()},
+    ("8b", 2, 1): (1.95, 3.46), ("8b", 2, 8): (None, 3.56), ("8b", 4, 1): (1.15, 2.65), ("8b", 4, 8): (1.35, 2.77),
+    ("8b", 4, 32): (2.0, 3.02), ("70b", 4, 1): (8.3, 12.39), ("70b", 4, 8): (None, 12.64),
 }
 
 
@@ -57,7 +59,7 @@ RUNS = [
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--looplane", type=Path, default=HERE.parents[1] / "target/release/looplane", help="the binary to measure")
+    parser.add_argument("--looplane", type=Path, default=LOOPLANE, help="the binary to measure")
     parser.add_argument("--dir", type=Path, default=Path("tp-figures"), help="where the JSON files go (default: tp-figures)")
     parser.add_argument("--only", default="", help="runs whose name begins with one of these, by commas")
     args = parser.parse_args()

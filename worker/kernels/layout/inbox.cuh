@@ -24,8 +24,8 @@
 enum Told : u32 { kToldOut, kToldDown, kToldEmbedding, kTold };
 
 struct Inbox {
-  static constexpr u64 begun = 64;  // [rank] u32: epoch of the last launch that it has begun
-  static constexpr u64 stop = 0;  // u32, written by its own rank: whether all hosts wanted the launch to end, for the sampler behind it
+  static constexpr u64 stop = 0;    // u32, written by its own rank: whether all hosts wanted the launch to end, for the sampler behind it
+  static constexpr u64 begun = 64;  // [rank] u32: epoch of the last launch that it has begun (sync/start.cuh)
   /// Words of a row tile from one rank. Of one column a word has two rows, of eight four columns of a row: [four columns][row].
   static constexpr u32 tile_bytes = kColumns == 1 ? 8 * 16 : kColumns / 4 * 16 * 16;
   static constexpr u64 told_bytes = (u64)kHiddenTiles * kRanks * tile_bytes;

@@ -21,6 +21,7 @@
 #include "sync/reached.cuh"
 #include "sync/ring.cuh"
 #include "sync/turns.cuh"
+#include "sync/steps.cuh"
 #include "ops/ranks.cuh"
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
@@ -33,11 +34,6 @@
 
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
-/// Waits until the tokens of the step before are known: orders their sampling, K and V of that step and a stop before this step (grid, by the
-/// token words and the fences on both sides of them).
-LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
-  if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
-}
 
 /// While attention is being waited for, three exchanges in a row queue behind what is in flight: then o streams with fewer bytes in flight, unless the rings take
 /// all of it.
@@ -56,6 +52,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       reached(launch, step, kProducer, layer, 1);
       if (layer == 0) {
         wait_sampled(launch, shared, step);
+        begin_step(shared);
         fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
       }
       reached(launch, step, kProducer, layer, 2);
@@ -83,6 +80,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) return;
+    begin_step(shared);
 #pragma unroll 1
     for (u32 layer = 0; layer <= kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
@@ -157,7 +155,10 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       store_shared_u32(shared + Shared::last_step, step + 2);
       if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);
     }
-    if (warp == 0) rows_of(launch, step + 1).count_items();
+    if (warp == 0) {
+      wait_begun(launch, shared, step);
+      rows_of(launch, step + 1).count_items();
+    }
     if (Epilogue::kSharedSets && lane_index() == 0) store_shared_u32(shared + Shared::token, token[0]);
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(shared + Shared::sampled);
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
     begin_block(shared);
-    mbarrier_init(shared + Shared::sampled, kColumns == 1 ? 1 : kEpilogueWarps);
+    begin_steps(shared, kWarps + 1);
     begin_turns(shared);
     store_shared_u32(shared + Shared::last_step, launch.steps);
     store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);

@@ -11,8 +11,9 @@
 //
 // One buffer of each suffices. A warp overwrites what it said in a layer (a step) when it has the next layer's sums. To have them it has read what the same warp of the same block of
 // every other rank said in between (after o: sums of down, and the other way round; embedding: sums of o), and that warp spoke after it had read the word that is overwritten. Token
-// words: a rank's best token of step s + 1 needs all its blocks' rows of step s + 1, so sums of every warp of the other ranks' that owns some, which read the token words of step s before;
-// for warps that own none the same is assumed as in words.cuh. Logits of a step come after its sums, so after every rank has begun it, and that is after its sampler, which runs before in its stream, has
+// words: a rank's best token of step s + 1 needs all its blocks' rows of step s + 1, so sums of every warp of the other ranks' that owns some, which read the token words of step s before.
+// Blocks that own none (kIdleBlocks) read them from two buffers by turns: a rank tells its token of step s + 2 when it has all ranks' of step s + 1, each of which was chosen from
+// words of all its blocks, and these had read those of step s. Logits of a step come after its sums, so after every rank has begun it, and that is after its sampler, which runs before in its stream, has
 // read those of the step before. Tags tell a word of another layer: a late reader reports it and never takes it.
 //
 // A word without a tag must also be 0 when it is said again, and only once it has been heard. A lane says, hears and clears the words of its own place and no others: it hears a word, clears it, has a system
@@ -30,7 +31,8 @@ struct Inbox {
   static constexpr u32 tile_bytes = kColumns == 1 ? 8 * 16 : kColumns / 4 * 16 * 16;
   static constexpr u64 told_bytes = (u64)kHiddenTiles * kRanks * tile_bytes;
   static_assert(begun + kRanks * 4 <= 128, "in front of the tiles");
-  static constexpr u64 tiles = 128, token = tiles + kTold * told_bytes;  // [column][rank]
-  static constexpr u64 bytes = token + kColumns * kRanks * 16;
+  static constexpr u64 tiles = 128, tokens = tiles + kTold * told_bytes;  // [buffer][column][rank]
+  static constexpr u64 bytes = tokens + kTokenBuffers * kColumns * kRanks * 16;
+  LP_DEVICE static u64 token(u32 step, u32 column, u32 rank) { return tokens + step % kTokenBuffers * (u64)(kColumns * kRanks * 16) + (column * kRanks + rank) * 16; }
   LP_DEVICE static u64 tile(u32 told, u32 tile, u32 rank) { return tiles + told * told_bytes + (u64)(tile * kRanks + rank) * tile_bytes; }
 };

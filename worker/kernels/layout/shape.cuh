@@ -103,6 +103,8 @@ using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
 using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, 1, true>;
+/// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part of a step, so they may fall behind (layout/words.cuh, sync/steps.cuh).
+constexpr bool kIdleBlocks = O::groups < kBlocks && GateUp::groups < kBlocks;
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
 

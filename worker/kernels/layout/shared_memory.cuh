@@ -29,7 +29,8 @@ struct Shared {
   static constexpr u32 partials_empty = partials_full + 16;
   static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
   static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
-  static constexpr u32 quad_leaf = opened + 8;                                 // [warp][2] addresses of K and V of its attention leaf
+  static constexpr u32 stepped = opened + 8;                                   // completes once all warps but the epilogue's have begun a step (kIdleBlocks)
+  static constexpr u32 quad_leaf = stepped + (kIdleBlocks ? 8 : 0);            // [warp][2] addresses of K and V of its attention leaf
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
   static constexpr u32 turns_before = last_step + 4;                           // of all launches before, less this one's epoch
   static constexpr u32 token = turns_before + 4;                               // of one column, for the epilogue warp that did not choose it

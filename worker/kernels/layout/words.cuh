@@ -7,9 +7,9 @@
 // waits for: readers of x (attention, MLP) own row tiles whose results all attention leaves, or all of down, need; each of the
 // 16 warps of a block contributes a leaf to each of them. Attention leaves are needed by the merges, merges by all of o, o by the
 // next x. A block without tiles in a phase reads nothing in it. A late reader would find a foreign tag and report it: a tagged word is
-// never taken for another layer's. Token words have one buffer, too: a block with tiles of qkv or gate/up has read them before its part of the next step,
-// which all token words after that need; a block without (tiny models on a full grid) has, with eight columns, since turns go on with it; with one it is only assumed that it
-// reads them within a step.
+// never taken for another layer's. Token words have one buffer, too: a block has read them before its part of the next step, which all token words after that need.
+// A block without tiles (kIdleBlocks) has no such part: there steps take turns at two buffers. A block offers its words of step s + 1 once it has read those of step s, and
+// the words of step s + 2, the next in their place, come after everybody's of step s + 1, which choose its tokens.
 //
 // Vectors, the activations that every block reads, are B fragments: of k block kb and column c four words, word t with k 2t, 2t+1 | 2t+8, 2t+9 of it.
 // With one column their words are tagged, and extra is the block's sum of squares in word 0.
@@ -56,6 +56,8 @@ struct Vectors {
   static constexpr u32 attention_out = mlp_x + HiddenVector::bytes, activation = attention_out + AttentionVector::bytes;
   static constexpr u32 bytes = activation + ActivationVector::bytes;
 };
+/// Buffers of token words, which steps use by turns.
+constexpr u32 kTokenBuffers = kIdleBlocks ? 2 : 1;
 /// Offsets in Launch::words.
 struct Words {
   static constexpr u64 vectors = 0;                                            // [sets]
@@ -63,13 +65,14 @@ struct Words {
   static constexpr u64 steps = turns + 128;                                    // [blocks] so far, of all launches
   static constexpr u64 qkv = (steps + kBlocks * 4 + 15) / 16 * 16;             // [kv head][column][tiles of its heads][4]
   static constexpr int qkv_tiles = (kQueriesPerKv + 2) * kDimTiles;
-  static constexpr u64 token = qkv + (u64)kKvHeads * kColumns * qkv_tiles * 64;       // [column][blocks]
-  static constexpr u64 page = token + (u64)kColumns * kBlocks * 16;                   // [item][query heads][dim tiles][8], as many items as a launch may have
+  static constexpr u64 token = qkv + (u64)kKvHeads * kColumns * qkv_tiles * 64;       // [buffer][column][blocks]
+  static constexpr u64 page = token + (u64)kTokenBuffers * kColumns * kBlocks * 16;   // [item][query heads][dim tiles][8], as many items as a launch may have
   static constexpr u64 page_bytes = (u64)kQueriesPerKv * kDimTiles * 128;
 };
 static_assert(Words::steps < 1ull << 32, "vectors are addressed with 32 bits");
 /// Where the vectors of a turn are, counted over all launches; the count may wrap.
 LP_DEVICE u32 vectors_of(u32 turn) { return turn % Vectors::sets * Vectors::bytes; }
+LP_DEVICE u64 token_words(u32 step, int column) { return Words::token + (u64)column * kBlocks * 16 + (u64)(step % kTokenBuffers) * (kColumns * kBlocks * 16); }
 LP_DEVICE u64 qkv_word(int kv_head, int column, int tile) {
   return Words::qkv + (u64)((kv_head * kColumns + column) * Words::qkv_tiles + tile) * 64;
 }

@@ -131,25 +131,24 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
-    u8* words = launch.words + Words::token + (u64)epilogue.column(c) * kBlocks * 16;
-    if (lane == 0) store_relaxed_16(words + rank_block() * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
+    if (lane == 0) store_relaxed_16(launch.words + token_words(step, epilogue.column(c)) + rank_block() * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
   }
 }
 
 /// Tells all ranks the best token of this one's shard, from one of BLOCKS blocks, with whether its host wants the launch to end.
-template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, int column, const Best& best, u32 tag, bool stop) {
+template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, u32 step, int column, const Best& best, u32 tag, bool stop) {
   const u32 lane = lane_index();
   if (rank_block() != column % BLOCKS) return;
   if (launch.flags & kLaunchLogits) fence_tokens(launch);  // logits of all blocks, whose words this warp has read, before its own
   if (lane < kRanks)
-    store_system_16(launch.inbox[lane] + Inbox::token + (column * kRanks + own_rank(launch)) * 16, __float_as_uint(best.value), best.id, tag, stop);
+    store_system_16(launch.inbox[lane] + Inbox::token(step, column, own_rank(launch)), __float_as_uint(best.value), best.id, tag, stop);
 }
 /// Puts the best token of all ranks into `token`, for columns that have one; true if all hosts want the launch to end. Every rank hears the same. All words of the warp's columns are
 /// polled together: word w is of column w / kRanks from rank w % kRanks.
-LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 active, u32 tag, u32* token) {
+LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32 tag, u32* token) {
   constexpr u32 WORDS = kEpilogueColumns * kRanks, EACH = (WORDS + 31) / 32;
   const u32 lane = lane_index();
-  const u8* words = launch.inbox[own_rank(launch)] + Inbox::token + epilogue.column(0) * (kRanks * 16);
+  const u8* words = launch.inbox[own_rank(launch)] + Inbox::token(step, epilogue.column(0), 0);
   const auto on = [&](int j) {
     const u32 word = j * 32 + lane, column = epilogue.column(word / kRanks);
     return word < WORDS && (active >> column & 1 || column == 0);
@@ -186,7 +185,7 @@ template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const E
     const int column = epilogue.column(c);
     token[c] = ~0u;
     if (!(active >> column & 1) && column != 0) continue;
-    const u8* words = launch.words + Words::token + (u64)column * kBlocks * 16;
+    const u8* words = launch.words + token_words(step, column);
     Best all;
     constexpr int EACH = (kBlocks + 31) / 32;  // words a lane
     u32 value[EACH], id[EACH], stop[EACH];
@@ -196,10 +195,10 @@ template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const E
       if (i * 32 + lane < kBlocks) all.offer(__uint_as_float(value[i]), id[i]);
     if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
-    if constexpr (kRanks > 1) tell_token<BLOCKS>(launch, column, all, tag, stopped);
+    if constexpr (kRanks > 1) tell_token<BLOCKS>(launch, step, column, all, tag, stopped);
     if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
   }
-  if constexpr (kRanks > 1) stopped = hear_tokens(launch, epilogue, active, tag, token);
+  if constexpr (kRanks > 1) stopped = hear_tokens(launch, epilogue, step, active, tag, token);
   fence_tokens(launch);  // token words before K and V of this step are read, and its logits
   if (launch.flags & kLaunchUndrawn) return stopped;
 #pragma unroll

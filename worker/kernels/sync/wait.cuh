@@ -27,7 +27,7 @@ enum Site : u32 {
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList, kSiteSamplerTopList,
   kSiteTurns = 27, kSiteBegun, kSiteOpened,
-  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun,
+  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun, kSiteStepped,
 };
 
 /// No rank is at fault.

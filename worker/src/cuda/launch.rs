@@ -162,6 +162,7 @@ pub fn site_name(site: u32) -> &'static str {
         32 => "the best tokens of all ranks",
         33 => "the residual's columns that other ranks have",
         34 => "all ranks to begin the launch",
+        35 => "its warps to begin a step",
         _ => "an unnamed site",
     }
 }

@@ -55,7 +55,7 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 31] = [
+pub const HEADERS: [(&str, &str); 32] = [
     ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
@@ -68,6 +68,7 @@ pub const HEADERS: [(&str, &str); 31] = [
     ("sync/start.cuh", include_str!("../../kernels/sync/start.cuh")),
     ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
     ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
+    ("sync/steps.cuh", include_str!("../../kernels/sync/steps.cuh")),
     ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
     ("ops/ranks.cuh", include_str!("../../kernels/ops/ranks.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),

@@ -33,6 +33,7 @@ build idle words.cpp "${idle[@]}"
 build kept words.cpp "${words[@]}" -DLP_KEEP_WORDS
 build cleared words.cpp "${words[@]}" -DLP_CLEAR_EARLY
 build ahead words.cpp "${idle[@]}" -DLP_RUN_AHEAD
+build behind words.cpp "${idle[@]}" -DLP_FALL_BEHIND
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
 "$out/own"
@@ -44,3 +45,4 @@ noticed "slots given back before they are read" early "data race" "saw other fra
 noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"
+noticed "steps that end before all have begun them" behind "data race"

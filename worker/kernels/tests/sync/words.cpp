@@ -1,7 +1,8 @@
 // The vectors' exchange words over several blocks, launches and steps, with the kernel's own headers, under ThreadSanitizer: what a warp takes is what this step
 // and layer wrote, and zeros that clear a set are ordered between the last read of what was there and the next word. A thread is a warp, its lanes one after the other.
-// Nothing but turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer.
-// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not open. See run.sh.
+// Nothing but turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer; there a warp more, as the producer is, reads nothing but the step's items.
+// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not open; `-DLP_FALL_BEHIND`
+// lets steps end that a warp has not begun. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -13,6 +14,7 @@
 #include "../../sync/wait.cuh"
 #include "../../sync/ring.cuh"
 #include "../../sync/turns.cuh"
+#include "../../sync/steps.cuh"
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/product.cuh"
@@ -58,8 +60,20 @@ struct Role {
   bool heads() const { return blockIdx.x + 1 < kBlocks; }  // the last block has no rows of the LM head
   /// Whether there is such a step, once that is known.
   bool begins(u32 step) const {
-    if (step > 0) wait_barrier(launch, shared + Shared::sampled, (step - 1) & 1, kSiteToken);
-    return step < load_shared_u32(shared + Shared::last_step) && rows(step).mask();
+    wait_sampled(launch, shared, step);
+    return may_begin(step);
+  }
+  bool may_begin(u32 step) const { return step < load_shared_u32(shared + Shared::last_step) && rows(step).mask(); }
+  u32 items(u32 step) const { return shared + Shared::item_ends + step % 2 * kColumns * 4; }
+
+  // ---- the producer of a block without tiles ----
+  void idle() {
+    for (u32 step = 0; may_begin(step); step++) {
+      wait_sampled(launch, shared, step);
+      begin_step(shared);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (load_shared_u32(items(step)) != serial + step) wrong++;
+    }
   }
 
   // ---- consumers ----
@@ -97,6 +111,7 @@ struct Role {
   void consume() {
     Partials partials(launch, shared);
     for (u32 step = 0; begins(step); step++) {
+      begin_step(shared);
       const u32 active = rows(step).mask();
       for (u32 layer = 0; layer <= kLayers; layer++) {
         begin(tag(step) + layer);
@@ -136,7 +151,7 @@ struct Role {
   }
   /// Token words to all blocks and from all; true if the launch is to end.
   bool exchange_tokens(const Epilogue& epilogue, u32 step, u32 active) const {
-    const auto words = [&](int column) { return launch.words + Words::token + (u64)column * kBlocks * 16; };
+    const auto words = [&](int column) { return launch.words + token_words(step, column); };
     fence_gpu();
     for (int c = 0; c < kEpilogueColumns; c++) store_relaxed_16(words(epilogue.column(c)) + blockIdx.x * 16, 0, 0, tag(step), step == pass.stop && blockIdx.x == 0);
     bool stopped = false;
@@ -189,6 +204,10 @@ struct Role {
       if (heads()) await_set();
       const bool stopped = exchange_tokens(epilogue, step, active);
       if (number == 0 && stopped) store_shared_u32(shared + Shared::last_step, step + 2);
+      if (number == 0) {
+        wait_begun(launch, shared, step);
+        store_shared_u32(items(step + 1), serial + step + 1);
+      }
       mbarrier_arrive(shared + Shared::sampled);
     }
     u8* steps = launch.words + Words::steps + blockIdx.x * 4;
@@ -214,19 +233,22 @@ int main() {
         mbarrier_init(shared + Shared::partials_full + 8 * i, kReaders);
         mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
       }
-      mbarrier_init(shared + Shared::sampled, kEpilogueWarps);
+      begin_steps(shared, kReaders + 1);
+      store_shared_u32(shared + Shared::item_ends, serial);
       store_shared_u32(shared + Shared::last_step, pass.steps);
       begin_turns(shared);
       mbarrier_init(shared + Shared::begun, kReaders);
       store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + b * 4) * (kLayers + 1) - launch.epoch);
-      for (u32 w = 0; w < kReaders + kEpilogueWarps; w++)
+      for (u32 w = 0; w < kReaders + kEpilogueWarps + kIdleBlocks; w++)
         threads.emplace_back([&, b, w, shared] {
           blockIdx.x = b;
           Warp alone(1);
           warp_of_lane = &alone;
-          Role role{launch, pass, serial, shared, w < kReaders ? w : kEpilogue + w - kReaders, wrong};
+          const bool idle = w == kReaders + kEpilogueWarps;
+          Role role{launch, pass, serial, shared, w < kReaders ? w : idle ? kProducer : kEpilogue + w - kReaders, wrong};
           role.lane(0);
           if (w < kReaders) role.consume();
+          else if (idle) role.idle();
           else role.finish();
         });
     }

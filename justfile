@@ -42,11 +42,11 @@ tp-figures *ARGS:
 scaling:
     cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
 
-# compute-sanitizer over a small model on a GPU. racecheck is not among the tools: NOTES.md in worker/kernels says why.
+# compute-sanitizer over a small model on a GPU, and over a group where there are two. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \
         export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
-        LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda::tests::gpu::sanitized || exit 1; \
+        LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- cuda::tests::gpu::sanitized cuda::tests::ranks::sanitized --test-threads 1 || exit 1; \
     done
 
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.

@@ -21,6 +21,7 @@
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
 #include "wide/ranks.cuh"
+#include "sync/start.cuh"
 #include "ops/softmax.cuh"
 #include "wide/attention_items.cuh"
 #include "wide/attention_share.cuh"
@@ -326,6 +327,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
   if (threadIdx.x < 2) store_shared_u32(shared + Shared::items + 4 * threadIdx.x, load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x));
   if (threadIdx.x == 0) note_time(launch, kStream0, 0);
+  if (kRanks > 1 && warp_index() == 1) await_ranks(launch);
   __syncthreads();
   cluster_sync();
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.

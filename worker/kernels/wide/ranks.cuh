@@ -29,7 +29,8 @@ constexpr u32 kSumWords = 3, kXWords = 2;
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
 
 struct Inbox {
-  static constexpr u64 stop = 0;  // u32, as in layout/inbox.cuh
+  static constexpr u64 stop = 0, begun = 64;  // as in layout/inbox.cuh
+  static_assert(begun + kRanks * 4 <= 128, "in front of the sums");
   static constexpr u64 chunks = (u64)kBlocks * kHiddenChunks;                           // of 8 rows
   static constexpr u64 sums = 128;                                                      // [o, down][rank][block][word][chunk][column of the share]
   static constexpr u64 x = sums + kTold * kRanks * chunks * kSumWords * kRankColumns * 16;  // [after o, after down][block][chunk][column][word]

@@ -1,6 +1,7 @@
 //! Groups of ranks, as threads: on a GPU each where there are enough, else side by side on one, whose blocks they divide.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::gpu::{choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
@@ -138,7 +139,7 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     assert!(plain.0 != swapped.0);
 }
 
-/// Passes of every width: 40 rows that decode, prompts beside them. The model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles
+/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles
 /// of the residual than passes of prompts take.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
@@ -149,7 +150,11 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
     let one = LoadRequest { max_slots: 40, max_batch_tokens: 512, kv_pages: 240, ..request("random") };
     let prompt = |i: u32| (0..1 + i * i % 300).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
-    let requests: Vec<_> = (0..40).map(|i| Request::greedy(&prompt(i), 6 + i % 9)).collect();
+    let mut requests: Vec<_> = (0..40).map(|i| Request::greedy(&prompt(i), 6 + i % 9)).collect();
+    // Some are drawn by the sampler, behind the pass, in all the ways that there are; ranks that share a GPU have none.
+    for (request, choosy) in requests.iter_mut().step_by(4).zip(if apart(2) { choosy_requests() } else { Vec::new() }) {
+        *request = Request { prompt: request.prompt.clone(), max_tokens: request.max_tokens, ..choosy };
+    }
     let whole = yields(load_rank(&one, &options), plans(&requests, 512, 512, 40), requests.len(), true);
     for (ranks, chunk, steps, eager) in [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)] {
         if ranks > 2 && !apart(ranks) {
@@ -179,6 +184,25 @@ fn delays_on_every_rank_change_nothing_but_time() {
     let requests: Vec<_> = (0..3u32).map(|i| Request::greedy(&(i..20 + i * 30).collect::<Vec<u32>>(), 12)).collect();
     let options = Options { defines: vec![("LP_DELAYS", 3)], ..Options::default() };
     check(&MODELS[..1], &requests, &Way { options, ..Way::default() }, true);
+}
+
+/// What `just sanitize` runs under compute-sanitizer of a group, on a GPU each: narrow and wide passes, some of them sampled.
+#[test]
+fn sanitized() {
+    if !gpu() || !apart(2) {
+        return;
+    }
+    let config = ModelConfig { num_layers: 2, max_positions: 2048, ..llama_1b() };
+    let random = Some((config.clone(), random(&config)));
+    let options = Options { random, poison: true, defines: vec![("LP_PATIENCE", 1000)], ..Options::default() };
+    let load = LoadRequest { max_batch_tokens: 512, wait_limit: Duration::from_secs(600), ..request("random") };
+    let prompt = |i: u32| (0..3 + 130 * i).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
+    let mut requests: Vec<_> = (0..3).map(|i| Request::greedy(&prompt(i), 4)).collect();
+    requests[1] = Request { prompt: prompt(1), max_tokens: 4, ..choosy_requests().swap_remove(1) };
+    let plans = plans(&requests, 512, 64, 16);
+    let one = yields(load_rank(&load, &options), plans.clone(), requests.len(), true);
+    let two = group(&load, 2, &Way { options, ..Way::default() });
+    assert!(group_yields(two, &plans, requests.len(), true) == one);
 }
 
 /// Waves of requests of random lengths, each in plans of random chunks and steps, with `tokens` tokens to draw in all; and how many requests. Some are sampled, with
@@ -230,67 +254,98 @@ fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
     assert!(got == calm);
 }
 
-/// Set: this process is the one whose kernels fail.
+/// Set: this process is the one whose kernels fail, those of narrow passes or of wide ones.
 const CHILD: &str = "LOOPLANE_TEST_RANK_IS_LATE";
 /// About 1.5 s: longer than a kernel waits for words.
 const LATE_CLOCKS: u64 = 3_000_000_000;
 
-/// Of a group whose rank 1 begins every launch late: the tokens of a short run, or the fault of rank 0.
-fn run_late(defines: &[(&'static str, u64)]) -> Result<Vec<Sampled>, Fault> {
-    let defines = [&[("LP_LATE", LATE_CLOCKS)], defines].concat();
-    let options = Options { defines, ..Options::default() };
-    let mut group = group(&request("llama-gqa"), 2, &Way { options, ..Way::default() });
-    let requests = [Request::greedy(&[1, 2, 3], 4)];
-    let late = group.pop().expect("two ranks");
-    let first = group.pop().expect("two ranks");
-    std::thread::scope(|scope| {
-        let ranks = [first, late].map(|rank| {
-            let plans = plans(&requests, 40, 64, 16);
-            scope.spawn(move || {
-                let (feed, source) = plan_stream();
-                let (sink, mut outcomes) = outcome_stream(Arc::default());
-                let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-                plans.into_iter().for_each(|plan| assert!(runtime.block_on(feed.push(plan))));
-                drop(feed);
-                // So few steps fit the channel of outcomes.
-                let ended = Box::new(rank).run(source, sink);
-                let mut drawn = Vec::new();
-                while let Ok(outcome) = outcomes.try_recv() {
-                    drawn.extend(outcome.tokens.into_iter().map(|token| token.sampled));
-                }
-                ended.map(|()| drawn)
-            })
-        });
-        let [first, late] = ranks.map(|rank| rank.join().unwrap());
-        assert_eq!(first.is_ok(), late.is_ok());
-        first
-    })
+/// What a group does whose rank 1 begins every launch late.
+#[derive(Clone)]
+struct LateRun {
+    load: LoadRequest,
+    options: Options,
+    request: Request,
 }
 
-/// A rank that begins a launch late is waited for. Where nobody waits for it, as the control has it, the report of the other names it; kernels fail then, and take
-/// their process's GPU along, so that is a process of its own.
+impl LateRun {
+    fn narrow() -> Self {
+        Self { load: request("llama-gqa"), options: Options::default(), request: Request::greedy(&[1, 2, 3], 4) }
+    }
+
+    /// Its prompt is of more rows than narrow passes take.
+    fn wide() -> Self {
+        let config = ModelConfig { max_positions: 2048, ..llama_1b() };
+        let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+        let prompt: Vec<u32> = (0..200).map(|i| i * 17 % 2048).collect();
+        let load = LoadRequest { max_batch_tokens: 512, ..request("random") };
+        Self { load, options, request: Request::greedy(&prompt, 2) }
+    }
+
+    fn plans(&self) -> Vec<Plan> {
+        plans(std::slice::from_ref(&self.request), self.load.max_batch_tokens as usize, 64, 16)
+    }
+
+    fn on_one_gpu(&self) -> Vec<Sampled> {
+        yields(load_rank(&self.load, &self.options), self.plans(), 1, true).swap_remove(0)
+    }
+
+    /// Its tokens, or the fault of rank 0.
+    fn on_two(mut self, defines: &[(&'static str, u64)]) -> Result<Vec<Sampled>, Fault> {
+        self.options.defines = [&[("LP_LATE", LATE_CLOCKS)], defines].concat();
+        let mut group = group(&self.load, 2, &Way { options: self.options.clone(), ..Way::default() });
+        let late = group.pop().expect("two ranks");
+        let first = group.pop().expect("two ranks");
+        std::thread::scope(|scope| {
+            let ranks = [first, late].map(|rank| {
+                let plans = self.plans();
+                scope.spawn(move || {
+                    let (feed, source) = plan_stream();
+                    let (sink, mut outcomes) = outcome_stream(Arc::default());
+                    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+                    plans.into_iter().for_each(|plan| assert!(runtime.block_on(feed.push(plan))));
+                    drop(feed);
+                    // So few steps fit the channel of outcomes.
+                    let ended = Box::new(rank).run(source, sink);
+                    let mut drawn = Vec::new();
+                    while let Ok(outcome) = outcomes.try_recv() {
+                        drawn.extend(outcome.tokens.into_iter().map(|token| token.sampled));
+                    }
+                    ended.map(|()| drawn)
+                })
+            });
+            let [first, late] = ranks.map(|rank| rank.join().unwrap());
+            assert_eq!(first.is_ok(), late.is_ok());
+            first
+        })
+    }
+}
+
+/// A rank that begins a launch late is waited for, by narrow and by wide passes. Where nobody waits for it, as the control has it, a wait fails, and of narrow passes, where a word has one
+/// writer, the report names the rank; kernels fail then, and take their process's GPU along, so that is a process of its own.
 #[test]
 fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() {
     if !gpu() {
         return;
     }
-    if std::env::var_os(CHILD).is_some() {
-        let fault = run_late(&[("LP_HASTY", 1)]).unwrap_err();
+    let of = |kind: &str| if kind == "wide" { LateRun::wide() } else { LateRun::narrow() };
+    if let Ok(kind) = std::env::var(CHILD) {
+        let fault = of(&kind).on_two(&[("LP_HASTY", 1)]).unwrap_err();
         eprintln!("{fault}");
-        assert!(matches!(fault, Fault::KernelWait { missing: Some(1), .. }), "{fault:?}");
+        assert!(
+            matches!(fault, Fault::KernelWait { missing, .. } if kind == "wide" || missing == Some(1)),
+            "{fault:?}"
+        );
         std::process::exit(0);
     }
-    let one = yields(
-        load_rank(&request("llama-gqa"), &Options::default()),
-        plans(&[Request::greedy(&[1, 2, 3], 4)], 40, 64, 16),
-        1,
-        true,
-    );
-    assert_eq!(run_late(&[]).unwrap_or_else(|fault| panic!("{fault}")), one[0]);
-    let this = std::env::current_exe().unwrap();
-    let name = "cuda::tests::ranks::a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named";
-    let child = std::process::Command::new(this).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output();
-    let child = child.unwrap();
-    let told = String::from_utf8_lossy(&child.stderr);
-    assert!(child.status.success() && told.contains("rank 1 did not speak"), "{told}");
+    for kind in ["narrow", "wide"] {
+        let run = of(kind);
+        let calm = run.on_one_gpu();
+        assert_eq!(run.on_two(&[]).unwrap_or_else(|fault| panic!("{kind}: {fault}")), calm, "{kind}");
+        let name = "cuda::tests::ranks::a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let child = child.args(["--exact", name, "--nocapture"]).env(CHILD, kind).output().unwrap();
+        let told = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success(), "{kind}: {told}");
+        assert!(kind == "wide" || told.contains("rank 1 did not speak"), "{told}");
+    }
 }

@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals, Rate};
 use crate::calibrate::CalibrateArgs;
 use crate::drive::{Endpoint, Extent, Pacing};
+use crate::faults::FaultArgs;
 use crate::lengths::Lengths;
 use crate::mock::MockArgs;
 use crate::report::Window;
@@ -169,6 +170,10 @@ pub struct LoadArgs {
     /// Write every request to this file as it ends, as one line of JSON
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_REQUESTS_FILE")]
     pub requests_file: Option<PathBuf>,
+
+    /// What goes wrong meanwhile
+    #[command(flatten)]
+    pub faults: FaultArgs,
 }
 
 /// A rate on the command line: `5`, or `1..20` for one that changes over the run.

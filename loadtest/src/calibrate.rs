@@ -23,6 +23,7 @@ use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
 use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Workload};
+use crate::faults::Conducts;
 use crate::lengths::{Lengths, Shapes};
 use crate::prompt::Prompts;
 use crate::record::RequestRecord;
@@ -148,6 +149,7 @@ async fn measure(
         },
         extent: Extent::Duration(stream_length + args.duration),
         first_index: 0,
+        conducts: Conducts::default(),
     };
     let mut errors = Errors {
         ttft_ns: args.ttft.as_nanos() as u64,

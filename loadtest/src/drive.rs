@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::client::Client;
 use crate::distribution::Distribution;
+use crate::faults::Conducts;
 use crate::lag::LagMeter;
 use crate::lengths::Shapes;
 use crate::prompt::Prompts;
@@ -102,6 +103,8 @@ pub struct Load {
     pub extent: Extent,
     /// Index of the first request, so that two runs need not send the same prompts.
     pub first_index: u64,
+    /// Which requests meet a client that misbehaves.
+    pub conducts: Conducts,
 }
 
 /// A run under way.
@@ -124,6 +127,7 @@ struct InFlight {
 #[derive(Clone)]
 struct Shared {
     workload: Arc<Workload>,
+    conducts: Conducts,
     clock: Clock,
     stop: CancellationToken,
     records: mpsc::Sender<RequestRecord>,
@@ -136,7 +140,8 @@ pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Ru
     let (sender, records) = mpsc::channel(RECORDS_WAITING);
     let clock = Clock::start();
     let in_flight = Arc::<InFlight>::default();
-    let shared = Shared { workload, clock, stop, records: sender, in_flight: in_flight.clone() };
+    let (conducts, counted) = (load.conducts, in_flight.clone());
+    let shared = Shared { workload, conducts, clock, stop, records: sender, in_flight: counted };
     match load.pacing {
         Pacing::Closed { concurrency } => {
             let next_index = Arc::new(AtomicU64::new(0));
@@ -279,20 +284,23 @@ impl Shared {
         let prompt = workload.prompts.text(index, shape.prompt_tokens);
         let body = workload.body(chat, &prompt, shape.max_tokens);
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
+        record.conduct = self.conducts.of(index);
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
         record.text = goes_on.then(String::new);
         let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
-        let interrupted = tokio::select! {
+        let hangs_up = record.conduct.hangs_up();
+        let broken_off = tokio::select! {
             biased;
-            () = workload.client.stream(workload.path(), body, self.clock, &mut record) => false,
-            () = self.stop.cancelled() => true,
+            () = workload.client.stream(workload.path(), body, self.clock, &mut record) => None,
+            () = self.stop.cancelled() => Some(Failure::Interrupted),
+            () = hangs_up => Some(Failure::Cancelled),
         };
         self.in_flight.now.fetch_sub(1, Ordering::Relaxed);
-        if interrupted {
+        if broken_off.is_some() {
             record.ended_ns = self.clock.now_ns();
-            record.failure = Some(Failure::Interrupted);
+            record.failure = broken_off;
         }
         match record.text.take() {
             Some(assistant) if record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),

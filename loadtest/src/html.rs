@@ -57,6 +57,7 @@ impl Display for Page<'_> {
         self.notes(f)?;
         self.distributions(f)?;
         self.timeline(f)?;
+        self.faults(f)?;
         self.times(f)?;
         self.spread(f)?;
         self.ends(f)?;
@@ -163,6 +164,16 @@ impl Page<'_> {
             f,
             r#"<p class="muted">Intervals of {interval_ms:.0} ms. At most {peak} requests in flight at once.</p>"#
         )
+    }
+
+    fn faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(faults) = self.tally.faults() else { return Ok(()) };
+        writeln!(f, "<h2>Faults</h2>\n<div class=\"wide\"><table>")?;
+        for finding in faults.findings() {
+            let bad = if finding.is_bad { r#" class="bad""# } else { "" };
+            writeln!(f, "<tr><th>{}</th><td{bad}>{}</td></tr>", Escaped(&finding.name), Escaped(&finding.text))?;
+        }
+        writeln!(f, "</table></div>")
     }
 
     fn times(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -20,6 +20,7 @@ pub mod client;
 pub mod compare;
 pub mod distribution;
 pub mod drive;
+pub mod faults;
 mod html;
 mod json;
 mod lag;

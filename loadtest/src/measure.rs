@@ -14,6 +14,7 @@ use crate::args::LoadArgs;
 use crate::calibrate::{self, CalibrateArgs};
 use crate::client::Client;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
+use crate::faults::{Conducts, FaultRun};
 use crate::html::Page;
 use crate::json::request_line;
 use crate::lengths::Shapes;
@@ -66,14 +67,19 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             }
             None => args.pacing(run)?,
         };
-        let load = Load { pacing, extent: args.extent(), first_index };
+        let load = Load { pacing, extent: args.extent(), first_index, conducts: args.faults.conducts(args.seed) };
+        let mut faults = FaultRun::start(&args.faults);
         let mut running = drive::start(workload.clone(), load, stop.clone());
         let mut tally = Tally::new(window, args.slo);
         collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
             first_index = first_index.max(record.index + 1);
             requests.write(run, record);
+            faults.observe(record);
         })
         .await;
+        if !args.faults.are_none() {
+            tally.suffered(faults.finish());
+        }
         tallies.push(tally);
         if stop.is_cancelled() {
             setup.notes.push(format!("stopped by the user in run {} of {}", run + 1, args.runs));
@@ -202,7 +208,12 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
 /// Sends the requests that are not counted, as many at a time as the run itself may, and notes how many failed.
 async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationToken, setup: &mut Setup) {
     let concurrency = args.max_concurrency().min(usize::try_from(args.warmup).unwrap_or(usize::MAX));
-    let load = Load { pacing: Pacing::Closed { concurrency }, extent: Extent::Requests(args.warmup), first_index: 0 };
+    let load = Load {
+        pacing: Pacing::Closed { concurrency },
+        extent: Extent::Requests(args.warmup),
+        first_index: 0,
+        conducts: Conducts::default(),
+    };
     let mut running = drive::start(workload.clone(), load, stop.clone());
     let mut tally = Tally::default();
     collect(&mut running, &mut tally, false, |_| ()).await;
@@ -283,7 +294,8 @@ fn report(setup: &Setup, tally: &Tally, files: Files) -> anyhow::Result<()> {
         replace(file, &page.to_string()).context("cannot write the report to --html")?;
     }
     io::stdout().write_all(table.as_bytes()).context("cannot print the report")?;
-    if tally.completed() > 0 {
+    let all_misused = tally.misused() > 0 && tally.failed() == 0;
+    if tally.completed() > 0 || all_misused {
         return Ok(());
     }
     match tally.errors().iter().max_by_key(|(_, (count, _))| count) {
@@ -310,4 +322,4 @@ pub fn replace(mut file: File, text: &str) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

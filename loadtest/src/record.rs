@@ -5,6 +5,8 @@ use std::time::Duration;
 use hyper::StatusCode;
 use tokio::time::Instant;
 
+use crate::faults::Conduct;
+
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;
 
@@ -57,6 +59,8 @@ pub struct RequestRecord {
     pub turn: u32,
     /// What the server answered; kept only where a later turn needs it.
     pub text: Option<String>,
+    /// How the client behaved.
+    pub conduct: Conduct,
     /// What went wrong, or none.
     pub failure: Option<Failure>,
 }
@@ -76,6 +80,7 @@ impl RequestRecord {
             finish_reason: None,
             turn: 0,
             text: None,
+            conduct: Conduct::Usual,
             failure: None,
         }
     }
@@ -153,6 +158,9 @@ pub enum Failure {
     /// The request was due, but could not be sent in time because too many others were in flight.
     #[error("not sent: --max-in-flight others were unanswered for the whole time limit")]
     NotSent,
+    /// The client hung up on purpose (`--cancel`). Counted apart from failures.
+    #[error("cancelled by the client")]
+    Cancelled,
     /// The run was stopped before the request ended. Counted apart from failures.
     #[error("stopped by the user")]
     Interrupted,
@@ -179,6 +187,7 @@ impl Failure {
             Failure::StreamError { code, .. } => with_code("stream_error".into(), code),
             Failure::Truncated => "truncated".into(),
             Failure::NotSent => "not_sent".into(),
+            Failure::Cancelled => "cancelled".into(),
             Failure::Interrupted => "interrupted".into(),
         }
     }

@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::args::RateArg;
 use crate::calibrate::{Calibration, TOLERATED_MS};
 use crate::distribution::Distribution;
+use crate::faults::{Conduct, FaultReport};
 use crate::lengths::Shapes;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
@@ -115,6 +116,9 @@ pub struct Tally {
     peak_in_flight: usize,
     client_lag: Distribution,
     spread: Option<Spread>,
+    /// Requests whose client misbehaved on purpose, which no figure is of.
+    misused: u64,
+    faults: Option<FaultReport>,
 }
 
 /// One kind of time in the report.
@@ -137,6 +141,10 @@ impl Tally {
     pub fn add(&mut self, record: &RequestRecord) {
         self.ended_ns = self.ended_ns.max(record.ended_ns);
         self.timeline.add_request(record.sent_ns, record.ended_ns);
+        if record.conduct != Conduct::Usual {
+            self.misused += 1;
+            return;
+        }
         if record.failure.is_none() {
             self.add_throughput(record);
         }
@@ -150,8 +158,7 @@ impl Tally {
             Some(Failure::Interrupted) => self.interrupted += 1,
             Some(failure) => {
                 self.failed += 1;
-                let kind = bounded_key(&self.errors, failure.kind());
-                self.errors.entry(kind).or_insert_with(|| (0, printable(&failure.to_string(), 200))).0 += 1;
+                count_failure(&mut self.errors, failure);
             }
         }
     }
@@ -219,6 +226,21 @@ impl Tally {
     /// Makes this run the one that is shown of those that `spread` is of.
     pub fn stand_for(&mut self, spread: Spread) {
         self.spread = Some(spread);
+    }
+
+    /// Adds what became of the faults of the run.
+    pub fn suffered(&mut self, faults: FaultReport) {
+        self.faults = Some(faults);
+    }
+
+    /// What became of the faults, where any were asked for.
+    pub fn faults(&self) -> Option<&FaultReport> {
+        self.faults.as_ref()
+    }
+
+    /// Requests whose client misbehaved on purpose, which are among no others.
+    pub fn misused(&self) -> u64 {
+        self.misused
     }
 
     /// How much this and the other runs differ, where there were several.
@@ -359,6 +381,12 @@ impl Tally {
                 self.excluded
             ));
         }
+        if self.misused > 0 {
+            notes.push(format!(
+                "{} requests met a client that misbehaved on purpose: all figures but those under faults are of the others",
+                self.misused
+            ));
+        }
         if self.without_usage > 0 {
             notes.push(format!(
                 "{} answers came without usage: their chunks are counted as tokens, their prompts not at all",
@@ -390,6 +418,12 @@ impl Tally {
         }
         notes
     }
+}
+
+/// Counts `failure` by its kind, with the message of the first of each.
+pub fn count_failure(kinds: &mut BTreeMap<String, (u64, String)>, failure: &Failure) {
+    let kind = bounded_key(kinds, failure.kind());
+    kinds.entry(kind).or_insert_with(|| (0, printable(&failure.to_string(), 200))).0 += 1;
 }
 
 fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {

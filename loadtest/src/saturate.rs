@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use crate::args::{LoadArgs, RateArg};
 use crate::arrivals::RATE_RANGE;
 use crate::drive::{self, Extent, Load, Workload};
+use crate::faults::Conducts;
 use crate::measure::{Prepared, open_for_report, prepare, replace};
 use crate::report::{Tally, Window};
 
@@ -93,6 +94,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         "--html, --requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
     );
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
+    ensure!(load.faults.are_none(), "a rate is searched without faults: ask for them at one rate, without saturate");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
     let file = load.json.as_deref().map(open_for_report).transpose()?;
     let Prepared { workload, setup } = prepare(load, None, stop).await?;
@@ -185,7 +187,7 @@ async fn step(
     let step_stop = stop.child_token();
     let mut running = drive::start(
         workload.clone(),
-        Load { pacing: paced.pacing(0)?, extent: Extent::Duration(length), first_index },
+        Load { pacing: paced.pacing(0)?, extent: Extent::Duration(length), first_index, conducts: Conducts::default() },
         step_stop.clone(),
     );
     let mut tally = Tally::new(Window::default(), load.slo);

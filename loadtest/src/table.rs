@@ -47,6 +47,7 @@ impl Display for Table<'_> {
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
         writeln!(f)?;
         self.times(f)?;
+        self.faults(f)?;
         self.spread(f)?;
         if let Some(calibration) = &setup.calibration {
             writeln!(f, "client's own error: {}", calibration.in_words())?;
@@ -62,6 +63,14 @@ impl Display for Table<'_> {
 }
 
 impl Table<'_> {
+    fn faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(faults) = self.tally.faults() else { return Ok(()) };
+        for finding in faults.findings() {
+            row(f, &finding.name, finding.text)?;
+        }
+        writeln!(f)
+    }
+
     fn spread(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(spread) = self.tally.spread() else { return Ok(()) };
         writeln!(f, "over {} runs, of which the one in the middle by output tokens a second is above", spread.runs)?;

@@ -13,7 +13,7 @@ struct Cli {
 }
 
 /// Runs against `mock` with options `line` and returns the outcome, the report and the requests that were seen.
-async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, Value, Vec<Value>) {
+pub(crate) async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, Value, Vec<Value>) {
     let mock = mock.serve().await;
     let directory = tempfile::tempdir().expect("a temporary directory");
     let file = directory.path().join("report.json");

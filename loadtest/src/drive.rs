@@ -282,20 +282,20 @@ impl Shared {
         let workload = &self.workload;
         let shape = workload.shapes.of(index);
         let prompt = workload.prompts.text(index, shape.prompt_tokens);
-        let body = workload.body(chat, &prompt, shape.max_tokens);
+        let conduct = self.conducts.of(index);
+        let body = conduct.body(workload.body(chat, &prompt, shape.max_tokens));
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
-        record.conduct = self.conducts.of(index);
+        record.conduct = conduct;
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
         record.text = goes_on.then(String::new);
         let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
-        let hangs_up = record.conduct.hangs_up();
         let broken_off = tokio::select! {
             biased;
             () = workload.client.stream(workload.path(), body, self.clock, &mut record) => None,
             () = self.stop.cancelled() => Some(Failure::Interrupted),
-            () = hangs_up => Some(Failure::Cancelled),
+            () = conduct.hangs_up() => Some(Failure::Cancelled),
         };
         self.in_flight.now.fetch_sub(1, Ordering::Relaxed);
         if broken_off.is_some() {

@@ -7,14 +7,18 @@ use std::fmt::{self, Display};
 use std::str::FromStr;
 use std::time::Duration;
 
+use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::args::parse_duration;
 
+mod broken;
+mod half_open;
 mod report;
 mod run;
 
+pub use broken::Breakage;
 pub use report::{FaultReport, Finding};
 pub use run::FaultRun;
 
@@ -28,6 +32,27 @@ pub struct FaultArgs {
     /// Hang up so many requests so long after they were sent, such as 10%@500ms
     #[arg(long, value_name = "SHARE@TIME", env = "LOOPLANE_LOADTEST_CANCEL")]
     pub cancel: Option<ShareAt>,
+
+    /// Read the answers to so many requests slowly, an event each so often, through a small receive buffer: 5%@100ms
+    #[arg(long, value_name = "SHARE@TIME", env = "LOOPLANE_LOADTEST_SLOW_READERS")]
+    pub slow_readers: Option<ShareAt>,
+
+    /// Send broken bodies in so many requests, such as 1%: invalid JSON, cut-off JSON, a wrong type
+    #[arg(long, value_name = "SHARE", env = "LOOPLANE_LOADTEST_BROKEN", value_parser = parse_percent)]
+    pub broken: Option<f64>,
+
+    /// Hold so many connections that sent half of a request, and see when the server closes them
+    #[arg(long, value_name = "N", env = "LOOPLANE_LOADTEST_HALF_OPEN",
+          value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub half_open: Option<u32>,
+}
+
+/// Faults that cannot all be had.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum FaultError {
+    /// A request has one fault at most.
+    #[error("--cancel, --slow-readers and --broken ask for {:.0} % of the requests: 100 % at most are there", 100.0 * .0)]
+    Shares(f64),
 }
 
 /// A share of requests and a time that belongs to each, written `10%@500ms` or `0.1@500ms`.
@@ -47,6 +72,10 @@ pub enum Conduct {
     Usual,
     /// It hangs up so long after it sent the request.
     HangUp(Duration),
+    /// It takes an event of the answer each so often, and no more from the network than it has room for.
+    ReadSlowly(Duration),
+    /// It sends a body that is wrong.
+    SendBroken(Breakage),
 }
 
 /// Which requests are touched, and how: the same seed chooses the same ones.
@@ -54,17 +83,30 @@ pub enum Conduct {
 pub struct Conducts {
     seed: u64,
     cancel: Option<ShareAt>,
+    slow_readers: Option<ShareAt>,
+    broken: Option<f64>,
 }
 
 impl FaultArgs {
     /// Whether nothing is to go wrong.
     pub fn are_none(&self) -> bool {
-        self.cancel.is_none()
+        self.cancel.is_none() && self.slow_readers.is_none() && self.broken.is_none() && self.half_open.is_none()
+    }
+
+    /// Whether all of them can be had together.
+    ///
+    /// # Errors
+    /// [`FaultError`] where not.
+    pub fn check(&self) -> Result<(), FaultError> {
+        let of = |fault: Option<ShareAt>| fault.map_or(0.0, |fault| fault.share);
+        let touched = of(self.cancel) + of(self.slow_readers) + self.broken.unwrap_or(0.0);
+        // Shares such as 0.7, 0.2 and 0.1 may add up to all but for a rounding.
+        if touched > 1.0 + 1e-9 { Err(FaultError::Shares(touched)) } else { Ok(()) }
     }
 
     /// The conduct of each request of a load of this seed.
     pub fn conducts(&self, seed: u64) -> Conducts {
-        Conducts { seed, cancel: self.cancel }
+        Conducts { seed, cancel: self.cancel, slow_readers: self.slow_readers, broken: self.broken }
     }
 }
 
@@ -72,11 +114,22 @@ impl Conducts {
     /// Conduct of request `index`.
     pub fn of(&self, index: u64) -> Conduct {
         let mut rng = StdRng::seed_from_u64(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ CONDUCT_STREAM ^ index);
-        let drawn: f64 = rng.random();
-        match self.cancel {
-            Some(cancel) if drawn < cancel.share => Conduct::HangUp(cancel.time),
-            _ => Conduct::Usual,
+        let mut left: f64 = rng.random();
+        // Whether the draw falls into the next `share` of what there is to draw.
+        let mut falls_into = |share: f64| {
+            left -= share;
+            left < 0.0
+        };
+        if let Some(cancel) = self.cancel.filter(|cancel| falls_into(cancel.share)) {
+            return Conduct::HangUp(cancel.time);
         }
+        if let Some(slow) = self.slow_readers.filter(|slow| falls_into(slow.share)) {
+            return Conduct::ReadSlowly(slow.time);
+        }
+        if self.broken.is_some_and(falls_into) {
+            return Conduct::SendBroken(Breakage::ALL[rng.random_range(0..Breakage::ALL.len())]);
+        }
+        Conduct::Usual
     }
 }
 
@@ -86,6 +139,24 @@ impl Conduct {
         match self {
             Conduct::Usual => None,
             Conduct::HangUp(_) => Some("cancel"),
+            Conduct::ReadSlowly(_) => Some("slow_reader"),
+            Conduct::SendBroken(_) => Some("broken_body"),
+        }
+    }
+
+    /// What is sent of the JSON object `body`.
+    pub fn body(self, body: Bytes) -> Bytes {
+        match self {
+            Conduct::SendBroken(breakage) => breakage.of(&body),
+            _ => body,
+        }
+    }
+
+    /// Time between two events of the answer that the client takes its time for.
+    pub fn pause(self) -> Option<Duration> {
+        match self {
+            Conduct::ReadSlowly(pause) => Some(pause),
+            _ => None,
         }
     }
 

@@ -198,7 +198,8 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     let (head, body) = request.into_parts();
     let bytes = Limited::new(body, MAX_REQUEST_BYTES).collect().await.map(|body| body.to_bytes());
     let Some(body) = bytes.ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()) else {
-        return Ok(whole(StatusCode::BAD_REQUEST, r#"{"error":{"message":"the request's body is no JSON"}}"#));
+        let error = r#"{"error":{"message":"the request's body is no JSON","type":"invalid_request_error"}}"#;
+        return Ok(whole(StatusCode::BAD_REQUEST, error));
     };
     #[cfg(test)]
     state.seen.add_request(&head, &body);
@@ -217,6 +218,10 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         }
         _ => {}
     }
+    if !body["max_tokens"].is_null() && !body["max_tokens"].is_u64() {
+        let error = r#"{"error":{"message":"max_tokens is no number","type":"invalid_request_error"}}"#;
+        return Ok(whole(StatusCode::BAD_REQUEST, error));
+    }
     let slot = state.slots.clone().acquire_owned().await;
     if matches!(mock.fault, Fault::Slots(_)) {
         begun = Instant::now();
@@ -233,6 +238,8 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     });
     let content_type =
         if let Fault::ContentType(other) = mock.fault { other } else { "text/event-stream; charset=utf-8" };
+    #[cfg(test)]
+    let frames = frames.inspect(move |_| state.seen.add_frame());
     let body = StreamBody::new(frames.chain(held)).boxed_unsync();
     Ok(Response::builder().header(CONTENT_TYPE, content_type).body(body).expect("a constant head"))
 }
@@ -319,6 +326,7 @@ mod seen {
     pub(super) struct Seen {
         requests: Mutex<Vec<Value>>,
         connections: AtomicUsize,
+        frames: AtomicUsize,
     }
 
     /// A mock that listens; it stops with the test's runtime.
@@ -331,6 +339,10 @@ mod seen {
     impl Seen {
         pub fn add_connection(&self) {
             self.connections.fetch_add(1, Ordering::Relaxed);
+        }
+
+        pub fn add_frame(&self) {
+            self.frames.fetch_add(1, Ordering::Relaxed);
         }
 
         pub fn add_request(&self, head: &Parts, body: &Value) {
@@ -356,6 +368,11 @@ mod seen {
         /// Every generation request so far, in order of arrival, with its `path` and `authorization` added to the body.
         pub fn requests(&self) -> Vec<Value> {
             self.state.seen.requests.lock().expect("no holder panics").clone()
+        }
+
+        /// Frames of answers that were handed to connections so far.
+        pub fn frames(&self) -> usize {
+            self.state.seen.frames.load(Ordering::Relaxed)
         }
 
         /// Connections that were made so far.

@@ -1,6 +1,8 @@
 use super::*;
+use crate::client::Client;
 use crate::measure::tests::run_against;
-use crate::mock::Mock;
+use crate::mock::{Fault, Mock};
+use crate::record::{Clock, RequestRecord};
 use serde_json::{Value, json};
 
 fn count(value: &Value) -> u64 {
@@ -72,4 +74,99 @@ async fn a_report_without_faults_does_not_speak_of_them() {
     let (outcome, report, _) = run_against(Mock::default(), "--requests 3").await;
     outcome.expect("all succeed");
     assert_eq!(report.get("faults"), None);
+}
+
+#[test]
+fn a_request_has_one_fault_and_all_shares_are_met() {
+    let parse = |text: &str| Some(text.parse().expect("valid"));
+    let args =
+        FaultArgs { cancel: parse("20%@1s"), slow_readers: parse("30%@2s"), broken: Some(0.1), ..FaultArgs::default() };
+    assert_eq!(args.check(), Ok(()));
+    let conducts = args.conducts(9);
+    let counts = (0..10_000).map(|index| conducts.of(index)).fold([0u32; 6], |mut counts, conduct| {
+        counts[match conduct {
+            Conduct::Usual => 0,
+            Conduct::HangUp(_) => 1,
+            Conduct::ReadSlowly(_) => 2,
+            Conduct::SendBroken(breakage) => 3 + breakage as usize,
+        }] += 1;
+        counts
+    });
+    // Standard deviations are 49, 40, 46 and 18.
+    for (count, (want, within)) in
+        counts.into_iter().zip([(4000, 200), (2000, 160), (3000, 190), (333, 75), (333, 75), (333, 75)])
+    {
+        assert!(count.abs_diff(want) <= within, "{counts:?}");
+    }
+    let too_many = FaultArgs { broken: Some(0.6), ..args };
+    assert!(matches!(too_many.check(), Err(FaultError::Shares(share)) if share > 1.0));
+}
+
+/// Six events each 40 ms apart: a slow reader takes 200 ms or more where the others take none.
+#[tokio::test]
+async fn slow_readers_get_their_answers_and_hold_nobody_up() {
+    let line = "--requests 30 --concurrency 6 --max-tokens 6 --slow-readers 30%@40ms --seed 2";
+    let (outcome, report, _) = run_against(Mock::default(), line).await;
+    outcome.expect("the rest succeeds");
+    let slow = &report["faults"]["slow_readers"];
+    assert_eq!((&slow["read_to_the_end"], &slow["failed"]), (&slow["requests"], &json!(0)), "{slow}");
+    assert!((3..=18).contains(&count(&slow["requests"])) && slow["longest_ms"].as_f64() >= Some(200.0), "{slow}");
+    assert_eq!(count(&report["completed"]) + count(&slow["requests"]), 30);
+    assert!(report["p50_e2el_ms"].as_f64() < Some(200.0), "{}", report["p50_e2el_ms"]);
+}
+
+/// The mock has 7 MB to send at once. A client that takes 50 ms for each event lets it send what the buffers of the two
+/// sockets hold; one that reads takes all of it.
+#[tokio::test]
+async fn a_slow_reader_leaves_the_rest_with_the_server() {
+    const EVENTS: usize = 100_000;
+    for (conduct, limit) in [
+        (Conduct::ReadSlowly(Duration::from_millis(50)), Duration::from_secs(2)),
+        (Conduct::Usual, Duration::from_secs(60)),
+    ] {
+        let mock = Mock::default().serve().await;
+        let client = Client::new(&mock.base, None, limit).expect("valid");
+        let body = json!({ "max_tokens": EVENTS }).to_string().into();
+        let mut record = RequestRecord::new(0, 0, 0);
+        record.conduct = conduct;
+        client.stream("/v1/completions", body, Clock::start(), &mut record).await;
+        let (read, sent) = (record.chunks_ns.len(), mock.frames());
+        match conduct {
+            Conduct::Usual => assert!(read == EVENTS && sent >= EVENTS, "{read} read, {sent} sent"),
+            _ => assert!(read <= 41 && sent < EVENTS, "{read} read, {sent} sent"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn broken_bodies_are_refused_by_a_server_that_does_right() {
+    let (outcome, report, _) = run_against(Mock::default(), "--requests 40 --broken 50% --max-tokens 2").await;
+    outcome.expect("the rest succeeds");
+    let broken = &report["faults"]["broken_bodies"];
+    assert_eq!(broken["answered_400"], broken["requests"], "{broken}");
+    assert!((10..=30).contains(&count(&broken["requests"])), "{broken}");
+    assert!(broken["by_form"].as_object().is_some_and(|forms| forms.values().all(|form| count(&form["requests"]) > 0)));
+    assert_eq!((count(&report["completed"]) + count(&broken["requests"]), count(&report["failed"])), (40, 0));
+}
+
+#[tokio::test]
+async fn a_server_that_answers_broken_bodies_wrongly_is_told() {
+    let mock = Mock { fault: Fault::Status(500, "oops"), ..Mock::default() };
+    let (outcome, report, _) = run_against(mock, "--requests 30 --broken 50%").await;
+    outcome.expect_err("nothing succeeds");
+    let broken = &report["faults"]["broken_bodies"];
+    // The mock refuses what is no JSON before its fault.
+    let wrong = &broken["by_form"]["wrong_type"];
+    assert_eq!(wrong["otherwise_by_kind"]["http_500"], wrong["requests"], "{broken}");
+    assert_eq!(count(&broken["answered_400"]) + count(&wrong["requests"]), count(&broken["requests"]));
+}
+
+#[tokio::test]
+async fn half_open_sockets_disturb_nobody_and_are_told() {
+    let line = "--requests 20 --concurrency 4 --half-open 30";
+    let (outcome, report, _) = run_against(Mock::default(), line).await;
+    outcome.expect("all succeed");
+    let half_open = &report["faults"]["half_open"];
+    let counts = ["connections", "still_open", "closed_by_server", "not_opened"].map(|name| count(&half_open[name]));
+    assert_eq!((counts, count(&report["completed"])), ([30, 30, 0, 0], 20));
 }

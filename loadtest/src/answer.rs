@@ -102,9 +102,9 @@ impl<'a> Answer<'a> {
 }
 
 impl Choice {
-    /// What a chat goes on with: the answer without the reasoning before it.
+    /// What the answer says, and a chat goes on with: not the reasoning before it.
     fn content(&self) -> Option<&str> {
-        self.delta.as_ref()?.content.as_deref()
+        self.text.as_deref().or_else(|| self.delta.as_ref()?.content.as_deref())
     }
 
     /// Whether the chunk shows that the model made something. The opening role delta and the finish chunk do not.

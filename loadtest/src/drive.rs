@@ -288,7 +288,7 @@ impl Shared {
         record.conduct = conduct;
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
-        record.text = goes_on.then(String::new);
+        record.text = (goes_on || self.conducts.keeps_texts()).then(String::new);
         let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
         let broken_off = tokio::select! {
@@ -302,8 +302,9 @@ impl Shared {
             record.ended_ns = self.clock.now_ns();
             record.failure = broken_off;
         }
-        match record.text.take() {
-            Some(assistant) if record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
+        let answer = if self.conducts.keeps_texts() { record.text.clone() } else { record.text.take() };
+        match answer {
+            Some(assistant) if goes_on && record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
             _ => chat.clear(),
         }
         record

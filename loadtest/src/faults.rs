@@ -13,12 +13,15 @@ use rand::{Rng, SeedableRng};
 
 use crate::args::parse_duration;
 
+mod aftermath;
 mod broken;
 mod half_open;
+mod kill;
 mod report;
 mod run;
 
 pub use broken::Breakage;
+pub use kill::KillError;
 pub use report::{FaultReport, Finding};
 pub use run::FaultRun;
 
@@ -45,6 +48,15 @@ pub struct FaultArgs {
     #[arg(long, value_name = "N", env = "LOOPLANE_LOADTEST_HALF_OPEN",
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub half_open: Option<u32>,
+
+    /// Kill the worker of a rank with SIGKILL so long after the start of the run, such as 1@5s; several: 0@5s,1@12s. The
+    /// server must be Looplane's and run on this machine
+    #[arg(long, value_name = "RANK@TIME", value_delimiter = ',', env = "LOOPLANE_LOADTEST_KILL_WORKER")]
+    pub kill_worker: Vec<KillAt>,
+
+    /// Process id of the server whose workers are killed [default: the one that listens on --target's port]
+    #[arg(long, value_name = "PID", requires = "kill_worker", env = "LOOPLANE_LOADTEST_SERVER_PID")]
+    pub server_pid: Option<u32>,
 }
 
 /// Faults that cannot all be had.
@@ -53,6 +65,9 @@ pub enum FaultError {
     /// A request has one fault at most.
     #[error("--cancel, --slow-readers and --broken ask for {:.0} % of the requests: 100 % at most are there", 100.0 * .0)]
     Shares(f64),
+    /// It would not happen.
+    #[error("--kill-worker {0} is not due before the end of --duration")]
+    KillAfterEnd(KillAt),
 }
 
 /// A share of requests and a time that belongs to each, written `10%@500ms` or `0.1@500ms`.
@@ -62,6 +77,15 @@ pub struct ShareAt {
     pub share: f64,
     /// The time.
     pub time: Duration,
+}
+
+/// A worker to kill, written `1@5s`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KillAt {
+    /// Its rank.
+    pub rank: u32,
+    /// When, from the start of the run.
+    pub at: Duration,
 }
 
 /// How the client behaves in one request.
@@ -85,28 +109,38 @@ pub struct Conducts {
     cancel: Option<ShareAt>,
     slow_readers: Option<ShareAt>,
     broken: Option<f64>,
+    keeps_texts: bool,
 }
 
 impl FaultArgs {
     /// Whether nothing is to go wrong.
     pub fn are_none(&self) -> bool {
-        self.cancel.is_none() && self.slow_readers.is_none() && self.broken.is_none() && self.half_open.is_none()
+        self.cancel.is_none()
+            && self.slow_readers.is_none()
+            && self.broken.is_none()
+            && self.half_open.is_none()
+            && self.kill_worker.is_empty()
     }
 
-    /// Whether all of them can be had together.
+    /// Whether all of them can be had together in a run of this length, if it is known.
     ///
     /// # Errors
     /// [`FaultError`] where not.
-    pub fn check(&self) -> Result<(), FaultError> {
+    pub fn check(&self, duration: Option<Duration>) -> Result<(), FaultError> {
         let of = |fault: Option<ShareAt>| fault.map_or(0.0, |fault| fault.share);
         let touched = of(self.cancel) + of(self.slow_readers) + self.broken.unwrap_or(0.0);
         // Shares such as 0.7, 0.2 and 0.1 may add up to all but for a rounding.
-        if touched > 1.0 + 1e-9 { Err(FaultError::Shares(touched)) } else { Ok(()) }
+        if touched > 1.0 + 1e-9 {
+            return Err(FaultError::Shares(touched));
+        }
+        let late = self.kill_worker.iter().find(|kill| duration.is_some_and(|duration| kill.at >= duration));
+        late.map_or(Ok(()), |&kill| Err(FaultError::KillAfterEnd(kill)))
     }
 
     /// The conduct of each request of a load of this seed.
     pub fn conducts(&self, seed: u64) -> Conducts {
-        Conducts { seed, cancel: self.cancel, slow_readers: self.slow_readers, broken: self.broken }
+        let keeps_texts = !self.kill_worker.is_empty();
+        Conducts { seed, cancel: self.cancel, slow_readers: self.slow_readers, broken: self.broken, keeps_texts }
     }
 }
 
@@ -130,6 +164,11 @@ impl Conducts {
             return Conduct::SendBroken(Breakage::ALL[rng.random_range(0..Breakage::ALL.len())]);
         }
         Conduct::Usual
+    }
+
+    /// Whether records keep what the server answered: to compare it with its answers on another day.
+    pub fn keeps_texts(&self) -> bool {
+        self.keeps_texts
     }
 }
 
@@ -182,6 +221,22 @@ impl FromStr for ShareAt {
 impl Display for ShareAt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}%@{:?}", 100.0 * self.share, self.time)
+    }
+}
+
+impl FromStr for KillAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("'{text}' is not of the form RANK@TIME, such as 1@5s");
+        let (rank, time) = text.split_once('@').ok_or_else(malformed)?;
+        Ok(Self { rank: rank.trim().parse().map_err(|_| malformed())?, at: parse_duration(time)? })
+    }
+}
+
+impl Display for KillAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{:?}", self.rank, self.at)
     }
 }
 

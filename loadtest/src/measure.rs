@@ -45,7 +45,7 @@ pub struct Prepared {
 /// Measures what `args` describe; see [`crate::run`].
 pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()> {
     let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
-    args.faults.check()?;
+    args.faults.check(args.duration)?;
     let files = Files {
         json: args.json.as_deref().map(open_for_report).transpose()?,
         html: args.html.as_deref().map(open_for_report).transpose()?,
@@ -69,8 +69,9 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             None => args.pacing(run)?,
         };
         let load = Load { pacing, extent: args.extent(), first_index, conducts: args.faults.conducts(args.seed) };
-        let mut faults = FaultRun::start(&args.faults, &workload).await;
+        let mut faults = FaultRun::prepare(&args.faults, &workload).await?;
         let mut running = drive::start(workload.clone(), load, stop.clone());
+        faults.begin(&args.faults, running.clock);
         let mut tally = Tally::new(window, args.slo);
         collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
             first_index = first_index.max(record.index + 1);
@@ -79,7 +80,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
         })
         .await;
         if !args.faults.are_none() {
-            tally.suffered(faults.finish().await);
+            tally.suffered(faults.finish(&workload, stop).await);
         }
         tallies.push(tally);
         if stop.is_cancelled() {

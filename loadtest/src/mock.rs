@@ -79,6 +79,10 @@ pub enum Fault {
     NoUsage,
     /// Answers nothing from the first offset to the second, counted from the first request.
     Stall(Duration, Duration),
+    /// Sends nothing from the first offset to the second, counted from the first request, and then all that was due.
+    Pause(Duration, Duration),
+    /// Answers the same prompt with another text each time.
+    Fickle,
     /// Answers so many at a time; the others wait.
     Slots(usize),
 }
@@ -228,8 +232,14 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     }
     // The answer holds its slot until it has ended, however it does.
     let held = stream::once(async move { drop(slot) }).filter_map(async |()| None);
-    let frames = stream::iter(mock.steps(&body, is_chat)).then(move |(after, step)| async move {
+    let word = if matches!(mock.fault, Fault::Fickle) { format!("{:?} ", started.elapsed()) } else { "word ".into() };
+    let frames = stream::iter(mock.steps(&body, is_chat, &word)).then(move |(after, step)| async move {
         tokio::time::sleep_until(begun + after).await;
+        if let Fault::Pause(from, to) = mock.fault
+            && (from..to).contains(&started.elapsed())
+        {
+            tokio::time::sleep_until(started + to).await;
+        }
         match step {
             Step::Send(data) => Ok(Frame::data(data)),
             Step::Break => Err(io::Error::other("the mock breaks off")),
@@ -245,8 +255,8 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
 }
 
 impl Mock {
-    /// What is sent for `request`, each with its time after the request's arrival.
-    fn steps(self, request: &Value, is_chat: bool) -> Vec<(Duration, Step)> {
+    /// What is sent for `request`, each with its time after the request's arrival; each token says `word`.
+    fn steps(self, request: &Value, is_chat: bool, word: &str) -> Vec<(Duration, Step)> {
         let choice = |text: &str, reason: Value| match is_chat {
             true => json!({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}),
             false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
@@ -271,7 +281,7 @@ impl Mock {
             Fault::CloseAfter(limit) | Fault::EndAfter(limit) => tokens.min(limit as u32),
             _ => tokens,
         };
-        let token = event(&choice("word ", Value::Null));
+        let token = event(&choice(word, Value::Null));
         steps.extend((0..sent).map(|index| (self.ttft + self.itl * index, token.clone())));
         let end = self.ttft + self.itl * sent.saturating_sub(1);
         match self.fault {

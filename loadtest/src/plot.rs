@@ -14,6 +14,9 @@ const CHAR_WIDTH: f64 = 6.6;
 const SWATCH: f64 = 22.0;
 /// Room for a line of text below a picture.
 const NOTE_HEIGHT: f64 = 18.0;
+/// Height of the name of an event, and how many stand below each other before the next is at the top again.
+const EVENT_HEIGHT: f64 = 15.0;
+const EVENT_HEIGHTS: usize = 4;
 /// Steps that a linear axis is divided into, about, where its plot does not ask for more.
 pub const STEPS: u32 = 5;
 /// From this ratio of the longest to the shortest on, times are drawn on a logarithmic axis.
@@ -70,6 +73,7 @@ pub struct Axis {
     label: String,
     ticks: Vec<(f64, String)>,
     is_log: bool,
+    events: Vec<(f64, String)>,
 }
 
 /// Text made safe within elements and quoted attributes.
@@ -84,7 +88,7 @@ impl Axis {
         let first = (low / step).floor() as i64;
         let last = ((high / step).ceil() as i64).max(first + 1);
         let tick = |n: i64| (n as f64 * step, format!("{:.digits$}", n as f64 * step));
-        Self { label: label.into(), ticks: (first..=last).map(tick).collect(), is_log: false }
+        Self { label: label.into(), ticks: (first..=last).map(tick).collect(), is_log: false, events: Vec::new() }
     }
 
     /// An axis of times from `low` to `high`: logarithmic where they differ by an order of magnitude.
@@ -101,7 +105,7 @@ impl Axis {
         let first = candidates.iter().rposition(|&tick| tick <= low).unwrap_or(0);
         let last = candidates.iter().position(|&tick| tick >= high).unwrap_or(candidates.len() - 1);
         let ticks = candidates[first..=last].iter().map(|&tick| (tick, tick.to_string())).collect();
-        Self { label: format!("{label}, logarithmic"), ticks, is_log: true }
+        Self { label: format!("{label}, logarithmic"), ticks, is_log: true, events: Vec::new() }
     }
 
     /// A logarithmic axis of counts that double from `first` to `last`, with a tick at each.
@@ -111,7 +115,13 @@ impl Axis {
             label: label.into(),
             ticks: counts.map(|count| (f64::from(count), count.to_string())).collect(),
             is_log: true,
+            events: Vec::new(),
         }
+    }
+
+    /// The same with named places along it, each drawn as a line across the plot where this is its horizontal axis.
+    pub fn with_events(self, events: Vec<(f64, String)>) -> Self {
+        Self { events, ..self }
     }
 
     /// Where `value` lies from 0 to 1 along the axis; what the axis does not reach lies at its end.
@@ -131,6 +141,7 @@ impl Display for Plot<'_> {
         self.axes(f)?;
         let (frame_width, frame_height) = (width - LEFT - RIGHT, height - TOP - BOTTOM);
         writeln!(f, r#"<rect class="frame" x="{LEFT}" y="{TOP}" width="{frame_width}" height="{frame_height}"/>"#)?;
+        self.events(f)?;
         for (number, series) in self.series.iter().enumerate() {
             write!(f, r#"<polyline class="line s{number}" points=""#)?;
             for &(x, y) in &series.points {
@@ -192,6 +203,20 @@ impl Plot<'_> {
             write!(f, r#"<line class="line s{number}" x1="{at:.1}" y1="35" x2="{line_end:.1}" y2="35"/>"#)?;
             writeln!(f, r#"<text class="legend" x="{text_at:.1}" y="39">{}</text>"#, Escaped(name))?;
             at = text_at + name.chars().count() as f64 * CHAR_WIDTH + 14.0;
+        }
+        Ok(())
+    }
+
+    /// A line for each event with its name beside it, in turns at several heights so that neighbours can be read.
+    fn events(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bottom = self.height - BOTTOM;
+        for (number, (value, name)) in self.x.events.iter().enumerate() {
+            let (at, name) = (self.across(*value), Escaped(name));
+            let is_right = at > (LEFT + self.width - RIGHT) / 2.0;
+            let (text_at, anchor) = if is_right { (at - 5.0, "end") } else { (at + 5.0, "start") };
+            let y = TOP + EVENT_HEIGHT * (1 + number % EVENT_HEIGHTS) as f64;
+            write!(f, r#"<line class="event" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
+            writeln!(f, r#"<text class="event" x="{text_at:.1}" y="{y}" text-anchor="{anchor}">{name}</text>"#)?;
         }
         Ok(())
     }

@@ -57,7 +57,7 @@ pub struct RequestRecord {
     pub finish_reason: Option<String>,
     /// Turn of its chat, from 0.
     pub turn: u32,
-    /// What the server answered; kept only where a later turn needs it.
+    /// What the server answered; kept only where a later turn or a comparison needs it.
     pub text: Option<String>,
     /// How the client behaved.
     pub conduct: Conduct,

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::record::{Failure, RequestRecord};
 use crate::report::count_failure;
 
+use super::aftermath::{Aftermath, Compared};
 use super::broken::{Breakage, is_refusal};
 use super::half_open::HalfOpenEnds;
 use super::{Conduct, FaultArgs, ShareAt};
@@ -23,6 +24,8 @@ pub struct FaultReport {
     broken: Option<(f64, [Ends; Breakage::ALL.len()])>,
     /// Connections with half a request.
     pub(super) half_open: Option<HalfOpenEnds>,
+    /// Workers that were killed, or were to be.
+    pub(super) kills: Vec<Aftermath>,
 }
 
 /// How the requests of one fault ended. Those that the user stopped are not counted.
@@ -37,7 +40,7 @@ struct Ends {
 }
 
 /// Kinds of failure with their counts and one message of each.
-type Kinds = BTreeMap<String, (u64, String)>;
+pub(super) type Kinds = BTreeMap<String, (u64, String)>;
 
 /// One line of the report.
 #[derive(Debug, PartialEq, Eq)]
@@ -80,13 +83,14 @@ impl FaultReport {
             slow_readers: args.slow_readers.map(|slow| (slow, Ends::default(), Duration::ZERO)),
             broken: args.broken.map(|share| (share, Default::default())),
             half_open: None,
+            kills: args.kill_worker.iter().copied().map(Aftermath::of).collect(),
         }
     }
 
     /// Counts one request.
     pub(super) fn count(&mut self, record: &RequestRecord) {
         match record.conduct {
-            Conduct::Usual => {}
+            Conduct::Usual => self.kills.iter_mut().for_each(|kill| kill.observe(record)),
             Conduct::HangUp(_) => {
                 if let Some((_, ends)) = &mut self.cancel {
                     ends.count(record);
@@ -114,7 +118,20 @@ impl FaultReport {
         findings.extend(self.slow_readers.as_ref().map(slow_finding));
         findings.extend(self.broken.as_ref().map(|(_, ends)| broken_finding(ends)));
         findings.extend(self.half_open.as_ref().map(half_open_finding));
+        findings.extend(self.kills.iter().flat_map(kill_findings));
         findings
+    }
+
+    /// What stands on a timeline of the run: seconds, and what happened then.
+    pub fn events(&self) -> Vec<(f64, String)> {
+        let mut events = Vec::new();
+        for kill in &self.kills {
+            let Some(Ok((at_ns, _))) = kill.struck else { continue };
+            let at_s = at_ns as f64 / 1e9;
+            events.push((at_s, format!("rank {} killed", kill.kill.rank)));
+            events.extend(kill.recovered_after().map(|after| (at_s + after.as_secs_f64(), "tokens again".into())));
+        }
+        events
     }
 
     /// The same as one JSON object with a field for each fault that was asked for; times in milliseconds.
@@ -129,6 +146,8 @@ impl FaultReport {
         put("slow_readers", self.slow_readers.as_ref().map(slow_to_json));
         put("broken_bodies", self.broken.as_ref().map(broken_to_json));
         put("half_open", self.half_open.as_ref().map(half_open_to_json));
+        let kills: Vec<Value> = self.kills.iter().map(kill_to_json).collect();
+        put("killed_workers", (!kills.is_empty()).then(|| json!(kills)));
         Value::Object(fields)
     }
 }
@@ -243,6 +262,69 @@ fn half_open_to_json(ends: &HalfOpenEnds) -> Value {
         "watched_ms": ms(ends.watched),
         "not_opened": ends.not_opened.0,
         "not_opened_example": ends.not_opened.1,
+    })
+}
+
+fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
+    let name = format!("worker {} killed", kill.kill.rank);
+    let (at_ns, pid) = match &kill.struck {
+        Some(Ok(struck)) => *struck,
+        Some(Err(why)) => return vec![Finding { name, text: format!("not killed: {why}"), is_bad: true }],
+        None => {
+            let text = format!("not killed: the run ended before it was due at {:?}", kill.kill.at);
+            return vec![Finding { name, text, is_bad: true }];
+        }
+    };
+    let recovered = kill.recovered_after();
+    let mut text = format!("at {:.2} s (process {pid}): ", at_ns as f64 / 1e9);
+    match recovered {
+        Some(after) => text += &format!("tokens again after {:.0} ms", ms(after)),
+        None => text += "no token came any more",
+    }
+    if let Some(gap) = kill.longest_gap {
+        text += &format!("; longest gap of a live stream {:.0} ms", ms(gap));
+    }
+    let (lived, failed) = (kill.lived, kinds_in_words(&kill.failed));
+    let live = lived + kill.failed.values().map(|(count, _)| count).sum::<u64>();
+    let mut streams = format!("{live}: {lived} went on to their end");
+    if !failed.is_empty() {
+        streams += &format!(", {} failed ({failed})", live - lived);
+    }
+    let Compared { same, other, unanswered } = kill.compared;
+    let asked = same + other + unanswered;
+    if asked > 0 {
+        streams += &format!("; {asked} prompts asked again after the run: {same} gave the same text");
+    }
+    if other > 0 {
+        streams += &format!(", {other} another");
+    }
+    if unanswered > 0 {
+        streams += &format!(", {unanswered} no answer");
+    }
+    vec![
+        Finding { name, text, is_bad: recovered.is_none() },
+        Finding { name: "  streams live then".into(), text: streams, is_bad: live > lived || asked > same },
+    ]
+}
+
+fn kill_to_json(kill: &Aftermath) -> Value {
+    let (struck, why) = match &kill.struck {
+        Some(Ok(struck)) => (Some(*struck), None),
+        Some(Err(why)) => (None, Some(why.to_string())),
+        None => (None, Some("the run ended before".to_owned())),
+    };
+    let Compared { same, other, unanswered } = kill.compared;
+    json!({
+        "rank": kill.kill.rank,
+        "due_ms": ms(kill.kill.at),
+        "killed_ms": struck.map(|(at_ns, _)| at_ns as f64 / 1e6),
+        "pid": struck.map(|(_, pid)| pid),
+        "not_killed": why,
+        "recovery_ms": kill.recovered_after().map(ms),
+        "longest_gap_ms": kill.longest_gap.map(ms),
+        "live_streams_completed": kill.lived,
+        "live_streams_failed_by_kind": counts(&kill.failed),
+        "asked_again": { "same_text": same, "other_text": other, "unanswered": unanswered },
     })
 }
 

@@ -81,7 +81,7 @@ fn a_request_has_one_fault_and_all_shares_are_met() {
     let parse = |text: &str| Some(text.parse().expect("valid"));
     let args =
         FaultArgs { cancel: parse("20%@1s"), slow_readers: parse("30%@2s"), broken: Some(0.1), ..FaultArgs::default() };
-    assert_eq!(args.check(), Ok(()));
+    assert_eq!(args.check(None), Ok(()));
     let conducts = args.conducts(9);
     let counts = (0..10_000).map(|index| conducts.of(index)).fold([0u32; 6], |mut counts, conduct| {
         counts[match conduct {
@@ -99,7 +99,7 @@ fn a_request_has_one_fault_and_all_shares_are_met() {
         assert!(count.abs_diff(want) <= within, "{counts:?}");
     }
     let too_many = FaultArgs { broken: Some(0.6), ..args };
-    assert!(matches!(too_many.check(), Err(FaultError::Shares(share)) if share > 1.0));
+    assert!(matches!(too_many.check(None), Err(FaultError::Shares(share)) if share > 1.0));
 }
 
 /// Six events each 40 ms apart: a slow reader takes 200 ms or more where the others take none.
@@ -169,4 +169,72 @@ async fn half_open_sockets_disturb_nobody_and_are_told() {
     let half_open = &report["faults"]["half_open"];
     let counts = ["connections", "still_open", "closed_by_server", "not_opened"].map(|name| count(&half_open[name]));
     assert_eq!((counts, count(&report["completed"])), ([30, 30, 0, 0], 20));
+}
+
+#[test]
+fn kills_are_read_and_must_be_due_within_the_run() {
+    let kill: KillAt = "1@5s".parse().expect("valid");
+    assert_eq!((kill, kill.to_string().as_str()), (KillAt { rank: 1, at: Duration::from_secs(5) }, "1@5s"));
+    for text in ["", "1", "1@", "@5s", "-1@5s", "x@5s", "1@x"] {
+        assert!(text.parse::<KillAt>().is_err(), "{text}");
+    }
+    let args = FaultArgs { kill_worker: vec![kill], ..FaultArgs::default() };
+    assert_eq!((args.check(None), args.check(Some(Duration::from_secs(6)))), (Ok(()), Ok(())));
+    assert_eq!(args.check(Some(Duration::from_secs(5))), Err(FaultError::KillAfterEnd(kill)));
+}
+
+/// The mock stands in for a server whose group is lost at 500 ms and answers again at 1000 ms; a process that looks like
+/// its worker is killed meanwhile. Streams of 600 ms are live then.
+async fn kill_in_a_run(fault: Fault, rank: u32, line: &str) -> (anyhow::Result<()>, Value) {
+    let mut worker = kill::tests::stand_in(std::process::id(), rank);
+    let mock = Mock { itl: Duration::from_millis(20), fault, ..Mock::default() };
+    let line = format!("--duration 1500ms --concurrency 3 --max-tokens 30 --kill-worker {rank}@500ms {line}");
+    let (outcome, report, _) = run_against(mock, &line).await;
+    let status = worker.wait().expect("it was killed");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9));
+    (outcome, report["faults"]["killed_workers"][0].clone())
+}
+
+#[tokio::test]
+async fn a_worker_is_killed_and_clients_say_what_they_saw() {
+    let pause = Fault::Pause(Duration::from_millis(500), Duration::from_millis(1000));
+    for endpoint in ["chat", "completions"] {
+        let (outcome, kill) = kill_in_a_run(pause, 80, &format!("--endpoint {endpoint}")).await;
+        outcome.expect("all succeed");
+        let ms = |name: &str| kill[name].as_f64().unwrap_or_else(|| panic!("{name} of {kill}"));
+        assert!((500.0..800.0).contains(&ms("killed_ms")), "{kill}");
+        // The mock's clock starts a few requests before that of the run.
+        assert!((200.0..700.0).contains(&ms("recovery_ms")), "{kill}");
+        assert!((450.0..900.0).contains(&ms("longest_gap_ms")), "{kill}");
+        assert_eq!(kill["live_streams_completed"], 3, "{kill}");
+        assert_eq!(kill["live_streams_failed_by_kind"], json!({}));
+        assert_eq!(kill["asked_again"], json!({"same_text": 3, "other_text": 0, "unanswered": 0}));
+    }
+}
+
+#[tokio::test]
+async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
+    let (outcome, kill) = kill_in_a_run(Fault::CloseAfter(28), 81, "").await;
+    outcome.expect_err("every stream breaks off");
+    assert_eq!(
+        (&kill["live_streams_completed"], &kill["live_streams_failed_by_kind"]),
+        (&json!(0), &json!({"connection_lost": 3}))
+    );
+    let (outcome, kill) = kill_in_a_run(Fault::Fickle, 82, "--endpoint completions").await;
+    outcome.expect("all succeed");
+    assert_eq!(kill["asked_again"], json!({"same_text": 0, "other_text": 3, "unanswered": 0}));
+}
+
+#[tokio::test]
+async fn a_worker_that_is_not_there_is_told_before_the_run() {
+    let mock = Mock::default().serve().await;
+    let refused = async |line: &str| {
+        let line = format!("loadtest --target {} {line}", mock.base);
+        let refusal = crate::measure::tests::run_line(&line).await.expect_err("no worker");
+        format!("{refusal:#}")
+    };
+    let refusal = refused("--kill-worker 90@1s").await;
+    assert!(refusal.contains(&format!("process {} has no worker of rank 90", std::process::id())), "{refusal}");
+    assert!(refused("--kill-worker 90@1s --server-pid 1").await.contains("process 1 has no worker of rank 90"));
+    assert!(refused("--duration 1s --kill-worker 0@2s").await.contains("0@2s is not due before"));
 }

@@ -12,6 +12,11 @@ struct Cli {
     args: LoadtestArgs,
 }
 
+/// Runs a whole command line.
+pub(crate) async fn run_line(line: &str) -> anyhow::Result<()> {
+    run(Cli::try_parse_from(line.split_whitespace()).expect("valid options").args).await
+}
+
 /// Runs against `mock` with options `line` and returns the outcome, the report and the requests that were seen.
 pub(crate) async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, Value, Vec<Value>) {
     let mock = mock.serve().await;
@@ -19,8 +24,7 @@ pub(crate) async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, 
     let file = directory.path().join("report.json");
     std::fs::write(&file, "x".repeat(1 << 16)).expect("writable");
     let line = format!("loadtest --target {} --json {} {line}", mock.base, file.display());
-    let args = Cli::try_parse_from(line.split_whitespace()).expect("valid options").args;
-    let outcome = run(args).await;
+    let outcome = run_line(&line).await;
     let text = std::fs::read_to_string(&file).expect("the report was written");
     (outcome, serde_json::from_str(&text).expect("the report is JSON and nothing else"), mock.requests())
 }

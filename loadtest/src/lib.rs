@@ -3,7 +3,7 @@
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
 //! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
 //! [`report`] counts records into figures as they come, so that memory does not grow with the run. [`compare`] sets two
-//! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
+//! reports side by side, [`faults`] go wrong beside the load, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};

@@ -1,11 +1,14 @@
 //! `looplane loadtest` as a process: what needs the binary itself.
 
+mod common;
+
 use std::{
     io::{BufRead, BufReader},
     process::{Command, Stdio},
 };
 
-use serde_json::Value;
+use common::{Server, fixture};
+use serde_json::{Value, json};
 
 fn looplane() -> Command {
     Command::new(env!("CARGO_BIN_EXE_looplane"))
@@ -41,4 +44,43 @@ fn a_mock_ends_with_its_standard_input() {
     assert!(base.starts_with("http://127.0.0.1:"), "{base}");
     drop(mock.stdin.take());
     assert!(mock.wait().expect("it ends").success());
+}
+
+/// Clients that hang up, read slowly or send nonsense, sockets that send half a request, and a worker that is killed, all at
+/// once: the other requests do not notice, and streams go on with the same text.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_stands_every_fault_at_once() {
+    let model = fixture("llama-tied");
+    let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--device", "cpu", "--tp", "2"]).await;
+    let before = server.workers();
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let file = directory.path().join("report.json");
+    let load = "--duration 5s --concurrency 6 --prompt-tokens 20 --max-tokens 400 --ignore-eos --endpoint completions";
+    let faults = "--cancel 10%@20ms --slow-readers 10%@2ms --broken 20% --half-open 10 --kill-worker 1@1500ms";
+    let output = looplane()
+        .arg("loadtest")
+        .args(load.split(' '))
+        .args(faults.split(' '))
+        .args(["--target", server.base(), "--json"])
+        .arg(&file)
+        .output()
+        .expect("looplane runs");
+    assert!(output.status.success(), "{output:?}");
+    let report: Value = serde_json::from_slice(&std::fs::read(&file).expect("written")).expect("JSON");
+    let faults = &report["faults"];
+    assert_eq!(report["errors_by_kind"], json!({}), "{faults:#}");
+    for fault in ["cancel", "slow_readers"] {
+        assert_eq!(faults[fault]["failed"], 0, "{faults:#}");
+    }
+    let broken = &faults["broken_bodies"];
+    assert!(broken["requests"].as_u64() > Some(0), "{faults:#}");
+    assert_eq!(broken["answered_400"], broken["requests"], "{faults:#}");
+    assert_eq!((&faults["half_open"]["connections"], &faults["half_open"]["not_opened"]), (&json!(10), &json!(0)));
+
+    let kill = &faults["killed_workers"][0];
+    assert_eq!((&kill["not_killed"], &kill["pid"]), (&Value::Null, &json!(before[1])), "{kill:#}");
+    let lived = kill["live_streams_completed"].as_u64().expect("a count");
+    assert!((1..=6).contains(&lived) && kill["recovery_ms"].is_number(), "{kill:#}");
+    assert_eq!(kill["live_streams_failed_by_kind"], json!({}));
+    assert_eq!(kill["asked_again"], json!({"same_text": lived, "other_text": 0, "unanswered": 0}));
 }

@@ -124,14 +124,18 @@ impl FaultReport {
 
     /// What stands on a timeline of the run: seconds, and what happened then.
     pub fn events(&self) -> Vec<(f64, String)> {
-        let mut events = Vec::new();
+        let (mut kills, mut recoveries) = (Vec::new(), Vec::new());
         for kill in &self.kills {
             let Some(Ok((at_ns, _))) = kill.struck else { continue };
             let at_s = at_ns as f64 / 1e9;
-            events.push((at_s, format!("rank {} killed", kill.kill.rank)));
-            events.extend(kill.recovered_after().map(|after| (at_s + after.as_secs_f64(), "tokens again".into())));
+            kills.push((at_s, format!("rank {} killed", kill.kill.rank)));
+            recoveries.extend(kill.recovered_after().map(|after| at_s + after.as_secs_f64()));
         }
-        events
+        // A second kill during the silence after the first one has the same end, to the millisecond that it is known.
+        recoveries.sort_by(f64::total_cmp);
+        recoveries.dedup_by(|next, before| *next - *before < 2e-3);
+        kills.extend(recoveries.into_iter().map(|at_s| (at_s, "tokens again".into())));
+        kills
     }
 
     /// The same as one JSON object with a field for each fault that was asked for; times in milliseconds.
@@ -152,13 +156,16 @@ impl FaultReport {
     }
 }
 
+/// What is to say of `requests` that a fault was drawn for.
+fn finding(name: &str, requests: u64, text: String, is_bad: bool) -> Finding {
+    let text = if requests == 0 { "no request was drawn for it".into() } else { text };
+    Finding { name: name.into(), text, is_bad }
+}
+
 fn cancel_finding((cancel, ends): &(ShareAt, Ends)) -> Finding {
     let (time, cancelled, answered, failed) = (cancel.time, ends.as_meant, ends.answered, failed_in_words(ends));
-    Finding {
-        name: "cancelled by client".into(),
-        text: format!("{cancelled} hung up {time:?} after they were sent, {answered} were answered before{failed}"),
-        is_bad: ends.failed() > 0,
-    }
+    let text = format!("{cancelled} hung up {time:?} after they were sent, {answered} were answered before{failed}");
+    finding("cancelled by client", ends.requests(), text, ends.failed() > 0)
 }
 
 fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
@@ -175,14 +182,9 @@ fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
 
 fn slow_finding((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Finding {
     let (pause, answered, failed) = (slow.time, ends.answered, failed_in_words(ends));
-    Finding {
-        name: "slow readers".into(),
-        text: format!(
-            "{answered} read an event each {pause:?} to the end, {:.1} s at most{failed}",
-            longest.as_secs_f64()
-        ),
-        is_bad: ends.failed() > 0,
-    }
+    let text =
+        format!("{answered} read an event each {pause:?} to the end, {:.1} s at most{failed}", longest.as_secs_f64());
+    finding("slow readers", ends.requests(), text, ends.failed() > 0)
 }
 
 fn slow_to_json((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Value {
@@ -209,7 +211,7 @@ fn broken_finding(broken: &[Ends]) -> Finding {
             text += &format!("; {}: {}", breakage.name(), kinds_in_words(&ends.otherwise));
         }
     }
-    Finding { name: "broken bodies".into(), text, is_bad: refused < requests }
+    finding("broken bodies", requests, text, refused < requests)
 }
 
 fn broken_to_json((share, broken): &(f64, [Ends; Breakage::ALL.len()])) -> Value {
@@ -275,19 +277,23 @@ fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
             return vec![Finding { name, text, is_bad: true }];
         }
     };
+    let live = kill.lived + kill.failed.values().map(|(count, _)| count).sum::<u64>();
     let recovered = kill.recovered_after();
     let mut text = format!("at {:.2} s (process {pid}): ", at_ns as f64 / 1e9);
     match recovered {
         Some(after) => text += &format!("tokens again after {:.0} ms", ms(after)),
+        None if live == 0 => text += "no token came any more, and no stream was live",
         None => text += "no token came any more",
     }
     if let Some(gap) = kill.longest_gap {
         text += &format!("; longest gap of a live stream {:.0} ms", ms(gap));
     }
     let (lived, failed) = (kill.lived, kinds_in_words(&kill.failed));
-    let live = lived + kill.failed.values().map(|(count, _)| count).sum::<u64>();
-    let mut streams = format!("{live}: {lived} went on to their end");
-    if !failed.is_empty() {
+    let mut streams = match live {
+        0 => "none, so that what is above holds the load's own pauses".to_owned(),
+        _ => format!("{live}: {lived} went on to their end"),
+    };
+    if live > lived {
         streams += &format!(", {} failed ({failed})", live - lived);
     }
     let Compared { same, other, unanswered } = kill.compared;
@@ -302,7 +308,7 @@ fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
         streams += &format!(", {unanswered} no answer");
     }
     vec![
-        Finding { name, text, is_bad: recovered.is_none() },
+        Finding { name, text, is_bad: recovered.is_none() && live > 0 },
         Finding { name: "  streams live then".into(), text: streams, is_bad: live > lived || asked > same },
     ]
 }

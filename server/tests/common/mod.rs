@@ -81,6 +81,11 @@ impl Server {
         }
     }
 
+    /// Scheme, host and port.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
     /// The server's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

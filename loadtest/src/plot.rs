@@ -349,7 +349,31 @@ mod tests {
         assert_eq!((ticks, Axis::of_doublings("GPUs", 1, 16).position(4.0)), (5, 0.5));
     }
 
-    /// The control of the test above: a point beside the frame is found.
+    #[test]
+    fn events_stand_along_the_axis_with_their_names() {
+        let events = vec![(2.0, "rank 1 <killed>".to_owned()), (8.0, "tokens again".to_owned())];
+        let (x, y) =
+            (Axis::linear("time, s", 0.0, 10.0, STEPS).with_events(events), Axis::linear("n", 0.0, 1.0, STEPS));
+        let plot = Plot { title: "a", width: 1000.0, height: 200.0, x, y, series: vec![] };
+        let drawn = elements(&plot.to_string());
+        let with_name =
+            |name: &str| drawn.iter().filter(|e| e.class() == "event" && e.name == name).collect::<Vec<_>>();
+        let (lines, names) = (with_name("line"), with_name("text"));
+        let frame = 1000.0 - LEFT - RIGHT;
+        for (line, share) in lines.iter().zip([0.2, 0.8]) {
+            assert!((line.number("x1") - LEFT - share * frame).abs() < 0.06, "{line:?}");
+        }
+        assert!(lines.len() == 2 && lines.iter().all(|e| (e.number("y1"), e.number("y2")) == (TOP, 200.0 - BOTTOM)));
+        assert_eq!(
+            names.iter().map(|e| e.text.as_str()).collect::<Vec<_>>(),
+            ["rank 1 &lt;killed&gt;", "tokens again"]
+        );
+        let anchors: Vec<&str> = names.iter().map(|e| e.attributes["text-anchor"].as_str()).collect();
+        assert_eq!(anchors, ["start", "end"], "names stay inside");
+        assert!(names[0].number("y") < names[1].number("y"), "neighbours do not cover each other");
+    }
+
+    /// The control of what the tests above find within frames: a point beside one is found.
     #[test]
     #[should_panic(expected = "beside the frame")]
     fn a_point_beside_the_frame_is_seen() {

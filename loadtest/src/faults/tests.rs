@@ -1,5 +1,6 @@
 use super::*;
 use crate::client::Client;
+use crate::markup::{Element, elements};
 use crate::measure::tests::run_against;
 use crate::mock::{Fault, Mock};
 use crate::record::{Clock, RequestRecord};
@@ -214,8 +215,22 @@ async fn a_worker_is_killed_and_clients_say_what_they_saw() {
 
 #[tokio::test]
 async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
-    let (outcome, kill) = kill_in_a_run(Fault::CloseAfter(28), 81, "").await;
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let page = directory.path().join("run.html");
+    let (outcome, kill) = kill_in_a_run(Fault::CloseAfter(28), 81, &format!("--html {}", page.display())).await;
     outcome.expect_err("every stream breaks off");
+    let page = elements(&std::fs::read_to_string(page).expect("written"));
+    let texts =
+        |of: &dyn Fn(&Element) -> bool| page.iter().filter(|e| of(e)).map(|e| e.text.clone()).collect::<Vec<_>>();
+    assert!(texts(&|e| e.name == "h2").contains(&"Faults".to_owned()));
+    let bad = texts(&|e| e.name == "td" && e.class() == "bad");
+    assert_eq!(bad[0], "3: 0 went on to their end, 3 failed (connection_lost × 3)");
+    let events = texts(&|e| e.name == "text" && e.class() == "event");
+    assert_eq!(
+        events.iter().filter(|event| *event == "rank 81 killed").count(),
+        2,
+        "on both plots of the run: {events:?}"
+    );
     assert_eq!(
         (&kill["live_streams_completed"], &kill["live_streams_failed_by_kind"]),
         (&json!(0), &json!({"connection_lost": 3}))

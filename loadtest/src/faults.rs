@@ -12,6 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::args::parse_duration;
+use crate::client::Client;
 
 mod aftermath;
 mod broken;
@@ -21,7 +22,7 @@ mod report;
 mod run;
 
 pub use broken::Breakage;
-pub use kill::KillError;
+pub use kill::{KillError, LocalServer};
 pub use report::{FaultReport, Finding};
 pub use run::FaultRun;
 
@@ -135,6 +136,22 @@ impl FaultArgs {
         }
         let late = self.kill_worker.iter().find(|kill| duration.is_some_and(|duration| kill.at >= duration));
         late.map_or(Ok(()), |&kill| Err(FaultError::KillAfterEnd(kill)))
+    }
+
+    /// The server whose workers are to be killed, if any are: all of them are there.
+    ///
+    /// # Errors
+    /// [`KillError`] where one of them cannot be found.
+    pub async fn victim(&self, client: &Client) -> Result<Option<LocalServer>, KillError> {
+        if self.kill_worker.is_empty() {
+            return Ok(None);
+        }
+        let server = match self.server_pid {
+            Some(pid) => LocalServer::of_pid(pid),
+            None => LocalServer::behind(client).await?,
+        };
+        self.kill_worker.iter().try_for_each(|kill| server.worker(kill.rank).map(|_| ()))?;
+        Ok(Some(server))
     }
 
     /// The conduct of each request of a load of this seed.

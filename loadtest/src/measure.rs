@@ -57,6 +57,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let mut requests = RequestLines { file: requests_file.transpose()?, failure: None };
     let Prepared { workload, mut setup } = prepare(args, trace.clone(), stop).await?;
 
+    let victim = args.faults.victim(&workload.client).await?;
     let mut tallies = Vec::new();
     let mut first_index = args.warmup;
     for run in 0..args.runs {
@@ -69,7 +70,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             None => args.pacing(run)?,
         };
         let load = Load { pacing, extent: args.extent(), first_index, conducts: args.faults.conducts(args.seed) };
-        let mut faults = FaultRun::prepare(&args.faults, &workload).await?;
+        let mut faults = FaultRun::start(&args.faults, victim, &workload).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
         faults.begin(&args.faults, running.clock);
         let mut tally = Tally::new(window, args.slo);

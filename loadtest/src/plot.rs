@@ -141,7 +141,10 @@ impl Display for Plot<'_> {
         self.axes(f)?;
         let (frame_width, frame_height) = (width - LEFT - RIGHT, height - TOP - BOTTOM);
         writeln!(f, r#"<rect class="frame" x="{LEFT}" y="{TOP}" width="{frame_width}" height="{frame_height}"/>"#)?;
-        self.events(f)?;
+        for (value, _) in &self.x.events {
+            let (at, bottom) = (self.across(*value), height - BOTTOM);
+            writeln!(f, r#"<line class="event" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
+        }
         for (number, series) in self.series.iter().enumerate() {
             write!(f, r#"<polyline class="line s{number}" points=""#)?;
             for &(x, y) in &series.points {
@@ -155,6 +158,7 @@ impl Display for Plot<'_> {
                 writeln!(f, "<title>{}</title></circle>", Escaped(meaning))?;
             }
         }
+        self.event_names(f)?;
         writeln!(f, "</svg>")
     }
 }
@@ -207,15 +211,14 @@ impl Plot<'_> {
         Ok(())
     }
 
-    /// A line for each event with its name beside it, in turns at several heights so that neighbours can be read.
-    fn events(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bottom = self.height - BOTTOM;
+    /// The name of each event beside its line and over what is drawn, at several heights in turn so that neighbours can be
+    /// read.
+    fn event_names(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, (value, name)) in self.x.events.iter().enumerate() {
             let (at, name) = (self.across(*value), Escaped(name));
             let is_right = at > (LEFT + self.width - RIGHT) / 2.0;
             let (text_at, anchor) = if is_right { (at - 5.0, "end") } else { (at + 5.0, "start") };
             let y = TOP + EVENT_HEIGHT * (1 + number % EVENT_HEIGHTS) as f64;
-            write!(f, r#"<line class="event" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
             writeln!(f, r#"<text class="event" x="{text_at:.1}" y="{y}" text-anchor="{anchor}">{name}</text>"#)?;
         }
         Ok(())

@@ -112,6 +112,7 @@ pub struct Tally {
     /// Output tokens that arrived in each second of the run.
     tokens_in_second: Vec<f64>,
     timeline: Timeline,
+    timeline_ended_ns: u64,
     sample: Sample,
     peak_in_flight: usize,
     client_lag: Distribution,
@@ -139,12 +140,13 @@ impl Tally {
 
     /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
-        self.ended_ns = self.ended_ns.max(record.ended_ns);
         self.timeline.add_request(record.sent_ns, record.ended_ns);
+        self.timeline_ended_ns = self.timeline_ended_ns.max(record.ended_ns);
         if record.conduct != Conduct::Usual {
             self.misused += 1;
             return;
         }
+        self.ended_ns = self.ended_ns.max(record.ended_ns);
         if record.failure.is_none() {
             self.add_throughput(record);
         }
@@ -268,7 +270,7 @@ impl Tally {
         self.interrupted
     }
 
-    /// From the start of the run to the end of its last request, in seconds.
+    /// From the start of the run to the end of its last request whose client behaved, in seconds.
     pub fn duration_s(&self) -> f64 {
         self.ended_ns as f64 / 1e9
     }
@@ -346,7 +348,7 @@ impl Tally {
 
     /// Load and throughput over the run.
     pub fn moments(&self) -> Vec<Moment> {
-        self.timeline.moments(self.ended_ns)
+        self.timeline.moments(self.timeline_ended_ns)
     }
 
     /// Times of single requests that succeeded, as [`Sample::to_json`] has them.

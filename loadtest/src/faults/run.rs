@@ -8,7 +8,7 @@ use crate::record::{Clock, RequestRecord};
 
 use super::FaultArgs;
 use super::half_open::HalfOpen;
-use super::kill::{KillError, Killer, LocalServer};
+use super::kill::{Killer, LocalServer};
 use super::report::FaultReport;
 
 /// The faults of a run under way.
@@ -20,25 +20,14 @@ pub struct FaultRun {
 }
 
 impl FaultRun {
-    /// Makes ready what `args` ask for, just before the requests of `workload` are sent.
-    ///
-    /// # Errors
-    /// [`KillError`] where a worker that is to be killed cannot be found.
-    pub async fn prepare(args: &FaultArgs, workload: &Workload) -> Result<Self, KillError> {
-        let mut victim = None;
-        if !args.kill_worker.is_empty() {
-            let server = match args.server_pid {
-                Some(pid) => LocalServer::of_pid(pid),
-                None => LocalServer::behind(&workload.client).await?,
-            };
-            args.kill_worker.iter().try_for_each(|kill| server.worker(kill.rank).map(|_| ()))?;
-            victim = Some(server);
-        }
+    /// Begins what `args` ask for, just before the requests of `workload` are sent; `victim` is the server whose workers
+    /// are killed, where any are.
+    pub async fn start(args: &FaultArgs, victim: Option<LocalServer>, workload: &Workload) -> Self {
         let half_open = match args.half_open {
             Some(count) => Some(HalfOpen::open(count, &workload.client, workload.path()).await),
             None => None,
         };
-        Ok(Self { report: FaultReport::of(args), half_open, victim, killer: None })
+        Self { report: FaultReport::of(args), half_open, victim, killer: None }
     }
 
     /// The run began: kills are due by its `clock`.

@@ -1,5 +1,4 @@
 use super::*;
-use crate::client::Client;
 use crate::markup::{Element, elements};
 use crate::measure::tests::run_against;
 use crate::mock::{Fault, Mock};

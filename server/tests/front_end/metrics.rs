@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::{
     Server,
     client::{get, open, post, read_until},
-    engine::{answer, token},
+    engine::{answer, model, token},
     options,
     scrape::Scrape,
     spell,
@@ -28,8 +28,8 @@ async fn answers_are_counted_by_route_and_errors_by_code() {
     let request = json!({"prompt": [5]});
     let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), script.play(answer("x")));
     assert_eq!(response.status, 200);
-    post(server.address, COMPLETION, json!({"prompt": [5], "tools": []})).await;
-    post(server.address, COMPLETION, json!({"prompt": [5], "tools": []})).await;
+    post(server.address, COMPLETION, json!({"prompt": [5], "colour": "red"})).await;
+    post(server.address, COMPLETION, json!({"prompt": [5], "colour": "red"})).await;
     let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" };
     tokio::join!(post(server.address, COMPLETION, &request), script.refuse(full));
     // Given up in the middle of a stream, whose head said 200.
@@ -46,7 +46,7 @@ async fn answers_are_counted_by_route_and_errors_by_code() {
     assert_eq!([answers(COMPLETION, "200"), answers(COMPLETION, "400"), answers(COMPLETION, "429")], [2.0, 2.0, 1.0]);
     assert_eq!([answers("none", "404"), answers("/v1/models/{*id}", "404")], [2.0, 1.0], "paths are no labels");
     for (code, count) in [
-        ("unsupported_parameter", 2.0),
+        ("unknown_parameter", 2.0),
         ("rate_limit_exceeded", 1.0),
         ("generation_failed", 1.0),
         ("not_found", 2.0),
@@ -61,9 +61,10 @@ async fn answers_are_counted_by_route_and_errors_by_code() {
 
 #[tokio::test]
 async fn it_answers_in_every_state_of_the_engine() {
-    let (server, script) = Server::start(options()).await;
+    let (server, mut script) = Server::start(options()).await;
     script.model.send_replace(None);
     assert!(!scrape(&server).await.has("model_info"), "nothing is known of a model that loads");
+    script.model.send_replace(Some(std::sync::Arc::new(model())));
     for (state, word) in [
         (EngineState::Loading("packing".into()), "loading"),
         (EngineState::Ready, "ready"),
@@ -79,8 +80,10 @@ async fn it_answers_in_every_state_of_the_engine() {
             );
         }
     }
+    script.state.send_replace(EngineState::Ready);
     // A request that runs keeps a draining server up.
     let mut client = open(server.address, COMPLETION, &json!({"prompt": [5], "stream": true}).to_string()).await;
+    let _sequence = script.accept().await;
     read_until(&mut client, "text/event-stream").await;
     server.stop.drain.cancel();
     tokio::time::sleep(std::time::Duration::from_millis(50)).await;

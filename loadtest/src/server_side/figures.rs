@@ -154,7 +154,7 @@ impl Figures {
                 .map(|per_s| format!("{per_s:.1} a second (the client's: {:.1})", tally.output_tokens_per_s())),
         );
         put("time to first token", self.ttft_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("ttft"))));
-        put("between tokens", self.itl_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("itl"))));
+        put("between tokens", self.itl_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("tpot"))));
         put("in the queue", self.queue_ms.map(|ms| format!("{ms:.2} ms in the mean")));
         put("preempted", self.preemptions.filter(|count| *count > 0.0).map(|count| format!("{count:.0} times")));
         put(

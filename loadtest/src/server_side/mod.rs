@@ -64,7 +64,9 @@ pub struct Watch {
 impl Before {
     /// Asks the server at `target` for the first time.
     pub async fn ask(target: &str, api_key: Option<&str>) -> Self {
-        match Client::new(target, api_key, ANSWER_LIMIT) {
+        // Looplane's gRPC interface has the port of its HTTP one.
+        let target = target.replacen("grpc://", "http://", 1);
+        match Client::new(&target, api_key, ANSWER_LIMIT) {
             Ok(client) => Self { said: ask(&client).await, client: Some(client) },
             Err(error) => Self { client: None, said: Err(error.to_string()) },
         }

@@ -30,7 +30,7 @@ impl ServerSide {
         for (name, value) in figures.in_words(tally, series.read_limit_gb_s) {
             writeln!(f, "<tr><th>{name}</th><td>{}</td></tr>", Escaped(&value))?;
         }
-        writeln!(f, "</table></div>\n<p class=\"muted\">{}.</p>", series.in_words())
+        writeln!(f, "</table></div>\n<p class=\"muted\">Figures {}.</p>", series.in_words())
     }
 }
 

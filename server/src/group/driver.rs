@@ -6,7 +6,6 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use looplane_proto::worker::v1::{Outcome, Plan};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -14,11 +13,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::launch::{Alive, Launcher, Workers};
 use super::life::Life;
-use super::start::{GRACE, Link, RankEvent, StartError, Traffic, start};
+use super::start::{GRACE, Link, StartError, Traffic, start};
 use super::vitals::{Heard, answer, probe, silent_rank};
 use super::{Figures, GroupConfig};
 use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
-use crate::metrics::{EngineMetrics, StepRun};
+use crate::metrics::EngineMetrics;
 use crate::sched::{Action, Event, Scheduler};
 
 #[cfg(test)]
@@ -51,7 +50,7 @@ enum End {
 }
 
 /// Why a group was lost.
-struct Fault {
+pub(super) struct Fault {
     words: String,
     /// A stream broke: the exit of the worker behind it is about to be known, and says more.
     exit_follows: bool,
@@ -62,7 +61,7 @@ impl Fault {
         Self { words, exit_follows: false }
     }
 
-    fn broken_stream(words: String) -> Self {
+    pub(super) fn broken_stream(words: String) -> Self {
         Self { words, exit_follows: true }
     }
 }
@@ -95,7 +94,7 @@ pub(super) struct Driver {
     /// When the last group was lost; none while one takes plans.
     lost_at: Option<Instant>,
     /// Of the group at hand.
-    traffic: Traffic,
+    pub(super) traffic: Traffic,
     /// Set by the request to shut down: when sequences that still run are given up.
     drain_until: Option<Instant>,
     pub(super) actions: Vec<Action>,
@@ -301,56 +300,6 @@ impl Driver {
                 }
             }
         }
-    }
-
-    fn rank_event(&mut self, event: RankEvent, ranks: &mut [Heard]) -> Result<(), Fault> {
-        match event {
-            RankEvent::Outcome { rank, outcome } => {
-                ranks[rank] = Heard { when: Instant::now(), step: (outcome.version, outcome.step) };
-                // The other ranks sample the same tokens; that they keep pace is all there is to know.
-                if rank == 0 { Ok(self.outcome(outcome)?) } else { Ok(()) }
-            }
-            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(format!("rank {rank} {words}"))),
-        }
-    }
-
-    fn outcome(&mut self, outcome: Outcome) -> Result<(), String> {
-        self.channels.metrics.generation_tokens.inc_by(outcome.tokens.len() as u64);
-        let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
-        let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
-        self.apply(Event::Outcome(outcome))?;
-        if ran_step {
-            let prompt_rows = u64::from(self.scheduler.prompt_rows()).min(rows);
-            let Traffic { stream_bytes, position_bytes, .. } = self.traffic;
-            let read_bytes = stream_bytes + positions * position_bytes;
-            let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
-            self.channels.metrics.step(step);
-        }
-        Ok(())
-    }
-
-    fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
-        while let Some(plan) = self.scheduler.next_plan() {
-            tracing::trace!(?plan, "plan");
-            self.sent(&plan);
-            for (rank, plans) in link.plans.iter().enumerate() {
-                let refused = |_| Fault::broken_stream(format!("rank {rank} does not take its plans"));
-                plans.try_send(plan.clone()).map_err(refused)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Counts a plan, and the sequences that it gives a slot.
-    fn sent(&mut self, plan: &Plan) {
-        let (metrics, now) = (&self.channels.metrics, Instant::now());
-        metrics.plans.inc();
-        for admit in &plan.admit {
-            if let Some(stream) = self.streams.get_mut(&admit.sequence) {
-                stream.life.admitted(now, metrics);
-            }
-        }
-        metrics.set_load(self.scheduler.load());
     }
 
     /// Waits for `future` while there is no group to feed; `None` if shutdown has nothing left to wait for.

@@ -2,9 +2,12 @@
 //! starts them again when one is lost. The other end of [`EngineHandle`].
 //!
 //! `launch` starts and ends processes, `start` brings a group from nothing to the first plan, `driver` owns the scheduler and
-//! lives from spawn to shutdown, `intake` is its side towards the front end, `life` the times of a sequence, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move messages.
+//! lives from spawn to shutdown, `intake` is its side towards the front end and `exchange` that towards the workers, `life`
+//! has the times of a sequence, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move
+//! messages.
 
 mod driver;
+mod exchange;
 #[cfg(test)]
 mod fake;
 mod intake;

@@ -3,7 +3,7 @@
 use looplane_proto::worker::v1::Finish;
 
 use super::super::fake::{FakeLauncher, Script};
-use super::super::start::GroupFacts;
+use super::super::start::{GroupFacts, RankEvent};
 use super::*;
 use crate::engine::{EngineHandle, FinishReason};
 use crate::sched::Limits;

@@ -50,10 +50,7 @@ pub struct Series {
 }
 
 /// What a server said before a run, with which the questions begin.
-pub struct Before {
-    client: Option<Client>,
-    said: Result<Snapshot, String>,
-}
+pub struct Before(Result<(Client, Snapshot), String>);
 
 /// Asks a server again and again until the run is over.
 pub struct Watch {
@@ -66,10 +63,10 @@ impl Before {
     pub async fn ask(target: &str, api_key: Option<&str>) -> Self {
         // Looplane's gRPC interface has the port of its HTTP one.
         let target = target.replacen("grpc://", "http://", 1);
-        match Client::new(&target, api_key, ANSWER_LIMIT) {
-            Ok(client) => Self { said: ask(&client).await, client: Some(client) },
-            Err(error) => Self { client: None, said: Err(error.to_string()) },
-        }
+        Self(match Client::new(&target, api_key, ANSWER_LIMIT) {
+            Ok(client) => ask(&client).await.map(|said| (client, said)),
+            Err(error) => Err(error.to_string()),
+        })
     }
 
     /// Goes on asking while the run is on whose clock this is.
@@ -88,10 +85,15 @@ impl Watch {
     }
 }
 
-async fn follow(before: Before, clock: Clock, read_limit_gb_s: Option<f64>, over: CancellationToken) -> ServerSide {
+async fn follow(
+    Before(before): Before,
+    clock: Clock,
+    read_limit_gb_s: Option<f64>,
+    over: CancellationToken,
+) -> ServerSide {
     let (client, first) = match before {
-        Before { client: Some(client), said: Ok(first) } => (client, first),
-        Before { said, .. } => return ServerSide::Unknown(said.err().unwrap_or_default()),
+        Ok(before) => before,
+        Err(why) => return ServerSide::Unknown(why),
     };
     let mut series = Series { said: vec![(0.0, first)], missed: 0, read_limit_gb_s };
     let mut period = PERIOD;

@@ -156,16 +156,21 @@ impl Figures {
         put("time to first token", self.ttft_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("ttft"))));
         put("between tokens", self.itl_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("tpot"))));
         put("in the queue", self.queue_ms.map(|ms| format!("{ms:.2} ms in the mean")));
-        put("preempted", self.preemptions.filter(|count| *count > 0.0).map(|count| format!("{count:.0} times")));
+        put("preempted", self.preemptions.filter(|count| *count > 0.0).map(times));
         put(
             "workers lost",
             self.worker_losses.filter(|count| *count > 0.0).map(|count| {
                 let back = self.recovery_s.map_or_else(String::new, |s| format!(", back after {s:.2} s in the mean"));
-                format!("{count:.0} times{back}")
+                times(count) + &back
             }),
         );
         rows
     }
+}
+
+/// "once", "3 times".
+fn times(count: f64) -> String {
+    if count == 1.0 { "once".into() } else { format!("{count:.0} times") }
 }
 
 impl ServerSide {

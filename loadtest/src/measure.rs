@@ -20,6 +20,7 @@ use crate::lengths::Shapes;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
+use crate::server_side::Before;
 use crate::spread::{self, Spread};
 use crate::table::Table;
 use crate::trace::Trace;
@@ -44,6 +45,7 @@ pub struct Prepared {
 /// Measures what `args` describe; see [`crate::run`].
 pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()> {
     let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
+    let read_limit_gb_s = args.read_limit.as_ref().map(|limit| limit.gb_s()).transpose()?;
     let files = Files {
         json: args.json.as_deref().map(open_for_report).transpose()?,
         html: args.html.as_deref().map(open_for_report).transpose()?,
@@ -67,13 +69,16 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             None => args.pacing(run)?,
         };
         let load = Load { pacing, extent: args.extent(), first_index };
+        let before = Before::ask(&args.target, args.api_key.as_deref()).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
+        let watch = before.watch(running.clock, read_limit_gb_s);
         let mut tally = Tally::new(window, args.slo);
         collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
             first_index = first_index.max(record.index + 1);
             requests.write(run, record);
         })
         .await;
+        tally.set_server_side(watch.end().await);
         tallies.push(tally);
         if stop.is_cancelled() {
             setup.notes.push(format!("stopped by the user in run {} of {}", run + 1, args.runs));

@@ -24,6 +24,9 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::args::parse_duration;
+use metrics::Counts;
+
+mod metrics;
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
@@ -81,6 +84,8 @@ pub enum Fault {
     Stall(Duration, Duration),
     /// Answers so many at a time; the others wait.
     Slots(usize),
+    /// Has no `/metrics`.
+    NoMetrics,
 }
 
 /// What the mock does.
@@ -104,6 +109,7 @@ struct State {
     mock: Mock,
     started: OnceLock<Instant>,
     slots: Arc<Semaphore>,
+    counts: Arc<Counts>,
     #[cfg(test)]
     seen: seen::Seen,
 }
@@ -163,6 +169,7 @@ impl State {
             } else {
                 Semaphore::MAX_PERMITS
             })),
+            counts: Arc::default(),
             #[cfg(test)]
             seen: seen::Seen::default(),
         })
@@ -193,6 +200,10 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         "/v1/chat/completions" => true,
         "/v1/completions" => false,
         "/v1/models" => return Ok(whole(StatusCode::OK, r#"{"object":"list","data":[{"id":"mock"}]}"#)),
+        "/metrics" if !matches!(state.mock.fault, Fault::NoMetrics) => {
+            let text = Full::new(state.counts.text().into()).map_err(|never| match never {});
+            return Ok(Response::new(text.boxed_unsync()));
+        }
         _ => return Ok(whole(StatusCode::NOT_FOUND, r#"{"error":{"message":"the mock has no such path"}}"#)),
     };
     let (head, body) = request.into_parts();
@@ -217,12 +228,14 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         }
         _ => {}
     }
+    let waiting = state.counts.arrive();
     let slot = state.slots.clone().acquire_owned().await;
+    let answering = waiting.begin(prompt_tokens(&body) as u64, tokens(&body).into());
     if matches!(mock.fault, Fault::Slots(_)) {
         begun = Instant::now();
     }
     // The answer holds its slot until it has ended, however it does.
-    let held = stream::once(async move { drop(slot) }).filter_map(async |()| None);
+    let held = stream::once(async move { drop((slot, answering)) }).filter_map(async |()| None);
     let frames = stream::iter(mock.steps(&body, is_chat)).then(move |(after, step)| async move {
         tokio::time::sleep_until(begun + after).await;
         match step {
@@ -245,7 +258,7 @@ impl Mock {
             false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
         };
         let event = |data: &Value| Step::Send(format!("data: {data}\n\n").into());
-        let tokens = request["max_tokens"].as_u64().unwrap_or(DEFAULT_TOKENS) as u32;
+        let tokens = tokens(request);
 
         let mut steps = Vec::new();
         if is_chat {
@@ -288,6 +301,11 @@ impl Mock {
         }
         steps
     }
+}
+
+/// Tokens of the answer to `request`.
+fn tokens(request: &Value) -> u32 {
+    request["max_tokens"].as_u64().unwrap_or(DEFAULT_TOKENS) as u32
 }
 
 /// Two tokens a word and three for the template, so that words and tokens cannot be confused.

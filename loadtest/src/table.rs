@@ -3,6 +3,7 @@
 use std::fmt::{self, Display};
 
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
+use crate::server_side::ServerSide;
 use crate::spread::Figure;
 
 /// Width of the column of names.
@@ -48,6 +49,7 @@ impl Display for Table<'_> {
         writeln!(f)?;
         self.times(f)?;
         self.spread(f)?;
+        self.server_side(f)?;
         if let Some(calibration) = &setup.calibration {
             writeln!(f, "client's own error: {}", calibration.in_words())?;
         }
@@ -62,6 +64,20 @@ impl Display for Table<'_> {
 }
 
 impl Table<'_> {
+    fn server_side(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let series = match self.tally.server_side() {
+            None => return Ok(()),
+            Some(ServerSide::Unknown(why)) => return writeln!(f, "server's own side: not known, {why}\n"),
+            Some(ServerSide::Seen(series)) => series,
+        };
+        writeln!(f, "server's own side, {}", series.in_words())?;
+        let figures = series.figures(self.tally.window_s());
+        for (name, value) in figures.in_words(self.tally, series.read_limit_gb_s) {
+            row(f, name, value)?;
+        }
+        writeln!(f)
+    }
+
     fn spread(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(spread) = self.tally.spread() else { return Ok(()) };
         writeln!(f, "over {} runs, of which the one in the middle by output tokens a second is above", spread.runs)?;

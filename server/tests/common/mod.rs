@@ -81,6 +81,11 @@ impl Server {
         }
     }
 
+    /// Its address, `http://HOST:PORT`.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
     /// The server's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

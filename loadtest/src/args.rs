@@ -15,6 +15,7 @@ use crate::lengths::Lengths;
 use crate::mock::MockArgs;
 use crate::report::Window;
 use crate::saturate::SaturateArgs;
+use crate::server_side::ReadLimitArg;
 use crate::slo::Slo;
 use crate::trace::{Trace, TraceError};
 
@@ -158,6 +159,11 @@ pub struct LoadArgs {
     /// takes some 15 s
     #[arg(long, env = "LOOPLANE_LOADTEST_CALIBRATE", value_parser = clap::builder::BoolishValueParser::new())]
     pub calibrate: bool,
+
+    /// How fast all memory that the server reads can be read, in GB/s, or a file of `looplane bench --json` that says so
+    /// for the same group: the report tells the share that the server's steps reach
+    #[arg(long, value_name = "GB/S|FILE", env = "LOOPLANE_LOADTEST_READ_LIMIT")]
+    pub read_limit: Option<ReadLimitArg>,
 
     /// Write the report to this file too, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]

@@ -124,6 +124,19 @@ impl Client {
         tokio::time::timeout(self.timeout, ask).await.unwrap_or(Err(Failure::Timeout))
     }
 
+    /// The text of `/metrics`, or as much of it as is read of any answer.
+    ///
+    /// # Errors
+    /// [`Failure`] as of any request.
+    pub async fn metrics(&self) -> Result<String, Failure> {
+        let ask = async {
+            let response = self.send(&self.http, Method::GET, "/metrics", Bytes::new()).await?;
+            let bytes = read_bounded(response.into_body()).await?;
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        tokio::time::timeout(self.timeout, ask).await.unwrap_or(Err(Failure::Timeout))
+    }
+
     /// Posts the JSON `body` to `path` and reads the streamed answer into `record`. What arrived before a failure stays
     /// in the record; its `failure` and `ended_ns` are set here.
     pub async fn stream(&self, path: &str, body: Bytes, clock: Clock, record: &mut RequestRecord) {

@@ -61,6 +61,9 @@ impl Display for Page<'_> {
         self.faults(f)?;
         self.times(f)?;
         self.spread(f)?;
+        if let Some(server_side) = self.tally.server_side() {
+            server_side.write_page(self.tally, f)?;
+        }
         self.ends(f)?;
         self.settings(f)?;
         writeln!(f, "</body>\n</html>")

@@ -69,6 +69,7 @@ impl Tally {
         }
         put("client_error", json!(setup.calibration.as_ref().map(Calibration::to_json)));
         put("spread", json!(self.spread().map(Spread::to_json)));
+        put("server_side", json!(self.server_side().map(|side| side.to_json(self))));
         if let Some(faults) = self.faults() {
             put("faults", faults.to_json());
         }

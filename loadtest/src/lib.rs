@@ -2,8 +2,9 @@
 //!
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
 //! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
-//! [`report`] counts records into figures as they come, so that memory does not grow with the run. [`compare`] sets two
-//! reports side by side, [`faults`] go wrong beside the load, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
+//! [`report`] counts records into figures as they come, so that memory does not grow with the run; [`server_side`] reads
+//! what the server says of itself meanwhile, and [`faults`] go wrong beside the load. [`compare`] sets two
+//! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
@@ -35,6 +36,7 @@ pub mod record;
 pub mod report;
 mod sample;
 pub mod saturate;
+pub mod server_side;
 pub mod slo;
 pub mod spread;
 pub mod sse;

@@ -21,6 +21,7 @@ use crate::lengths::Shapes;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
+use crate::server_side::Before;
 use crate::spread::{self, Spread};
 use crate::table::Table;
 use crate::trace::Trace;
@@ -46,6 +47,7 @@ pub struct Prepared {
 pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()> {
     let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
     args.faults.check(args.duration)?;
+    let read_limit_gb_s = args.read_limit.as_ref().map(|limit| limit.gb_s()).transpose()?;
     let files = Files {
         json: args.json.as_deref().map(open_for_report).transpose()?,
         html: args.html.as_deref().map(open_for_report).transpose()?,
@@ -70,9 +72,11 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             None => args.pacing(run)?,
         };
         let load = Load { pacing, extent: args.extent(), first_index, conducts: args.faults.conducts(args.seed) };
+        let before = Before::ask(&args.target, args.api_key.as_deref()).await;
         let mut faults = FaultRun::start(&args.faults, victim, &workload).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
         faults.begin(&args.faults, running.clock);
+        let watch = before.watch(running.clock, read_limit_gb_s);
         let mut tally = Tally::new(window, args.slo);
         collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
             first_index = first_index.max(record.index + 1);
@@ -80,6 +84,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             faults.observe(record);
         })
         .await;
+        tally.set_server_side(watch.end().await);
         if !args.faults.are_none() {
             tally.suffered(faults.finish(&workload, stop).await);
         }

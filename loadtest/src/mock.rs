@@ -24,6 +24,9 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::args::parse_duration;
+use metrics::Counts;
+
+mod metrics;
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
@@ -85,6 +88,8 @@ pub enum Fault {
     Fickle,
     /// Answers so many at a time; the others wait.
     Slots(usize),
+    /// Has no `/metrics`.
+    NoMetrics,
 }
 
 /// What the mock does.
@@ -108,6 +113,7 @@ struct State {
     mock: Mock,
     started: OnceLock<Instant>,
     slots: Arc<Semaphore>,
+    counts: Arc<Counts>,
     #[cfg(test)]
     seen: seen::Seen,
 }
@@ -167,6 +173,7 @@ impl State {
             } else {
                 Semaphore::MAX_PERMITS
             })),
+            counts: Arc::default(),
             #[cfg(test)]
             seen: seen::Seen::default(),
         })
@@ -197,6 +204,10 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         "/v1/chat/completions" => true,
         "/v1/completions" => false,
         "/v1/models" => return Ok(whole(StatusCode::OK, r#"{"object":"list","data":[{"id":"mock"}]}"#)),
+        "/metrics" if !matches!(state.mock.fault, Fault::NoMetrics) => {
+            let text = Full::new(state.counts.text().into()).map_err(|never| match never {});
+            return Ok(Response::new(text.boxed_unsync()));
+        }
         _ => return Ok(whole(StatusCode::NOT_FOUND, r#"{"error":{"message":"the mock has no such path"}}"#)),
     };
     let (head, body) = request.into_parts();
@@ -226,12 +237,14 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         let error = r#"{"error":{"message":"max_tokens is no number","type":"invalid_request_error"}}"#;
         return Ok(whole(StatusCode::BAD_REQUEST, error));
     }
+    let waiting = state.counts.arrive();
     let slot = state.slots.clone().acquire_owned().await;
+    let answering = waiting.begin(prompt_tokens(&body) as u64, tokens(&body).into());
     if matches!(mock.fault, Fault::Slots(_)) {
         begun = Instant::now();
     }
     // The answer holds its slot until it has ended, however it does.
-    let held = stream::once(async move { drop(slot) }).filter_map(async |()| None);
+    let held = stream::once(async move { drop((slot, answering)) }).filter_map(async |()| None);
     let word = if matches!(mock.fault, Fault::Fickle) { format!("{:?} ", started.elapsed()) } else { "word ".into() };
     let frames = stream::iter(mock.steps(&body, is_chat, &word)).then(move |(after, step)| async move {
         tokio::time::sleep_until(begun + after).await;
@@ -262,7 +275,7 @@ impl Mock {
             false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
         };
         let event = |data: &Value| Step::Send(format!("data: {data}\n\n").into());
-        let tokens = request["max_tokens"].as_u64().unwrap_or(DEFAULT_TOKENS) as u32;
+        let tokens = tokens(request);
 
         let mut steps = Vec::new();
         if is_chat {
@@ -305,6 +318,11 @@ impl Mock {
         }
         steps
     }
+}
+
+/// Tokens of the answer to `request`.
+fn tokens(request: &Value) -> u32 {
+    request["max_tokens"].as_u64().unwrap_or(DEFAULT_TOKENS) as u32
 }
 
 /// Two tokens a word and three for the template, so that words and tokens cannot be confused.

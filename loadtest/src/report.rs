@@ -11,6 +11,7 @@ use crate::faults::{Conduct, FaultReport};
 use crate::lengths::Shapes;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
+use crate::server_side::ServerSide;
 use crate::slo::Slo;
 use crate::spread::Spread;
 use crate::timeline::{Moment, Timeline};
@@ -120,6 +121,7 @@ pub struct Tally {
     /// Requests whose client misbehaved on purpose, which no figure is of.
     misused: u64,
     faults: Option<FaultReport>,
+    server_side: Option<ServerSide>,
 }
 
 /// One kind of time in the report.
@@ -223,6 +225,16 @@ impl Tally {
     pub fn close(&mut self, peak_in_flight: usize, client_lag: Distribution) {
         self.peak_in_flight = peak_in_flight;
         self.client_lag = client_lag;
+    }
+
+    /// Adds what the server said of itself.
+    pub fn set_server_side(&mut self, server_side: ServerSide) {
+        self.server_side = Some(server_side);
+    }
+
+    /// What the server said of itself, where it was asked.
+    pub fn server_side(&self) -> Option<&ServerSide> {
+        self.server_side.as_ref()
     }
 
     /// Makes this run the one that is shown of those that `spread` is of.

@@ -3,6 +3,7 @@
 use std::fmt::{self, Display};
 
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
+use crate::server_side::ServerSide;
 use crate::spread::Figure;
 
 /// Width of the column of names.
@@ -49,6 +50,7 @@ impl Display for Table<'_> {
         self.times(f)?;
         self.faults(f)?;
         self.spread(f)?;
+        self.server_side(f)?;
         if let Some(calibration) = &setup.calibration {
             writeln!(f, "client's own error: {}", calibration.in_words())?;
         }
@@ -67,6 +69,20 @@ impl Table<'_> {
         let Some(faults) = self.tally.faults() else { return Ok(()) };
         for finding in faults.findings() {
             row(f, &finding.name, finding.text)?;
+        }
+        writeln!(f)
+    }
+
+    fn server_side(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let series = match self.tally.server_side() {
+            None => return Ok(()),
+            Some(ServerSide::Unknown(why)) => return writeln!(f, "server's own side: not known, {why}\n"),
+            Some(ServerSide::Seen(series)) => series,
+        };
+        writeln!(f, "server's own side, {}", series.in_words())?;
+        let figures = series.figures(self.tally.window_s());
+        for (name, value) in figures.in_words(self.tally, series.read_limit_gb_s) {
+            row(f, name, value)?;
         }
         writeln!(f)
     }

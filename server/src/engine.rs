@@ -5,6 +5,9 @@
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use crate::metrics::EngineMetrics;
 
 /// How a token is drawn; meanings and ranges as in worker/v1 `Sampling`.
 #[derive(Debug, Clone, PartialEq)]
@@ -150,6 +153,8 @@ pub struct ModelInfo {
 pub struct Submission {
     /// What to generate.
     pub request: SequenceRequest,
+    /// When it was handed over.
+    pub submitted: Instant,
     /// Answered once: admitted to the queue, or why not.
     pub reply: oneshot::Sender<Result<SequenceStream, SubmitError>>,
 }
@@ -159,8 +164,22 @@ pub struct Submission {
 pub enum Command {
     /// A new sequence.
     Submit(Submission),
-    /// The owner of the sequence went away or has what it needs.
-    Cancel(u64),
+    /// Nobody wants the rest of a sequence.
+    Cancel {
+        /// Its number.
+        sequence: u64,
+        /// Why not.
+        because: Unwanted,
+    },
+}
+
+/// Why nobody wants the rest of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unwanted {
+    /// Its owner has what it needs: a stop text was found.
+    Complete,
+    /// Its owner went away.
+    Abandoned,
 }
 
 /// The events of one sequence. Dropping it cancels the sequence: slot and pages are free one step later.
@@ -170,13 +189,14 @@ pub struct SequenceStream {
     events: mpsc::Receiver<SequenceEvent>,
     commands: mpsc::UnboundedSender<Command>,
     ended: bool,
+    because: Unwanted,
 }
 
 impl SequenceStream {
     /// Made by the engine. `events` has room for every token the sequence may generate and its end, so the engine never
     /// waits for a slow reader and the buffer is bounded by `max_tokens`.
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
-        Self { id, events, commands, ended: false }
+        Self { id, events, commands, ended: false, because: Unwanted::Abandoned }
     }
 
     /// The sequence's number, unique in the life of the server.
@@ -190,13 +210,18 @@ impl SequenceStream {
         self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
         event
     }
+
+    /// Lets the sequence go because its owner has what it needs, where dropping it says that nobody is there any more.
+    pub fn complete(mut self) {
+        self.because = Unwanted::Complete;
+    }
 }
 
 impl Drop for SequenceStream {
     fn drop(&mut self) {
         if !self.ended {
             // An engine that is gone has nothing left to cancel.
-            let _ = self.commands.send(Command::Cancel(self.id));
+            let _ = self.commands.send(Command::Cancel { sequence: self.id, because: self.because });
         }
     }
 }
@@ -209,6 +234,7 @@ pub struct EngineHandle {
     commands: mpsc::UnboundedSender<Command>,
     state: watch::Receiver<EngineState>,
     model: watch::Receiver<Option<Arc<ModelInfo>>>,
+    metrics: Arc<EngineMetrics>,
 }
 
 impl EngineHandle {
@@ -217,8 +243,9 @@ impl EngineHandle {
         commands: mpsc::UnboundedSender<Command>,
         state: watch::Receiver<EngineState>,
         model: watch::Receiver<Option<Arc<ModelInfo>>>,
+        metrics: Arc<EngineMetrics>,
     ) -> Self {
-        Self { commands, state, model }
+        Self { commands, state, model, metrics }
     }
 
     /// Queues a sequence.
@@ -228,7 +255,8 @@ impl EngineHandle {
     pub async fn submit(&self, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
         let (reply, answer) = oneshot::channel();
         let gone = || SubmitError::Unavailable("shutting down".into());
-        self.commands.send(Command::Submit(Submission { request, reply })).map_err(|_| gone())?;
+        let submission = Submission { request, submitted: Instant::now(), reply };
+        self.commands.send(Command::Submit(submission)).map_err(|_| gone())?;
         let unanswered = |_| match self.state() {
             EngineState::Draining => gone(),
             _ => SubmitError::Unavailable("without an engine: it ended before it answered".into()),
@@ -249,5 +277,10 @@ impl EngineHandle {
     /// Facts of the model; `None` while it loads for the first time.
     pub fn model(&self) -> Option<Arc<ModelInfo>> {
         self.model.borrow().clone()
+    }
+
+    /// What the engine counts.
+    pub fn metrics(&self) -> &EngineMetrics {
+        &self.metrics
     }
 }

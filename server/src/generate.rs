@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     engine::{EngineHandle, EngineState, FinishReason, ModelInfo, SequenceEvent, SequenceStream, SubmitError},
+    metrics::FrontMetrics,
     request::{FieldError, RawRequest, RequestError, ValidRequest, validate},
     text::{OutputText, Piece, Text},
 };
@@ -47,6 +48,21 @@ pub enum GenerateError {
     Internal(String),
 }
 
+impl GenerateError {
+    /// The stable code that clients and operators see.
+    pub fn code(&self) -> &'static str {
+        match self {
+            GenerateError::Request(error) => error.code(),
+            GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => "rate_limit_exceeded",
+            GenerateError::Submit(SubmitError::TooLarge { .. }) => "request_too_large",
+            GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
+            GenerateError::ShuttingDown => "shutting_down",
+            GenerateError::Failed(_) => "generation_failed",
+            GenerateError::Internal(_) => "internal_error",
+        }
+    }
+}
+
 /// What every connection of the front end shares.
 #[derive(Debug)]
 pub struct Frontend {
@@ -58,6 +74,8 @@ pub struct Frontend {
     pub model_id: String,
     /// When the front end started, in seconds since 1970.
     pub started: u64,
+    /// What it counts.
+    pub metrics: FrontMetrics,
     /// Set: no new requests.
     pub draining: CancellationToken,
     /// Set: requests that still run end now, with an error.
@@ -74,6 +92,7 @@ impl Frontend {
             text,
             model_id,
             started: unix_seconds(),
+            metrics: FrontMetrics::default(),
             draining: CancellationToken::new(),
             closing: CancellationToken::new(),
             permits: Arc::new(Semaphore::new(max_concurrent_requests)),
@@ -91,6 +110,14 @@ impl Frontend {
         }
         let busy = |_| GenerateError::Busy { limit: self.max_concurrent_requests };
         self.permits.clone().try_acquire_owned().map_err(busy)
+    }
+
+    /// The engine's state, or that no new requests are taken.
+    pub fn state(&self) -> EngineState {
+        match self.draining.is_cancelled() {
+            true => EngineState::Draining,
+            false => self.engine.state(),
+        }
     }
 
     /// Waits until no request is being served.
@@ -292,9 +319,11 @@ impl Choice {
         }
     }
 
-    /// Dropping the stream cancels a sequence that has not ended by itself.
+    /// Lets go of a sequence that has not ended by itself, too: a stop text was found.
     fn end(&mut self, reason: FinishReason) {
-        self.stream = None;
+        if let Some(stream) = self.stream.take() {
+            stream.complete();
+        }
         self.finish = Some(reason);
     }
 }

@@ -11,6 +11,7 @@ pub mod generate;
 pub mod group;
 pub mod grpc;
 pub mod http;
+pub mod metrics;
 pub mod request;
 pub mod sched;
 pub mod serve;

@@ -141,6 +141,7 @@ fn run(seed: u64) -> usize {
         kv_pages: kv_pages as usize,
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
+        window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
     let ready = || Event::GroupReady { kv_pages: kv_pages as u32, page_positions: PAGE_POSITIONS as u32 };

@@ -61,6 +61,8 @@ pub struct Step {
     pub segments: Vec<Segment>,
     /// Indices of the rows with `sample`, ascending: the order of the samples that [`Batch::complete`] takes.
     pub samples: Vec<usize>,
+    /// Positions whose K and V the rows read, those that rows of one sequence share counted once.
+    pub positions: usize,
 }
 
 /// Why a sequence ended.
@@ -85,6 +87,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Token ids are under this.
     pub vocab_size: usize,
+    /// Positions that a row sees at most, its own included, where the model has such a bound.
+    pub window: Option<usize>,
 }
 
 /// What follows at a token boundary.
@@ -123,7 +127,7 @@ impl Batch {
     /// # Panics
     /// If a limit is 0, or over what its u32 counterpart on the wire can say.
     pub fn new(limits: Limits) -> Self {
-        let Limits { max_slots, max_batch_tokens, kv_pages, max_context, vocab_size } = limits;
+        let Limits { max_slots, max_batch_tokens, kv_pages, max_context, vocab_size, .. } = limits;
         let all = [max_slots, max_batch_tokens, kv_pages, max_context, vocab_size];
         assert!(all.iter().all(|n| (1..u32::MAX as usize).contains(n)), "{limits:?}");
         assert!(max_batch_tokens >= max_slots, "{limits:?}");
@@ -358,6 +362,7 @@ impl Batch {
         step.rows.clear();
         step.segments.clear();
         step.samples.clear();
+        step.positions = 0;
         if self.steps_run == self.steps {
             return;
         }
@@ -365,7 +370,10 @@ impl Batch {
         for (index, slot) in self.slots.iter().enumerate() {
             let start = step.rows.len();
             step.rows.extend(slot.rows(index as u32, first));
-            if step.rows.len() > start {
+            if let (Some(oldest), Some(newest)) = (step.rows.get(start), step.rows.last()) {
+                let first_seen =
+                    (oldest.position as usize + 1).saturating_sub(self.limits.window.unwrap_or(usize::MAX));
+                step.positions += newest.position as usize + 1 - first_seen;
                 step.segments.push(Segment { slot: index as u32, rows: start..step.rows.len() });
                 if step.rows[step.rows.len() - 1].sample {
                     step.samples.push(step.rows.len() - 1);

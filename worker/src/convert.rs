@@ -68,6 +68,7 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         page_positions: PAGE_POSITIONS as u32,
         kv_pages: count(loaded.kv_pages),
         weight_bytes: loaded.weight_bytes,
+        stream_bytes: loaded.stream_bytes,
         kv_bytes: loaded.kv_bytes,
         bit_domain: loaded.bit_domain.clone(),
         fabric_handle,
@@ -180,6 +181,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         rows: u32::try_from(outcome.rows).unwrap_or(u32::MAX),
         step_ns: nanoseconds(outcome.step_time),
         wait_ns: nanoseconds(outcome.wait_time),
+        positions: outcome.positions as u64,
     }
 }
 

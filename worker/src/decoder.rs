@@ -81,6 +81,8 @@ pub struct Loaded {
     pub kv_pages: usize,
     /// Packed weights of this rank.
     pub weight_bytes: u64,
+    /// Those of them that stream in a pass.
+    pub stream_bytes: u64,
     /// KV cache of this rank.
     pub kv_bytes: u64,
     /// Names what decides the bits of a result.
@@ -275,6 +277,8 @@ pub struct Outcome {
     pub tokens: Vec<OutcomeToken>,
     /// Rows computed.
     pub rows: usize,
+    /// Positions whose K and V were read.
+    pub positions: usize,
     /// Duration of the step.
     pub step_time: Duration,
     /// How much of it was waiting for other ranks.

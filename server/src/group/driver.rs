@@ -6,17 +6,18 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use looplane_proto::worker::v1::Outcome;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::launch::{Alive, Launcher, Workers};
-use super::start::{GRACE, Link, RankEvent, StartError, start};
+use super::life::Life;
+use super::start::{GRACE, Link, StartError, Traffic, start};
 use super::vitals::{Heard, answer, probe, silent_rank};
 use super::{Figures, GroupConfig};
 use crate::engine::{Command, EngineState, ModelInfo, SequenceEvent};
+use crate::metrics::EngineMetrics;
 use crate::sched::{Action, Event, Scheduler};
 
 #[cfg(test)]
@@ -32,7 +33,7 @@ pub(super) struct Channels {
     pub(super) commands_back: mpsc::UnboundedSender<Command>,
     pub(super) state: watch::Sender<EngineState>,
     pub(super) model: watch::Sender<Option<Arc<ModelInfo>>>,
-    pub(super) figures: watch::Sender<Figures>,
+    pub(super) metrics: Arc<EngineMetrics>,
     pub(super) stop: CancellationToken,
     /// For the workers to hold.
     pub(super) alive: Alive,
@@ -49,7 +50,7 @@ enum End {
 }
 
 /// Why a group was lost.
-struct Fault {
+pub(super) struct Fault {
     words: String,
     /// A stream broke: the exit of the worker behind it is about to be known, and says more.
     exit_follows: bool,
@@ -60,7 +61,7 @@ impl Fault {
         Self { words, exit_follows: false }
     }
 
-    fn broken_stream(words: String) -> Self {
+    pub(super) fn broken_stream(words: String) -> Self {
         Self { words, exit_follows: true }
     }
 }
@@ -71,19 +72,29 @@ impl From<String> for Fault {
     }
 }
 
+/// The driver's end of a sequence.
+pub(super) struct OwnedStream {
+    /// Room for every token and the end, so that sending never waits.
+    pub(super) events: mpsc::Sender<SequenceEvent>,
+    pub(super) life: Life,
+}
+
 /// The task behind an engine handle.
 pub(super) struct Driver {
     config: Arc<GroupConfig>,
     launcher: Arc<dyn Launcher>,
     pub(super) scheduler: Scheduler,
     pub(super) channels: Channels,
-    /// By sequence: room for every token and the end, so that sending never waits.
-    pub(super) streams: HashMap<u64, mpsc::Sender<SequenceEvent>>,
+    pub(super) streams: HashMap<u64, OwnedStream>,
     pub(super) last_sequence: u64,
     /// Why nothing is taken any more.
     pub(super) closed: Option<String>,
     /// Why the last group was lost, in front of what is being done about it.
     lost: Option<String>,
+    /// When the last group was lost; none while one takes plans.
+    lost_at: Option<Instant>,
+    /// Of the group at hand.
+    pub(super) traffic: Traffic,
     /// Set by the request to shut down: when sequences that still run are given up.
     drain_until: Option<Instant>,
     pub(super) actions: Vec<Action>,
@@ -105,6 +116,8 @@ impl Driver {
             last_sequence: 0,
             closed: None,
             lost: None,
+            lost_at: None,
+            traffic: Traffic::default(),
             drain_until: None,
             actions: Vec::new(),
         }
@@ -147,7 +160,7 @@ impl Driver {
             }
         }
         self.fail_all("the server is shutting down");
-        let figures = *self.channels.figures.borrow();
+        let figures = Figures::of(&self.channels.metrics);
         if figures.steps > 0 {
             tracing::info!("the workers have ended; they computed {figures}");
         }
@@ -184,14 +197,15 @@ impl Driver {
             return End::Refused(reason);
         }
         let born = Instant::now();
-        let steps = self.channels.figures.borrow().steps;
+        let steps = self.channels.metrics.steps();
         let Err(fault) = self.serve(&mut link, &mut workers).await else {
             self.drain(link, workers).await;
             return End::Stopped;
         };
         // First of all, so that what the front end says meanwhile meets a scheduler without a group.
         self.apply(Event::GroupLost).expect("the loss of a group is no fault of it");
-        self.channels.figures.send_modify(|figures| figures.losses += 1);
+        self.channels.metrics.losses.inc();
+        self.lost_at.get_or_insert_with(Instant::now);
         self.lost = Some(fault.words.clone());
         self.waiting_state()("ending the other workers".into());
         let mut reason = fault.words;
@@ -201,7 +215,7 @@ impl Driver {
             reason = exit;
         }
         self.see_to(workers.kill()).await;
-        let ran = self.channels.figures.borrow().steps > steps;
+        let ran = self.channels.metrics.steps() > steps;
         End::Lost { reason, lived_well: ran || born.elapsed() >= self.config.waits.backoff_limit }
     }
 
@@ -221,6 +235,13 @@ impl Driver {
         }
         let (kv_pages, page_positions) = (facts.kv_pages, facts.page_positions);
         self.apply(Event::GroupReady { kv_pages, page_positions })?;
+        self.traffic = facts.traffic;
+        let metrics = &self.channels.metrics;
+        metrics.kv_bytes.set(facts.traffic.kv_bytes);
+        metrics.stream_bytes.set(facts.traffic.stream_bytes);
+        if let Some(lost_at) = self.lost_at.take() {
+            metrics.recovery.observe(lost_at.elapsed());
+        }
         self.channels.model.send_if_modified(|model| {
             let first = model.is_none();
             model.get_or_insert_with(|| Arc::new(facts.model.clone()));
@@ -279,40 +300,6 @@ impl Driver {
                 }
             }
         }
-    }
-
-    fn rank_event(&mut self, event: RankEvent, ranks: &mut [Heard]) -> Result<(), Fault> {
-        match event {
-            RankEvent::Outcome { rank, outcome } => {
-                ranks[rank] = Heard { when: Instant::now(), step: (outcome.version, outcome.step) };
-                // The other ranks sample the same tokens; that they keep pace is all there is to know.
-                if rank == 0 { Ok(self.outcome(outcome)?) } else { Ok(()) }
-            }
-            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(format!("rank {rank} {words}"))),
-        }
-    }
-
-    fn outcome(&mut self, outcome: Outcome) -> Result<(), String> {
-        self.channels.figures.send_modify(|figures| {
-            figures.steps += u64::from(outcome.ran_step);
-            figures.rows += u64::from(outcome.rows);
-            figures.tokens += outcome.tokens.len() as u64;
-            figures.step_ns += outcome.step_ns;
-            figures.wait_ns += outcome.wait_ns;
-        });
-        self.apply(Event::Outcome(outcome))
-    }
-
-    fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
-        while let Some(plan) = self.scheduler.next_plan() {
-            tracing::trace!(?plan, "plan");
-            self.channels.figures.send_modify(|figures| figures.plans += 1);
-            for (rank, plans) in link.plans.iter().enumerate() {
-                let refused = |_| Fault::broken_stream(format!("rank {rank} does not take its plans"));
-                plans.try_send(plan.clone()).map_err(refused)?;
-            }
-        }
-        Ok(())
     }
 
     /// Waits for `future` while there is no group to feed; `None` if shutdown has nothing left to wait for.

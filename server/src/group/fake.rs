@@ -190,6 +190,8 @@ impl Worker for FakeService {
             kv_pages: self.script.kv_pages + u32::from(self.rank == 0),
             bit_domain: self.script.bit_domain.into(),
             model_digest: self.script.model_digest.into(),
+            stream_bytes: 1000,
+            kv_bytes: u64::from(self.script.kv_pages + u32::from(self.rank == 0)) * 4 * 10,
             fabric_handle: format!("fabric-{}", self.rank),
             notes: vec!["a note".into()],
             ..Loaded::default()

@@ -2,13 +2,17 @@
 //! starts them again when one is lost. The other end of [`EngineHandle`].
 //!
 //! `launch` starts and ends processes, `start` brings a group from nothing to the first plan, `driver` owns the scheduler and
-//! lives from spawn to shutdown, `intake` is its side towards the front end, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move messages.
+//! lives from spawn to shutdown, `intake` is its side towards the front end and `exchange` that towards the workers, `life`
+//! has the times of a sequence, `vitals` tells ranks that hang. One task owns all state; the tasks beside it only move
+//! messages.
 
 mod driver;
+mod exchange;
 #[cfg(test)]
 mod fake;
 mod intake;
 mod launch;
+mod life;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -26,6 +30,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{EngineHandle, EngineState};
+use crate::metrics::EngineMetrics;
 use crate::sched::{Limits, LimitsError, Scheduler};
 use launch::KILL_LIMIT;
 pub use launch::{Launcher, ProcessLauncher, WorkerExit};
@@ -149,6 +154,22 @@ pub struct Figures {
     pub losses: u64,
 }
 
+impl Figures {
+    /// As counted so far.
+    fn of(metrics: &EngineMetrics) -> Self {
+        let (step_ns, wait_ns) = metrics.step_ns();
+        Self {
+            plans: metrics.plans.get(),
+            steps: metrics.steps(),
+            rows: metrics.rows(),
+            tokens: metrics.generation_tokens.get(),
+            step_ns,
+            wait_ns,
+            losses: metrics.losses.get(),
+        }
+    }
+}
+
 impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { plans, steps, rows, tokens, step_ns, wait_ns, losses } = *self;
@@ -171,7 +192,7 @@ impl fmt::Display for Figures {
 pub struct GroupTask {
     stop: CancellationToken,
     task: JoinHandle<()>,
-    figures: watch::Receiver<Figures>,
+    metrics: Arc<EngineMetrics>,
     /// Of the processes of workers; closed, and so without a message, once the last is gone.
     workers: mpsc::Receiver<()>,
 }
@@ -204,7 +225,7 @@ impl GroupTask {
 
     /// What was measured so far.
     pub fn figures(&self) -> Figures {
-        *self.figures.borrow()
+        Figures::of(&self.metrics)
     }
 }
 
@@ -231,7 +252,7 @@ pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(Engine
     let (command_sender, commands) = mpsc::unbounded_channel();
     let (state_sender, state) = watch::channel(EngineState::Loading("starting".into()));
     let (model_sender, model) = watch::channel(None);
-    let (figures_sender, figures) = watch::channel(Figures::default());
+    let metrics = Arc::new(EngineMetrics::default());
     let stop = CancellationToken::new();
     let (alive, workers) = mpsc::channel(1);
     let engine = driver::Channels {
@@ -239,10 +260,11 @@ pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(Engine
         commands_back: command_sender.clone(),
         state: state_sender,
         model: model_sender,
-        figures: figures_sender,
+        metrics: metrics.clone(),
         stop: stop.clone(),
         alive,
     };
     let task = tokio::spawn(driver::Driver::new(config, launcher, scheduler, engine).run());
-    Ok((EngineHandle::new(command_sender, state, model), GroupTask { stop, task, figures, workers }))
+    let handle = EngineHandle::new(command_sender, state, model, metrics.clone());
+    Ok((handle, GroupTask { stop, task, metrics, workers }))
 }

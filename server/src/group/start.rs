@@ -72,6 +72,30 @@ pub(super) struct GroupFacts {
     /// The least of all ranks.
     pub(super) kv_pages: u32,
     pub(super) page_positions: u32,
+    pub(super) traffic: Traffic,
+}
+
+/// What the ranks read, all of them together, in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Traffic {
+    /// Weights that stream in a pass.
+    pub(super) stream_bytes: u64,
+    /// KV cache.
+    pub(super) kv_bytes: u64,
+    /// K and V of a position.
+    pub(super) position_bytes: u64,
+}
+
+impl Traffic {
+    fn of(loaded: &[Loaded]) -> Self {
+        let position_bytes =
+            |rank: &Loaded| rank.kv_bytes / (u64::from(rank.kv_pages) * u64::from(rank.page_positions));
+        Self {
+            stream_bytes: loaded.iter().map(|rank| rank.stream_bytes).sum(),
+            kv_bytes: loaded.iter().map(|rank| rank.kv_bytes).sum(),
+            position_bytes: loaded.iter().map(position_bytes).sum(),
+        }
+    }
 }
 
 /// The streams of a group that runs.
@@ -255,12 +279,13 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
         },
         kv_pages,
         page_positions,
+        traffic: Traffic::of(loaded),
     })
 }
 
 fn log_loaded(config: &GroupConfig, loaded: &[Loaded], facts: &GroupFacts, took: Duration) {
     let most_mb = |bytes: fn(&Loaded) -> u64| loaded.iter().map(bytes).max().unwrap_or(0) as f64 / 1e6;
-    let GroupFacts { model, kv_pages, page_positions } = facts;
+    let GroupFacts { model, kv_pages, page_positions, .. } = facts;
     tracing::info!(
         "loaded {} in {:.1} s: {}, {} layers, context {}; tensor parallelism {}, threads a rank: {}; at most {:.1} MB of \
          weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); bits {}",

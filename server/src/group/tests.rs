@@ -1,5 +1,7 @@
 //! The group against scripted workers on real Unix sockets: loading, streaming, faults, drain.
 
+mod metrics;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -20,6 +20,7 @@ mod request;
 use crate::{
     engine::{EngineState, FinishReason, client_logprob},
     generate::{ChoiceEvent, Frontend, GenerateError, Generation},
+    metrics::FrontMetrics,
     text::Piece,
 };
 
@@ -83,8 +84,8 @@ impl Inference for Service {
             let bytes = prost::Message::encoded_len(&request);
             frontend.admit(request::raw(request)?, bytes, permit).await
         };
-        let generation = answer.await.map_err(error::status)?;
-        Ok(Response::new(responses(generation, frontend.model_id.clone())))
+        let generation = answer.await.map_err(|error| refused(&frontend.metrics, error))?;
+        Ok(Response::new(responses(generation, frontend.model_id.clone(), frontend.metrics.clone())))
     }
 
     async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<GetModelResponse>, Status> {
@@ -92,7 +93,7 @@ impl Inference for Service {
             self.frontend.check_model(&request.get_ref().model)?;
             self.frontend.model()
         };
-        let model = answer().map_err(error::status)?;
+        let model = answer().map_err(|error| refused(&self.frontend.metrics, error))?;
         Ok(Response::new(GetModelResponse {
             id: self.frontend.model_id.clone(),
             architecture: model.architecture.clone(),
@@ -105,7 +106,7 @@ impl Inference for Service {
 }
 
 /// The call going away drops the stream, and with it the sequence.
-fn responses(generation: Generation, model_id: String) -> Responses {
+fn responses(generation: Generation, model_id: String, metrics: FrontMetrics) -> Responses {
     let Generation { request, choices, permit, .. } = generation;
     let prompt_tokens = request.prompt_tokens() as u32;
     let started = Event::Started(Started {
@@ -119,17 +120,20 @@ fn responses(generation: Generation, model_id: String) -> Responses {
     let events = choice.into_stream().map(move |(_, event)| {
         // Its place is free when the stream ends.
         let _ = &permit;
-        respond(event, prompt_tokens, with_logprobs)
+        let event = event.map_err(|error| refused(&metrics, error))?;
+        Ok(respond(event, prompt_tokens, with_logprobs))
     });
     Box::pin(stream::iter([Ok(GenerateResponse { event: Some(started) })]).chain(events))
 }
 
-fn respond(
-    event: Result<ChoiceEvent, GenerateError>,
-    prompt_tokens: u32,
-    with_logprobs: bool,
-) -> Result<GenerateResponse, Status> {
-    let event = match event.map_err(error::status)? {
+/// The status of an error, which is counted.
+fn refused(metrics: &FrontMetrics, error: GenerateError) -> Status {
+    metrics.failed(error.code());
+    error::status(error)
+}
+
+fn respond(event: ChoiceEvent, prompt_tokens: u32, with_logprobs: bool) -> GenerateResponse {
+    let event = match event {
         ChoiceEvent::Delta(piece) => Event::Delta(delta(piece, with_logprobs)),
         ChoiceEvent::Finished { reason, completion_tokens } => {
             let reason = match reason {
@@ -139,7 +143,7 @@ fn respond(
             Event::Finished(Finished { reason: reason.into(), prompt_tokens, completion_tokens })
         }
     };
-    Ok(GenerateResponse { event: Some(event) })
+    GenerateResponse { event: Some(event) }
 }
 
 fn delta(piece: Piece, with_logprobs: bool) -> Delta {

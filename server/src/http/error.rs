@@ -30,6 +30,10 @@ pub struct ApiError {
     pub retry_after_s: Option<u32>,
 }
 
+/// Left on an answer for whoever counts errors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ErrorCode(pub(super) &'static str);
+
 impl ApiError {
     /// An error of the request as a whole.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
@@ -50,21 +54,19 @@ impl ApiError {
 impl From<GenerateError> for ApiError {
     fn from(error: GenerateError) -> Self {
         let message = error.to_string();
-        let new = |status, code| ApiError::new(status, code, message);
+        let code = error.code();
+        let new = |status| ApiError::new(status, code, message);
         match error {
             GenerateError::Request(error) => error.into(),
             GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => {
-                new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded").retry("rate_limit_error", 1)
+                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1)
             }
-            GenerateError::Submit(SubmitError::TooLarge { .. }) => new(StatusCode::BAD_REQUEST, "request_too_large"),
+            GenerateError::Submit(SubmitError::TooLarge { .. }) => new(StatusCode::BAD_REQUEST),
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => {
-                new(StatusCode::SERVICE_UNAVAILABLE, "not_ready").retry("service_unavailable_error", 5)
+                new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5)
             }
-            GenerateError::ShuttingDown => {
-                new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down").retry("service_unavailable_error", 5)
-            }
-            GenerateError::Failed(_) => new(StatusCode::INTERNAL_SERVER_ERROR, "generation_failed"),
-            GenerateError::Internal(_) => new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error"),
+            GenerateError::ShuttingDown => new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5),
+            GenerateError::Failed(_) | GenerateError::Internal(_) => new(StatusCode::INTERNAL_SERVER_ERROR),
         }
     }
 }
@@ -84,6 +86,7 @@ impl From<RequestError> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
+        response.extensions_mut().insert(ErrorCode(self.code));
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

@@ -25,7 +25,10 @@ use super::{
     parse::{self, HttpRequest},
     wire::{Api, Usage, WholeChoice, Writer},
 };
-use crate::generate::{ChoiceEvent, GenerateError, Generation, unix_seconds};
+use crate::{
+    generate::{ChoiceEvent, GenerateError, Generation, unix_seconds},
+    metrics::FrontMetrics,
+};
 
 /// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -67,7 +70,11 @@ async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiE
         tokenizer: Arc::clone(&app.frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
-    let mut response = if stream { streamed(generation, writer) } else { whole(generation, writer).await? };
+    let mut response = if stream {
+        streamed(generation, writer, app.frontend.metrics.clone())
+    } else {
+        whole(generation, writer).await?
+    };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -140,9 +147,9 @@ async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiEr
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-fn streamed(generation: Generation, writer: Writer) -> Response {
+fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {
     let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
-    let mut response = Sse::new(EventStream::start(generation, writer)).keep_alive(keep_alive).into_response();
+    let mut response = Sse::new(EventStream::start(generation, writer, metrics)).keep_alive(keep_alive).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // nginx would hold the events back until its buffer is full.
@@ -159,11 +166,16 @@ struct EventStream {
     prompt_tokens: u64,
     completion_tokens: u64,
     ended: bool,
+    metrics: FrontMetrics,
     _permit: OwnedSemaphorePermit,
 }
 
 impl EventStream {
-    fn start(generation: Generation, writer: Writer) -> impl Stream<Item = Result<Event, Infallible>> {
+    fn start(
+        generation: Generation,
+        writer: Writer,
+        metrics: FrontMetrics,
+    ) -> impl Stream<Item = Result<Event, Infallible>> {
         let Generation { request, choices, permit, .. } = generation;
         let events = Self {
             ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
@@ -172,6 +184,7 @@ impl EventStream {
             prompt_tokens: request.prompt_tokens(),
             completion_tokens: 0,
             ended: false,
+            metrics,
             _permit: permit,
         };
         stream::unfold(events, |mut events| async move {
@@ -196,6 +209,7 @@ impl EventStream {
                 // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
                 Some((_, Err(error))) => {
                     self.choices.clear();
+                    self.metrics.failed(error.code());
                     self.ready.push_back(ApiError::from(error).body().to_string());
                     self.ended = true;
                 }

@@ -4,9 +4,9 @@ use std::{any::Any, sync::Arc, time::Instant};
 
 use axum::{
     Json, Router,
-    extract::{Path, Request, State},
+    extract::{MatchedPath, Path, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
-    middleware::{Next, from_fn},
+    middleware::{Next, from_fn_with_state},
     response::{Html, IntoResponse, Response},
     routing::{get, post},
 };
@@ -18,10 +18,12 @@ mod error;
 mod fields;
 mod generate;
 mod json;
+mod metrics;
 mod parse;
 mod wire;
 
 pub use error::ApiError;
+use error::ErrorCode;
 
 use crate::{
     engine::EngineState,
@@ -52,6 +54,7 @@ pub struct App {
 
 /// All routes; `grpc` answers the gRPC methods on the same port.
 pub fn router(app: App, grpc: Router) -> Router {
+    let (frontend, registry) = (app.frontend.clone(), Arc::new(metrics::registry(&app.frontend)));
     Router::new()
         .route("/", get(welcome))
         .route("/v1/chat/completions", post(generate::chat))
@@ -60,12 +63,13 @@ pub fn router(app: App, grpc: Router) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/health/live", get(live))
         .route("/health/ready", get(ready))
+        .route("/metrics", get(async move || metrics::scrape(&registry)))
         .method_not_allowed_fallback(wrong_method)
         .with_state(app)
         .merge(grpc)
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn(identify))
+        .layer(from_fn_with_state(frontend, identify))
 }
 
 /// A `curl` to paste.
@@ -84,7 +88,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     let model_id = &app.frontend.model_id;
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\nOpenAI-style: POST /v1/chat/completions, POST \
-         /v1/completions, GET /v1/models\nHealth: GET /health/live, GET /health/ready\ngRPC on the same port: \
+         /v1/completions, GET /v1/models\nHealth: GET /health/live, GET /health/ready\nFor Prometheus: GET /metrics\ngRPC on the same port: \
          looplane.inference.v1, with health and reflection\nA browser gets a page to chat with the model.\n\n{}\n",
         example(&app.base_url, model_id)
     )
@@ -114,18 +118,10 @@ async fn live() -> Json<Value> {
 
 /// Whether requests are computed now.
 async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
-    let state = match app.frontend.draining.is_cancelled() {
-        true => EngineState::Draining,
-        false => app.frontend.engine.state(),
-    };
-    let (status, word) = match &state {
-        EngineState::Ready => (StatusCode::OK, "ready"),
-        EngineState::Loading(_) => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
-        EngineState::Recovering(_) => (StatusCode::SERVICE_UNAVAILABLE, "recovering"),
-        EngineState::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
-        EngineState::Failed(_) => (StatusCode::SERVICE_UNAVAILABLE, "failed"),
-    };
-    (status, Json(json!({"status": word, "detail": format!("the server is {}", in_words(&state))})))
+    let state = app.frontend.state();
+    let status = if state == EngineState::Ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let detail = format!("the server is {}", in_words(&state));
+    (status, Json(json!({"status": metrics::word(&state), "detail": detail})))
 }
 
 async fn not_found(request: Request) -> Response {
@@ -151,16 +147,21 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
     ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message).into_response()
 }
 
-/// Gives the request its name, and the log its line.
-async fn identify(request: Request, next: Next) -> Response {
+/// Gives the request its name, the log its line, and counts its answer.
+async fn identify(State(frontend): State<Arc<Frontend>>, request: Request, next: Next) -> Response {
     let usable = |id: &&HeaderValue| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len()) && id.to_str().is_ok();
     let id = match request.headers().get(REQUEST_ID).filter(usable) {
         Some(id) => id.clone(),
         None => HeaderValue::from_str(&Uuid::new_v4().to_string()).expect("hexadecimal digits and dashes"),
     };
     let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());
+    let matched = request.extensions().get::<MatchedPath>().cloned();
     let mut response = next.run(request).await;
     let status = response.status().as_u16();
+    frontend.metrics.answered(matched.as_ref().map_or("none", MatchedPath::as_str), status);
+    if let Some(ErrorCode(code)) = response.extensions().get() {
+        frontend.metrics.failed(code);
+    }
     tracing::debug!(request_id = ?id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
     response.headers_mut().insert(REQUEST_ID, id);
     response

@@ -89,6 +89,7 @@ impl Scheduler {
         let Phase::Running(running) = phase else { unreachable!("only a sequence that runs is preempted") };
         // The latest has not had its turn for pages in this plan, so nothing is granted to a slot that is given up.
         debug_assert!(plan.grants.iter().all(|grant| grant.slot != running.slot));
+        self.preemptions += 1;
         self.running.remove(&id);
         self.leaving.insert(id);
         self.release(running);

@@ -51,6 +51,22 @@ pub struct Scheduler {
     /// A group takes plans.
     group_up: bool,
     last_submitted: Option<u64>,
+    preemptions: u64,
+}
+
+/// What a scheduler has at hand.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Sequences in slots.
+    pub running: u64,
+    /// Sequences that wait for a slot, those preempted included.
+    pub waiting: u64,
+    /// KV pages that sequences hold.
+    pub kv_pages_used: u64,
+    /// KV pages of the group; 0 before there is one.
+    pub kv_pages: u64,
+    /// Times a sequence gave up its slot for lack of pages, so far.
+    pub preemptions: u64,
 }
 
 impl Scheduler {
@@ -74,6 +90,7 @@ impl Scheduler {
             pipeline: Pipeline::new(),
             group_up: false,
             last_submitted: None,
+            preemptions: 0,
         })
     }
 
@@ -106,6 +123,23 @@ impl Scheduler {
     /// Sequences that have not ended.
     pub fn sequences(&self) -> usize {
         self.sequences.len()
+    }
+
+    /// What is at hand now.
+    pub fn load(&self) -> Load {
+        let kv_pages = self.pages.as_ref().map_or(0, PagePool::total);
+        Load {
+            running: self.running.len() as u64,
+            waiting: (self.queue.len() + self.leaving.len()) as u64,
+            kv_pages_used: kv_pages - self.pages.as_ref().map_or(0, PagePool::available),
+            kv_pages,
+            preemptions: self.preemptions,
+        }
+    }
+
+    /// Rows of prompts in the step that was reported last: plans compute them in their first.
+    pub fn prompt_rows(&self) -> u32 {
+        self.pipeline.started().filter(|plan| plan.reported == 1).map_or(0, |plan| plan.prompt_rows)
     }
 
     /// The group owes an outcome, or will once it hears of a release.

@@ -19,6 +19,8 @@ pub(super) struct SentPlan {
     pub(super) idle: bool,
     /// Sequences that get a token in each step.
     pub(super) decode: Vec<u64>,
+    /// Prompt tokens that its first step computes.
+    pub(super) prompt_rows: u32,
 }
 
 /// The plans of the current group, oldest first.
@@ -43,7 +45,14 @@ impl Pipeline {
     pub(super) fn push(&mut self, plan: &Plan, decode: Vec<u64>) {
         debug_assert_eq!(plan.version, self.next_version);
         self.next_version += 1;
-        self.plans.push_back(SentPlan { version: plan.version, steps: plan.steps, reported: 0, idle: false, decode });
+        self.plans.push_back(SentPlan {
+            version: plan.version,
+            steps: plan.steps,
+            reported: 0,
+            idle: false,
+            decode,
+            prompt_rows: plan.prefill.iter().map(|chunk| chunk.len).sum(),
+        });
     }
 
     /// Takes note of an outcome. Says what is wrong with one that the protocol does not allow.

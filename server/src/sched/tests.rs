@@ -156,6 +156,8 @@ impl Run {
         let least = preempted.into_iter().min().unwrap_or(u64::MAX);
         assert!(self.slots.values().all(|&other| other < least), "{least} was preempted before a later one");
         self.slots.extend(plan.admit.iter().map(|admit| (admit.slot, admit.sequence)));
+        let load = self.scheduler.load();
+        assert_eq!((load.running, load.preemptions), (self.slots.len() as u64, self.preemptions), "what is told");
         for admit in &plan.admit {
             let overtaken = |id: &u64| self.lives(*id) && !self.slots.values().any(|in_slot| in_slot == id);
             let earlier = self.seen.keys().find(|&&id| id < admit.sequence && overtaken(&id));

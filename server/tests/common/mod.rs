@@ -81,7 +81,7 @@ impl Server {
         }
     }
 
-    /// Scheme, host and port.
+    /// Its address, `http://HOST:PORT`.
     pub fn base(&self) -> &str {
         &self.base
     }

@@ -44,7 +44,7 @@ pub fn script() -> (EngineHandle, Script) {
     let (commands_back, commands) = mpsc::unbounded_channel();
     let (state, state_receiver) = watch::channel(EngineState::Ready);
     let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver);
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::default());
     (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1 })
 }
 
@@ -67,13 +67,15 @@ impl Script {
     pub async fn submission(&mut self) -> Submission {
         match self.command().await {
             Command::Submit(submission) => submission,
-            Command::Cancel(id) => panic!("sequence {id} was cancelled, but a submission was expected"),
+            Command::Cancel { sequence, .. } => {
+                panic!("sequence {sequence} was cancelled, but a submission was expected")
+            }
         }
     }
 
     pub async fn cancelled(&mut self) -> u64 {
         match self.command().await {
-            Command::Cancel(id) => id,
+            Command::Cancel { sequence, .. } => sequence,
             Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.request),
         }
     }
@@ -86,7 +88,7 @@ impl Script {
 
     /// Takes the next submission.
     pub async fn accept(&mut self) -> Sequence {
-        let Submission { request, reply } = self.submission().await;
+        let Submission { request, reply, .. } = self.submission().await;
         let id = self.next_id;
         self.next_id += 1;
         let (events, receiver) = mpsc::channel(request.max_tokens as usize + 2);

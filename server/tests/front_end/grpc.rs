@@ -15,7 +15,9 @@ use crate::{
     Server,
     client::get,
     engine::{answer, token},
-    options, spell,
+    options,
+    scrape::Scrape,
+    spell,
 };
 
 async fn channel(server: &Server) -> Channel {
@@ -61,6 +63,23 @@ async fn generate_streams_started_deltas_and_the_end() {
     assert_eq!((finished.reason, finished.prompt_tokens, finished.completion_tokens), (2, 2, 1));
     assert_eq!((sequence.sampling.temperature, sequence.max_tokens, sequence.logprobs), (0.25, 9, Some(1)));
     assert_eq!((sequence.sampling.repetition_penalty, sequence.sampling.logit_bias), (1.0, vec![(7, 1.5)]));
+}
+
+#[tokio::test]
+async fn errors_are_counted_like_those_of_http() {
+    let (server, mut script) = Server::start(options()).await;
+    let channel = channel(&server).await;
+    let other = GenerateRequest { model: "other".into(), ..tokens(&[5]) };
+    assert_eq!(collect(channel.clone(), other).await.unwrap_err().code(), Code::NotFound);
+    let failed = vec![SequenceEvent::Failed("no luck".into())];
+    let (given_up, _) = tokio::join!(collect(channel, tokens(&[5])), script.play(failed));
+    assert_eq!(given_up.unwrap_err().code(), Code::Internal);
+    let scrape = Scrape::parse(&get(server.address, "/metrics").await.body);
+    for code in ["model_not_found", "generation_failed"] {
+        assert_eq!(scrape.value("request_errors_total", &[("code", code)]), 1.0, "{code}");
+    }
+    let handler = ("handler", "/looplane.inference.v1.Inference/{*rest}");
+    assert_eq!(scrape.value("http_requests_total", &[handler, ("status", "200")]), 2.0);
 }
 
 #[tokio::test]

@@ -5,7 +5,10 @@ mod engine;
 mod generation;
 mod grpc;
 mod lifecycle;
+mod metrics;
 mod refusals;
+#[path = "../common/scrape.rs"]
+mod scrape;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 

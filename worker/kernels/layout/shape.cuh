@@ -57,7 +57,7 @@ template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = fal
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
-  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP;
+  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP, least_tiles = groups / kBlocks * GROUP;
   static constexpr bool together = false;  // with another product
   /// The leaf of consumer warp `warp`, and to which of a set's tiles it belongs first.
   LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }

@@ -4,7 +4,8 @@ use super::*;
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 
-const LIMITS: Limits = Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100 };
+const LIMITS: Limits =
+    Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100, window: None };
 
 fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
     Admit {
@@ -103,6 +104,22 @@ fn the_end_of_the_context_ends_a_sequence() {
     batch.apply(&plan).unwrap();
     assert_eq!(batch.complete(&sampled(&[20])), [None]);
     assert_eq!(batch.complete(&sampled(&[21])), [Some(Finish::Length)]);
+}
+
+/// What `share of the read limit` is calculated from.
+#[test]
+fn positions_are_those_whose_k_and_v_the_rows_read() {
+    for (window, read) in [(None, [5, 6, 7]), (Some(3), [5, 3, 3]), (Some(6), [5, 6, 6])] {
+        let mut batch = Batch::new(Limits { window, ..LIMITS });
+        let mut plan = first_plan();
+        plan.admit = vec![admit(1, &[7; 5], 50)];
+        plan.prefill = vec![PrefillChunk { slot: 1, start: 0, len: 5 }];
+        batch.apply(&plan).unwrap();
+        for positions in read {
+            assert_eq!(batch.step().positions, positions, "{window:?}");
+            batch.complete(&sampled(&[20]));
+        }
+    }
 }
 
 #[test]

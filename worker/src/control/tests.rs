@@ -15,7 +15,7 @@ use crate::decoder::{
 use crate::sampling::Sampled;
 
 const LIMITS: Limits =
-    Limits { max_slots: 4, max_batch_tokens: 64, kv_pages: 8, max_context: 64 * 200, vocab_size: 100 };
+    Limits { max_slots: 4, max_batch_tokens: 64, kv_pages: 8, max_context: 64 * 200, vocab_size: 100, window: None };
 
 /// A decoder whose tokens count up from the last one: the whole loop of a rank, without arithmetic.
 struct Scripted {
@@ -98,6 +98,7 @@ fn step(batch: &mut Batch) -> Outcome {
         ran_step: true,
         tokens: tokens.map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled, finish }).collect(),
         rows: step.rows.len(),
+        positions: step.positions,
         step_time: Duration::from_nanos(5),
         wait_time: Duration::from_nanos(3),
     }
@@ -131,6 +132,7 @@ impl Worked {
                 hidden_size: 16,
                 kv_pages: LIMITS.kv_pages,
                 weight_bytes: 1,
+                stream_bytes: 1,
                 kv_bytes: 2,
                 bit_domain: "scripted".into(),
                 notes: vec!["a note".into()],
@@ -239,6 +241,7 @@ async fn a_worker_loads_joins_runs_and_drains() {
     for step in 0..3 {
         let outcome = outcomes.message().await.unwrap().unwrap();
         assert_eq!((outcome.version, outcome.step, outcome.ran_step), (1, step, true));
+        assert_eq!(outcome.positions, u64::from(step) + 2);
         assert_eq!((outcome.rows, outcome.step_ns, outcome.wait_ns), (if step == 0 { 2 } else { 1 }, 5, 3));
         assert_eq!((outcome.tokens[0].sequence, outcome.tokens[0].token), (9, 12 + step));
         assert_eq!((outcome.tokens[0].logprob, outcome.tokens[0].top.len()), (Some(-0.5), 1));

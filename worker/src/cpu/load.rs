@@ -156,6 +156,7 @@ pub fn load_with(
         hidden_size: config.hidden_size,
         kv_pages: kv.pages,
         weight_bytes: weights.bytes(),
+        stream_bytes: weights.stream_bytes(),
         kv_bytes: (kv.pages * kv.page_bytes()) as u64,
         bit_domain,
         notes,
@@ -169,6 +170,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
+        window: config.sliding_window,
     });
     let decoder = LoopedDecoder {
         message: Vec::with_capacity(fabric_shape.max_words),

@@ -97,6 +97,7 @@ impl LoopedDecoder {
             step: step.number,
             ran_step: true,
             rows: step.rows.len(),
+            positions: step.positions,
             ..Outcome::default()
         };
         let logits = self.x.logits(samples, self.shard.rank.vocab.len());

@@ -185,7 +185,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 34);
+        assert_eq!(number, 35);
     }
 
     #[test]

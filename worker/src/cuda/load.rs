@@ -159,6 +159,7 @@ pub fn load_with(
         hidden_size: config.hidden_size,
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
+        stream_bytes: layout.bytes() as u64,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
         bit_domain,
         notes,
@@ -170,6 +171,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
+        window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
     launcher.ties = ties;

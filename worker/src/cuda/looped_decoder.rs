@@ -197,6 +197,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             step: step.number,
             ran_step: true,
             rows: step.rows.len(),
+            positions: step.positions,
             step_time,
             ..Outcome::default()
         };

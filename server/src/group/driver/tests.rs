@@ -3,7 +3,7 @@
 use looplane_proto::worker::v1::Finish;
 
 use super::super::fake::{FakeLauncher, Script};
-use super::super::start::GroupFacts;
+use super::super::start::{GroupFacts, RankEvent};
 use super::*;
 use crate::engine::{EngineHandle, FinishReason};
 use crate::sched::Limits;
@@ -36,9 +36,9 @@ fn bench() -> Bench {
     let (commands_back, commands) = mpsc::unbounded_channel();
     let (state, state_receiver) = watch::channel(EngineState::Loading(String::new()));
     let (model, model_receiver) = watch::channel(None);
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver);
-    let (figures, _) = watch::channel(Figures::default());
-    let channels = Channels { commands, commands_back, state, model, figures, stop: CancellationToken::new(), alive };
+    let metrics = Arc::new(EngineMetrics::default());
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
+    let channels = Channels { commands, commands_back, state, model, metrics, stop: CancellationToken::new(), alive };
     let (plan_sender, plans) = mpsc::channel(4);
     let (event_sender, events) = mpsc::channel(4 * BURST);
     let model = ModelInfo {
@@ -49,7 +49,8 @@ fn bench() -> Bench {
         tensor_parallel: 1,
         bit_domain: "fake".into(),
     };
-    let facts = GroupFacts { model, kv_pages: SHAPE.kv_pages, page_positions: SHAPE.page_positions };
+    let traffic = Traffic::default();
+    let facts = GroupFacts { model, kv_pages: SHAPE.kv_pages, page_positions: SHAPE.page_positions, traffic };
     let link =
         Link { facts, plans: vec![plan_sender], events, health: Vec::new(), _readers: tokio::task::JoinSet::new() };
     let scheduler = Scheduler::new(config.limits.clone()).unwrap();

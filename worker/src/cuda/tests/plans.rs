@@ -357,6 +357,7 @@ fn run(requests: &[Request], plans: Vec<Plan>, eager: bool) -> (Vec<Outcome>, Ve
         kv_pages: pages as usize,
         max_context: CONTEXT,
         vocab_size: VOCAB,
+        window: None,
     };
     let decoder =
         LoopedDecoder { launcher: Fake::new(pages as usize, log.clone()), batch: Batch::new(limits), rank: 0 };

@@ -282,7 +282,7 @@ impl LateRun {
     }
 
     fn plans(&self) -> Vec<Plan> {
-        plans(std::slice::from_ref(&self.request), self.load.max_batch_tokens as usize, 64, 16)
+        plans(std::slice::from_ref(&self.request), self.load.max_batch_tokens, 64, 16)
     }
 
     fn on_one_gpu(&self) -> Vec<Sampled> {

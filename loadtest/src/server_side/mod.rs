@@ -1,0 +1,147 @@
+//! The server's own side of a run: what its `/metrics` says before, every second, and after.
+//!
+//! [`Watch`] asks while the load is on, [`Snapshot`] reads an answer, [`Figures`] are what the difference of two answers
+//! says. A server without `/metrics`, or with other names, is measured all the same, and the report says what is not known.
+
+mod figures;
+mod page;
+mod read_limit;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+use crate::client::Client;
+use crate::record::Clock;
+pub use figures::{Figures, Range};
+pub use read_limit::ReadLimitArg;
+pub use snapshot::{Field, Snapshot};
+
+/// Between two questions, until there are too many answers to keep.
+const PERIOD: Duration = Duration::from_secs(1);
+/// Most answers kept: when there are more, every second one is dropped, and the next come at twice the distance.
+const MAX_KEPT: usize = 1024;
+/// A server under load may take its time, but not the run's.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// The server's own side of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ServerSide {
+    /// Nothing, for this reason.
+    Unknown(String),
+    /// What it said.
+    Seen(Series),
+}
+
+/// What a server said over a run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series {
+    /// Seconds of the run, and what was said then; at least one, the first from before the run.
+    pub said: Vec<(f64, Snapshot)>,
+    /// Questions that were not answered.
+    pub missed: u64,
+    /// How fast all of the server's memory can be read, in GB/s (10^9), where the user knows.
+    pub read_limit_gb_s: Option<f64>,
+}
+
+/// What a server said before a run, with which the questions begin.
+pub struct Before(Result<(Client, Snapshot), String>);
+
+/// Asks a server again and again until the run is over.
+pub struct Watch {
+    over: CancellationToken,
+    task: JoinHandle<ServerSide>,
+}
+
+impl Before {
+    /// Asks the server at `target` for the first time.
+    pub async fn ask(target: &str, api_key: Option<&str>) -> Self {
+        // Looplane's gRPC interface has the port of its HTTP one.
+        let target = target.replacen("grpc://", "http://", 1);
+        Self(match Client::new(&target, api_key, ANSWER_LIMIT) {
+            Ok(client) => ask(&client).await.map(|said| (client, said)),
+            Err(error) => Err(error.to_string()),
+        })
+    }
+
+    /// Goes on asking while the run is on whose clock this is.
+    pub fn watch(self, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
+        let over = CancellationToken::new();
+        let task = tokio::spawn(follow(self, clock, read_limit_gb_s, over.clone()));
+        Watch { over, task }
+    }
+}
+
+impl Watch {
+    /// Asks for the last time and returns what was said.
+    pub async fn end(self) -> ServerSide {
+        self.over.cancel();
+        self.task.await.unwrap_or_else(|error| ServerSide::Unknown(format!("reading its /metrics broke off: {error}")))
+    }
+}
+
+async fn follow(
+    Before(before): Before,
+    clock: Clock,
+    read_limit_gb_s: Option<f64>,
+    over: CancellationToken,
+) -> ServerSide {
+    let (client, first) = match before {
+        Ok(before) => before,
+        Err(why) => return ServerSide::Unknown(why),
+    };
+    let mut series = Series { said: vec![(0.0, first)], missed: 0, read_limit_gb_s };
+    let mut period = PERIOD;
+    let mut due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
+    due.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        let is_last = tokio::select! {
+            biased;
+            () = over.cancelled() => true,
+            _ = due.tick() => false,
+        };
+        series.add(clock.now_ns() as f64 / 1e9, ask(&client).await);
+        if is_last {
+            return ServerSide::Seen(series);
+        }
+        if series.said.len() > MAX_KEPT {
+            series.thin();
+            period *= 2;
+            due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
+            due.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        }
+    }
+}
+
+impl Series {
+    fn add(&mut self, time_s: f64, said: Result<Snapshot, String>) {
+        match said {
+            Ok(snapshot) => self.said.push((time_s, snapshot)),
+            Err(_) => self.missed += 1,
+        }
+    }
+
+    /// Keeps every second answer, and the first.
+    fn thin(&mut self) {
+        let mut place = 0;
+        self.said.retain(|_| {
+            place += 1;
+            place % 2 == 1
+        });
+    }
+
+    /// Whose names the server speaks.
+    pub fn dialect(&self) -> &'static str {
+        self.said[0].1.dialect
+    }
+}
+
+async fn ask(client: &Client) -> Result<Snapshot, String> {
+    let text = client.metrics().await.map_err(|failure| format!("it has no /metrics to read ({failure})"))?;
+    Snapshot::read(&text).ok_or_else(|| "its /metrics has none of the names of Looplane or vLLM".into())
+}

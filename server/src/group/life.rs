@@ -1,0 +1,79 @@
+//! The times of one sequence on its way through the engine, and what of them is counted.
+
+use tokio::time::Instant;
+
+use crate::engine::{FinishReason, Unwanted};
+use crate::metrics::{Ended, EngineMetrics};
+
+/// A sequence from its submission to its end.
+#[derive(Debug)]
+pub(super) struct Life {
+    prompt_tokens: u64,
+    submitted: Instant,
+    admitted: Option<Instant>,
+    /// When the first token came, and the newest.
+    tokens: Option<(Instant, Instant)>,
+    generated: u64,
+}
+
+impl Life {
+    pub(super) fn new(prompt_tokens: usize, submitted: Instant) -> Self {
+        Self { prompt_tokens: prompt_tokens as u64, submitted, admitted: None, tokens: None, generated: 0 }
+    }
+
+    /// It got a slot. Only the first time counts: what follows a preemption or a fault is no queue.
+    pub(super) fn admitted(&mut self, now: Instant, metrics: &EngineMetrics) {
+        if self.admitted.is_none() {
+            self.admitted = Some(now);
+            metrics.queue_time.observe(now - self.submitted);
+        }
+    }
+
+    /// It got a token.
+    pub(super) fn token(&mut self, now: Instant, metrics: &EngineMetrics) {
+        self.generated += 1;
+        match &mut self.tokens {
+            Some((_, newest)) => {
+                metrics.inter_token.observe(now - *newest);
+                *newest = now;
+            }
+            None => {
+                self.tokens = Some((now, now));
+                metrics.first_token.observe(now - self.submitted);
+                metrics.prefill_time.observe(now - self.admitted.unwrap_or(self.submitted));
+                metrics.prompt_tokens.inc_by(self.prompt_tokens);
+                metrics.request_prompt_tokens.observe_count(self.prompt_tokens);
+            }
+        }
+    }
+
+    /// It is over. One that did not come to its end says nothing of how long that takes.
+    pub(super) fn end(self, how: Ended, now: Instant, metrics: &EngineMetrics) {
+        metrics.ended(how);
+        if matches!(how, Ended::Stop | Ended::Length) {
+            metrics.end_to_end.observe(now - self.submitted);
+            metrics.request_generation_tokens.observe_count(self.generated);
+            if let Some((first, newest)) = self.tokens {
+                metrics.decode_time.observe(newest - first);
+            }
+        }
+    }
+}
+
+impl From<FinishReason> for Ended {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => Ended::Stop,
+            FinishReason::Length => Ended::Length,
+        }
+    }
+}
+
+impl From<Unwanted> for Ended {
+    fn from(because: Unwanted) -> Self {
+        match because {
+            Unwanted::Complete => Ended::Stop,
+            Unwanted::Abandoned => Ended::Abort,
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! What the engine counts, against what it was asked for.
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::registry::Registry;
+
+use super::*;
+
+/// The value of a series, labels included, as a scrape shows it.
+fn value(handle: &EngineHandle, series: &str) -> f64 {
+    let mut registry = Registry::default();
+    handle.metrics().register(&mut registry);
+    let mut text = String::new();
+    encode(&mut text, &registry).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("no {series} in {text}")).parse().unwrap()
+}
+
+fn ended(handle: &EngineHandle, reason: &str) -> f64 {
+    value(handle, &format!("request_success_total{{finished_reason=\"{reason}\"}}"))
+}
+
+/// Waits for what the engine counts after the client knows.
+async fn comes_to(handle: &EngineHandle, series: &str, wanted: f64) {
+    let counted = async {
+        while value(handle, series) != wanted {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let waited = tokio::time::timeout(LIMIT, counted).await;
+    waited.unwrap_or_else(|_| panic!("{series} stays {}, not {wanted}", value(handle, series)));
+}
+
+#[tokio::test]
+async fn counts_match_what_was_asked_and_answered() {
+    let launcher = FakeLauncher::new(2, |_, _| Script::default());
+    let (handle, _task) = start(config(2), launcher);
+    assert_eq!((value(&handle, "kv_cache_pages"), ended(&handle, "stop")), (0.0, 0.0), "there before the first event");
+    ready(&handle).await;
+    let requests: Vec<SequenceRequest> = (0..10).map(|seed| request(seed, 3 + seed as u32, 8, vec![])).collect();
+    let streams = requests.iter().map(async |request| read(handle.submit(request.clone()).await.unwrap()).await);
+    let answers = futures::future::join_all(streams).await;
+    let generated: usize = answers.iter().map(|(tokens, _)| tokens.len()).sum();
+    let prompt: usize = requests.iter().map(|request| request.prompt.len()).sum();
+    comes_to(&handle, "request_success_total{finished_reason=\"length\"}", 10.0).await;
+    comes_to(&handle, "num_requests_running", 0.0).await;
+    for (series, wanted) in [
+        ("num_requests_waiting", 0.0),
+        ("generation_tokens_total", generated as f64),
+        ("prompt_tokens_total", prompt as f64),
+        // Every prompt was computed once; each token but the last of a sequence was a row of its own.
+        ("prompt_rows_total", prompt as f64),
+        ("decode_rows_total", (generated - 10) as f64),
+        ("step_rows_sum", (prompt + generated - 10) as f64),
+        ("time_to_first_token_seconds_count", 10.0),
+        ("inter_token_latency_seconds_count", (generated - 10) as f64),
+        ("request_queue_time_seconds_count", 10.0),
+        ("request_prefill_time_seconds_count", 10.0),
+        ("request_decode_time_seconds_count", 10.0),
+        ("e2e_request_latency_seconds_count", 10.0),
+        ("request_generation_tokens_sum", generated as f64),
+        ("request_prompt_tokens_sum", prompt as f64),
+        ("kv_cache_pages", 64.0),
+        ("kv_cache_pages_used", 0.0),
+        // 64 pages of 4 positions of 10 bytes, on rank 0 one page more.
+        ("kv_cache_size_bytes", (64 + 65) as f64 * 40.0),
+        ("weight_stream_bytes", 2000.0),
+        ("worker_losses_total", 0.0),
+    ] {
+        assert_eq!(value(&handle, series), wanted, "{series}");
+    }
+    // The fake says nothing of K and V: what is left are the weights of both ranks, once a step.
+    let steps = value(&handle, "step_duration_seconds_count");
+    assert!(steps > 0.0 && value(&handle, "step_read_bytes_total") == steps * 2000.0, "{steps}");
+    let queued = value(&handle, "request_queue_time_seconds_sum");
+    assert!(queued <= value(&handle, "time_to_first_token_seconds_sum"), "{queued}");
+}
+
+#[tokio::test]
+async fn what_nobody_wants_any_more_is_told_apart() {
+    let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
+    let (handle, _task) = start(config(1), launcher);
+    ready(&handle).await;
+    let mut stream = handle.submit(long_request()).await.unwrap();
+    stream.next().await.unwrap();
+    comes_to(&handle, "num_requests_running", 1.0).await;
+    assert!(value(&handle, "kv_cache_usage_perc") > 0.0);
+    drop(stream);
+    comes_to(&handle, "num_requests_running", 0.0).await;
+    assert_eq!((ended(&handle, "abort"), ended(&handle, "stop")), (1.0, 0.0), "its client went away");
+    assert_eq!(value(&handle, "kv_cache_usage_perc"), 0.0, "and its pages are free");
+    let mut stream = handle.submit(long_request()).await.unwrap();
+    stream.next().await.unwrap();
+    stream.complete();
+    comes_to(&handle, "request_success_total{finished_reason=\"stop\"}", 1.0).await;
+    assert_eq!(ended(&handle, "abort"), 1.0, "a stop text is no abort");
+    // Neither was followed to an end of the loop's own, but the second was whole.
+    assert_eq!(value(&handle, "e2e_request_latency_seconds_count"), 1.0);
+}
+
+#[tokio::test]
+async fn lost_workers_and_their_recovery_are_counted() {
+    let launcher = FakeLauncher::new(2, |start, rank| Script {
+        after: (start == 0 && rank == 1).then_some((20, Trouble::Exit)),
+        ..Script::default()
+    });
+    let (handle, _task) = start(config(2), launcher);
+    ready(&handle).await;
+    let request = request(1, 5, 60, vec![]);
+    let (tokens, _) = read(handle.submit(request.clone()).await.unwrap()).await;
+    assert_eq!(tokens, expected(&request).0);
+    comes_to(&handle, "request_success_total{finished_reason=\"length\"}", 1.0).await;
+    assert_eq!((value(&handle, "worker_losses_total"), value(&handle, "worker_recovery_seconds_count")), (1.0, 1.0));
+    assert!(value(&handle, "worker_recovery_seconds_sum") > 0.0);
+    assert_eq!(value(&handle, "prompt_tokens_total"), 5.0, "the client's prompt, though it was computed twice");
+    assert!(value(&handle, "prompt_rows_total") > 10.0, "with the tokens that came before the loss");
+    assert_eq!(value(&handle, "request_queue_time_seconds_count"), 1.0);
+}

@@ -1,0 +1,74 @@
+//! `/metrics`: everything that is counted, as OpenMetrics text for Prometheus. Answered whatever the engine is doing.
+
+use std::sync::Arc;
+
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text::encode};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::{engine::EngineState, generate::Frontend};
+
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Names everything that is counted; each name begins with `looplane_` and has the label `model_name`, as vLLM's has.
+pub(super) fn registry(frontend: &Arc<Frontend>) -> Registry {
+    let model_name = ("model_name".into(), frontend.model_id.clone().into());
+    let mut registry = Registry::with_prefix_and_labels("looplane", [model_name].into_iter());
+    frontend.engine.metrics().register(&mut registry);
+    frontend.metrics.register(&mut registry);
+    let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+    registry.register("build", "Which Looplane this is", build);
+    registry.register_collector(Box::new(Facts(frontend.clone())));
+    registry
+}
+
+pub(super) fn scrape(registry: &Registry) -> Response {
+    let mut text = String::new();
+    match encode(&mut text, registry) {
+        Ok(()) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
+        Err(error) => {
+            tracing::error!("the metrics cannot be written: {error}");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+/// What is asked for at each scrape, not counted: the engine's state, and the model once it is known.
+#[derive(Debug)]
+struct Facts(Arc<Frontend>);
+
+impl Collector for Facts {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let help = "1 for the state that the engine is in";
+        let mut states = encoder.encode_descriptor("engine_state", help, None, MetricType::Gauge)?;
+        let now = word(&self.0.state());
+        for state in ["ready", "loading", "recovering", "draining", "failed"] {
+            let label = [("state", state)];
+            ConstGauge::new(u64::from(state == now)).encode(states.encode_family(&label)?)?;
+        }
+        let Some(model) = self.0.engine.model() else { return Ok(()) };
+        let info = Info::new([
+            ("architecture", model.architecture.clone()),
+            ("bit_domain", model.bit_domain.clone()),
+            ("max_context", model.max_context.to_string()),
+            ("tensor_parallel", model.tensor_parallel.to_string()),
+        ]);
+        info.encode(encoder.encode_descriptor("model", "The model that is served", None, info.metric_type())?)
+    }
+}
+
+/// The state in one word, as `/health/ready` says it, too.
+pub(super) fn word(state: &EngineState) -> &'static str {
+    match state {
+        EngineState::Ready => "ready",
+        EngineState::Loading(_) => "loading",
+        EngineState::Recovering(_) => "recovering",
+        EngineState::Draining => "draining",
+        EngineState::Failed(_) => "failed",
+    }
+}

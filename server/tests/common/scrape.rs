@@ -1,0 +1,51 @@
+//! Reads what `/metrics` says, and refuses what Prometheus would.
+#![allow(dead_code, reason = "every test binary uses its own part of this module")]
+
+/// One answer of `/metrics`.
+pub struct Scrape {
+    lines: Vec<(String, f64)>,
+}
+
+impl Scrape {
+    /// Panics where a line has no value, a histogram's buckets fall, or the end mark is missing.
+    pub fn parse(text: &str) -> Self {
+        assert!(text.ends_with("\n# EOF\n"), "no end: {text}");
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let lines: Vec<(String, f64)> = samples
+            .map(|line| {
+                let (series, value) = line.rsplit_once(' ').unwrap_or_else(|| panic!("no value: {line}"));
+                let (name, labels) = series.split_once('{').unwrap_or_else(|| panic!("no labels: {line}"));
+                assert!(name.starts_with("looplane_") && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'));
+                assert!(labels.starts_with("model_name=\"") && labels.ends_with("\"}"), "{line}");
+                (series.to_owned(), value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
+            })
+            .collect();
+        let scrape = Self { lines };
+        for (series, count) in scrape.lines.iter().filter(|(series, _)| series.contains("_count{")) {
+            let buckets: Vec<f64> =
+                scrape.of(&series.split('{').next().unwrap_or("").replace("_count", "_bucket")).collect();
+            assert!(buckets.is_sorted() && buckets.last() == Some(count), "{series}: {buckets:?}");
+        }
+        scrape
+    }
+
+    fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = f64> {
+        let named = move |series: &str| series.strip_prefix(name).is_some_and(|rest| rest.starts_with('{'));
+        self.lines.iter().filter(move |(series, _)| named(series)).map(|(_, value)| *value)
+    }
+
+    /// The only series of that name that has all these labels; panics if there is none, or more.
+    pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let has = |series: &str| labels.iter().all(|(key, value)| series.contains(&format!("{key}=\"{value}\"")));
+        let name = format!("looplane_{name}{{");
+        let mut found = self.lines.iter().filter(|(series, _)| series.starts_with(&name) && has(series));
+        let (_, value) = found.next().unwrap_or_else(|| panic!("no {name} {labels:?}"));
+        assert!(found.next().is_none(), "several {name} {labels:?}");
+        *value
+    }
+
+    /// Whether there is any series of that name.
+    pub fn has(&self, name: &str) -> bool {
+        self.of(&format!("looplane_{name}")).next().is_some()
+    }
+}

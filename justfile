@@ -42,6 +42,12 @@ tp-figures *ARGS:
 scaling:
     cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
 
+# What 1 to 16 workers do on this machine's CPUs: the README's report, and its picture where there is a chromium.
+sweep-cpu:
+    cargo build --release --workspace
+    target/release/looplane loadtest sweep --tp 1,2,4,8,16 --device cpu --duration 10s --model worker/tests/fixtures/llama-mha16 --out target/sweep-cpu
+    -chromium --headless=new --no-sandbox --window-size=1240,1440 --screenshot=target/sweep-cpu/sweep.png "file://$PWD/target/sweep-cpu/sweep.html"
+
 # compute-sanitizer over a small model on a GPU, and over a group where there are two. racecheck is not among the tools: NOTES.md in worker/kernels says why.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \

@@ -17,6 +17,7 @@ use crate::report::Window;
 use crate::saturate::SaturateArgs;
 use crate::server_side::ReadLimitArg;
 use crate::slo::Slo;
+use crate::sweep::SweepArgs;
 use crate::trace::{Trace, TraceError};
 
 /// Requests sent where neither `--requests` nor `--duration` is given.
@@ -229,6 +230,8 @@ pub enum LoadtestCommand {
     Compare(CompareArgs),
     /// Find the rate of requests from which on the server falls behind
     Saturate(Box<SaturateArgs>),
+    /// Find what more sockets buy: starts a server of each size, puts the same loads on it, and predicts larger ones
+    Sweep(Box<SweepArgs>),
     /// Measure the load tester's own error, against a mock whose times are known
     Calibrate(CalibrateArgs),
     /// Serve made-up text at a fixed pace, for trying load testers out

@@ -43,9 +43,7 @@ pub struct Page<'a> {
 impl Display for Page<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (model, target) = (Escaped(&self.setup.model), Escaped(&self.setup.target));
-        writeln!(f, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>")?;
-        writeln!(f, r#"<meta name="viewport" content="width=device-width, initial-scale=1"/>"#)?;
-        writeln!(f, "<title>Load test of {model}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>")?;
+        head(f, &format!("Load test of {}", self.setup.model), "")?;
         writeln!(f, "<h1>Load test of {model}</h1>")?;
         let version = env!("CARGO_PKG_VERSION");
         let date = readable(&utc_date(self.date));
@@ -277,8 +275,15 @@ impl Page<'_> {
     }
 }
 
+/// Everything before the first heading of a page; `style` is what its style sheet has beside that of all pages.
+pub fn head(f: &mut fmt::Formatter<'_>, title: &str, style: &str) -> fmt::Result {
+    writeln!(f, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>")?;
+    writeln!(f, r#"<meta name="viewport" content="width=device-width, initial-scale=1"/>"#)?;
+    writeln!(f, "<title>{}</title>\n<style>\n{STYLE}{style}</style>\n</head>\n<body>", Escaped(title))
+}
+
 /// The share of times that are at most so long, in percent; none for no times.
-fn cumulative(metric: &Metric<'_>, name: &'static str) -> Option<Series> {
+fn cumulative<'a>(metric: &Metric<'_>, name: &'a str) -> Option<Series<'a>> {
     let body = (0..198).map(|step| f64::from(step) * BODY_STEP);
     let tail = (0..=20).map(|step| TAIL_FROM + f64::from(step) * TAIL_STEP);
     let point = |percent: f64| metric.times.percentile_ms(percent).map(|ms| (ms, percent));
@@ -291,7 +296,7 @@ fn cumulative(metric: &Metric<'_>, name: &'static str) -> Option<Series> {
 }
 
 /// `YYYYMMDD-HHMMSS` as people write it.
-fn readable(date: &str) -> String {
+pub fn readable(date: &str) -> String {
     let (day, time) = (&date[..8], &date[9..]);
     format!("{}-{}-{} {}:{} UTC", &day[..4], &day[4..6], &day[6..], &time[..2], &time[2..4])
 }

@@ -5,11 +5,13 @@
 //! [`report`] counts records into figures as they come, so that memory does not grow with the run; [`server_side`] reads
 //! what the server says of itself meanwhile, and [`faults`] go wrong beside the load. [`compare`] sets two
 //! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
+//! [`sweep`] starts servers of several sizes itself, as processes, and puts the same loads on each.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
 
 use anyhow::Context;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 mod answer;
@@ -40,6 +42,7 @@ pub mod server_side;
 pub mod slo;
 pub mod spread;
 pub mod sse;
+pub mod sweep;
 mod table;
 pub mod timeline;
 pub mod trace;
@@ -49,7 +52,7 @@ pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadArgs, LoadtestArgs, Load
 use compare::Comparison;
 
 /// Runs the load that `args` describe against their target, prints the report on standard output and writes it to
-/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C ends a run early, and what was measured until
+/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C or SIGTERM ends a run early, and what was measured until
 /// then is reported.
 ///
 /// # Errors
@@ -64,23 +67,27 @@ pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
             io::stdout().write_all(comparison.as_bytes()).context("cannot print the comparison")
         }
         Some(LoadtestCommand::Saturate(args)) => until_ctrl_c(async |stop| saturate::run(args, stop).await).await,
+        Some(LoadtestCommand::Sweep(args)) => until_ctrl_c(async |stop| sweep::run(args, stop).await).await,
         Some(LoadtestCommand::Calibrate(args)) => until_ctrl_c(async |stop| calibrate::run(args, stop).await).await,
         Some(LoadtestCommand::Mock(args)) => mock::run(args).await,
     }
 }
 
-/// Runs `work` with a token that Ctrl-C cancels.
-async fn until_ctrl_c<T>(work: impl AsyncFnOnce(&CancellationToken) -> T) -> T {
+/// Runs `work` with a token that Ctrl-C cancels, or SIGTERM.
+async fn until_ctrl_c<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let stop = CancellationToken::new();
-    let on_ctrl_c = tokio::spawn({
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let on_signal = tokio::spawn({
         let stop = stop.clone();
         async move {
-            if tokio::signal::ctrl_c().await.is_ok() {
-                stop.cancel();
+            tokio::select! {
+                pressed = tokio::signal::ctrl_c() => if pressed.is_err() { return },
+                _ = terminate.recv() => {}
             }
+            stop.cancel();
         }
     });
     let outcome = work(&stop).await;
-    on_ctrl_c.abort();
+    on_signal.abort();
     outcome
 }

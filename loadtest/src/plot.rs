@@ -37,13 +37,13 @@ pub struct Plot<'a> {
     /// Vertical axis.
     pub y: Axis,
     /// Lines, told apart by their place in this list.
-    pub series: Vec<Series>,
+    pub series: Vec<Series<'a>>,
 }
 
 /// A named line.
-pub struct Series {
+pub struct Series<'a> {
     /// Name in the legend.
-    pub name: &'static str,
+    pub name: &'a str,
     /// Points that straight lines join.
     pub points: Vec<(f64, f64)>,
     /// Points marked on the line.

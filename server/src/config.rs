@@ -310,7 +310,7 @@ pub fn without_empty_variables(command: Command) -> Command {
 /// The model directory and its name.
 fn find_model(given: Option<PathBuf>) -> Result<(PathBuf, String), ConfigError> {
     let Some(path) = given else {
-        return find_demo_model().map(|path| (path, DEMO_ID.into()));
+        return demo_model().map(|path| (path, DEMO_ID.into()));
     };
     let wrong = |what| Err(ConfigError::Model { path: path.clone(), what });
     let Ok(dir) = path.canonicalize() else { return wrong("there is no such directory") };
@@ -325,7 +325,10 @@ fn find_model(given: Option<PathBuf>) -> Result<(PathBuf, String), ConfigError> 
 }
 
 /// The demo model: in the source tree that this binary was built from, or else beside the binary.
-fn find_demo_model() -> Result<PathBuf, ConfigError> {
+///
+/// # Errors
+/// It is in neither.
+pub fn demo_model() -> Result<PathBuf, ConfigError> {
     let in_sources = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(|root| root.join(DEMO_MODEL));
     let beside_binary = env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(DEMO_MODEL)));
     let places: Vec<PathBuf> = [in_sources, beside_binary].into_iter().flatten().collect();

@@ -13,9 +13,9 @@ use std::{
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use looplane_loadtest::LoadtestArgs;
+use looplane_loadtest::{LoadtestArgs, LoadtestCommand, sweep::Machine};
 use looplane_server::{
-    config::{Config, Device, ServeArgs, file_arguments, without_empty_variables},
+    config::{Config, Device, ServeArgs, demo_model, file_arguments, without_empty_variables},
     engine::{EngineHandle, EngineState},
     group::{self, ProcessLauncher},
     http,
@@ -79,7 +79,8 @@ fn main() -> ExitCode {
         Command::Bench(args) => finish(run_bench(&args)),
         Command::Scaling(args) => finish(scaling::report(&args).map(|report| say(report.to_string().trim_end()))),
         Command::Loadtest(args) => {
-            finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(*args))))
+            let args = with_machine(*args);
+            finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(args))))
         }
     }
 }
@@ -102,6 +103,15 @@ fn parse() -> anyhow::Result<Cli> {
 fn with_gpu(mut args: ServeArgs) -> ServeArgs {
     if args.device == Device::Auto && args.tp.is_none() && looplane_worker::cuda::probe(0).is_ok() {
         args.tp = Some(1);
+    }
+    args
+}
+
+/// A sweep starts servers of this program, and learns here what it cannot see from outside.
+fn with_machine(mut args: LoadtestArgs) -> LoadtestArgs {
+    if let Some(LoadtestCommand::Sweep(sweep)) = &mut args.command {
+        let gpus = (0..).take_while(|gpu| looplane_worker::cuda::probe(*gpu).is_ok()).count() as u32;
+        sweep.machine = Machine { gpus, demo_model: demo_model().ok() };
     }
     args
 }

@@ -51,7 +51,7 @@ fn write(path: &Path, report: &Report) -> std::io::Result<()> {
 
 /// A line for each shape with a mark for each group: a disc where it was measured, else a ring.
 fn plot<'a>(
-    report: &Report,
+    report: &'a Report,
     batch: u32,
     title: &'a str,
     y: Axis,
@@ -60,14 +60,14 @@ fn plot<'a>(
 ) -> Plot<'a> {
     let mut series: Vec<Series> = Vec::new();
     for of in report.predicted.iter().filter(|of| of.batch == batch) {
-        let (name, gpus) = (of.shape.name(), f64::from(of.ranks as u32));
+        let (name, gpus) = (of.model.as_str(), f64::from(of.ranks as u32));
         if series.last().is_none_or(|line| line.name != name) {
             series.push(Series { name, points: Vec::new(), marks: Vec::new() });
         }
         let line = series.last_mut().expect("one was pushed");
         line.points.push((gpus, calculated(of)));
         let same = |other: &&Compared| {
-            (other.shape, other.ranks, other.measured.batch, other.shard_of) == (of.shape, of.ranks, batch, None)
+            (&other.model, other.ranks, other.measured.batch, other.shard_of) == (&of.model, of.ranks, batch, None)
         };
         let (at, how) = match report.compared.iter().find(same) {
             Some(step) => (measured(step.measured.step_ms, of.floor_ms), "measured"),

@@ -5,24 +5,23 @@ mod fit;
 mod model;
 mod report;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use serde::Deserialize;
 
 pub use fit::{Measured, fit};
 pub use model::{Costs, Cut, MOST_ROWS, Machine};
-pub use report::{Compared, Predicted, Report};
+pub use report::{Compared, Predicted, Refused, Report};
 
 use crate::bench::Shape;
-use crate::plan::PlanError;
+use crate::model::ModelConfig;
+use crate::model::config::ConfigError;
 
 /// Groups of up to so many GPUs are fitted on; all others are predicted.
 pub const FITTED_RANKS: usize = 2;
-/// What is predicted, where a GPU holds its share of the weights: groups, batches, and the context of each.
+/// Groups that are predicted, where a GPU holds its share of the weights.
 const RANKS: [usize; 5] = [1, 2, 4, 8, 16];
-const BATCHES: [u32; 2] = [1, MOST_ROWS];
-const CONTEXT: f64 = 512.0;
 
 /// Predicts how a model decodes on groups of GPUs, from what `looplane bench` measured.
 #[derive(Debug, Clone, clap::Args)]
@@ -35,9 +34,26 @@ pub struct ScalingArgs {
     #[arg(long, value_enum, value_name = "SHAPE,..", value_delimiter = ',', default_value = "llama-1b,8b,70b,405b")]
     pub shapes: Vec<Shape>,
 
+    /// Predict this model in place of --shapes: a directory as Hugging Face lays it out, of which config.json is read
+    #[arg(long, value_name = "DIR", conflicts_with = "shapes")]
+    pub model: Option<PathBuf>,
+
+    /// Sequences of a step to predict
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,8",
+          value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_ROWS)))]
+    pub batch: Vec<u32>,
+
+    /// Positions that each of them sees
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub context: u32,
+
     /// Write a picture of measured and predicted steps: SVG
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "context"])]
     pub plot: Option<PathBuf>,
+
+    /// Write the figures to this file too
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
 }
 
 /// Nothing could be predicted.
@@ -59,9 +75,17 @@ pub enum ScalingError {
         /// What is wrong.
         problem: String,
     },
-    /// A model cannot be cut so.
+    /// config.json is refused.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Config(#[from] ConfigError),
+    /// The figures cannot be written.
+    #[error("--json {}: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// There is too little to fit.
     #[error(
         "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: measure more shapes, at batch 1 and 8, and on both"
@@ -116,32 +140,54 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
     let costs = fit(&fitted);
     let limits = fitted.iter().map(|of| of.machine.read_gb_s).sum::<f64>() / fitted.len() as f64;
     let machine = Machine { read_gb_s: limits, ..Machine::H200 };
-    let mut predicted = Vec::new();
-    for (shape, ranks) in args.shapes.iter().flat_map(|shape| RANKS.map(|ranks| (*shape, ranks))) {
-        let cut = Cut::new(&shape.config(), ranks, machine.sms)?;
-        if !cut.fits(&machine) {
-            continue;
+    let models = match &args.model {
+        Some(dir) => vec![(dir.display().to_string(), ModelConfig::from_dir(dir)?)],
+        None => args.shapes.iter().map(|shape| (shape.name().to_owned(), shape.config())).collect(),
+    };
+    let (mut predicted, mut refused) = (Vec::new(), Vec::new());
+    for ((model, config), ranks) in models.iter().flat_map(|model| RANKS.map(|ranks| (model, ranks))) {
+        let cut = Cut::new(config, ranks, machine.sms).map_err(|error| error.to_string());
+        let fitting = cut.and_then(|cut| match cut.fits(&machine) {
+            true => Ok(cut),
+            false => {
+                let [bytes, memory] = [cut.bytes(0, 0.0), machine.memory_bytes].map(|bytes| bytes / 1e9);
+                Err(format!("a GPU would hold {bytes:.0} GB of weights, and has {memory:.0} GB"))
+            }
+        });
+        match fitting {
+            Ok(cut) => predicted.extend(args.batch.iter().map(|&batch| {
+                Predicted::new(model.clone(), ranks, &cut, batch, f64::from(args.context), &machine, &costs)
+            })),
+            Err(reason) => refused.push(Refused { model: model.clone(), ranks, reason }),
         }
-        predicted.extend(BATCHES.map(|batch| Predicted::new(shape, ranks, &cut, batch, CONTEXT, &machine, &costs)));
     }
-    compared.sort_by_key(|of| (of.ranks, of.shape.name(), of.shard_of, of.measured.batch));
-    Ok(Report { costs, machine, compared, predicted })
+    compared.sort_by_cached_key(|of| (of.ranks, of.model.clone(), of.shard_of, of.measured.batch));
+    let report = Report { costs, machine, context: args.context, compared, predicted, refused };
+    if let Some(path) = &args.json {
+        let written = std::fs::write(path, format!("{:#}\n", report.to_json()));
+        written.map_err(|source| ScalingError::Write { path: path.clone(), source })?;
+    }
+    Ok(report)
 }
 
 /// Looped steps of at most [`MOST_ROWS`] rows in a file of the bench.
 fn steps(text: &str) -> Result<Vec<Compared>, String> {
     let run: Run = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    let shape = Shape::from_str(&run.model, false).map_err(|_| format!("{} is no shape of the bench", run.model))?;
+    let config = match Shape::from_str(&run.model, false) {
+        Ok(shape) => shape.config(),
+        Err(_) => ModelConfig::from_dir(Path::new(&run.model))
+            .map_err(|error| format!("{} is no shape of the bench and no model: {error}", run.model))?,
+    };
     if run.device != "cuda" {
         return Err(format!("the steps were computed by {}", run.device));
     }
     let machine = Machine { read_gb_s: run.read.best_gb_s, ..Machine::H200 };
-    let cut = Cut::new(&shape.config(), run.shard_of.unwrap_or(run.tensor_parallel), machine.sms);
+    let cut = Cut::new(&config, run.shard_of.unwrap_or(run.tensor_parallel), machine.sms);
     let cut = cut.map_err(|error| error.to_string())?.of_first(run.tensor_parallel);
     let steps = run.batches.into_iter().filter(|of| of.batch <= MOST_ROWS && of.loop_mode.as_deref() == Some("on"));
     Ok(steps
         .map(|of| Compared {
-            shape,
+            model: run.model.clone(),
             ranks: run.tensor_parallel,
             shard_of: run.shard_of,
             measured: Measured {

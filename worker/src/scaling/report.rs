@@ -2,10 +2,11 @@
 
 use std::fmt::{self, Display};
 
+use serde_json::{Value, json};
+
 use super::FITTED_RANKS;
 use super::fit::Measured;
 use super::model::{Costs, Cut, Machine};
-use crate::bench::Shape;
 
 /// Everything.
 #[derive(Debug, Clone)]
@@ -14,17 +15,21 @@ pub struct Report {
     pub costs: Costs,
     /// With the mean read limit of the runs that were fitted on.
     pub machine: Machine,
+    /// Positions that sequences of predicted steps see.
+    pub context: u32,
     /// Every step that was measured.
     pub compared: Vec<Compared>,
     /// Every step that was asked for.
     pub predicted: Vec<Predicted>,
+    /// Groups of which none can be.
+    pub refused: Vec<Refused>,
 }
 
 /// A step that was measured.
 #[derive(Debug, Clone)]
 pub struct Compared {
-    /// The model's dimensions.
-    pub shape: Shape,
+    /// Name of the shape, or the model's directory.
+    pub model: String,
     /// GPUs.
     pub ranks: usize,
     /// Shards of the model, where the GPUs had only some of them.
@@ -34,14 +39,16 @@ pub struct Compared {
 }
 
 /// A step by calculation.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Predicted {
-    /// The model's dimensions.
-    pub shape: Shape,
+    /// Name of the shape, or the model's directory.
+    pub model: String,
     /// GPUs.
     pub ranks: usize,
     /// Sequences.
     pub batch: u32,
+    /// Bytes of weights, K and V that a GPU reads in a step.
+    pub bytes: f64,
     /// Time of a step, in ms.
     pub step_ms: f64,
     /// Its bytes at 4653 GB/s, in ms.
@@ -54,6 +61,17 @@ pub struct Predicted {
     pub free_ranks_ms: f64,
 }
 
+/// A group that cannot decode a model.
+#[derive(Debug, Clone)]
+pub struct Refused {
+    /// Name of the shape, or the model's directory.
+    pub model: String,
+    /// GPUs.
+    pub ranks: usize,
+    /// Why.
+    pub reason: String,
+}
+
 impl Compared {
     /// Whether the costs were fitted on it.
     pub fn is_fitted(&self) -> bool {
@@ -62,13 +80,13 @@ impl Compared {
 
     /// The shape, and of what it was a part.
     fn name(&self) -> String {
-        self.shard_of.map_or(self.shape.name().into(), |shards| format!("{} cut for {shards}", self.shape.name()))
+        self.shard_of.map_or_else(|| self.model.clone(), |shards| format!("{} cut for {shards}", self.model))
     }
 }
 
 impl Predicted {
     pub(super) fn new(
-        shape: Shape,
+        model: String,
         ranks: usize,
         cut: &Cut,
         batch: u32,
@@ -80,9 +98,10 @@ impl Predicted {
         let half = Costs { exchange_us: costs.exchange_us / 2.0, value_us: costs.value_us / 2.0, ..*costs };
         let free = Machine { link_gb_s: f64::INFINITY, ..*machine };
         Self {
-            shape,
+            model,
             ranks,
             batch,
+            bytes: cut.bytes(batch, context),
             step_ms: step(cut, machine, costs),
             floor_ms: cut.floor_ms(batch, context, &Machine::H200),
             even_ms: step(&cut.even(), machine, costs),
@@ -108,6 +127,53 @@ impl Report {
     pub fn worst(&self, fitted: bool) -> Option<f64> {
         let errors = self.compared.iter().filter(|of| of.is_fitted() == fitted && of.shard_of.is_none());
         errors.map(|of| of.measured.error(&self.costs).abs()).reduce(f64::max)
+    }
+
+    /// The same as one JSON object.
+    pub fn to_json(&self) -> Value {
+        let Costs { reach, reach_of_8, exchange_us, value_us, rank_us, step_us } = self.costs;
+        let compared = self.compared.iter().map(|of| {
+            json!({
+                "model": of.model,
+                "tensor_parallel": of.ranks,
+                "shard_of": of.shard_of,
+                "batch": of.measured.batch,
+                "context": of.measured.context,
+                "measured_ms": of.measured.step_ms,
+                "calculated_ms": of.measured.calculated_ms(&self.costs),
+                "fitted": of.is_fitted(),
+            })
+        });
+        let predicted = self.predicted.iter().map(|of| {
+            json!({
+                "model": of.model,
+                "tensor_parallel": of.ranks,
+                "batch": of.batch,
+                "context": self.context,
+                "bytes": of.bytes,
+                "step_ms": of.step_ms,
+                "floor_ms": of.floor_ms,
+                "even_ms": of.even_ms,
+                "half_exchange_ms": of.half_exchange_ms,
+                "free_ranks_ms": of.free_ranks_ms,
+            })
+        });
+        let refused =
+            self.refused.iter().map(|of| json!({"model": of.model, "tensor_parallel": of.ranks, "reason": of.reason}));
+        json!({
+            "read_gb_s": self.machine.read_gb_s,
+            "costs": {
+                "reach": reach,
+                "reach_of_8": reach_of_8,
+                "exchange_us": exchange_us,
+                "value_us": value_us,
+                "rank_us": rank_us,
+                "step_us": step_us,
+            },
+            "compared": compared.collect::<Vec<_>>(),
+            "predicted": predicted.collect::<Vec<_>>(),
+            "refused": refused.collect::<Vec<_>>(),
+        })
     }
 }
 
@@ -142,8 +208,9 @@ impl Display for Report {
         }
         writeln!(
             f,
-            "\n\nCalculated at 512 positions. With even shares: if every block streamed the same bytes in each phase; half exchanges: if those over the chip took half as long; free ranks: if \
-             telling another GPU cost no more than telling another block.\n"
+            "\n\nCalculated at {} positions. With even shares: if every block streamed the same bytes in each phase; half exchanges: if those over the chip took half as long; free ranks: if \
+             telling another GPU cost no more than telling another block.\n",
+            self.context
         )?;
         writeln!(
             f,
@@ -156,10 +223,13 @@ impl Display for Report {
             writeln!(
                 f,
                 "| {} | {ranks} | {batch} | {floor_ms:.2} | **{step_ms:.2}** | {:.0} % | {even_ms:.2} | {half_exchange_ms:.2} | {free_ranks_ms:.2} | {remedy}: {:.0} % |",
-                of.shape.name(),
+                of.model,
                 floor_ms / step_ms * 100.0,
                 gain * 100.0,
             )?;
+        }
+        for Refused { model, ranks, reason } in &self.refused {
+            write!(f, "\n{model} on {ranks} GPUs: {reason}")?;
         }
         Ok(())
     }

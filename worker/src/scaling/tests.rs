@@ -11,7 +11,8 @@ fn figures() -> Vec<PathBuf> {
 }
 
 fn args(figures: Vec<PathBuf>) -> ScalingArgs {
-    ScalingArgs { figures, shapes: vec![Shape::B8, Shape::B70, Shape::B405], plot: None }
+    let shapes = vec![Shape::B8, Shape::B70, Shape::B405];
+    ScalingArgs { figures, shapes, model: None, batch: vec![1, 8], context: 512, plot: None, json: None }
 }
 
 #[test]
@@ -19,9 +20,10 @@ fn one_and_two_gpus_predict_four_within_10_percent() {
     let report = run(&args(figures())).unwrap();
     let predicted: Vec<_> = report.compared.iter().filter(|of| !of.is_fitted() && of.shard_of.is_none()).collect();
     for (shape, batch) in
-        [Shape::Llama1B, Shape::B8, Shape::B70].into_iter().flat_map(|shape| BATCHES.map(|n| (shape, n)))
+        [Shape::Llama1B, Shape::B8, Shape::B70].into_iter().flat_map(|shape| [1, 8].map(|n| (shape, n)))
     {
-        let of = predicted.iter().find(|of| (of.shape, of.ranks, of.measured.batch) == (shape, 4, batch));
+        let of =
+            predicted.iter().find(|of| (of.model.as_str(), of.ranks, of.measured.batch) == (shape.name(), 4, batch));
         let error = of.expect("all three shapes were measured on four GPUs").measured.error(&report.costs);
         assert!(error.abs() < 0.10, "{} at batch {batch}: {error}\n{report}", shape.name());
     }
@@ -60,4 +62,47 @@ fn files_that_say_nothing_are_refused_by_name() {
     assert!(refused(&of("8b", "cuda")).starts_with("0 steps of groups of 1 and 2 GPUs"));
     let missing = run(&args(vec!["/nowhere.json".into()])).unwrap_err().to_string();
     assert!(missing.starts_with("/nowhere.json: "), "{missing}");
+}
+
+/// What a bench of a checkpoint says is read as well, and what it predicts of it is that of the shape with its dimensions.
+#[test]
+fn a_model_directory_is_predicted_as_the_shape_of_its_dimensions() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false,
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu"}"#;
+    std::fs::write(folder.path().join("config.json"), json).unwrap();
+    let model = folder.path().display().to_string();
+    let mut copies = Vec::new();
+    for path in figures() {
+        let mut run: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        if run["model"] == "8b" {
+            run["model"] = model.clone().into();
+        }
+        copies.push(folder.path().join(path.file_name().unwrap()));
+        std::fs::write(copies.last().unwrap(), run.to_string()).unwrap();
+    }
+    let out = folder.path().join("scaling.out");
+    let of_model = ScalingArgs {
+        model: Some(folder.path().into()),
+        batch: vec![4],
+        context: 300,
+        json: Some(out.clone()),
+        ..args(copies)
+    };
+    let report = run(&of_model).unwrap();
+    let of_shape = run(&ScalingArgs { batch: vec![4], context: 300, ..args(figures()) }).unwrap();
+    let steps = |report: &Report, name: &str| -> Vec<(usize, f64)> {
+        report.predicted.iter().filter(|of| of.model == name).map(|of| (of.ranks, of.step_ms)).collect()
+    };
+    assert_eq!(steps(&report, &model), steps(&of_shape, "8b"));
+    assert_eq!(steps(&report, &model).len(), 5);
+    assert!(
+        of_shape.refused.iter().any(|of| (of.model.as_str(), of.ranks) == ("405b", 4) && of.reason.contains(" GB "))
+    );
+    let written: serde_json::Value = serde_json::from_slice(&std::fs::read(out).unwrap()).unwrap();
+    assert_eq!(written["predicted"][4]["tensor_parallel"], 16);
+    assert!(
+        written["compared"].as_array().unwrap().iter().any(|of| of["fitted"] == false && of["measured_ms"].is_f64())
+    );
 }

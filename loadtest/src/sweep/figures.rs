@@ -1,0 +1,326 @@
+//! What a sweep measured and predicted, and the ratios that follow from it.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::calibrate::TOLERATED_MS;
+
+/// Where the servers of a sweep compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// A worker for each CPU socket.
+    Cpu,
+    /// A worker for each GPU.
+    Cuda,
+}
+
+/// A whole sweep.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Sweep {
+    /// Version of Looplane.
+    pub version: String,
+    /// When it began, as `YYYYMMDD-HHMMSS` in UTC.
+    pub date: String,
+    /// Model id, as the servers name it; none where no server ran.
+    pub model: Option<String>,
+    /// Where it was computed.
+    pub device: Device,
+    /// The processor's name, where the bench tells.
+    pub processor: Option<String>,
+    /// Cores of the machine.
+    pub cores: u32,
+    /// GPUs of the machine that can be used.
+    pub gpus: u32,
+    /// Compute threads of each worker, on CPUs.
+    pub threads: Option<u32>,
+    /// What was set, in words: name and value.
+    pub settings: Vec<(String, String)>,
+    /// What each size was measured under.
+    pub loads: Vec<LoadPoint>,
+    /// In the order in which they were asked for.
+    pub sizes: Vec<Size>,
+    /// What a reader has to know to trust the figures.
+    pub notes: Vec<String>,
+}
+
+/// One of the loads of a sweep.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadPoint {
+    /// Short name, for titles.
+    pub name: String,
+    /// The load in words.
+    pub pacing: String,
+    /// Requests in flight of a closed loop.
+    pub streams: Option<u32>,
+}
+
+/// A size of the group of workers.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Size {
+    /// Workers that shared the model.
+    pub tp: u32,
+    /// Why it was not measured, or not under all loads.
+    pub not_measured: Option<String>,
+    /// From the start of the server until it could answer.
+    pub ready_s: Option<f64>,
+    /// By load, those that were measured to their end.
+    pub measured: Vec<Level>,
+    /// By load, those that can be predicted.
+    pub predicted: Vec<Prediction>,
+    /// What a step reads, where the bench could tell.
+    pub traffic: Option<Traffic>,
+}
+
+/// What clients saw of one size under one load.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Level {
+    /// Which of [`Sweep::loads`].
+    pub load: usize,
+    /// Requests that succeeded.
+    pub completed: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Answers a second.
+    pub request_throughput: f64,
+    /// Tokens a second that arrived.
+    pub output_throughput: f64,
+    /// Mean time per output token behind the first, in ms.
+    pub mean_tpot_ms: Option<f64>,
+    /// Median and 99th percentile of the time to the first token, in ms.
+    pub median_ttft_ms: Option<f64>,
+    /// As above.
+    pub p99_ttft_ms: Option<f64>,
+    /// 99th percentile of the time between tokens, in ms.
+    pub p99_itl_ms: Option<f64>,
+    /// 99th percentile of how late the load tester's own timers were, in ms.
+    pub p99_client_lag_ms: Option<f64>,
+    /// Positions that a sequence sees in the mean over its output.
+    pub mean_context: f64,
+    /// File beside the report that holds all of the run.
+    pub file: String,
+}
+
+/// What one size would do under one load, by the scaling model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Prediction {
+    /// Which of [`Sweep::loads`].
+    pub load: usize,
+    /// A step, by the scaling model, in ms.
+    pub step_ms: f64,
+    /// Tokens a second.
+    pub output_throughput: f64,
+    /// Mean time per output token behind the first, in ms.
+    pub mean_tpot_ms: f64,
+    /// Share of the read limit that steps reach, prompts and front end included.
+    pub read_share: f64,
+    /// Whether what serving adds to a step was fitted on this size.
+    pub fitted: bool,
+}
+
+/// Bytes that a group's memory is read by, from its bench.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Weights that stream in a step: of all workers on CPUs, whose memory is one; else of one GPU.
+    pub weight_bytes: f64,
+    /// K and V of one position of one sequence.
+    pub position_bytes: f64,
+    /// GB/s (10^9) at which the memory can be read, measured in the same run.
+    pub read_gb_s: f64,
+}
+
+/// How a row of the report came to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum How {
+    /// On as many sockets as workers.
+    Measured,
+    /// Measured, with more workers than cores: what they cost, not what sockets buy.
+    Overhead,
+    /// By calculation.
+    Predicted,
+}
+
+/// One size under one load: what tables and plots show of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// Workers.
+    pub tp: u32,
+    /// Where the figures come from.
+    pub how: How,
+    /// Tokens a second.
+    pub tokens_per_s: f64,
+    /// Over the smallest size that was measured.
+    pub speed_up: Option<f64>,
+    /// Speed-up over what as many sockets would bring at best.
+    pub efficiency: Option<f64>,
+    /// Tokens a second of each socket.
+    pub tokens_per_s_a_socket: f64,
+    /// Tokens a second that each user sees behind the first.
+    pub tokens_per_s_a_user: Option<f64>,
+    /// Mean time per output token, in ms.
+    pub tpot_ms: Option<f64>,
+    /// Median time to the first token, in ms; of measured sizes.
+    pub median_ttft_ms: Option<f64>,
+    /// Its 99th percentile.
+    pub p99_ttft_ms: Option<f64>,
+    /// Share of the read limit that steps reach.
+    pub read_share: Option<f64>,
+    /// By how much the model's tokens a second are off, over what was measured.
+    pub model_error: Option<f64>,
+    /// Whether the model was fitted on this size.
+    pub model_fitted: bool,
+}
+
+impl Device {
+    /// Name in options.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
+
+    /// What one worker computes on, in reports.
+    pub fn socket(self) -> &'static str {
+        match self {
+            Self::Cpu => "worker",
+            Self::Cuda => "GPU",
+        }
+    }
+}
+
+impl How {
+    /// Name in tables and legends.
+    pub fn in_words(self) -> &'static str {
+        match self {
+            Self::Measured => "measured",
+            Self::Overhead => "more workers than cores",
+            Self::Predicted => "predicted",
+        }
+    }
+
+    /// Name in the legend of a small plot.
+    pub fn in_short(self) -> &'static str {
+        match self {
+            Self::Overhead => "more than cores",
+            other => other.in_words(),
+        }
+    }
+}
+
+impl Traffic {
+    /// Share of the read limit of steps of `step_ms` with so many sequences that see so many positions each.
+    pub fn read_share(&self, step_ms: f64, sequences: f64, context: f64) -> f64 {
+        (self.weight_bytes + self.position_bytes * sequences * context) / (step_ms * 1e6) / self.read_gb_s
+    }
+}
+
+impl Size {
+    /// What was measured under a load.
+    pub fn level(&self, load: usize) -> Option<&Level> {
+        self.measured.iter().find(|level| level.load == load)
+    }
+
+    /// What is predicted for a load.
+    pub fn prediction(&self, load: usize) -> Option<&Prediction> {
+        self.predicted.iter().find(|prediction| prediction.load == load)
+    }
+}
+
+impl Sweep {
+    /// Rows of the sizes that were measured under a load or can be predicted, in the order of the sizes.
+    pub fn rows(&self, load: usize) -> Vec<Row> {
+        let measured = self.sizes.iter().filter_map(|size| Some((size.tp, size.level(load)?.output_throughput)));
+        let base = measured.min_by_key(|(tp, _)| *tp).filter(|(_, tokens_per_s)| *tokens_per_s > 0.0);
+        let row = |size: &Size| {
+            let (level, prediction) = (size.level(load), size.prediction(load));
+            let (tokens_per_s, tpot_ms) = match (level, prediction) {
+                (Some(level), _) => (level.output_throughput, level.mean_tpot_ms),
+                (None, Some(prediction)) => (prediction.output_throughput, Some(prediction.mean_tpot_ms)),
+                (None, None) => return None,
+            };
+            let speed_up = base.map(|(_, of_base)| tokens_per_s / of_base);
+            Some(Row {
+                tp: size.tp,
+                how: match level {
+                    None => How::Predicted,
+                    Some(_) if self.is_crowded(size.tp) => How::Overhead,
+                    Some(_) => How::Measured,
+                },
+                tokens_per_s,
+                speed_up,
+                efficiency: base.zip(speed_up).map(|((tp, _), speed_up)| speed_up * f64::from(tp) / f64::from(size.tp)),
+                tokens_per_s_a_socket: tokens_per_s / f64::from(size.tp),
+                tokens_per_s_a_user: tpot_ms.map(|ms| 1e3 / ms),
+                tpot_ms,
+                median_ttft_ms: level.and_then(|level| level.median_ttft_ms),
+                p99_ttft_ms: level.and_then(|level| level.p99_ttft_ms),
+                read_share: match level {
+                    Some(level) => self.read_share(size, level),
+                    None => prediction.map(|prediction| prediction.read_share),
+                },
+                model_error: level
+                    .zip(prediction)
+                    .map(|(level, prediction)| prediction.output_throughput / level.output_throughput - 1.0),
+                model_fitted: prediction.is_some_and(|prediction| prediction.fitted),
+            })
+        };
+        self.sizes.iter().filter_map(row).collect()
+    }
+
+    /// The sweep as one JSON object, with `rows`, which follow from the rest: for each load a list of them.
+    ///
+    /// # Errors
+    /// None that its types allow.
+    pub fn to_json(&self) -> serde_json::Result<Value> {
+        let rows = (0..self.loads.len()).map(|load| self.rows(load)).collect::<Vec<_>>();
+        let mut object = serde_json::to_value(self)?;
+        object["rows"] = serde_json::to_value(rows)?;
+        Ok(object)
+    }
+
+    /// Whether so many workers share cores, so that they show what workers cost and not what sockets buy.
+    pub fn is_crowded(&self, tp: u32) -> bool {
+        self.threads.is_some_and(|threads| tp * threads > self.cores)
+    }
+
+    /// The largest error of the model over sizes that it was not fitted on, without sign.
+    pub fn worst_error(&self) -> Option<f64> {
+        let rows = (0..self.loads.len()).flat_map(|load| self.rows(load));
+        rows.filter(|row| !row.model_fitted).filter_map(|row| row.model_error).map(f64::abs).reduce(f64::max)
+    }
+
+    /// What the rows do not show and a reader has to know, in sentences.
+    pub fn remarks(&self) -> Vec<String> {
+        let mut remarks = Vec::new();
+        if let Some(worst) = self.worst_error() {
+            let percent = 100.0 * worst;
+            remarks.push(format!(
+                "the model's largest error on sizes that were measured and that it was not fitted on is {percent:.1} %"
+            ));
+        }
+        let levels = || self.sizes.iter().flat_map(|size| size.measured.iter().map(move |level| (size.tp, level)));
+        for (tp, level) in levels().filter(|(_, level)| level.failed > 0) {
+            let (name, sent) = (&self.loads[level.load].name, level.completed + level.failed);
+            remarks.push(format!("TP {tp}, {name}: {} of {sent} requests failed, see {}", level.failed, level.file));
+        }
+        let lag = |(tp, level): (u32, &Level)| Some((level.p99_client_lag_ms?, tp, level.load));
+        let latest = levels().filter_map(lag).max_by(|a, b| a.0.total_cmp(&b.0));
+        if let Some((late_ms, tp, load)) = latest.filter(|(late_ms, ..)| *late_ms > TOLERATED_MS) {
+            let name = &self.loads[load].name;
+            remarks.push(format!(
+                "the load tester shares the machine with the servers: one in a hundred of its own timers was late by \
+                 {late_ms:.1} ms or more at TP {tp}, {name}, and less elsewhere; so may every time be"
+            ));
+        }
+        remarks.extend(self.notes.iter().cloned());
+        remarks
+    }
+
+    fn read_share(&self, size: &Size, level: &Level) -> Option<f64> {
+        let sequences = f64::from(self.loads.get(level.load)?.streams?);
+        Some(size.traffic?.read_share(level.mean_tpot_ms?, sequences, level.mean_context))
+    }
+}

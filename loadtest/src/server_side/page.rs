@@ -12,7 +12,7 @@ const TIMELINE_STEPS: u32 = 12;
 const HEADROOM: f64 = 1.05;
 
 /// A plot along the run: title, label of its vertical axis, and its lines.
-type Timeline = (&'static str, &'static str, Vec<Line>);
+type Timeline<'a> = (&'static str, &'static str, Vec<Line<'a>>);
 
 impl ServerSide {
     /// Writes a heading, the figures of the counted part of the run, and plots over all of it.
@@ -44,7 +44,7 @@ impl Series {
         format!("read from /metrics with {}'s names, {} times over the run{missed}", self.dialect(), self.said.len())
     }
 
-    fn timelines(&self) -> Vec<Timeline> {
+    fn timelines(&self) -> Vec<Timeline<'_>> {
         let line = |name, points: Vec<(f64, f64)>| Line { name, points, marks: Vec::new() };
         let looks = |field: Field, times: f64| -> Vec<(f64, f64)> {
             self.said.iter().filter_map(|(time_s, said)| Some((*time_s, times * said.get(field)?))).collect()

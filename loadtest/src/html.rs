@@ -4,7 +4,6 @@ use std::fmt::{self, Display};
 use std::time::SystemTime;
 
 use crate::calibrate::Calibration;
-use crate::faults::FaultReport;
 use crate::json::utc_date;
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
@@ -154,7 +153,7 @@ impl Page<'_> {
             let highest = points.iter().map(|&(_, value)| value).fold(0.0, f64::max);
             let (x, y) = (
                 Axis::linear("time since the start of the run, s", 0.0, last.to_s, TIMELINE_STEPS)
-                    .with_events(self.tally.faults().map_or_else(Vec::new, FaultReport::events)),
+                    .with_events(self.tally.events()),
                 Axis::linear(label, 0.0, highest * HEADROOM, STEPS),
             );
             let series = vec![Series { name, points, marks: Vec::new() }];

@@ -252,6 +252,11 @@ impl Tally {
         self.faults.as_ref()
     }
 
+    /// What happened in the run that its timelines show: seconds, and what it was.
+    pub fn events(&self) -> Vec<(f64, String)> {
+        self.faults.as_ref().map_or_else(Vec::new, FaultReport::events)
+    }
+
     /// Requests whose client misbehaved on purpose, which are among no others.
     pub fn misused(&self) -> u64 {
         self.misused

@@ -225,11 +225,8 @@ async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
     let bad = texts(&|e| e.name == "td" && e.class() == "bad");
     assert_eq!(bad[0], "3: 0 went on to their end, 3 failed (connection_lost × 3)");
     let events = texts(&|e| e.name == "text" && e.class() == "event");
-    assert_eq!(
-        events.iter().filter(|event| *event == "rank 81 killed").count(),
-        2,
-        "on both plots of the run: {events:?}"
-    );
+    let killed = events.iter().filter(|event| *event == "rank 81 killed").count();
+    assert!(killed >= 2, "on every plot along the run: {events:?}");
     assert_eq!(
         (&kill["live_streams_completed"], &kill["live_streams_failed_by_kind"]),
         (&json!(0), &json!({"connection_lost": 3}))

@@ -69,12 +69,12 @@ impl Aftermath {
     /// `struck` is set.
     pub fn observe(&mut self, record: &RequestRecord) {
         let Some(Ok((at_ns, _))) = self.struck else { return };
-        let after_ns = record.chunks_ns.iter().filter_map(|chunk_ns| chunk_ns.checked_sub(at_ns));
-        after_ns.for_each(|after_ns| self.silence.hear(Duration::from_nanos(after_ns)));
-        self.silence.run_ended(Duration::from_nanos(record.ended_ns.saturating_sub(at_ns)));
         if record.sent_ns > at_ns || record.ended_ns < at_ns {
             return;
         }
+        let after_ns = record.chunks_ns.iter().filter_map(|chunk_ns| chunk_ns.checked_sub(at_ns));
+        after_ns.for_each(|after_ns| self.silence.hear(Duration::from_nanos(after_ns)));
+        self.silence.streams_ended(Duration::from_nanos(record.ended_ns.saturating_sub(at_ns)));
         match &record.failure {
             None => self.lived += 1,
             Some(Failure::Interrupted) => return,
@@ -90,8 +90,8 @@ impl Aftermath {
         }
     }
 
-    /// From the kill to the first token after the longest time without any that began at the kill or within half a second
-    /// of it; none where no token came any more.
+    /// From the kill to the first token of the streams that were live then, after the longest time without any that began
+    /// at the kill or within half a second of it; none where no token came any more, and where no stream was live.
     pub fn recovered_after(&self) -> Option<Duration> {
         self.silence.end()
     }
@@ -119,12 +119,12 @@ impl Aftermath {
     }
 }
 
-/// When tokens came after a kill, to the millisecond, from whichever stream: records end in another order.
+/// When tokens of the streams that were live came after a kill, to the millisecond: records end in another order.
 #[derive(Debug, Default)]
 struct Silence {
     /// For each millisecond whether a token came in it.
     heard: Vec<bool>,
-    run_ended: Duration,
+    ended: Duration,
 }
 
 impl Silence {
@@ -138,12 +138,12 @@ impl Silence {
         }
     }
 
-    /// A request ended so long after the kill: the run was not over before.
-    fn run_ended(&mut self, after: Duration) {
-        self.run_ended = self.run_ended.max(after);
+    /// A stream ended so long after the kill: it was listened to until then.
+    fn streams_ended(&mut self, after: Duration) {
+        self.ended = self.ended.max(after);
     }
 
-    /// The first token after the longest silence; none where that lasted until the end of the run.
+    /// The first token after the longest silence; none where that lasted until the streams' end.
     fn end(&self) -> Option<Duration> {
         let times =
             self.heard.iter().enumerate().filter_map(|(millisecond, heard)| heard.then_some(millisecond as u64));
@@ -155,7 +155,7 @@ impl Silence {
             }
             from_ms = to_ms;
         }
-        let last_ms = (self.run_ended.as_millis() as u64).saturating_sub(from_ms);
+        let last_ms = (self.ended.as_millis() as u64).saturating_sub(from_ms);
         let ends_in_silence = from_ms <= on_the_way_ms && last_ms > longest_ms;
         end_ms.filter(|_| !ends_in_silence).map(Duration::from_millis)
     }
@@ -167,10 +167,10 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    fn silence(heard_ms: &[u64], run_ended_ms: u64) -> Option<u64> {
+    fn silence(heard_ms: &[u64], ended_ms: u64) -> Option<u64> {
         let mut silence = Silence::default();
         heard_ms.iter().for_each(|&ms| silence.hear(Duration::from_millis(ms)));
-        silence.run_ended(Duration::from_millis(run_ended_ms));
+        silence.streams_ended(Duration::from_millis(ended_ms));
         silence.end().map(|end| end.as_millis() as u64)
     }
 

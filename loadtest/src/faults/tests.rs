@@ -223,7 +223,8 @@ async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
         |of: &dyn Fn(&Element) -> bool| page.iter().filter(|e| of(e)).map(|e| e.text.clone()).collect::<Vec<_>>();
     assert!(texts(&|e| e.name == "h2").contains(&"Faults".to_owned()));
     let bad = texts(&|e| e.name == "td" && e.class() == "bad");
-    assert_eq!(bad[0], "3: 0 went on to their end, 3 failed (connection_lost × 3)");
+    let failed = "3: 0 went on to their end, 3 failed (connection_lost × 3)".to_owned();
+    assert!(bad.contains(&failed), "{bad:?}");
     let events = texts(&|e| e.name == "text" && e.class() == "event");
     let killed = events.iter().filter(|event| *event == "rank 81 killed").count();
     assert!(killed >= 2, "on every plot along the run: {events:?}");

@@ -20,12 +20,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::parse_duration;
 use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
-use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Workload};
 use crate::lengths::{Lengths, Shapes};
 use crate::prompt::Prompts;
 use crate::record::RequestRecord;
+use crate::target::Target;
 
 /// How long a stream of the calibration lasts, to the next token.
 const STREAM_LENGTH: Duration = Duration::from_secs(5);
@@ -130,7 +130,7 @@ async fn measure(
     let stream_length = args.ttft + args.itl * gaps;
     let rate_per_s = f64::from(args.streams) / stream_length.as_secs_f64();
     let workload = Workload {
-        client: Client::new(base, None, TIMEOUT + stream_length)?,
+        target: Target::new(base, None, TIMEOUT + stream_length)?,
         endpoint: Endpoint::Chat,
         model: "mock".into(),
         prompts: Prompts::of_words(0),

@@ -29,7 +29,7 @@ const CLOSING_GRACE: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// Not a URL with scheme and host.
-    #[error("the target '{0}' is not of the form http://HOST:PORT")]
+    #[error("the target '{0}' is not of the form http://HOST:PORT or grpc://HOST:PORT")]
     Form(String),
     /// TLS is not built in.
     #[error("the target '{0}' needs TLS, which the load tester does not speak: give the server's plain http address")]
@@ -232,7 +232,7 @@ fn failure_of(error: &legacy::Error) -> Failure {
 }
 
 /// An error with all its sources on one line.
-fn chain(error: &dyn Error) -> String {
+pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

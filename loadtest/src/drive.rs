@@ -8,16 +8,18 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use looplane_proto::inference::v1::generate_request::Input;
+use looplane_proto::inference::v1::{Chat, ChatMessage, GenerateRequest};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::lag::LagMeter;
 use crate::lengths::Shapes;
 use crate::prompt::Prompts;
 use crate::record::{Clock, Failure, RequestRecord};
+use crate::target::{Ready, Target};
 
 /// Records that wait to be counted; a full channel holds back those who send, never memory.
 const RECORDS_WAITING: usize = 1024;
@@ -25,20 +27,20 @@ const RECORDS_WAITING: usize = 1024;
 /// would be counted as failing tens of thousands of times a second.
 const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(50);
 
-/// Which of OpenAI's two interfaces is measured.
+/// What is asked for: an answer in a chat or text after a prompt. Over gRPC the one call takes both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Endpoint {
-    /// `/v1/chat/completions`
+    /// The answer to a chat (/v1/chat/completions)
     Chat,
-    /// `/v1/completions`
+    /// The text after a prompt (/v1/completions)
     Completions,
 }
 
 /// What each request asks, and of whom.
 #[derive(Debug)]
 pub struct Workload {
-    /// Connection to the server.
-    pub client: Client,
+    /// The server.
+    pub target: Target,
     /// Interface asked.
     pub endpoint: Endpoint,
     /// Model id.
@@ -169,17 +171,23 @@ impl Running {
 }
 
 impl Workload {
-    /// Path of the interface.
-    pub fn path(&self) -> &'static str {
+    /// The request for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so that runs can
+    /// be compared.
+    pub fn request(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Ready<'_> {
+        match &self.target {
+            Target::Http(client) => Ready::Http(client, self.path(), self.body(before, prompt, max_tokens)),
+            Target::Grpc(client) => Ready::Grpc(client, Box::new(self.message(before, prompt, max_tokens))),
+        }
+    }
+
+    fn path(&self) -> &'static str {
         match self.endpoint {
             Endpoint::Chat => "/v1/chat/completions",
             Endpoint::Completions => "/v1/completions",
         }
     }
 
-    /// JSON body that asks for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so
-    /// that runs can be compared.
-    pub fn body(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Bytes {
+    fn body(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Bytes {
         let mut body = json!({
             "model": self.model,
             "max_tokens": max_tokens,
@@ -203,6 +211,27 @@ impl Workload {
             body["ignore_eos"] = json!(true);
         }
         body.to_string().into()
+    }
+
+    fn message(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> GenerateRequest {
+        let input = match self.endpoint {
+            Endpoint::Chat => {
+                let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
+                let earlier =
+                    before.iter().flat_map(|turn| [message("user", &turn.user), message("assistant", &turn.assistant)]);
+                Input::Chat(Chat { messages: earlier.chain([message("user", prompt)]).collect() })
+            }
+            Endpoint::Completions => Input::Prompt(prompt.to_owned()),
+        };
+        GenerateRequest {
+            model: self.model.clone(),
+            input: Some(input),
+            max_tokens,
+            min_tokens: self.min_tokens.map_or(0, |min_tokens| min_tokens.min(max_tokens)),
+            temperature: Some(0.0),
+            ignore_eos: self.ignore_eos,
+            ..GenerateRequest::default()
+        }
     }
 }
 
@@ -277,7 +306,7 @@ impl Shared {
         let workload = &self.workload;
         let shape = workload.shapes.of(index);
         let prompt = workload.prompts.text(index, shape.prompt_tokens);
-        let body = workload.body(chat, &prompt, shape.max_tokens);
+        let request = workload.request(chat, &prompt, shape.max_tokens);
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
@@ -286,7 +315,7 @@ impl Shared {
         self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
         let interrupted = tokio::select! {
             biased;
-            () = workload.client.stream(workload.path(), body, self.clock, &mut record) => false,
+            () = request.send(self.clock, &mut record) => false,
             () = self.stop.cancelled() => true,
         };
         self.in_flight.now.fetch_sub(1, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! Looplane's load tester: sees the product only from outside.
 //!
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
-//! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
+//! Arrivals decide when a request is due, [`drive`] sends it, [`client`] (over HTTP) or [`grpc`] follows its stream into a record, and
 //! [`report`] counts records into figures as they come, so that memory does not grow with the run; [`server_side`] reads
 //! what the server says of itself meanwhile. [`compare`] sets two
 //! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
@@ -23,6 +23,7 @@ pub mod client;
 pub mod compare;
 pub mod distribution;
 pub mod drive;
+pub mod grpc;
 mod html;
 mod json;
 mod lag;
@@ -43,6 +44,7 @@ pub mod spread;
 pub mod sse;
 pub mod sweep;
 mod table;
+pub mod target;
 pub mod timeline;
 pub mod trace;
 

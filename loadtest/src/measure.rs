@@ -12,7 +12,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::LoadArgs;
 use crate::calibrate::{self, CalibrateArgs};
-use crate::client::Client;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
 use crate::html::Page;
 use crate::json::request_line;
@@ -23,6 +22,7 @@ use crate::report::{Setup, Tally};
 use crate::server_side::Before;
 use crate::spread::{self, Spread};
 use crate::table::Table;
+use crate::target::Target;
 use crate::trace::Trace;
 
 /// How often the progress line is renewed.
@@ -94,17 +94,17 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
 /// # Errors
 /// An address that cannot be used, a server that names no model, a mock that cannot be started.
 pub async fn prepare(args: &LoadArgs, trace: Option<Arc<Trace>>, stop: &CancellationToken) -> anyhow::Result<Prepared> {
-    let client = Client::new(&args.target, args.api_key.as_deref(), args.timeout)?;
+    let target = Target::new(&args.target, args.api_key.as_deref(), args.timeout)?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => tokio::select! {
-            model = client.first_model() => model
-                .with_context(|| format!("{} does not say which model it serves (or name one: --model)", client.base()))?,
+            model = target.first_model() => model
+                .with_context(|| format!("{} does not say which model it serves (or name one: --model)", target.base()))?,
             () = stop.cancelled() => bail!("stopped before the run began"),
         },
     };
     let mut workload = Workload {
-        client,
+        target,
         endpoint: args.endpoint,
         model,
         prompts: Prompts::of_words(args.seed).sharing(args.shared_prefix),
@@ -152,10 +152,12 @@ fn chosen(mut tallies: Vec<Tally>) -> Tally {
 
 fn setup_of(args: &LoadArgs, workload: &Workload) -> Setup {
     Setup {
-        target: workload.client.base().to_owned(),
-        backend: match args.endpoint {
-            Endpoint::Chat => "openai-chat",
-            Endpoint::Completions => "openai",
+        target: workload.target.base().to_owned(),
+        backend: match (&workload.target, args.endpoint) {
+            (Target::Http(_), Endpoint::Chat) => "openai-chat",
+            (Target::Http(_), Endpoint::Completions) => "openai",
+            (Target::Grpc(_), Endpoint::Chat) => "looplane-grpc-chat",
+            (Target::Grpc(_), Endpoint::Completions) => "looplane-grpc",
         },
         model: record::printable(&workload.model, 200),
         pacing: args.pacing_in_words(),
@@ -190,10 +192,10 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
     let (short, long) = probe_words(longest);
     let mut counts = [0; 2];
     for (count, words) in counts.iter_mut().zip([short, long]) {
-        let body = workload.body(&[], &Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32), 1);
+        let prompt = Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32);
         let clock = Clock::start();
         let mut record = RequestRecord::new(0, 0, 0);
-        workload.client.stream(workload.path(), body, clock, &mut record).await;
+        workload.request(&[], &prompt, 1).send(clock, &mut record).await;
         if let Some(failure) = record.failure {
             return Err(format!("the request that was to size them failed: {failure}"));
         }

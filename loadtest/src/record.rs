@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 use tokio::time::Instant;
+use tonic::Code;
 
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;
@@ -85,6 +86,32 @@ impl RequestRecord {
         self.chunks_ns.first().copied()
     }
 
+    /// Adds a chunk that carries text and arrived at `now_ns`.
+    ///
+    /// # Errors
+    /// [`Failure::TooManyChunks`].
+    pub fn add_chunk(&mut self, now_ns: u64) -> Result<(), Failure> {
+        if self.chunks_ns.len() == MAX_CHUNKS {
+            return Err(Failure::TooManyChunks);
+        }
+        self.chunks_ns.push(now_ns);
+        Ok(())
+    }
+
+    /// Keeps what the server answered, where a later turn needs it.
+    ///
+    /// # Errors
+    /// [`Failure::TextTooLong`].
+    pub fn keep_text(&mut self, content: &str) -> Result<(), Failure> {
+        if let Some(kept) = &mut self.text {
+            if kept.len() + content.len() > MAX_TEXT_BYTES {
+                return Err(Failure::TextTooLong);
+            }
+            kept.push_str(content);
+        }
+        Ok(())
+    }
+
     /// Tokens generated: the server's count, or the number of chunks where it gave none.
     pub fn output_tokens(&self) -> u64 {
         self.completion_tokens.unwrap_or(self.chunks_ns.len() as u64)
@@ -121,6 +148,17 @@ pub enum Failure {
         /// The error body's message, made safe to print.
         message: String,
     },
+    /// The gRPC call ended with a code other than OK.
+    #[error("gRPC {code:?}: {message}")]
+    Grpc {
+        /// The call's code.
+        code: Code,
+        /// The call's message, made safe to print.
+        message: String,
+    },
+    /// A gRPC message of the answer that holds none of the events that this client knows.
+    #[error("a message of the answer holds no event that this load tester knows: it is older than the server")]
+    BadMessage,
     /// Status 200 with a body that is no event stream.
     #[error("the answer's content type is '{0}', not text/event-stream")]
     NotAnEventStream(String),
@@ -170,6 +208,8 @@ impl Failure {
             Failure::ConnectionLost(_) => "connection_lost".into(),
             Failure::Timeout => "timeout".into(),
             Failure::Status { status, code, .. } => with_code(format!("http_{}", status.as_u16()), code),
+            Failure::Grpc { code, .. } => format!("grpc_{}", snake_case(&format!("{code:?}"))),
+            Failure::BadMessage => "bad_message".into(),
             Failure::NotAnEventStream(_) => "not_an_event_stream".into(),
             Failure::NotHttp(_) => "not_http".into(),
             Failure::BadJson(_) => "bad_json".into(),
@@ -182,6 +222,18 @@ impl Failure {
             Failure::Interrupted => "interrupted".into(),
         }
     }
+}
+
+/// `ResourceExhausted` as `resource_exhausted`.
+fn snake_case(name: &str) -> String {
+    let mut snake = String::new();
+    for c in name.chars() {
+        if c.is_ascii_uppercase() && !snake.is_empty() {
+            snake.push('_');
+        }
+        snake.push(c.to_ascii_lowercase());
+    }
+    snake
 }
 
 /// `text` on one line of at most `max_chars` characters, without control characters: a server's words must not be able
@@ -216,6 +268,11 @@ mod tests {
             message: "".into(),
         };
         assert_eq!(failure.kind(), "http_429:queue_full");
+        let failure = Failure::Grpc { code: Code::ResourceExhausted, message: "queue full".into() };
+        assert_eq!(
+            (failure.kind().as_str(), failure.to_string().as_str()),
+            ("grpc_resource_exhausted", "gRPC ResourceExhausted: queue full")
+        );
         assert_eq!(Failure::StreamError { code: None, message: "x".into() }.kind(), "stream_error");
     }
 

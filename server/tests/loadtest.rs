@@ -1,10 +1,13 @@
 //! `looplane loadtest` as a process: what needs the binary itself.
 
+mod common;
+
 use std::{
     io::{BufRead, BufReader},
     process::{Command, Stdio},
 };
 
+use common::Server;
 use serde_json::Value;
 
 fn looplane() -> Command {
@@ -41,4 +44,24 @@ fn a_mock_ends_with_its_standard_input() {
     assert!(base.starts_with("http://127.0.0.1:"), "{base}");
     drop(mock.stdin.take());
     assert!(mock.wait().expect("it ends").success());
+}
+
+/// One server, asked the same over both of its interfaces: greedy answers of a set length, so every count is the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn measures_this_server_over_http_and_over_grpc() {
+    let server = Server::start(&[]).await;
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let measure = |target: &str| -> Value {
+        let file = directory.path().join("report.json");
+        let line = "loadtest --requests 12 --concurrency 3 --prompt-tokens 24 --max-tokens 6 --ignore-eos --json";
+        let output = looplane().args(line.split(' ')).arg(&file).args(["--target", target]).output().expect("it runs");
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&std::fs::read(&file).expect("written")).expect("JSON")
+    };
+    let (http, grpc) = (measure(server.base()), measure(&server.base().replace("http://", "grpc://")));
+    assert_eq!((&http["backend"], &grpc["backend"]), (&"openai-chat".into(), &"looplane-grpc-chat".into()));
+    for field in ["completed", "model_id", "total_input_tokens", "total_output_tokens", "finish_reasons", "failed"] {
+        assert_eq!(http[field], grpc[field], "{field}");
+    }
+    assert_eq!((&grpc["completed"], &grpc["total_output_tokens"]), (&12.into(), &72.into()));
 }

@@ -166,6 +166,10 @@ pub struct LoadArgs {
     #[arg(long, value_name = "GB/S|FILE", env = "LOOPLANE_LOADTEST_READ_LIMIT")]
     pub read_limit: Option<ReadLimitArg>,
 
+    /// Show no progress; the report is printed all the same
+    #[arg(long, env = "LOOPLANE_LOADTEST_QUIET", value_parser = clap::builder::BoolishValueParser::new())]
+    pub quiet: bool,
+
     /// Write the report to this file too, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]
     pub json: Option<PathBuf>,

@@ -4,7 +4,7 @@
 //! are unanswered keeps its intended time, and its wait counts into its latency.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::distribution::Distribution;
 use crate::lag::LagMeter;
 use crate::lengths::Shapes;
+use crate::meter::Meter;
 use crate::prompt::Prompts;
 use crate::record::{Clock, Failure, RequestRecord};
 use crate::target::{Ready, Target};
@@ -112,14 +113,8 @@ pub struct Running {
     pub records: mpsc::Receiver<RequestRecord>,
     /// The run's clock, which the records' times are of.
     pub clock: Clock,
-    in_flight: Arc<InFlight>,
+    meter: Arc<Meter>,
     lag: LagMeter,
-}
-
-#[derive(Debug, Default)]
-struct InFlight {
-    now: AtomicUsize,
-    peak: AtomicUsize,
 }
 
 /// What every task of a run shares.
@@ -129,7 +124,7 @@ struct Shared {
     clock: Clock,
     stop: CancellationToken,
     records: mpsc::Sender<RequestRecord>,
-    in_flight: Arc<InFlight>,
+    meter: Arc<Meter>,
 }
 
 /// Starts `load` on the current runtime. When `stop` is cancelled nothing more is sent and requests in flight end as
@@ -137,8 +132,8 @@ struct Shared {
 pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Running {
     let (sender, records) = mpsc::channel(RECORDS_WAITING);
     let clock = Clock::start();
-    let in_flight = Arc::<InFlight>::default();
-    let shared = Shared { workload, clock, stop, records: sender, in_flight: in_flight.clone() };
+    let meter = Arc::<Meter>::default();
+    let shared = Shared { workload, clock, stop, records: sender, meter: meter.clone() };
     match load.pacing {
         Pacing::Closed { concurrency } => {
             let next_index = Arc::new(AtomicU64::new(0));
@@ -150,18 +145,23 @@ pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Ru
             tokio::spawn(open_loop(shared, arrivals, max_in_flight, load.extent, load.first_index));
         }
     }
-    Running { records, clock, in_flight, lag: LagMeter::start() }
+    Running { records, clock, meter, lag: LagMeter::start() }
 }
 
 impl Running {
     /// Most requests that were in flight at once so far.
     pub fn peak_in_flight(&self) -> usize {
-        self.in_flight.peak.load(Ordering::Relaxed)
+        self.meter.peak_in_flight()
     }
 
     /// Requests in flight now.
     pub fn in_flight(&self) -> usize {
-        self.in_flight.now.load(Ordering::Relaxed)
+        self.meter.in_flight()
+    }
+
+    /// What the run is doing.
+    pub fn meter(&self) -> Arc<Meter> {
+        self.meter.clone()
     }
 
     /// How late the load tester's own timers were so far.
@@ -273,6 +273,7 @@ async fn open_loop(shared: Shared, arrivals: Schedule, max_in_flight: usize, ext
         let Some(slot) = slot else {
             let mut record = RequestRecord::new(index, intended_ns, shared.clock.now_ns());
             record.failure = Some(Failure::NotSent);
+            shared.meter.fail();
             if shared.records.send(record).await.is_err() {
                 return;
             }
@@ -311,18 +312,18 @@ impl Shared {
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
         record.text = goes_on.then(String::new);
-        let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
-        self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
+        record.meter = Some(self.meter.clone());
+        self.meter.begin();
         let interrupted = tokio::select! {
             biased;
             () = request.send(self.clock, &mut record) => false,
             () = self.stop.cancelled() => true,
         };
-        self.in_flight.now.fetch_sub(1, Ordering::Relaxed);
         if interrupted {
             record.ended_ns = self.clock.now_ns();
             record.failure = Some(Failure::Interrupted);
         }
+        self.meter.end(&record);
         match record.text.take() {
             Some(assistant) if record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
             _ => chat.clear(),
@@ -332,6 +333,14 @@ impl Shared {
 }
 
 impl Extent {
+    /// The same, where there are only so many requests to send.
+    pub fn at_most(self, requests: u64) -> Self {
+        match self {
+            Extent::Requests(limit) => Extent::Requests(limit.min(requests)),
+            Extent::Duration(_) => self,
+        }
+    }
+
     /// Whether the request number `offset` (from 0) that is due at `due` belongs to the run.
     fn includes(self, offset: u64, due: Duration) -> bool {
         match self {

@@ -6,6 +6,7 @@
 //! what the server says of itself meanwhile. [`compare`] sets two
 //! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
 //! [`sweep`] starts servers of several sizes itself, as processes, and puts the same loads on each.
+//! [`live`] shows what a run is doing.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
@@ -28,9 +29,11 @@ mod html;
 mod json;
 mod lag;
 pub mod lengths;
+pub mod live;
 #[cfg(test)]
 mod markup;
 mod measure;
+pub mod meter;
 pub mod mock;
 pub mod plot;
 pub mod prompt;

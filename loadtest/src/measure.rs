@@ -1,13 +1,12 @@
 //! One measurement from its options to its report.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufWriter, IsTerminal, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
-use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::args::LoadArgs;
@@ -16,6 +15,7 @@ use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
 use crate::html::Page;
 use crate::json::request_line;
 use crate::lengths::Shapes;
+use crate::live::Screen;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
@@ -25,8 +25,6 @@ use crate::table::Table;
 use crate::target::Target;
 use crate::trace::Trace;
 
-/// How often the progress line is renewed.
-const PROGRESS_PERIOD: Duration = Duration::from_millis(500);
 /// Index of the prompts that size the others, which no request of a run has.
 const PROBE_INDEX: u64 = u64::MAX - 1;
 /// How long `--calibrate` measures the load tester before the run.
@@ -57,6 +55,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let mut requests = RequestLines { file: requests_file.transpose()?, failure: None };
     let Prepared { workload, mut setup } = prepare(args, trace.clone(), stop).await?;
 
+    let screen = Screen::new(args.quiet);
     let mut tallies = Vec::new();
     let mut first_index = args.warmup;
     for run in 0..args.runs {
@@ -68,16 +67,20 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             }
             None => args.pacing(run)?,
         };
-        let load = Load { pacing, extent: args.extent(), first_index };
+        let extent = trace.as_ref().map_or(args.extent(), |trace| args.extent().at_most(trace.count()));
+        let load = Load { pacing, extent, first_index };
         let before = Before::ask(&args.target, args.api_key.as_deref()).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
         let watch = before.watch(running.clock, read_limit_gb_s);
+        let title = if args.runs > 1 { format!("run {} of {}", run + 1, args.runs) } else { "run".into() };
+        let view = screen.watch(&title, extent, &running);
         let mut tally = Tally::new(window, args.slo);
-        collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
+        collect(&mut running, &mut tally, |record| {
             first_index = first_index.max(record.index + 1);
             requests.write(run, record);
         })
         .await;
+        drop(view);
         tally.set_server_side(watch.end().await);
         tallies.push(tally);
         if stop.is_cancelled() {
@@ -183,6 +186,7 @@ fn calibration_of(args: &LoadArgs) -> CalibrateArgs {
         ttft: Duration::from_millis(100),
         itl: Duration::from_millis(20),
         json: None,
+        quiet: args.quiet,
     }
 }
 
@@ -212,38 +216,18 @@ async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationT
     let load = Load { pacing: Pacing::Closed { concurrency }, extent: Extent::Requests(args.warmup), first_index: 0 };
     let mut running = drive::start(workload.clone(), load, stop.clone());
     let mut tally = Tally::default();
-    collect(&mut running, &mut tally, false, |_| ()).await;
+    let _view = Screen::new(args.quiet).watch("warm-up", Extent::Requests(args.warmup), &running);
+    collect(&mut running, &mut tally, |_| ()).await;
     if tally.failed() > 0 {
         setup.notes.push(format!("{} of {} warm-up requests failed", tally.failed(), args.warmup));
     }
 }
 
 /// Counts records until the last request has ended; `each` sees them, too.
-async fn collect(running: &mut Running, tally: &mut Tally, show_progress: bool, mut each: impl FnMut(&RequestRecord)) {
-    let mut tick = tokio::time::interval(PROGRESS_PERIOD);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    loop {
-        tokio::select! {
-            record = running.records.recv() => match record {
-                Some(record) => {
-                    each(&record);
-                    tally.add(&record);
-                }
-                None => break,
-            },
-            _ = tick.tick(), if show_progress => {
-                let elapsed_s = running.clock.now_ns() as f64 / 1e9;
-                // A progress line that cannot be shown is no reason to stop.
-                let _ = write!(
-                    io::stderr(),
-                    "\r{elapsed_s:.0} s: {} ok, {} failed, {} tokens ",
-                    tally.completed(), tally.failed(), tally.output_tokens()
-                );
-            }
-        }
-    }
-    if show_progress {
-        let _ = writeln!(io::stderr());
+async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
+    while let Some(record) = running.records.recv().await {
+        each(&record);
+        tally.add(&record);
     }
     tally.close(running.peak_in_flight(), running.lags());
 }

@@ -1,10 +1,13 @@
 //! What one request did: its times, its tokens, and how it ended.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::StatusCode;
 use tokio::time::Instant;
 use tonic::Code;
+
+use crate::meter::Meter;
 
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;
@@ -34,7 +37,7 @@ impl Clock {
 }
 
 /// One request, from the moment it was due to its last byte. All times are nanoseconds since the start of the run.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct RequestRecord {
     /// Position in the sequence of requests, from 0.
     pub index: u64,
@@ -60,6 +63,8 @@ pub struct RequestRecord {
     pub text: Option<String>,
     /// What went wrong, or none.
     pub failure: Option<Failure>,
+    /// What is told of each chunk as it comes; none where nobody looks on.
+    pub meter: Option<Arc<Meter>>,
 }
 
 impl RequestRecord {
@@ -78,6 +83,7 @@ impl RequestRecord {
             turn: 0,
             text: None,
             failure: None,
+            meter: None,
         }
     }
 
@@ -93,6 +99,10 @@ impl RequestRecord {
     pub fn add_chunk(&mut self, now_ns: u64) -> Result<(), Failure> {
         if self.chunks_ns.len() == MAX_CHUNKS {
             return Err(Failure::TooManyChunks);
+        }
+        if let Some(meter) = &self.meter {
+            let before_ns = self.chunks_ns.last().copied();
+            meter.chunk(before_ns.is_none(), now_ns.saturating_sub(before_ns.unwrap_or(self.intended_ns)));
         }
         self.chunks_ns.push(now_ns);
         Ok(())

@@ -4,7 +4,7 @@
 //! evenly, or the time to first token does. Both are looked at over the second half of each step, when a server that
 //! keeps up has come to rest.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use crate::args::{LoadArgs, RateArg};
 use crate::arrivals::RATE_RANGE;
 use crate::drive::{self, Extent, Load, Workload};
+use crate::live::Screen;
 use crate::measure::{Prepared, open_for_report, prepare, replace};
 use crate::report::{Tally, Window};
 
@@ -183,11 +184,10 @@ async fn step(
     let paced = LoadArgs { rate: Some(rate), ..load.clone() };
     let max_in_flight = paced.max_concurrency();
     let step_stop = stop.child_token();
-    let mut running = drive::start(
-        workload.clone(),
-        Load { pacing: paced.pacing(0)?, extent: Extent::Duration(length), first_index },
-        step_stop.clone(),
-    );
+    let extent = Extent::Duration(length);
+    let mut running =
+        drive::start(workload.clone(), Load { pacing: paced.pacing(0)?, extent, first_index }, step_stop.clone());
+    let _view = Screen::new(load.quiet).watch(&format!("{rate_per_s:.3} a second"), extent, &running);
     let mut tally = Tally::new(Window::default(), load.slo);
     let mut growth = Growth::default();
     let mut is_full = false;
@@ -217,7 +217,6 @@ async fn step(
                     is_full = true;
                     step_stop.cancel();
                 }
-                progress(rate_per_s, elapsed_s, running.in_flight());
             }
         }
     }
@@ -335,13 +334,6 @@ impl Verdict {
             Verdict::TurnsAway => "turns requests away",
             Verdict::AllInFlight => "falls behind: --max-in-flight requests unanswered",
         }
-    }
-}
-
-fn progress(rate_per_s: f64, elapsed_s: f64, in_flight: usize) {
-    if io::stderr().is_terminal() {
-        // A progress line that cannot be shown is no reason to stop.
-        let _ = write!(io::stderr(), "\r{rate_per_s:.3} a second: {elapsed_s:.0} s, {in_flight} in flight \r");
     }
 }
 

@@ -35,6 +35,7 @@ mod markup;
 mod measure;
 pub mod meter;
 pub mod mock;
+mod page;
 pub mod plot;
 pub mod prompt;
 pub mod record;

@@ -6,7 +6,7 @@
 
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
@@ -19,6 +19,10 @@ use crate::drive::{self, Extent, Load, Workload};
 use crate::live::Screen;
 use crate::measure::{Prepared, open_for_report, prepare, replace};
 use crate::report::{Tally, Window};
+
+mod page;
+
+use page::Page;
 
 /// How long a step sends where `--duration` does not say.
 const STEP_LENGTH: Duration = Duration::from_secs(20);
@@ -90,12 +94,13 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         "saturate chooses the rate itself: leave --rate, --concurrency, --requests and --trace out"
     );
     ensure!(
-        load.html.is_none() && load.requests_file.is_none() && load.runs == 1,
-        "--html, --requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
+        load.requests_file.is_none() && load.runs == 1,
+        "--requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
     );
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
-    let file = load.json.as_deref().map(open_for_report).transpose()?;
+    let json = load.json.as_deref().map(open_for_report).transpose()?;
+    let html = load.html.as_deref().map(open_for_report).transpose()?;
     let Prepared { workload, setup } = prepare(load, None, stop).await?;
     let mut out = io::stdout();
     writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;
@@ -120,7 +125,8 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         }
         steps.push(step);
     }
-    if let Some(file) = file {
+    steps.sort_by(|a, b| a.rate_per_s.total_cmp(&b.rate_per_s));
+    if let Some(file) = json {
         let report = json!({
             "target": setup.target,
             "model_id": setup.model,
@@ -130,6 +136,23 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
             "steps": steps.iter().map(Step::to_json).collect::<Vec<_>>(),
         });
         replace(file, &format!("{report:#}\n")).context("cannot write the search to --json")?;
+    }
+    if let Some(file) = html {
+        let (prompt_lengths, output_lengths) = setup.shapes.in_words();
+        let length = load.duration.unwrap_or(STEP_LENGTH);
+        let page = Page {
+            target: &setup.target,
+            model: &setup.model,
+            notes: &setup.notes,
+            what: format!(
+                "steps of {length:?}, {prompt_lengths} prompt tokens, at most {output_lengths} output tokens"
+            ),
+            steps: steps.iter().collect(),
+            keeps_up_with: search.bears,
+            falls_behind_at: search.falls_behind_at,
+            date: SystemTime::now(),
+        };
+        replace(file, &page.to_string()).context("cannot write the search to --html")?;
     }
     match (search.bears, search.falls_behind_at) {
         _ if stop.is_cancelled() => bail!("stopped before the search was over"),
@@ -283,15 +306,15 @@ impl Line {
 }
 
 impl Step {
+    /// A percentile of the times called `key`, in milliseconds; none for no times.
+    fn time_ms(&self, key: &str, percentile: f64) -> Option<f64> {
+        self.tally.metrics().iter().find(|metric| metric.key == key)?.times.percentile_ms(percentile)
+    }
+
     fn line(&self) -> String {
-        let metrics = self.tally.metrics();
-        let pair = |key: &str| {
-            let times = metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
-            let figure = |percentile| times.and_then(|times| times.percentile_ms(percentile));
-            match (figure(50.0), figure(99.0)) {
-                (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
-                _ => "-".into(),
-            }
+        let pair = |key: &str| match (self.time_ms(key, 50.0), self.time_ms(key, 99.0)) {
+            (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
+            _ => "-".into(),
         };
         format!(
             "{:>17.3}{:>11.3}{:>11.1}{:>26}{:>22}{:>12}   {}",

@@ -20,8 +20,10 @@ use crate::live::Screen;
 use crate::measure::{Prepared, open_for_report, prepare, replace};
 use crate::report::{Tally, Window};
 
+mod arrived;
 mod page;
 
+use arrived::Arrived;
 use page::Page;
 
 /// How long a step sends where `--duration` does not say.
@@ -59,6 +61,7 @@ pub struct SaturateArgs {
 struct Step {
     rate_per_s: f64,
     tally: Tally,
+    arrived: Arrived,
     verdict: Verdict,
 }
 
@@ -212,7 +215,7 @@ async fn step(
         drive::start(workload.clone(), Load { pacing: paced.pacing(0)?, extent, first_index }, step_stop.clone());
     let _view = Screen::new(load.quiet).watch(&format!("{rate_per_s:.3} a second"), extent, &running);
     let mut tally = Tally::new(Window::default(), load.slo);
-    let mut growth = Growth::default();
+    let (mut growth, mut arrived) = (Growth::default(), Arrived::default());
     let mut is_full = false;
     let mut tick = tokio::time::interval(SAMPLE_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -225,6 +228,7 @@ async fn step(
                         growth.first_token.push((record.intended_ns as f64 / 1e9, wait_ns as f64 / 1e9));
                     }
                     tally.add(&record);
+                    arrived.add(&record);
                 }
                 None => break,
             },
@@ -250,7 +254,7 @@ async fn step(
         _ if tally.failed() as f64 > TURNED_AWAY * ended as f64 => Verdict::TurnsAway,
         verdict => verdict,
     };
-    Ok(Step { rate_per_s, tally, verdict })
+    Ok(Step { rate_per_s, tally, arrived, verdict })
 }
 
 impl Growth {
@@ -306,9 +310,12 @@ impl Line {
 }
 
 impl Step {
-    /// A percentile of the times called `key`, in milliseconds; none for no times.
+    /// A percentile of the times called `key`, in milliseconds; none for no times. Those that end with an answer are of
+    /// complete ones.
     fn time_ms(&self, key: &str, percentile: f64) -> Option<f64> {
-        self.tally.metrics().iter().find(|metric| metric.key == key)?.times.percentile_ms(percentile)
+        let metrics = self.tally.metrics();
+        let of_complete = || metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
+        self.arrived.times(key).or_else(of_complete)?.percentile_ms(percentile)
     }
 
     fn line(&self) -> String {
@@ -320,7 +327,7 @@ impl Step {
             "{:>17.3}{:>11.3}{:>11.1}{:>26}{:>22}{:>12}   {}",
             self.rate_per_s,
             self.tally.requests_per_s(),
-            self.tally.output_tokens_per_s(),
+            self.arrived.output_tokens_per_s(),
             pair("ttft_from_intended"),
             pair("itl"),
             self.tally.peak_in_flight(),
@@ -337,12 +344,12 @@ impl Step {
             "failed": self.tally.failed(),
             "request_throughput": self.tally.requests_per_s(),
             "request_goodput": self.tally.good_requests_per_s(),
-            "output_throughput": self.tally.output_tokens_per_s(),
+            "output_throughput": self.arrived.output_tokens_per_s(),
             "max_concurrent_requests": self.tally.peak_in_flight(),
         });
         for metric in self.tally.metrics() {
-            step[format!("median_{}_ms", metric.key)] = json!(metric.times.percentile_ms(50.0));
-            step[format!("p99_{}_ms", metric.key)] = json!(metric.times.percentile_ms(99.0));
+            step[format!("median_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 50.0));
+            step[format!("p99_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 99.0));
         }
         step
     }

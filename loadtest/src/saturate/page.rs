@@ -1,4 +1,4 @@
-//! The search as one HTML page: latency over the load that was offered and over the one that was borne.
+//! The search as one HTML page: latency over the load that was offered and over what was achieved.
 
 use std::fmt::{self, Display};
 use std::time::SystemTime;
@@ -43,7 +43,7 @@ struct Load {
 }
 
 const OFFERED: Load = Load { label: "offered, requests / s", of: |step| step.rate_per_s };
-const ANSWERED: Load = Load { label: "answered, requests / s", of: |step| step.tally.requests_per_s() };
+const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.arrived.output_tokens_per_s() };
 
 impl Display for Page<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -71,7 +71,7 @@ impl Page<'_> {
             let ms = self.knee().and_then(|step| step.time_ms(key, percentile));
             ms.map_or_else(|| "–".into(), |ms| format!("{ms:.1} ms"))
         };
-        let tokens = self.knee().map(|step| step.tally.output_tokens_per_s());
+        let tokens = self.knee().map(|step| step.arrived.output_tokens_per_s());
         writeln!(f, r#"<div class="tiles">"#)?;
         for (name, value) in [
             ("keeps up with, requests a second", rate(self.keeps_up_with)),
@@ -89,17 +89,18 @@ impl Page<'_> {
     fn plots(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "<h2>Latency and throughput over load</h2>\n<div class=\"plots\">")?;
         for (title, key) in [("Time to first token", "ttft_from_intended"), ("Time between tokens", "itl")] {
-            for load in [OFFERED, ANSWERED] {
+            for load in [OFFERED, ACHIEVED] {
                 self.times(f, title, key, &load)?;
             }
         }
-        self.answered(f)?;
+        self.throughput(f)?;
         self.interactivity(f)?;
         writeln!(
             f,
             "</div>\n<p class=\"muted\">A point for each rate that was tried; rings: rates at which it fell behind. Knee: the \
              highest rate that it kept up with. Time to first token is from when a request was due. Tokens a second a user: \
-             1 s over the median time per output token.</p>"
+             1 s over the median time per output token. Requests that were cut off when a step was ended count as far as they \
+             had come.</p>"
         )
     }
 
@@ -126,21 +127,20 @@ impl Page<'_> {
         panel(f, title, axes, series)
     }
 
-    fn answered(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let steps = self.steps.iter().map(|step| (*step, ((OFFERED.of)(step), (ANSWERED.of)(step))));
-        let answered = line("answered", steps, |at| format!("{:.3} of {:.3} requests a second answered", at.1, at.0));
-        let axes = range(std::slice::from_ref(&answered), |at| at.0).map(|(first, last)| {
-            (Axis::linear(OFFERED.label, 0.0, last.max(first), STEPS), Axis::linear(ANSWERED.label, 0.0, last, STEPS))
+    fn throughput(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let steps = self.steps.iter().map(|step| (*step, ((OFFERED.of)(step), (ACHIEVED.of)(step))));
+        let meaning = |at: (f64, f64)| format!("{:.3} requests a second: {:.1} tokens a second", at.0, at.1);
+        let series = vec![line("output tokens a second", steps, meaning)];
+        let axes = range(&series, |at| at.0).zip(range(&series, |at| at.1)).map(|((_, most), (_, high))| {
+            (Axis::linear(OFFERED.label, 0.0, most, STEPS), Axis::linear("output tokens / s", 0.0, high, STEPS))
         });
-        let all = answered.points.last().map_or(0.0, |at| at.0);
-        let offered = Series { name: "as offered", points: vec![(0.0, 0.0), (all, all)], marks: Vec::new() };
-        panel(f, "Requests answered", axes, vec![answered, offered])
+        panel(f, "Throughput", axes, series)
     }
 
     fn interactivity(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let steps = self.steps.iter().filter_map(|step| {
             let tokens_per_s_a_user = 1e3 / step.time_ms("tpot", 50.0).filter(|&ms| ms > 0.0)?;
-            Some((*step, (tokens_per_s_a_user, step.tally.output_tokens_per_s())))
+            Some((*step, (tokens_per_s_a_user, step.arrived.output_tokens_per_s())))
         });
         let meaning = |at: (f64, f64)| format!("{:.1} tokens a second, {:.1} a user", at.1, at.0);
         let series = vec![line("each rate", steps, meaning)];
@@ -160,7 +160,7 @@ impl Page<'_> {
             let ms =
                 |key, percentile| step.time_ms(key, percentile).map_or_else(|| "–".into(), |ms| format!("{ms:.1}"));
             write!(f, "<tr><td>{:.3}</td><td>{:.3}</td>", step.rate_per_s, step.tally.requests_per_s())?;
-            write!(f, "<td>{:.1}</td>", step.tally.output_tokens_per_s())?;
+            write!(f, "<td>{:.1}</td>", step.arrived.output_tokens_per_s())?;
             for (key, percentile) in
                 [("ttft_from_intended", 50.0), ("ttft_from_intended", 99.0), ("itl", 50.0), ("itl", 99.0)]
             {
@@ -213,21 +213,23 @@ mod tests {
     use crate::markup::{Element, elements, within};
     use crate::record::RequestRecord;
     use crate::report::{Tally, Window};
+    use crate::saturate::Arrived;
     use std::time::UNIX_EPOCH;
 
     const MS: u64 = 1_000_000;
 
     /// A second of a step in which each answer took `ttft_ms` and then 10 ms a token.
     fn step(rate_per_s: u64, ttft_ms: u64, verdict: Verdict) -> Step {
-        let mut tally = Tally::new(Window::default(), None);
+        let (mut tally, mut arrived) = (Tally::new(Window::default(), None), Arrived::default());
         for index in 0..rate_per_s {
             let due_ns = index * 1000 * MS / rate_per_s;
             let mut record = RequestRecord::new(index, due_ns, due_ns);
             record.chunks_ns = (0..3).map(|chunk| due_ns + (ttft_ms + 10 * chunk) * MS).collect();
             record.ended_ns = record.chunks_ns[2];
             tally.add(&record);
+            arrived.add(&record);
         }
-        Step { rate_per_s: rate_per_s as f64, tally, verdict }
+        Step { rate_per_s: rate_per_s as f64, tally, arrived, verdict }
     }
 
     fn page_of(steps: &[Step], limits: (Option<f64>, Option<f64>)) -> String {
@@ -248,8 +250,8 @@ mod tests {
         let texts = |class: &str| with_class(class).iter().map(|e| e.text.clone()).collect::<Vec<_>>();
         let titles = ["Time to first token", "Time to first token", "Time between tokens", "Time between tokens"];
         assert_eq!(texts("plot-title")[..4], titles);
-        assert_eq!(texts("plot-title")[4..], ["Requests answered", "Throughput against interactivity"]);
-        assert_eq!(texts("axis x")[..2], ["offered, requests / s", "answered, requests / s"]);
+        assert_eq!(texts("plot-title")[4..], ["Throughput", "Throughput against interactivity"]);
+        assert_eq!(texts("axis x")[..2], ["offered, requests / s", "achieved, output tokens / s"]);
         assert_eq!(texts("axis y")[0], "time, ms, logarithmic");
         assert_eq!(texts("legend")[..3], ["p50", "p99", "knee"]);
         assert_eq!((with_class("mark s0").len(), with_class("mark hollow s0").len()), (6 * 2, 6));

@@ -88,12 +88,14 @@ impl Page<'_> {
 
     fn plots(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "<h2>Latency and throughput over load</h2>\n<div class=\"plots\">")?;
-        for (title, key) in [("Time to first token", "ttft_from_intended"), ("Time between tokens", "itl")] {
-            for load in [OFFERED, ACHIEVED] {
-                self.times(f, title, key, &load)?;
-            }
+        // Three in a row: a kind of time over both loads, then what was achieved.
+        for load in [OFFERED, ACHIEVED] {
+            self.times(f, "Time to first token", "ttft_from_intended", &load)?;
         }
         self.throughput(f)?;
+        for load in [OFFERED, ACHIEVED] {
+            self.times(f, "Time between tokens", "itl", &load)?;
+        }
         self.interactivity(f)?;
         writeln!(
             f,
@@ -166,9 +168,9 @@ impl Page<'_> {
             {
                 write!(f, "<td>{}</td>", ms(key, percentile))?;
             }
-            let bad = if step.verdict == Verdict::KeepsUp { "" } else { r#" class="bad""# };
+            let bad = if step.verdict == Verdict::KeepsUp { "" } else { " bad" };
             let (peak, verdict) = (step.tally.peak_in_flight(), step.verdict.in_words());
-            writeln!(f, "<td>{peak}</td><td{bad}>{verdict}</td></tr>")?;
+            writeln!(f, r#"<td>{peak}</td><td class="words{bad}">{verdict}</td></tr>"#)?;
         }
         writeln!(f, "</table></div>")
     }
@@ -200,7 +202,7 @@ fn range(series: &[Series], of: fn((f64, f64)) -> f64) -> Option<(f64, f64)> {
 fn panel(f: &mut fmt::Formatter<'_>, title: &str, axes: Option<(Axis, Axis)>, series: Vec<Series>) -> fmt::Result {
     match axes {
         Some((x, y)) => {
-            let plot = Plot { title, width: 560.0, height: 320.0, x, y, series };
+            let plot = Plot { title, width: 400.0, height: 300.0, x, y, series };
             writeln!(f, "<div class=\"plot\">\n{plot}</div>")
         }
         None => writeln!(f, r#"<div class="plot"><p>{title}: no answer to measure</p></div>"#),
@@ -248,9 +250,9 @@ mod tests {
         within(&drawn);
         let with_class = |class: &str| drawn.iter().filter(|e| e.class() == class).collect::<Vec<&Element>>();
         let texts = |class: &str| with_class(class).iter().map(|e| e.text.clone()).collect::<Vec<_>>();
-        let titles = ["Time to first token", "Time to first token", "Time between tokens", "Time between tokens"];
-        assert_eq!(texts("plot-title")[..4], titles);
-        assert_eq!(texts("plot-title")[4..], ["Throughput", "Throughput against interactivity"]);
+        let [ttft, itl] = ["Time to first token", "Time between tokens"];
+        let titles = [ttft, ttft, "Throughput", itl, itl, "Throughput against interactivity"];
+        assert_eq!(texts("plot-title"), titles);
         assert_eq!(texts("axis x")[..2], ["offered, requests / s", "achieved, output tokens / s"]);
         assert_eq!(texts("axis y")[0], "time, ms, logarithmic");
         assert_eq!(texts("legend")[..3], ["p50", "p99", "knee"]);

@@ -14,6 +14,8 @@ use crate::timeline::Moment;
 const BODY_STEP: f64 = 0.5;
 const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
+/// Percentile from which on an axis of times reaches.
+const AXIS_FROM: f64 = 1.0;
 /// Steps of the axis along a run, whose plots have the width of the page.
 const TIMELINE_STEPS: u32 = 12;
 /// Room above the highest value along a run, so that a steady load does not hide in the frame.
@@ -108,8 +110,10 @@ impl Page<'_> {
                 .into_iter()
                 .filter_map(|(key, name)| cumulative(metrics.iter().find(|metric| metric.key == key)?, name))
                 .collect();
-            let times = || series.iter().flat_map(|series| series.points.iter().map(|&(ms, _)| ms));
-            let (low, high) = (times().fold(f64::INFINITY, f64::min), times().fold(0.0, f64::max));
+            let points = || series.iter().flat_map(|series| series.points.iter());
+            // One gap of no length would stretch a logarithmic axis over decades that hold nothing else.
+            let most = points().filter(|&&(_, percent)| percent >= AXIS_FROM).map(|&(ms, _)| ms);
+            let (low, high) = (most.fold(f64::INFINITY, f64::min), points().fold(0.0, |high, &(ms, _)| ms.max(high)));
             if series.is_empty() {
                 writeln!(f, r#"<div class="plot"><p>{title}: no answer to measure</p></div>"#)?;
                 continue;
@@ -121,8 +125,8 @@ impl Page<'_> {
         }
         writeln!(
             f,
-            "</div>\n<p class=\"muted\">Of requests that succeeded. Marked: p50, p90, p99. Times that a \
-             logarithmic axis does not reach lie on its left edge.</p>"
+            "</div>\n<p class=\"muted\">Of requests that succeeded. Marked: p50, p90, p99. Times that an axis \
+             does not reach lie on its left edge.</p>"
         )
     }
 

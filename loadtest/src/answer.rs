@@ -89,9 +89,9 @@ impl<'a> Answer<'a> {
         self.done
     }
 
-    /// Whether a finish reason or `[DONE]` was seen.
-    pub fn is_finished(&self) -> bool {
-        self.done || self.record.finished_ns.is_some()
+    /// Whether a finish reason was seen.
+    pub fn has_finish_reason(&self) -> bool {
+        self.record.finished_ns.is_some()
     }
 }
 

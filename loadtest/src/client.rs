@@ -143,10 +143,10 @@ impl Client {
                 // to the server like a client that went away.
                 let _ =
                     tokio::time::timeout(CLOSING_GRACE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
-                return Ok(now_ns);
+                return if answer.has_finish_reason() { Ok(now_ns) } else { Err(Failure::NoFinishReason) };
             }
         }
-        if answer.is_finished() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
+        if answer.has_finish_reason() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
     }
 
     /// Sends one request and returns its answer if that is a 200.
@@ -323,6 +323,8 @@ mod tests {
         assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");
         assert_eq!(failure_kind(Fault::ContentType("application/json")).await, "not_an_event_stream");
         assert_eq!(failure_kind(Fault::EndlessLine).await, "event_too_long");
+        // So a server cuts off an answer in favour of another.
+        assert_eq!(failure_kind(Fault::Data("[DONE]")).await, "no_finish_reason");
     }
 
     #[tokio::test]

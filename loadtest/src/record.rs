@@ -198,6 +198,9 @@ pub enum Failure {
     /// The stream ended in order, but without a finish reason and `[DONE]`.
     #[error("the stream ended before the answer did")]
     Truncated,
+    /// `[DONE]` without a finish reason: the server gave the answer up, as some do in favour of another request.
+    #[error("[DONE] came without a finish reason: the server cut the answer off")]
+    NoFinishReason,
     /// The request was due, but could not be sent in time because too many others were in flight.
     #[error("not sent: --max-in-flight others were unanswered for the whole time limit")]
     NotSent,
@@ -228,6 +231,7 @@ impl Failure {
             Failure::TextTooLong => "text_too_long".into(),
             Failure::StreamError { code, .. } => with_code("stream_error".into(), code),
             Failure::Truncated => "truncated".into(),
+            Failure::NoFinishReason => "no_finish_reason".into(),
             Failure::NotSent => "not_sent".into(),
             Failure::Interrupted => "interrupted".into(),
         }

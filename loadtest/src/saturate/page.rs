@@ -8,17 +8,8 @@ use crate::page::{head, heading};
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 
 /// Columns of the table of steps.
-const COLUMNS: [&str; 9] = [
-    "offered, requests / s",
-    "answered, requests / s",
-    "tokens / s",
-    "TTFT p50, ms",
-    "TTFT p99, ms",
-    "ITL p50, ms",
-    "ITL p99, ms",
-    "most in flight",
-    "verdict",
-];
+const COLUMNS: [&str; 8] =
+    ["offered / s", "answered / s", "tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "most in flight"];
 
 /// Writes a search; see [`Display`].
 pub(super) struct Page<'a> {
@@ -153,11 +144,15 @@ impl Page<'_> {
     }
 
     fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "<h2>Every rate that was tried</h2>\n<div class=\"wide\"><table class=\"figures\">\n<tr>")?;
+        writeln!(
+            f,
+            "<h2>Every rate that was tried</h2>\n<p class=\"muted\">Requests a second; times in milliseconds.</p>\n\
+             <div class=\"wide\"><table class=\"figures\">\n<tr>"
+        )?;
         for column in COLUMNS {
             write!(f, "<th>{column}</th>")?;
         }
-        writeln!(f, "</tr>")?;
+        writeln!(f, r#"<th class="words">verdict</th></tr>"#)?;
         for step in &self.steps {
             let ms =
                 |key, percentile| step.time_ms(key, percentile).map_or_else(|| "–".into(), |ms| format!("{ms:.1}"));

@@ -31,6 +31,9 @@
 
   // Text: inside of the window or of what scrolls, not cut off, not over other text, large and clear enough to read.
   if (document.documentElement.scrollWidth > innerWidth) problems.push("the page is wider than the window");
+  for (const scroller of all(document, ".wide")) {
+    if (innerWidth >= 1200 && scroller.scrollWidth > scroller.clientWidth) say(scroller, "does not fit a wide window");
+  }
   const hasText = element => [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
   const texts = all(document.body, "*").filter(element => hasText(element) && element.nodeName !== "title");
   if (texts.length < 10) problems.push("the page holds hardly any text");

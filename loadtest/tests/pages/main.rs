@@ -91,12 +91,14 @@ async fn every_page_can_be_read_in_a_browser() {
         ("time, ms", "time", "no unit on its x axis"),
         (r#"<text class="legend""#, r#"<text class="other""#, "legends"),
         ("overflow-wrap: anywhere", "white-space: nowrap", "wider than the window"),
+        (".wide svg { min-width: 960px; }", ".wide svg { min-width: 1400px; }", "does not fit a wide window"),
     ] {
         assert!(good.contains(from), "{from}");
         let bad = folder.path().join("bad.html");
         std::fs::write(&bad, good.replace(from, to)).expect("writable");
+        let looks = WIDTHS.into_iter().flat_map(|width| [(width, false), (width, true)]);
         let problems: Vec<String> =
-            [false, true].into_iter().flat_map(|is_dark| problems(&mut browser, &bad, WIDTHS[1], is_dark)).collect();
+            looks.flat_map(|(width, is_dark)| problems(&mut browser, &bad, width, is_dark)).collect();
         assert!(problems.iter().any(|problem| problem.contains(complaint)), "{complaint}: {problems:#?}");
     }
 }

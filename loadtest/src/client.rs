@@ -32,7 +32,7 @@ const CLOSING_GRACE: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// Not a URL with scheme and host.
-    #[error("the target '{0}' is not of the form http://HOST:PORT")]
+    #[error("the target '{0}' is not of the form http://HOST:PORT or grpc://HOST:PORT")]
     Form(String),
     /// TLS is not built in.
     #[error("the target '{0}' needs TLS, which the load tester does not speak: give the server's plain http address")]
@@ -181,10 +181,10 @@ impl Client {
                 // to the server like a client that went away.
                 let _ =
                     tokio::time::timeout(CLOSING_GRACE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
-                return Ok(now_ns);
+                return if answer.has_finish_reason() { Ok(now_ns) } else { Err(Failure::NoFinishReason) };
             }
         }
-        if answer.is_finished() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
+        if answer.has_finish_reason() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
     }
 
     /// Sends one request and returns its answer if that is a 200.
@@ -270,7 +270,7 @@ fn failure_of(error: &legacy::Error) -> Failure {
 }
 
 /// An error with all its sources on one line.
-fn chain(error: &dyn Error) -> String {
+pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -361,6 +361,8 @@ mod tests {
         assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");
         assert_eq!(failure_kind(Fault::ContentType("application/json")).await, "not_an_event_stream");
         assert_eq!(failure_kind(Fault::EndlessLine).await, "event_too_long");
+        // So a server cuts off an answer in favour of another.
+        assert_eq!(failure_kind(Fault::Data("[DONE]")).await, "no_finish_reason");
     }
 
     #[tokio::test]

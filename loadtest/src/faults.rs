@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::args::parse_duration;
-use crate::client::Client;
+use crate::target::is_grpc;
 
 mod aftermath;
 mod broken;
@@ -66,6 +66,9 @@ pub enum FaultError {
     /// A request has one fault at most.
     #[error("--cancel, --slow-readers and --broken ask for {:.0} % of the requests: 100 % at most are there", 100.0 * .0)]
     Shares(f64),
+    /// They are of HTTP.
+    #[error("--slow-readers, --broken and --half-open are of HTTP: give an http:// target, or leave them out")]
+    NeedsHttp,
     /// It would not happen.
     #[error("--kill-worker {0} is not due before the end of --duration")]
     KillAfterEnd(KillAt),
@@ -123,11 +126,15 @@ impl FaultArgs {
             && self.kill_worker.is_empty()
     }
 
-    /// Whether all of them can be had together in a run of this length, if it is known.
+    /// Whether all of them can be had together, of this target and in a run of this length, if it is known.
     ///
     /// # Errors
     /// [`FaultError`] where not.
-    pub fn check(&self, duration: Option<Duration>) -> Result<(), FaultError> {
+    pub fn check(&self, target: &str, duration: Option<Duration>) -> Result<(), FaultError> {
+        let needs_http = self.slow_readers.is_some() || self.broken.is_some() || self.half_open.is_some();
+        if needs_http && is_grpc(target) {
+            return Err(FaultError::NeedsHttp);
+        }
         let of = |fault: Option<ShareAt>| fault.map_or(0.0, |fault| fault.share);
         let touched = of(self.cancel) + of(self.slow_readers) + self.broken.unwrap_or(0.0);
         // Shares such as 0.7, 0.2 and 0.1 may add up to all but for a rounding.
@@ -138,17 +145,17 @@ impl FaultArgs {
         late.map_or(Ok(()), |&kill| Err(FaultError::KillAfterEnd(kill)))
     }
 
-    /// The server whose workers are to be killed, if any are: all of them are there.
+    /// The server at `address` (`HOST:PORT`) whose workers are to be killed, if any are: all of them are there.
     ///
     /// # Errors
     /// [`KillError`] where one of them cannot be found.
-    pub async fn victim(&self, client: &Client) -> Result<Option<LocalServer>, KillError> {
+    pub async fn victim(&self, address: &str) -> Result<Option<LocalServer>, KillError> {
         if self.kill_worker.is_empty() {
             return Ok(None);
         }
         let server = match self.server_pid {
             Some(pid) => LocalServer::of_pid(pid),
-            None => LocalServer::behind(client).await?,
+            None => LocalServer::behind(address).await?,
         };
         self.kill_worker.iter().try_for_each(|kill| server.worker(kill.rank).map(|_| ()))?;
         Ok(Some(server))

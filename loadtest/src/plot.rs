@@ -229,7 +229,7 @@ impl Plot<'_> {
         for (value, label) in &self.x.ticks {
             let at = self.across(*value);
             write!(f, r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
-            writeln!(f, r#"<text class="tick x" x="{at:.1}" y="{}">{label}</text>"#, bottom + 16.0)?;
+            writeln!(f, r#"<text class="tick x" x="{at:.1}" y="{}">{label}</text>"#, bottom + 20.0)?;
         }
         for (value, label) in &self.y.ticks {
             let at = self.up(*value);

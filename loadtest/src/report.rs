@@ -28,7 +28,7 @@ pub const PERCENTILES: [(&str, f64); 5] = [("p50", 50.0), ("p90", 90.0), ("p95",
 pub struct Setup {
     /// Address of the server.
     pub target: String,
-    /// Interface in vLLM's words: `openai-chat` or `openai`.
+    /// Interface in vLLM's words, `openai-chat` or `openai`; over gRPC `looplane-grpc-chat` or `looplane-grpc`.
     pub backend: &'static str,
     /// Model id.
     pub model: String,

@@ -84,3 +84,23 @@ async fn a_server_stands_every_fault_at_once() {
     assert_eq!(kill["live_streams_failed_by_kind"], json!({}));
     assert_eq!(kill["asked_again"], json!({"same_text": lived, "other_text": 0, "unanswered": 0}));
 }
+
+/// One server, asked the same over both of its interfaces: greedy answers of a set length, so every count is the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn measures_this_server_over_http_and_over_grpc() {
+    let server = Server::start(&[]).await;
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let measure = |target: &str| -> Value {
+        let file = directory.path().join("report.json");
+        let line = "loadtest --requests 12 --concurrency 3 --prompt-tokens 24 --max-tokens 6 --ignore-eos --json";
+        let output = looplane().args(line.split(' ')).arg(&file).args(["--target", target]).output().expect("it runs");
+        assert!(output.status.success() && output.stderr.is_empty(), "no progress of a short run: {output:?}");
+        serde_json::from_slice(&std::fs::read(&file).expect("written")).expect("JSON")
+    };
+    let (http, grpc) = (measure(server.base()), measure(&server.base().replace("http://", "grpc://")));
+    assert_eq!((&http["backend"], &grpc["backend"]), (&"openai-chat".into(), &"looplane-grpc-chat".into()));
+    for field in ["completed", "model_id", "total_input_tokens", "total_output_tokens", "finish_reasons", "failed"] {
+        assert_eq!(http[field], grpc[field], "{field}");
+    }
+    assert_eq!((&grpc["completed"], &grpc["total_output_tokens"]), (&12.into(), &72.into()));
+}

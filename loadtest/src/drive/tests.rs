@@ -5,7 +5,7 @@ use crate::mock::{Fault, Mock};
 
 fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
     Arc::new(Workload {
-        client: Client::new(base, None, timeout).expect("the mock's address is valid"),
+        target: Target::new(base, None, timeout).expect("the mock's address is valid"),
         endpoint: Endpoint::Completions,
         model: "mock".into(),
         prompts: Prompts::of_words(0),

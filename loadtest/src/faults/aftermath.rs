@@ -102,11 +102,10 @@ impl Aftermath {
         let asked = self.texts.iter().map(async |(index, text)| {
             let shape = workload.shapes.of(*index);
             let prompt = workload.prompts.text(*index, shape.prompt_tokens);
-            let body = workload.body(&[], &prompt, shape.max_tokens);
-            let clock = Clock::start();
+            let request = workload.request(&[], &prompt, shape.max_tokens);
             let mut record = RequestRecord::new(*index, 0, 0);
             record.text = Some(String::new());
-            workload.client.stream(workload.path(), body, clock, &mut record).await;
+            request.send(Clock::start(), &mut record).await;
             record.failure.is_none().then(|| record.text.as_ref() == Some(text))
         });
         for is_same in join_all(asked).await {

@@ -12,7 +12,6 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
 
-use crate::client::Client;
 use crate::record::Clock;
 
 use super::KillAt;
@@ -82,16 +81,15 @@ impl LocalServer {
         Self { pid }
     }
 
-    /// The process that listens where `client` sends its requests.
+    /// The process that listens at `address` (`HOST:PORT`).
     ///
     /// # Errors
     /// [`KillError`] for an address that is not of this machine, and where nobody is seen to listen.
-    pub async fn behind(client: &Client) -> Result<Self, KillError> {
-        let address = client.address();
+    pub async fn behind(address: &str) -> Result<Self, KillError> {
         // An unknown host has no addresses.
-        let found: Vec<SocketAddr> = tokio::net::lookup_host(&address).await.into_iter().flatten().collect();
+        let found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();
         let local = found.into_iter().find(|found| is_of_this_machine(found.ip()));
-        let local = local.ok_or(KillError::Elsewhere(address))?;
+        let local = local.ok_or_else(|| KillError::Elsewhere(address.to_owned()))?;
         spawn_blocking(move || Self::listening_on(local.port())).await.expect("looking does not panic")
     }
 
@@ -192,7 +190,6 @@ fn listening_sockets(port: u16) -> io::Result<Vec<PathBuf>> {
 pub(super) mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
-    use std::time::Duration;
 
     /// A process that looks like a worker of `server`; it ends with its standard input.
     pub fn stand_in(server: u32, rank: u32) -> Child {
@@ -201,18 +198,14 @@ pub(super) mod tests {
         command.args(["--parent", &server.to_string()]).stdin(Stdio::piped()).spawn().expect("a shell")
     }
 
-    fn client(base: &str) -> Client {
-        Client::new(base, None, Duration::from_secs(5)).expect("valid")
-    }
-
     #[tokio::test]
     async fn a_server_is_found_by_its_port_and_a_worker_by_its_rank() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let base = format!("http://{}", listener.local_addr().expect("bound"));
-        let server = LocalServer::behind(&client(&base)).await.expect("this process listens");
+        let address = listener.local_addr().expect("bound").to_string();
+        let server = LocalServer::behind(&address).await.expect("this process listens");
         assert_eq!(server, LocalServer::of_pid(std::process::id()));
         drop(listener);
-        let refusal = LocalServer::behind(&client(&base)).await.expect_err("nobody listens");
+        let refusal = LocalServer::behind(&address).await.expect_err("nobody listens");
         assert!(matches!(refusal, KillError::NobodyListens(_)), "{refusal}");
 
         // Ranks that no other test has workers of.
@@ -229,7 +222,7 @@ pub(super) mod tests {
     #[tokio::test]
     async fn a_server_elsewhere_is_refused() {
         // TEST-NET-1 of RFC 5737, which no machine has.
-        let refusal = LocalServer::behind(&client("http://192.0.2.1:8000")).await.expect_err("elsewhere");
+        let refusal = LocalServer::behind("192.0.2.1:8000").await.expect_err("elsewhere");
         assert!(refusal.to_string().contains("192.0.2.1:8000"), "{refusal}");
     }
 }

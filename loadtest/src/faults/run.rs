@@ -5,6 +5,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::drive::Workload;
 use crate::record::{Clock, RequestRecord};
+use crate::target::Target;
 
 use super::FaultArgs;
 use super::half_open::HalfOpen;
@@ -23,9 +24,10 @@ impl FaultRun {
     /// Begins what `args` ask for, just before the requests of `workload` are sent; `victim` is the server whose workers
     /// are killed, where any are.
     pub async fn start(args: &FaultArgs, victim: Option<LocalServer>, workload: &Workload) -> Self {
-        let half_open = match args.half_open {
-            Some(count) => Some(HalfOpen::open(count, &workload.client, workload.path()).await),
-            None => None,
+        let half_open = match (args.half_open, &workload.target) {
+            (Some(count), Target::Http(client)) => Some(HalfOpen::open(count, client, workload.path()).await),
+            // Refused over gRPC before the run: `FaultArgs::check`.
+            (Some(_), Target::Grpc(_)) | (None, _) => None,
         };
         Self { report: FaultReport::of(args), half_open, victim, killer: None }
     }

@@ -1,9 +1,12 @@
 use super::*;
+use crate::client::Client;
 use crate::markup::{Element, elements};
 use crate::measure::tests::run_against;
 use crate::mock::{Fault, Mock};
 use crate::record::{Clock, RequestRecord};
 use serde_json::{Value, json};
+
+const HTTP: &str = "http://h:1";
 
 fn count(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| panic!("{value} is no count"))
@@ -81,7 +84,7 @@ fn a_request_has_one_fault_and_all_shares_are_met() {
     let parse = |text: &str| Some(text.parse().expect("valid"));
     let args =
         FaultArgs { cancel: parse("20%@1s"), slow_readers: parse("30%@2s"), broken: Some(0.1), ..FaultArgs::default() };
-    assert_eq!(args.check(None), Ok(()));
+    assert_eq!(args.check(HTTP, None), Ok(()));
     let conducts = args.conducts(9);
     let counts = (0..10_000).map(|index| conducts.of(index)).fold([0u32; 6], |mut counts, conduct| {
         counts[match conduct {
@@ -99,7 +102,7 @@ fn a_request_has_one_fault_and_all_shares_are_met() {
         assert!(count.abs_diff(want) <= within, "{counts:?}");
     }
     let too_many = FaultArgs { broken: Some(0.6), ..args };
-    assert!(matches!(too_many.check(None), Err(FaultError::Shares(share)) if share > 1.0));
+    assert!(matches!(too_many.check(HTTP, None), Err(FaultError::Shares(share)) if share > 1.0));
 }
 
 /// Six events each 40 ms apart: a slow reader takes 200 ms or more where the others take none.
@@ -179,8 +182,8 @@ fn kills_are_read_and_must_be_due_within_the_run() {
         assert!(text.parse::<KillAt>().is_err(), "{text}");
     }
     let args = FaultArgs { kill_worker: vec![kill], ..FaultArgs::default() };
-    assert_eq!((args.check(None), args.check(Some(Duration::from_secs(6)))), (Ok(()), Ok(())));
-    assert_eq!(args.check(Some(Duration::from_secs(5))), Err(FaultError::KillAfterEnd(kill)));
+    assert_eq!((args.check(HTTP, None), args.check(HTTP, Some(Duration::from_secs(6)))), (Ok(()), Ok(())));
+    assert_eq!(args.check(HTTP, Some(Duration::from_secs(5))), Err(FaultError::KillAfterEnd(kill)));
 }
 
 /// The mock stands in for a server whose group is lost at 500 ms and answers again at 1000 ms; a process that looks like
@@ -249,4 +252,19 @@ async fn a_worker_that_is_not_there_is_told_before_the_run() {
     assert!(refusal.contains(&format!("process {} has no worker of rank 90", std::process::id())), "{refusal}");
     assert!(refused("--kill-worker 90@1s --server-pid 1").await.contains("process 1 has no worker of rank 90"));
     assert!(refused("--duration 1s --kill-worker 0@2s").await.contains("0@2s is not due before"));
+}
+
+/// Over gRPC clients can hang up and workers be killed.
+#[test]
+fn faults_of_http_are_refused_over_grpc() {
+    let (cancel, broken) = (Some("10%@1s".parse().expect("valid")), Some(0.1));
+    let fits = FaultArgs { cancel, kill_worker: vec!["1@5s".parse().expect("valid")], ..FaultArgs::default() };
+    assert_eq!(fits.check("grpc://h:1", None), Ok(()));
+    for misfit in [
+        FaultArgs { broken, ..FaultArgs::default() },
+        FaultArgs { slow_readers: cancel, ..FaultArgs::default() },
+        FaultArgs { half_open: Some(1), ..FaultArgs::default() },
+    ] {
+        assert_eq!((misfit.check("grpc://h:1", None), misfit.check(HTTP, None)), (Err(FaultError::NeedsHttp), Ok(())));
+    }
 }

@@ -236,9 +236,9 @@ async fn bad_targets_and_files_are_refused_before_any_load() {
 #[test]
 fn the_table_shows_every_figure_and_survives_an_empty_run() {
     let args = Cli::try_parse_from(["loadtest"]).expect("defaults").args.load;
-    let client = Client::new(&args.target, None, args.timeout).expect("valid");
+    let target = Target::new(&args.target, None, args.timeout).expect("valid");
     let workload = Workload {
-        client,
+        target,
         endpoint: Endpoint::Chat,
         model: "m\u{1b}[2J".into(),
         prompts: Prompts::of_words(0),

@@ -4,9 +4,9 @@
 serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
-# Every test. The one that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc.
+# Every test. The one that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc; the one that opens the load tester's pages a browser, which is installed in target/browser where there is no Chromium.
 test:
-    LOOPLANE_NVRTC="$(.ci/nvrtc)" cargo test --workspace
+    LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" cargo test --workspace
 
 # The tests that need a GPU; without one they fail. The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 gpu:

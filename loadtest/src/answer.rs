@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::record::{Failure, MAX_CHUNKS, MAX_TEXT_BYTES, RequestRecord, printable};
+use crate::record::{Failure, RequestRecord, printable};
 
 /// Reads the events of one answer into its record.
 pub struct Answer<'a> {
@@ -67,16 +67,10 @@ impl<'a> Answer<'a> {
         }
         for choice in chunk.choices.unwrap_or_default() {
             if choice.carries_text() {
-                if self.record.chunks_ns.len() == MAX_CHUNKS {
-                    return Err(Failure::TooManyChunks);
-                }
-                self.record.chunks_ns.push(now_ns);
+                self.record.add_chunk(now_ns)?;
             }
-            if let (Some(kept), Some(content)) = (&mut self.record.text, choice.content()) {
-                if kept.len() + content.len() > MAX_TEXT_BYTES {
-                    return Err(Failure::TextTooLong);
-                }
-                kept.push_str(content);
+            if let Some(content) = choice.content() {
+                self.record.keep_text(content)?;
             }
             if let Some(reason) = choice.finish_reason {
                 self.record.finish_reason = Some(printable(&reason, 40));
@@ -95,16 +89,16 @@ impl<'a> Answer<'a> {
         self.done
     }
 
-    /// Whether a finish reason or `[DONE]` was seen.
-    pub fn is_finished(&self) -> bool {
-        self.done || self.record.finished_ns.is_some()
+    /// Whether a finish reason was seen.
+    pub fn has_finish_reason(&self) -> bool {
+        self.record.finished_ns.is_some()
     }
 }
 
 impl Choice {
-    /// What a chat goes on with: the answer without the reasoning before it.
+    /// What the answer says, and a chat goes on with: not the reasoning before it.
     fn content(&self) -> Option<&str> {
-        self.delta.as_ref()?.content.as_deref()
+        self.text.as_deref().or_else(|| self.delta.as_ref()?.content.as_deref())
     }
 
     /// Whether the chunk shows that the model made something. The opening role delta and the finish chunk do not.
@@ -141,6 +135,7 @@ pub fn error_code_and_message(error: &Value) -> (Option<String>, String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::record::MAX_TEXT_BYTES;
 
     fn read(events: &[&str]) -> Result<(RequestRecord, bool), Failure> {
         let mut record = RequestRecord::new(0, 0, 0);

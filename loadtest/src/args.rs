@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use crate::arrivals::{ArrivalError, ArrivalProcess, Arrivals, Rate};
 use crate::calibrate::CalibrateArgs;
 use crate::drive::{Endpoint, Extent, Pacing};
+use crate::faults::FaultArgs;
 use crate::lengths::Lengths;
 use crate::mock::MockArgs;
 use crate::report::Window;
@@ -26,7 +27,7 @@ const DEFAULT_CONCURRENCY: u32 = 8;
 /// Longest run, and longest time limit of a request.
 const MAX_DURATION: Duration = Duration::from_secs(24 * 3600);
 
-/// Measures a server that speaks OpenAI's interface: this one or any other.
+/// Measures a server that speaks OpenAI's interface, this one or any other, or this one over gRPC.
 #[derive(Debug, Clone, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct LoadtestArgs {
@@ -42,11 +43,12 @@ pub struct LoadtestArgs {
 /// A load, what it is sent to, and where its report goes.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LoadArgs {
-    /// Address of the server, without TLS; a trailing /v1 is allowed
+    /// Address of the server, without TLS: http://HOST:PORT (a trailing /v1 is allowed), or grpc://HOST:PORT for
+    /// Looplane's own gRPC interface
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", env = "LOOPLANE_LOADTEST_TARGET")]
     pub target: String,
 
-    /// Interface to measure
+    /// What to ask for; over gRPC the same call answers both
     #[arg(long, value_enum, default_value_t = Endpoint::Chat, env = "LOOPLANE_LOADTEST_ENDPOINT")]
     pub endpoint: Endpoint,
 
@@ -165,6 +167,10 @@ pub struct LoadArgs {
     #[arg(long, value_name = "GB/S|FILE", env = "LOOPLANE_LOADTEST_READ_LIMIT")]
     pub read_limit: Option<ReadLimitArg>,
 
+    /// Show no progress; the report is printed all the same
+    #[arg(long, env = "LOOPLANE_LOADTEST_QUIET", value_parser = clap::builder::BoolishValueParser::new())]
+    pub quiet: bool,
+
     /// Write the report to this file too, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_JSON")]
     pub json: Option<PathBuf>,
@@ -176,6 +182,10 @@ pub struct LoadArgs {
     /// Write every request to this file as it ends, as one line of JSON
     #[arg(long, value_name = "FILE", env = "LOOPLANE_LOADTEST_REQUESTS_FILE")]
     pub requests_file: Option<PathBuf>,
+
+    /// What goes wrong meanwhile
+    #[command(flatten)]
+    pub faults: FaultArgs,
 }
 
 /// A rate on the command line: `5`, or `1..20` for one that changes over the run.

@@ -20,12 +20,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::parse_duration;
 use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
-use crate::client::Client;
 use crate::distribution::Distribution;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Workload};
+use crate::faults::Conducts;
 use crate::lengths::{Lengths, Shapes};
+use crate::live::Screen;
 use crate::prompt::Prompts;
 use crate::record::RequestRecord;
+use crate::target::Target;
 
 /// How long a stream of the calibration lasts, to the next token.
 const STREAM_LENGTH: Duration = Duration::from_secs(5);
@@ -54,6 +56,10 @@ pub struct CalibrateArgs {
     /// The mock's time between tokens
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_duration)]
     pub itl: Duration,
+
+    /// Show no progress
+    #[arg(long)]
+    pub quiet: bool,
 
     /// Write the error to this file too
     #[arg(long, value_name = "FILE")]
@@ -130,7 +136,7 @@ async fn measure(
     let stream_length = args.ttft + args.itl * gaps;
     let rate_per_s = f64::from(args.streams) / stream_length.as_secs_f64();
     let workload = Workload {
-        client: Client::new(base, None, TIMEOUT + stream_length)?,
+        target: Target::new(base, None, TIMEOUT + stream_length)?,
         endpoint: Endpoint::Chat,
         model: "mock".into(),
         prompts: Prompts::of_words(0),
@@ -140,14 +146,16 @@ async fn measure(
         ignore_eos: false,
         timeout: TIMEOUT + stream_length,
     };
+    let extent = Extent::Duration(stream_length + args.duration);
     let load = Load {
         pacing: Pacing::Open {
             arrivals: Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0)?),
             // A client that is too slow to keep up shows in the times; one that may not open streams would not.
             max_in_flight: 2 * args.streams as usize,
         },
-        extent: Extent::Duration(stream_length + args.duration),
+        extent,
         first_index: 0,
+        conducts: Conducts::default(),
     };
     let mut errors = Errors {
         ttft_ns: args.ttft.as_nanos() as u64,
@@ -158,6 +166,7 @@ async fn measure(
         tokens: 0,
     };
     let mut running = drive::start(Arc::new(workload), load, stop.clone());
+    let _view = Screen::new(args.quiet).watch("calibration", extent, &running);
     while let Some(record) = running.records.recv().await {
         if let Some(failure) = &record.failure {
             anyhow::bail!("a stream of the calibration failed: {failure}");
@@ -287,6 +296,7 @@ mod tests {
             ttft: Duration::from_millis(ttft_ms),
             itl: Duration::from_millis(100),
             json: None,
+            quiet: true,
         }
     }
 

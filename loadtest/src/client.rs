@@ -22,6 +22,9 @@ use crate::sse::SseParser;
 
 /// Most bytes read of an answer that is no stream: an error body or the list of models.
 const MAX_BODY_BYTES: usize = 1 << 20;
+/// Receive buffer of a client that reads slowly, which the kernel doubles, and of what it has read but not taken: what a
+/// server sends beyond it stays with the server.
+const SLOW_READER_BYTES: usize = 8192;
 /// How long the end of the body may come after `[DONE]` for the connection to be kept for the next request.
 const CLOSING_GRACE: Duration = Duration::from_secs(1);
 
@@ -29,7 +32,7 @@ const CLOSING_GRACE: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// Not a URL with scheme and host.
-    #[error("the target '{0}' is not of the form http://HOST:PORT")]
+    #[error("the target '{0}' is not of the form http://HOST:PORT or grpc://HOST:PORT")]
     Form(String),
     /// TLS is not built in.
     #[error("the target '{0}' needs TLS, which the load tester does not speak: give the server's plain http address")]
@@ -39,10 +42,14 @@ pub enum TargetError {
     ApiKey,
 }
 
+type Http = legacy::Client<HttpConnector, Full<Bytes>>;
+
 /// Client of one server. Cheap to share; requests run in parallel, each on a connection of its own while it lasts.
 #[derive(Debug)]
 pub struct Client {
-    http: legacy::Client<HttpConnector, Full<Bytes>>,
+    http: Http,
+    /// For requests whose client reads slowly.
+    slow_http: Http,
     /// Scheme, host and path prefix, without the trailing `/v1`.
     base: String,
     authorization: Option<HeaderValue>,
@@ -64,16 +71,42 @@ impl Client {
                 Ok(value)
             })
             .transpose()?;
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(timeout));
-        let http = legacy::Client::builder(TokioExecutor::new()).build(connector);
-        Ok(Self { http, base, authorization, timeout })
+        let connector = |receive_buffer: Option<usize>| {
+            let mut connector = HttpConnector::new();
+            connector.set_nodelay(true);
+            connector.set_connect_timeout(Some(timeout));
+            connector.set_recv_buffer_size(receive_buffer);
+            connector
+        };
+        let http = legacy::Client::builder(TokioExecutor::new()).build(connector(None));
+        let slow_http = legacy::Client::builder(TokioExecutor::new())
+            .http1_read_buf_exact_size(SLOW_READER_BYTES)
+            .build(connector(Some(SLOW_READER_BYTES)));
+        Ok(Self { http, slow_http, base, authorization, timeout })
     }
 
     /// The address that paths are appended to.
     pub fn base(&self) -> &str {
         &self.base
+    }
+
+    /// `host:port` of the server.
+    pub fn address(&self) -> String {
+        let uri: Uri = self.base.parse().expect("a base that was checked");
+        let port = uri.port_u16().unwrap_or(80);
+        format!("{}:{port}", uri.host().expect("a base that was checked"))
+    }
+
+    /// The head of a POST of `body_bytes` bytes of JSON to `path`, as it goes over the wire.
+    pub fn head_bytes(&self, path: &str, body_bytes: usize) -> Vec<u8> {
+        let uri: Uri = self.base.parse().expect("a base that was checked");
+        let (authority, prefix) = (uri.authority().expect("a base that was checked"), uri.path().trim_end_matches('/'));
+        let mut head = format!("POST {prefix}{path} HTTP/1.1\r\nhost: {authority}\r\n").into_bytes();
+        if let Some(authorization) = &self.authorization {
+            head.extend([b"authorization: ", authorization.as_bytes(), b"\r\n"].concat());
+        }
+        head.extend(format!("content-type: application/json\r\ncontent-length: {body_bytes}\r\n\r\n").bytes());
+        head
     }
 
     /// The id of the first model that `/v1/models` lists.
@@ -82,7 +115,7 @@ impl Client {
     /// [`Failure`] as of any request; [`Failure::BadJson`] where no model is listed.
     pub async fn first_model(&self) -> Result<String, Failure> {
         let ask = async {
-            let response = self.send(Method::GET, "/v1/models", Bytes::new()).await?;
+            let response = self.send(&self.http, Method::GET, "/v1/models", Bytes::new()).await?;
             let bytes = read_bounded(response.into_body()).await?;
             let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;
             let id = models.pointer("/data/0/id").and_then(Value::as_str);
@@ -97,7 +130,7 @@ impl Client {
     /// [`Failure`] as of any request.
     pub async fn metrics(&self) -> Result<String, Failure> {
         let ask = async {
-            let response = self.send(Method::GET, "/metrics", Bytes::new()).await?;
+            let response = self.send(&self.http, Method::GET, "/metrics", Bytes::new()).await?;
             let bytes = read_bounded(response.into_body()).await?;
             Ok(String::from_utf8_lossy(&bytes).into_owned())
         };
@@ -125,7 +158,9 @@ impl Client {
         clock: Clock,
         record: &mut RequestRecord,
     ) -> Result<u64, Failure> {
-        let response = self.send(Method::POST, path, body).await?;
+        let pause = record.conduct.pause();
+        let http = if pause.is_some() { &self.slow_http } else { &self.http };
+        let response = self.send(http, Method::POST, path, body).await?;
         require_event_stream(&response)?;
         let mut body = response.into_body();
         let (mut parser, mut events) = (SseParser::default(), Vec::new());
@@ -137,20 +172,23 @@ impl Client {
             parser.push(bytes, &mut events)?;
             for event in events.drain(..) {
                 answer.take_event(&event, now_ns)?;
+                if let Some(pause) = pause {
+                    tokio::time::sleep(pause).await;
+                }
             }
             if answer.is_done() {
                 // Reading on to the end of the body lets the connection serve the next request; dropping it would look
                 // to the server like a client that went away.
                 let _ =
                     tokio::time::timeout(CLOSING_GRACE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
-                return Ok(now_ns);
+                return if answer.has_finish_reason() { Ok(now_ns) } else { Err(Failure::NoFinishReason) };
             }
         }
-        if answer.is_finished() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
+        if answer.has_finish_reason() && !parser.is_mid_event() { Ok(clock.now_ns()) } else { Err(Failure::Truncated) }
     }
 
     /// Sends one request and returns its answer if that is a 200.
-    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, Failure> {
+    async fn send(&self, http: &Http, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, Failure> {
         let mut request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.base))
@@ -160,7 +198,7 @@ impl Client {
         if let Some(authorization) = &self.authorization {
             request.headers_mut().insert(AUTHORIZATION, authorization.clone());
         }
-        let response = self.http.request(request).await.map_err(|error| failure_of(&error))?;
+        let response = http.request(request).await.map_err(|error| failure_of(&error))?;
         if response.status() == StatusCode::OK { Ok(response) } else { Err(status_failure(response).await) }
     }
 }
@@ -232,7 +270,7 @@ fn failure_of(error: &legacy::Error) -> Failure {
 }
 
 /// An error with all its sources on one line.
-fn chain(error: &dyn Error) -> String {
+pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -323,6 +361,8 @@ mod tests {
         assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");
         assert_eq!(failure_kind(Fault::ContentType("application/json")).await, "not_an_event_stream");
         assert_eq!(failure_kind(Fault::EndlessLine).await, "event_too_long");
+        // So a server cuts off an answer in favour of another.
+        assert_eq!(failure_kind(Fault::Data("[DONE]")).await, "no_finish_reason");
     }
 
     #[tokio::test]

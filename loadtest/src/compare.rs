@@ -173,6 +173,11 @@ impl Comparison {
                 let all = count("completed") + left_out;
                 notes.push(format!("{left_out} of {all} requests of {letter} did not succeed and are in no time"));
             }
+            if let Some(faults) = run.fields.get("faults").and_then(Value::as_object) {
+                let names: Vec<&str> = faults.keys().map(String::as_str).collect();
+                let names = printable(&names.join(", "), 200);
+                notes.push(format!("{letter} ran with faults ({names}): its rates leave the requests with one out"));
+            }
             match run.sampled("e2el") {
                 Some(times) if (times.len() as f64) < count("completed") => {
                     let used = times.len();
@@ -319,6 +324,7 @@ mod tests {
         b["failed"] = json!(7);
         b["total_output_tokens"] = json!(300);
         b["model_id"] = json!("m\u{1b}[2J");
+        b["faults"] = json!({"cancel": {}, "half_open\u{1b}": {}});
         b.as_object_mut().expect("an object").remove("sampled_requests");
         let table = compared(&a, &b);
         for want in [
@@ -326,6 +332,7 @@ mod tests {
             "7 of 57 requests of B did not succeed",
             "answers of B are 2.00 times as long",
             "B holds no times of single requests",
+            "B ran with faults (cancel, half_open ): its rates",
         ] {
             assert!(table.contains(want), "{want} in\n{table}");
         }

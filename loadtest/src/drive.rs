@@ -4,20 +4,24 @@
 //! are unanswered keeps its intended time, and its wait counts into its latency.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use looplane_proto::inference::v1::generate_request::Input;
+use looplane_proto::inference::v1::{Chat, ChatMessage, GenerateRequest};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use crate::client::Client;
 use crate::distribution::Distribution;
+use crate::faults::Conducts;
 use crate::lag::LagMeter;
 use crate::lengths::Shapes;
+use crate::meter::Meter;
 use crate::prompt::Prompts;
 use crate::record::{Clock, Failure, RequestRecord};
+use crate::target::{Ready, Target};
 
 /// Records that wait to be counted; a full channel holds back those who send, never memory.
 const RECORDS_WAITING: usize = 1024;
@@ -25,20 +29,20 @@ const RECORDS_WAITING: usize = 1024;
 /// would be counted as failing tens of thousands of times a second.
 const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(50);
 
-/// Which of OpenAI's two interfaces is measured.
+/// What is asked for: an answer in a chat or text after a prompt. Over gRPC the one call takes both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Endpoint {
-    /// `/v1/chat/completions`
+    /// The answer to a chat (/v1/chat/completions)
     Chat,
-    /// `/v1/completions`
+    /// The text after a prompt (/v1/completions)
     Completions,
 }
 
 /// What each request asks, and of whom.
 #[derive(Debug)]
 pub struct Workload {
-    /// Connection to the server.
-    pub client: Client,
+    /// The server.
+    pub target: Target,
     /// Interface asked.
     pub endpoint: Endpoint,
     /// Model id.
@@ -102,6 +106,8 @@ pub struct Load {
     pub extent: Extent,
     /// Index of the first request, so that two runs need not send the same prompts.
     pub first_index: u64,
+    /// Which requests meet a client that misbehaves.
+    pub conducts: Conducts,
 }
 
 /// A run under way.
@@ -110,24 +116,19 @@ pub struct Running {
     pub records: mpsc::Receiver<RequestRecord>,
     /// The run's clock, which the records' times are of.
     pub clock: Clock,
-    in_flight: Arc<InFlight>,
+    meter: Arc<Meter>,
     lag: LagMeter,
-}
-
-#[derive(Debug, Default)]
-struct InFlight {
-    now: AtomicUsize,
-    peak: AtomicUsize,
 }
 
 /// What every task of a run shares.
 #[derive(Clone)]
 struct Shared {
     workload: Arc<Workload>,
+    conducts: Conducts,
     clock: Clock,
     stop: CancellationToken,
     records: mpsc::Sender<RequestRecord>,
-    in_flight: Arc<InFlight>,
+    meter: Arc<Meter>,
 }
 
 /// Starts `load` on the current runtime. When `stop` is cancelled nothing more is sent and requests in flight end as
@@ -135,8 +136,8 @@ struct Shared {
 pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Running {
     let (sender, records) = mpsc::channel(RECORDS_WAITING);
     let clock = Clock::start();
-    let in_flight = Arc::<InFlight>::default();
-    let shared = Shared { workload, clock, stop, records: sender, in_flight: in_flight.clone() };
+    let (meter, conducts) = (Arc::<Meter>::default(), load.conducts);
+    let shared = Shared { workload, conducts, clock, stop, records: sender, meter: meter.clone() };
     match load.pacing {
         Pacing::Closed { concurrency } => {
             let next_index = Arc::new(AtomicU64::new(0));
@@ -148,18 +149,23 @@ pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Ru
             tokio::spawn(open_loop(shared, arrivals, max_in_flight, load.extent, load.first_index));
         }
     }
-    Running { records, clock, in_flight, lag: LagMeter::start() }
+    Running { records, clock, meter, lag: LagMeter::start() }
 }
 
 impl Running {
     /// Most requests that were in flight at once so far.
     pub fn peak_in_flight(&self) -> usize {
-        self.in_flight.peak.load(Ordering::Relaxed)
+        self.meter.peak_in_flight()
     }
 
     /// Requests in flight now.
     pub fn in_flight(&self) -> usize {
-        self.in_flight.now.load(Ordering::Relaxed)
+        self.meter.in_flight()
+    }
+
+    /// What the run is doing.
+    pub fn meter(&self) -> Arc<Meter> {
+        self.meter.clone()
     }
 
     /// How late the load tester's own timers were so far.
@@ -169,7 +175,16 @@ impl Running {
 }
 
 impl Workload {
-    /// Path of the interface.
+    /// The request for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so that runs can
+    /// be compared.
+    pub fn request(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Ready<'_> {
+        match &self.target {
+            Target::Http(client) => Ready::Http(client, self.path(), self.body(before, prompt, max_tokens)),
+            Target::Grpc(client) => Ready::Grpc(client, Box::new(self.message(before, prompt, max_tokens))),
+        }
+    }
+
+    /// Path of the interface over HTTP.
     pub fn path(&self) -> &'static str {
         match self.endpoint {
             Endpoint::Chat => "/v1/chat/completions",
@@ -177,9 +192,7 @@ impl Workload {
         }
     }
 
-    /// JSON body that asks for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so
-    /// that runs can be compared.
-    pub fn body(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Bytes {
+    fn body(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Bytes {
         let mut body = json!({
             "model": self.model,
             "max_tokens": max_tokens,
@@ -203,6 +216,27 @@ impl Workload {
             body["ignore_eos"] = json!(true);
         }
         body.to_string().into()
+    }
+
+    fn message(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> GenerateRequest {
+        let input = match self.endpoint {
+            Endpoint::Chat => {
+                let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
+                let earlier =
+                    before.iter().flat_map(|turn| [message("user", &turn.user), message("assistant", &turn.assistant)]);
+                Input::Chat(Chat { messages: earlier.chain([message("user", prompt)]).collect() })
+            }
+            Endpoint::Completions => Input::Prompt(prompt.to_owned()),
+        };
+        GenerateRequest {
+            model: self.model.clone(),
+            input: Some(input),
+            max_tokens,
+            min_tokens: self.min_tokens.map_or(0, |min_tokens| min_tokens.min(max_tokens)),
+            temperature: Some(0.0),
+            ignore_eos: self.ignore_eos,
+            ..GenerateRequest::default()
+        }
     }
 }
 
@@ -244,6 +278,7 @@ async fn open_loop(shared: Shared, arrivals: Schedule, max_in_flight: usize, ext
         let Some(slot) = slot else {
             let mut record = RequestRecord::new(index, intended_ns, shared.clock.now_ns());
             record.failure = Some(Failure::NotSent);
+            shared.meter.fail();
             if shared.records.send(record).await.is_err() {
                 return;
             }
@@ -277,25 +312,29 @@ impl Shared {
         let workload = &self.workload;
         let shape = workload.shapes.of(index);
         let prompt = workload.prompts.text(index, shape.prompt_tokens);
-        let body = workload.body(chat, &prompt, shape.max_tokens);
+        let conduct = self.conducts.of(index);
+        let request = workload.request(chat, &prompt, shape.max_tokens).misused(conduct);
         let mut record = RequestRecord::new(index, intended_ns, self.clock.now_ns());
+        record.conduct = conduct;
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
-        record.text = goes_on.then(String::new);
-        let now = self.in_flight.now.fetch_add(1, Ordering::Relaxed) + 1;
-        self.in_flight.peak.fetch_max(now, Ordering::Relaxed);
-        let interrupted = tokio::select! {
+        record.text = (goes_on || self.conducts.keeps_texts()).then(String::new);
+        record.meter = Some(self.meter.clone());
+        self.meter.begin();
+        let broken_off = tokio::select! {
             biased;
-            () = workload.client.stream(workload.path(), body, self.clock, &mut record) => false,
-            () = self.stop.cancelled() => true,
+            () = request.send(self.clock, &mut record) => None,
+            () = self.stop.cancelled() => Some(Failure::Interrupted),
+            () = conduct.hangs_up() => Some(Failure::Cancelled),
         };
-        self.in_flight.now.fetch_sub(1, Ordering::Relaxed);
-        if interrupted {
+        if broken_off.is_some() {
             record.ended_ns = self.clock.now_ns();
-            record.failure = Some(Failure::Interrupted);
+            record.failure = broken_off;
         }
-        match record.text.take() {
-            Some(assistant) if record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
+        self.meter.end(&record);
+        let answer = if self.conducts.keeps_texts() { record.text.clone() } else { record.text.take() };
+        match answer {
+            Some(assistant) if goes_on && record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
             _ => chat.clear(),
         }
         record
@@ -303,6 +342,14 @@ impl Shared {
 }
 
 impl Extent {
+    /// The same, where there are only so many requests to send.
+    pub fn at_most(self, requests: u64) -> Self {
+        match self {
+            Extent::Requests(limit) => Extent::Requests(limit.min(requests)),
+            Extent::Duration(_) => self,
+        }
+    }
+
     /// Whether the request number `offset` (from 0) that is due at `due` belongs to the run.
     fn includes(self, offset: u64, due: Duration) -> bool {
         match self {

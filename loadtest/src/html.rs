@@ -4,18 +4,18 @@ use std::fmt::{self, Display};
 use std::time::SystemTime;
 
 use crate::calibrate::Calibration;
-use crate::json::utc_date;
+use crate::page::{head, heading};
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
 use crate::table::variation;
 use crate::timeline::Moment;
 
-/// Style of the page and its plots, light and dark.
-const STYLE: &str = include_str!("page.css");
 /// Points of a cumulative distribution: every half percent up to the 99th, and a tenth of that in the tail.
 const BODY_STEP: f64 = 0.5;
 const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
+/// Percentile from which on an axis of times reaches.
+const AXIS_FROM: f64 = 1.0;
 /// Steps of the axis along a run, whose plots have the width of the page.
 const TIMELINE_STEPS: u32 = 12;
 /// Room above the highest value along a run, so that a steady load does not hide in the frame.
@@ -41,20 +41,15 @@ pub struct Page<'a> {
 
 impl Display for Page<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (model, target) = (Escaped(&self.setup.model), Escaped(&self.setup.target));
-        head(f, &format!("Load test of {}", self.setup.model), "")?;
-        writeln!(f, "<h1>Load test of {model}</h1>")?;
-        let version = env!("CARGO_PKG_VERSION");
-        let date = readable(&utc_date(self.date));
-        writeln!(
-            f,
-            r#"<p class="muted">{target} · {date} · looplane {version} · {}</p>"#,
-            Escaped(&self.setup.pacing)
-        )?;
+        let title = format!("Load test of {}", self.setup.model);
+        let (target, what) = (&self.setup.target, &self.setup.pacing);
+        head(f, &title, "")?;
+        heading(f, &title, target, self.date, what)?;
         self.summary(f)?;
         self.notes(f)?;
         self.distributions(f)?;
         self.timeline(f)?;
+        self.faults(f)?;
         self.times(f)?;
         self.spread(f)?;
         if let Some(server_side) = self.tally.server_side() {
@@ -116,8 +111,10 @@ impl Page<'_> {
                 .into_iter()
                 .filter_map(|(key, name)| cumulative(metrics.iter().find(|metric| metric.key == key)?, name))
                 .collect();
-            let times = || series.iter().flat_map(|series| series.points.iter().map(|&(ms, _)| ms));
-            let (low, high) = (times().fold(f64::INFINITY, f64::min), times().fold(0.0, f64::max));
+            let points = || series.iter().flat_map(|series| series.points.iter());
+            // One gap of no length would stretch a logarithmic axis over decades that hold nothing else.
+            let most = points().filter(|&&(_, percent)| percent >= AXIS_FROM).map(|&(ms, _)| ms);
+            let (low, high) = (most.fold(f64::INFINITY, f64::min), points().fold(0.0, |high, &(ms, _)| ms.max(high)));
             if series.is_empty() {
                 writeln!(f, r#"<div class="plot"><p>{title}: no answer to measure</p></div>"#)?;
                 continue;
@@ -129,8 +126,8 @@ impl Page<'_> {
         }
         writeln!(
             f,
-            "</div>\n<p class=\"muted\">Of requests that succeeded. Marked: p50, p90, p99. Times that a \
-             logarithmic axis does not reach lie on its left edge.</p>"
+            "</div>\n<p class=\"muted\">Of requests that succeeded. Marked: p50, p90, p99. Times that an axis \
+             does not reach lie on its left edge.</p>"
         )
     }
 
@@ -151,7 +148,8 @@ impl Page<'_> {
         ] {
             let highest = points.iter().map(|&(_, value)| value).fold(0.0, f64::max);
             let (x, y) = (
-                Axis::linear("time since the start of the run, s", 0.0, last.to_s, TIMELINE_STEPS),
+                Axis::linear("time since the start of the run, s", 0.0, last.to_s, TIMELINE_STEPS)
+                    .with_events(self.tally.events()),
                 Axis::linear(label, 0.0, highest * HEADROOM, STEPS),
             );
             let series = vec![Series { name, points, marks: Vec::new() }];
@@ -164,6 +162,16 @@ impl Page<'_> {
             f,
             r#"<p class="muted">Intervals of {interval_ms:.0} ms. At most {peak} requests in flight at once.</p>"#
         )
+    }
+
+    fn faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(faults) = self.tally.faults() else { return Ok(()) };
+        writeln!(f, "<h2>Faults</h2>\n<div class=\"wide\"><table>")?;
+        for finding in faults.findings() {
+            let bad = if finding.is_bad { r#" class="bad""# } else { "" };
+            writeln!(f, "<tr><th>{}</th><td{bad}>{}</td></tr>", Escaped(&finding.name), Escaped(&finding.text))?;
+        }
+        writeln!(f, "</table></div>")
     }
 
     fn times(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -262,13 +270,6 @@ impl Page<'_> {
     }
 }
 
-/// Everything before the first heading of a page; `style` is what its style sheet has beside that of all pages.
-pub fn head(f: &mut fmt::Formatter<'_>, title: &str, style: &str) -> fmt::Result {
-    writeln!(f, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>")?;
-    writeln!(f, r#"<meta name="viewport" content="width=device-width, initial-scale=1"/>"#)?;
-    writeln!(f, "<title>{}</title>\n<style>\n{STYLE}{style}</style>\n</head>\n<body>", Escaped(title))
-}
-
 /// The share of times that are at most so long, in percent; none for no times.
 fn cumulative<'a>(metric: &Metric<'_>, name: &'a str) -> Option<Series<'a>> {
     let body = (0..198).map(|step| f64::from(step) * BODY_STEP);
@@ -280,12 +281,6 @@ fn cumulative<'a>(metric: &Metric<'_>, name: &'a str) -> Option<Series<'a>> {
         Some(Mark { at, meaning: format!("{name}: p{percent} {:.2} ms", at.0), hollow: false })
     };
     Some(Series { name, points, marks: MARKED.into_iter().filter_map(mark).collect() })
-}
-
-/// `YYYYMMDD-HHMMSS` as people write it.
-pub fn readable(date: &str) -> String {
-    let (day, time) = (&date[..8], &date[9..]);
-    format!("{}-{}-{} {}:{} UTC", &day[..4], &day[4..6], &day[6..], &time[..2], &time[2..4])
 }
 
 #[cfg(test)]

@@ -70,6 +70,9 @@ impl Tally {
         put("client_error", json!(setup.calibration.as_ref().map(Calibration::to_json)));
         put("spread", json!(self.spread().map(Spread::to_json)));
         put("server_side", json!(self.server_side().map(|side| side.to_json(self))));
+        if let Some(faults) = self.faults() {
+            put("faults", faults.to_json());
+        }
         put("finish_reasons", json!(self.finish_reasons()));
         let errors: BTreeMap<_, _> = self.errors().iter().map(|(kind, (count, _))| (kind, count)).collect();
         put("errors_by_kind", json!(errors));
@@ -91,6 +94,7 @@ pub fn request_line(run: u32, record: &RequestRecord) -> Value {
         "run": run,
         "index": record.index,
         "turn": record.turn,
+        "fault": record.conduct.name(),
         "due_ms": ms(record.intended_ns),
         "client_delay_ms": ms(record.sent_ns.saturating_sub(record.intended_ns)),
         "ttft_ms": record.first_token_ns().map(since_sent),

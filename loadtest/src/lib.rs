@@ -1,11 +1,12 @@
 //! Looplane's load tester: sees the product only from outside.
 //!
 //! [`run`] asks the server for its model, fits prompts to how it counts tokens, warms it up, sends the load and reports.
-//! Arrivals decide when a request is due, [`drive`] sends it, [`client`] follows its stream into a record, and
+//! Arrivals decide when a request is due, [`drive`] sends it, [`client`] (over HTTP) or [`grpc`] follows its stream into a record, and
 //! [`report`] counts records into figures as they come, so that memory does not grow with the run; [`server_side`] reads
-//! what the server says of itself meanwhile. [`compare`] sets two
+//! what the server says of itself meanwhile, and [`faults`] go wrong beside the load. [`compare`] sets two
 //! reports side by side, [`saturate`] searches the rate that a server bears, [`calibrate`] measures the load tester itself, against a [`mock`].
 //! [`sweep`] starts servers of several sizes itself, as processes, and puts the same loads on each.
+//! [`live`] shows what a run is doing.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
@@ -23,14 +24,19 @@ pub mod client;
 pub mod compare;
 pub mod distribution;
 pub mod drive;
+pub mod faults;
+pub mod grpc;
 mod html;
 mod json;
 mod lag;
 pub mod lengths;
+pub mod live;
 #[cfg(test)]
 mod markup;
 mod measure;
+pub mod meter;
 pub mod mock;
+mod page;
 pub mod plot;
 pub mod prompt;
 pub mod record;
@@ -43,6 +49,7 @@ pub mod spread;
 pub mod sse;
 pub mod sweep;
 mod table;
+pub mod target;
 pub mod timeline;
 pub mod trace;
 

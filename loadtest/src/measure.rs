@@ -1,32 +1,31 @@
 //! One measurement from its options to its report.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufWriter, IsTerminal, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
-use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::args::LoadArgs;
 use crate::calibrate::{self, CalibrateArgs};
-use crate::client::Client;
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
+use crate::faults::{Conducts, FaultRun};
 use crate::html::Page;
 use crate::json::request_line;
 use crate::lengths::Shapes;
+use crate::live::Screen;
 use crate::prompt::{Prompts, probe_words};
 use crate::record::{self, Clock, RequestRecord};
 use crate::report::{Setup, Tally};
 use crate::server_side::Before;
 use crate::spread::{self, Spread};
 use crate::table::Table;
+use crate::target::Target;
 use crate::trace::Trace;
 
-/// How often the progress line is renewed.
-const PROGRESS_PERIOD: Duration = Duration::from_millis(500);
 /// Index of the prompts that size the others, which no request of a run has.
 const PROBE_INDEX: u64 = u64::MAX - 1;
 /// How long `--calibrate` measures the load tester before the run.
@@ -45,6 +44,7 @@ pub struct Prepared {
 /// Measures what `args` describe; see [`crate::run`].
 pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()> {
     let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
+    args.faults.check(&args.target, args.duration)?;
     let read_limit_gb_s = args.read_limit.as_ref().map(|limit| limit.gb_s()).transpose()?;
     let files = Files {
         json: args.json.as_deref().map(open_for_report).transpose()?,
@@ -57,6 +57,8 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let mut requests = RequestLines { file: requests_file.transpose()?, failure: None };
     let Prepared { workload, mut setup } = prepare(args, trace.clone(), stop).await?;
 
+    let victim = args.faults.victim(&workload.target.address()).await?;
+    let screen = Screen::new(args.quiet);
     let mut tallies = Vec::new();
     let mut first_index = args.warmup;
     for run in 0..args.runs {
@@ -68,17 +70,27 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
             }
             None => args.pacing(run)?,
         };
-        let load = Load { pacing, extent: args.extent(), first_index };
+        let extent = trace.as_ref().map_or(args.extent(), |trace| args.extent().at_most(trace.count()));
+        let load = Load { pacing, extent, first_index, conducts: args.faults.conducts(args.seed) };
         let before = Before::ask(&args.target, args.api_key.as_deref()).await;
+        let mut faults = FaultRun::start(&args.faults, victim, &workload).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
+        faults.begin(&args.faults, running.clock);
         let watch = before.watch(running.clock, read_limit_gb_s);
+        let title = if args.runs > 1 { format!("run {} of {}", run + 1, args.runs) } else { "run".into() };
+        let view = screen.watch(&title, extent, &running);
         let mut tally = Tally::new(window, args.slo);
-        collect(&mut running, &mut tally, io::stderr().is_terminal(), |record| {
+        collect(&mut running, &mut tally, |record| {
             first_index = first_index.max(record.index + 1);
             requests.write(run, record);
+            faults.observe(record);
         })
         .await;
+        drop(view);
         tally.set_server_side(watch.end().await);
+        if !args.faults.are_none() {
+            tally.suffered(faults.finish(&workload, stop).await);
+        }
         tallies.push(tally);
         if stop.is_cancelled() {
             setup.notes.push(format!("stopped by the user in run {} of {}", run + 1, args.runs));
@@ -94,17 +106,17 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
 /// # Errors
 /// An address that cannot be used, a server that names no model, a mock that cannot be started.
 pub async fn prepare(args: &LoadArgs, trace: Option<Arc<Trace>>, stop: &CancellationToken) -> anyhow::Result<Prepared> {
-    let client = Client::new(&args.target, args.api_key.as_deref(), args.timeout)?;
+    let target = Target::new(&args.target, args.api_key.as_deref(), args.timeout)?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => tokio::select! {
-            model = client.first_model() => model
-                .with_context(|| format!("{} does not say which model it serves (or name one: --model)", client.base()))?,
+            model = target.first_model() => model
+                .with_context(|| format!("{} does not say which model it serves (or name one: --model)", target.base()))?,
             () = stop.cancelled() => bail!("stopped before the run began"),
         },
     };
     let mut workload = Workload {
-        client,
+        target,
         endpoint: args.endpoint,
         model,
         prompts: Prompts::of_words(args.seed).sharing(args.shared_prefix),
@@ -152,10 +164,12 @@ fn chosen(mut tallies: Vec<Tally>) -> Tally {
 
 fn setup_of(args: &LoadArgs, workload: &Workload) -> Setup {
     Setup {
-        target: workload.client.base().to_owned(),
-        backend: match args.endpoint {
-            Endpoint::Chat => "openai-chat",
-            Endpoint::Completions => "openai",
+        target: workload.target.base().to_owned(),
+        backend: match (&workload.target, args.endpoint) {
+            (Target::Http(_), Endpoint::Chat) => "openai-chat",
+            (Target::Http(_), Endpoint::Completions) => "openai",
+            (Target::Grpc(_), Endpoint::Chat) => "looplane-grpc-chat",
+            (Target::Grpc(_), Endpoint::Completions) => "looplane-grpc",
         },
         model: record::printable(&workload.model, 200),
         pacing: args.pacing_in_words(),
@@ -181,6 +195,7 @@ fn calibration_of(args: &LoadArgs) -> CalibrateArgs {
         ttft: Duration::from_millis(100),
         itl: Duration::from_millis(20),
         json: None,
+        quiet: args.quiet,
     }
 }
 
@@ -190,10 +205,10 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
     let (short, long) = probe_words(longest);
     let mut counts = [0; 2];
     for (count, words) in counts.iter_mut().zip([short, long]) {
-        let body = workload.body(&[], &Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32), 1);
+        let prompt = Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32);
         let clock = Clock::start();
         let mut record = RequestRecord::new(0, 0, 0);
-        workload.client.stream(workload.path(), body, clock, &mut record).await;
+        workload.request(&[], &prompt, 1).send(clock, &mut record).await;
         if let Some(failure) = record.failure {
             return Err(format!("the request that was to size them failed: {failure}"));
         }
@@ -207,41 +222,26 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
 /// Sends the requests that are not counted, as many at a time as the run itself may, and notes how many failed.
 async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationToken, setup: &mut Setup) {
     let concurrency = args.max_concurrency().min(usize::try_from(args.warmup).unwrap_or(usize::MAX));
-    let load = Load { pacing: Pacing::Closed { concurrency }, extent: Extent::Requests(args.warmup), first_index: 0 };
+    let load = Load {
+        pacing: Pacing::Closed { concurrency },
+        extent: Extent::Requests(args.warmup),
+        first_index: 0,
+        conducts: Conducts::default(),
+    };
     let mut running = drive::start(workload.clone(), load, stop.clone());
     let mut tally = Tally::default();
-    collect(&mut running, &mut tally, false, |_| ()).await;
+    let _view = Screen::new(args.quiet).watch("warm-up", Extent::Requests(args.warmup), &running);
+    collect(&mut running, &mut tally, |_| ()).await;
     if tally.failed() > 0 {
         setup.notes.push(format!("{} of {} warm-up requests failed", tally.failed(), args.warmup));
     }
 }
 
 /// Counts records until the last request has ended; `each` sees them, too.
-async fn collect(running: &mut Running, tally: &mut Tally, show_progress: bool, mut each: impl FnMut(&RequestRecord)) {
-    let mut tick = tokio::time::interval(PROGRESS_PERIOD);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    loop {
-        tokio::select! {
-            record = running.records.recv() => match record {
-                Some(record) => {
-                    each(&record);
-                    tally.add(&record);
-                }
-                None => break,
-            },
-            _ = tick.tick(), if show_progress => {
-                let elapsed_s = running.clock.now_ns() as f64 / 1e9;
-                // A progress line that cannot be shown is no reason to stop.
-                let _ = write!(
-                    io::stderr(),
-                    "\r{elapsed_s:.0} s: {} ok, {} failed, {} tokens ",
-                    tally.completed(), tally.failed(), tally.output_tokens()
-                );
-            }
-        }
-    }
-    if show_progress {
-        let _ = writeln!(io::stderr());
+async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
+    while let Some(record) = running.records.recv().await {
+        each(&record);
+        tally.add(&record);
     }
     tally.close(running.peak_in_flight(), running.lags());
 }
@@ -288,7 +288,8 @@ fn report(setup: &Setup, tally: &Tally, files: Files) -> anyhow::Result<()> {
         replace(file, &page.to_string()).context("cannot write the report to --html")?;
     }
     io::stdout().write_all(table.as_bytes()).context("cannot print the report")?;
-    if tally.completed() > 0 {
+    let all_misused = tally.misused() > 0 && tally.failed() == 0;
+    if tally.completed() > 0 || all_misused {
         return Ok(());
     }
     match tally.errors().iter().max_by_key(|(_, (count, _))| count) {
@@ -315,4 +316,4 @@ pub fn replace(mut file: File, text: &str) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

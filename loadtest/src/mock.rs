@@ -82,6 +82,10 @@ pub enum Fault {
     NoUsage,
     /// Answers nothing from the first offset to the second, counted from the first request.
     Stall(Duration, Duration),
+    /// Sends nothing from the first offset to the second, counted from the first request, and then all that was due.
+    Pause(Duration, Duration),
+    /// Answers the same prompt with another text each time.
+    Fickle,
     /// Answers so many at a time; the others wait.
     Slots(usize),
     /// Has no `/metrics`.
@@ -209,7 +213,8 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     let (head, body) = request.into_parts();
     let bytes = Limited::new(body, MAX_REQUEST_BYTES).collect().await.map(|body| body.to_bytes());
     let Some(body) = bytes.ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()) else {
-        return Ok(whole(StatusCode::BAD_REQUEST, r#"{"error":{"message":"the request's body is no JSON"}}"#));
+        let error = r#"{"error":{"message":"the request's body is no JSON","type":"invalid_request_error"}}"#;
+        return Ok(whole(StatusCode::BAD_REQUEST, error));
     };
     #[cfg(test)]
     state.seen.add_request(&head, &body);
@@ -228,6 +233,10 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
         }
         _ => {}
     }
+    if !body["max_tokens"].is_null() && !body["max_tokens"].is_u64() {
+        let error = r#"{"error":{"message":"max_tokens is no number","type":"invalid_request_error"}}"#;
+        return Ok(whole(StatusCode::BAD_REQUEST, error));
+    }
     let waiting = state.counts.arrive();
     let slot = state.slots.clone().acquire_owned().await;
     let answering = waiting.begin(prompt_tokens(&body) as u64, tokens(&body).into());
@@ -236,8 +245,14 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     }
     // The answer holds its slot until it has ended, however it does.
     let held = stream::once(async move { drop((slot, answering)) }).filter_map(async |()| None);
-    let frames = stream::iter(mock.steps(&body, is_chat)).then(move |(after, step)| async move {
+    let word = if matches!(mock.fault, Fault::Fickle) { format!("{:?} ", started.elapsed()) } else { "word ".into() };
+    let frames = stream::iter(mock.steps(&body, is_chat, &word)).then(move |(after, step)| async move {
         tokio::time::sleep_until(begun + after).await;
+        if let Fault::Pause(from, to) = mock.fault
+            && (from..to).contains(&started.elapsed())
+        {
+            tokio::time::sleep_until(started + to).await;
+        }
         match step {
             Step::Send(data) => Ok(Frame::data(data)),
             Step::Break => Err(io::Error::other("the mock breaks off")),
@@ -246,13 +261,15 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     });
     let content_type =
         if let Fault::ContentType(other) = mock.fault { other } else { "text/event-stream; charset=utf-8" };
+    #[cfg(test)]
+    let frames = frames.inspect(move |_| state.seen.add_frame());
     let body = StreamBody::new(frames.chain(held)).boxed_unsync();
     Ok(Response::builder().header(CONTENT_TYPE, content_type).body(body).expect("a constant head"))
 }
 
 impl Mock {
-    /// What is sent for `request`, each with its time after the request's arrival.
-    fn steps(self, request: &Value, is_chat: bool) -> Vec<(Duration, Step)> {
+    /// What is sent for `request`, each with its time after the request's arrival; each token says `word`.
+    fn steps(self, request: &Value, is_chat: bool, word: &str) -> Vec<(Duration, Step)> {
         let choice = |text: &str, reason: Value| match is_chat {
             true => json!({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}),
             false => json!({"choices": [{"index": 0, "text": text, "finish_reason": reason}]}),
@@ -277,7 +294,7 @@ impl Mock {
             Fault::CloseAfter(limit) | Fault::EndAfter(limit) => tokens.min(limit as u32),
             _ => tokens,
         };
-        let token = event(&choice("word ", Value::Null));
+        let token = event(&choice(word, Value::Null));
         steps.extend((0..sent).map(|index| (self.ttft + self.itl * index, token.clone())));
         let end = self.ttft + self.itl * sent.saturating_sub(1);
         match self.fault {
@@ -337,6 +354,7 @@ mod seen {
     pub(super) struct Seen {
         requests: Mutex<Vec<Value>>,
         connections: AtomicUsize,
+        frames: AtomicUsize,
     }
 
     /// A mock that listens; it stops with the test's runtime.
@@ -349,6 +367,10 @@ mod seen {
     impl Seen {
         pub fn add_connection(&self) {
             self.connections.fetch_add(1, Ordering::Relaxed);
+        }
+
+        pub fn add_frame(&self) {
+            self.frames.fetch_add(1, Ordering::Relaxed);
         }
 
         pub fn add_request(&self, head: &Parts, body: &Value) {
@@ -374,6 +396,11 @@ mod seen {
         /// Every generation request so far, in order of arrival, with its `path` and `authorization` added to the body.
         pub fn requests(&self) -> Vec<Value> {
             self.state.seen.requests.lock().expect("no holder panics").clone()
+        }
+
+        /// Frames of answers that were handed to connections so far.
+        pub fn frames(&self) -> usize {
+            self.state.seen.frames.load(Ordering::Relaxed)
         }
 
         /// Connections that were made so far.

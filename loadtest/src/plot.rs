@@ -14,6 +14,9 @@ const CHAR_WIDTH: f64 = 6.6;
 const SWATCH: f64 = 22.0;
 /// Room for a line of text below a picture.
 const NOTE_HEIGHT: f64 = 18.0;
+/// Height of the name of an event, and how many stand below each other before the next is at the top again.
+const EVENT_HEIGHT: f64 = 15.0;
+const EVENT_HEIGHTS: usize = 4;
 /// Steps that a linear axis is divided into, about, where its plot does not ask for more.
 pub const STEPS: u32 = 5;
 /// From this ratio of the longest to the shortest on, times are drawn on a logarithmic axis.
@@ -70,6 +73,7 @@ pub struct Axis {
     label: String,
     ticks: Vec<(f64, String)>,
     is_log: bool,
+    events: Vec<(f64, String)>,
 }
 
 /// Text made safe within elements and quoted attributes.
@@ -84,7 +88,7 @@ impl Axis {
         let first = (low / step).floor() as i64;
         let last = ((high / step).ceil() as i64).max(first + 1);
         let tick = |n: i64| (n as f64 * step, format!("{:.digits$}", n as f64 * step));
-        Self { label: label.into(), ticks: (first..=last).map(tick).collect(), is_log: false }
+        Self { label: label.into(), ticks: (first..=last).map(tick).collect(), is_log: false, events: Vec::new() }
     }
 
     /// An axis of times from `low` to `high`: logarithmic where they differ by an order of magnitude.
@@ -101,7 +105,7 @@ impl Axis {
         let first = candidates.iter().rposition(|&tick| tick <= low).unwrap_or(0);
         let last = candidates.iter().position(|&tick| tick >= high).unwrap_or(candidates.len() - 1);
         let ticks = candidates[first..=last].iter().map(|&tick| (tick, tick.to_string())).collect();
-        Self { label: format!("{label}, logarithmic"), ticks, is_log: true }
+        Self { label: format!("{label}, logarithmic"), ticks, is_log: true, events: Vec::new() }
     }
 
     /// A logarithmic axis of counts that double from `first` to `last`, with a tick at each.
@@ -111,7 +115,13 @@ impl Axis {
             label: label.into(),
             ticks: counts.map(|count| (f64::from(count), count.to_string())).collect(),
             is_log: true,
+            events: Vec::new(),
         }
+    }
+
+    /// The same with named places along it, each drawn as a line across the plot where this is its horizontal axis.
+    pub fn with_events(self, events: Vec<(f64, String)>) -> Self {
+        Self { events, ..self }
     }
 
     /// Where `value` lies from 0 to 1 along the axis; what the axis does not reach lies at its end.
@@ -131,6 +141,10 @@ impl Display for Plot<'_> {
         self.axes(f)?;
         let (frame_width, frame_height) = (width - LEFT - RIGHT, height - TOP - BOTTOM);
         writeln!(f, r#"<rect class="frame" x="{LEFT}" y="{TOP}" width="{frame_width}" height="{frame_height}"/>"#)?;
+        for (value, _) in &self.x.events {
+            let (at, bottom) = (self.across(*value), height - BOTTOM);
+            writeln!(f, r#"<line class="event" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
+        }
         for (number, series) in self.series.iter().enumerate() {
             write!(f, r#"<polyline class="line s{number}" points=""#)?;
             for &(x, y) in &series.points {
@@ -144,6 +158,7 @@ impl Display for Plot<'_> {
                 writeln!(f, "<title>{}</title></circle>", Escaped(meaning))?;
             }
         }
+        self.event_names(f)?;
         writeln!(f, "</svg>")
     }
 }
@@ -196,12 +211,25 @@ impl Plot<'_> {
         Ok(())
     }
 
+    /// The name of each event beside its line and over what is drawn, at several heights in turn so that neighbours can be
+    /// read.
+    fn event_names(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, (value, name)) in self.x.events.iter().enumerate() {
+            let (at, name) = (self.across(*value), Escaped(name));
+            let is_right = at > (LEFT + self.width - RIGHT) / 2.0;
+            let (text_at, anchor) = if is_right { (at - 5.0, "end") } else { (at + 5.0, "start") };
+            let y = TOP + EVENT_HEIGHT * (1 + number % EVENT_HEIGHTS) as f64;
+            writeln!(f, r#"<text class="event" x="{text_at:.1}" y="{y}" text-anchor="{anchor}">{name}</text>"#)?;
+        }
+        Ok(())
+    }
+
     fn axes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (right, bottom) = (self.width - RIGHT, self.height - BOTTOM);
         for (value, label) in &self.x.ticks {
             let at = self.across(*value);
             write!(f, r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{bottom}"/>"#)?;
-            writeln!(f, r#"<text class="tick x" x="{at:.1}" y="{}">{label}</text>"#, bottom + 16.0)?;
+            writeln!(f, r#"<text class="tick x" x="{at:.1}" y="{}">{label}</text>"#, bottom + 20.0)?;
         }
         for (value, label) in &self.y.ticks {
             let at = self.up(*value);
@@ -324,7 +352,31 @@ mod tests {
         assert_eq!((ticks, Axis::of_doublings("GPUs", 1, 16).position(4.0)), (5, 0.5));
     }
 
-    /// The control of the test above: a point beside the frame is found.
+    #[test]
+    fn events_stand_along_the_axis_with_their_names() {
+        let events = vec![(2.0, "rank 1 <killed>".to_owned()), (8.0, "tokens again".to_owned())];
+        let (x, y) =
+            (Axis::linear("time, s", 0.0, 10.0, STEPS).with_events(events), Axis::linear("n", 0.0, 1.0, STEPS));
+        let plot = Plot { title: "a", width: 1000.0, height: 200.0, x, y, series: vec![] };
+        let drawn = elements(&plot.to_string());
+        let with_name =
+            |name: &str| drawn.iter().filter(|e| e.class() == "event" && e.name == name).collect::<Vec<_>>();
+        let (lines, names) = (with_name("line"), with_name("text"));
+        let frame = 1000.0 - LEFT - RIGHT;
+        for (line, share) in lines.iter().zip([0.2, 0.8]) {
+            assert!((line.number("x1") - LEFT - share * frame).abs() < 0.06, "{line:?}");
+        }
+        assert!(lines.len() == 2 && lines.iter().all(|e| (e.number("y1"), e.number("y2")) == (TOP, 200.0 - BOTTOM)));
+        assert_eq!(
+            names.iter().map(|e| e.text.as_str()).collect::<Vec<_>>(),
+            ["rank 1 &lt;killed&gt;", "tokens again"]
+        );
+        let anchors: Vec<&str> = names.iter().map(|e| e.attributes["text-anchor"].as_str()).collect();
+        assert_eq!(anchors, ["start", "end"], "names stay inside");
+        assert!(names[0].number("y") < names[1].number("y"), "neighbours do not cover each other");
+    }
+
+    /// The control of what the tests above find within frames: a point beside one is found.
     #[test]
     #[should_panic(expected = "beside the frame")]
     fn a_point_beside_the_frame_is_seen() {

@@ -1,9 +1,15 @@
 //! What one request did: its times, its tokens, and how it ended.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::StatusCode;
 use tokio::time::Instant;
+use tonic::Code;
+
+use crate::meter::Meter;
+
+use crate::faults::Conduct;
 
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;
@@ -33,7 +39,7 @@ impl Clock {
 }
 
 /// One request, from the moment it was due to its last byte. All times are nanoseconds since the start of the run.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct RequestRecord {
     /// Position in the sequence of requests, from 0.
     pub index: u64,
@@ -55,10 +61,14 @@ pub struct RequestRecord {
     pub finish_reason: Option<String>,
     /// Turn of its chat, from 0.
     pub turn: u32,
-    /// What the server answered; kept only where a later turn needs it.
+    /// What the server answered; kept only where a later turn or a comparison needs it.
     pub text: Option<String>,
+    /// How the client behaved.
+    pub conduct: Conduct,
     /// What went wrong, or none.
     pub failure: Option<Failure>,
+    /// What is told of each chunk as it comes; none where nobody looks on.
+    pub meter: Option<Arc<Meter>>,
 }
 
 impl RequestRecord {
@@ -76,13 +86,45 @@ impl RequestRecord {
             finish_reason: None,
             turn: 0,
             text: None,
+            conduct: Conduct::Usual,
             failure: None,
+            meter: None,
         }
     }
 
     /// When the first text arrived.
     pub fn first_token_ns(&self) -> Option<u64> {
         self.chunks_ns.first().copied()
+    }
+
+    /// Adds a chunk that carries text and arrived at `now_ns`.
+    ///
+    /// # Errors
+    /// [`Failure::TooManyChunks`].
+    pub fn add_chunk(&mut self, now_ns: u64) -> Result<(), Failure> {
+        if self.chunks_ns.len() == MAX_CHUNKS {
+            return Err(Failure::TooManyChunks);
+        }
+        if let Some(meter) = &self.meter {
+            let before_ns = self.chunks_ns.last().copied();
+            meter.chunk(before_ns.is_none(), now_ns.saturating_sub(before_ns.unwrap_or(self.intended_ns)));
+        }
+        self.chunks_ns.push(now_ns);
+        Ok(())
+    }
+
+    /// Keeps what the server answered, where a later turn needs it.
+    ///
+    /// # Errors
+    /// [`Failure::TextTooLong`].
+    pub fn keep_text(&mut self, content: &str) -> Result<(), Failure> {
+        if let Some(kept) = &mut self.text {
+            if kept.len() + content.len() > MAX_TEXT_BYTES {
+                return Err(Failure::TextTooLong);
+            }
+            kept.push_str(content);
+        }
+        Ok(())
     }
 
     /// Tokens generated: the server's count, or the number of chunks where it gave none.
@@ -121,6 +163,17 @@ pub enum Failure {
         /// The error body's message, made safe to print.
         message: String,
     },
+    /// The gRPC call ended with a code other than OK.
+    #[error("gRPC {code:?}: {message}")]
+    Grpc {
+        /// The call's code.
+        code: Code,
+        /// The call's message, made safe to print.
+        message: String,
+    },
+    /// A gRPC message of the answer that holds none of the events that this client knows.
+    #[error("a message of the answer holds no event that this load tester knows: it is older than the server")]
+    BadMessage,
     /// Status 200 with a body that is no event stream.
     #[error("the answer's content type is '{0}', not text/event-stream")]
     NotAnEventStream(String),
@@ -150,9 +203,15 @@ pub enum Failure {
     /// The stream ended in order, but without a finish reason and `[DONE]`.
     #[error("the stream ended before the answer did")]
     Truncated,
+    /// `[DONE]` without a finish reason: the server gave the answer up, as some do in favour of another request.
+    #[error("[DONE] came without a finish reason: the server cut the answer off")]
+    NoFinishReason,
     /// The request was due, but could not be sent in time because too many others were in flight.
     #[error("not sent: --max-in-flight others were unanswered for the whole time limit")]
     NotSent,
+    /// The client hung up on purpose (`--cancel`). Counted apart from failures.
+    #[error("cancelled by the client")]
+    Cancelled,
     /// The run was stopped before the request ended. Counted apart from failures.
     #[error("stopped by the user")]
     Interrupted,
@@ -170,6 +229,8 @@ impl Failure {
             Failure::ConnectionLost(_) => "connection_lost".into(),
             Failure::Timeout => "timeout".into(),
             Failure::Status { status, code, .. } => with_code(format!("http_{}", status.as_u16()), code),
+            Failure::Grpc { code, .. } => format!("grpc_{}", snake_case(&format!("{code:?}"))),
+            Failure::BadMessage => "bad_message".into(),
             Failure::NotAnEventStream(_) => "not_an_event_stream".into(),
             Failure::NotHttp(_) => "not_http".into(),
             Failure::BadJson(_) => "bad_json".into(),
@@ -178,10 +239,24 @@ impl Failure {
             Failure::TextTooLong => "text_too_long".into(),
             Failure::StreamError { code, .. } => with_code("stream_error".into(), code),
             Failure::Truncated => "truncated".into(),
+            Failure::NoFinishReason => "no_finish_reason".into(),
             Failure::NotSent => "not_sent".into(),
+            Failure::Cancelled => "cancelled".into(),
             Failure::Interrupted => "interrupted".into(),
         }
     }
+}
+
+/// `ResourceExhausted` as `resource_exhausted`.
+fn snake_case(name: &str) -> String {
+    let mut snake = String::new();
+    for c in name.chars() {
+        if c.is_ascii_uppercase() && !snake.is_empty() {
+            snake.push('_');
+        }
+        snake.push(c.to_ascii_lowercase());
+    }
+    snake
 }
 
 /// `text` on one line of at most `max_chars` characters, without control characters: a server's words must not be able
@@ -216,6 +291,11 @@ mod tests {
             message: "".into(),
         };
         assert_eq!(failure.kind(), "http_429:queue_full");
+        let failure = Failure::Grpc { code: Code::ResourceExhausted, message: "queue full".into() };
+        assert_eq!(
+            (failure.kind().as_str(), failure.to_string().as_str()),
+            ("grpc_resource_exhausted", "gRPC ResourceExhausted: queue full")
+        );
         assert_eq!(Failure::StreamError { code: None, message: "x".into() }.kind(), "stream_error");
     }
 

@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::args::RateArg;
 use crate::calibrate::{Calibration, TOLERATED_MS};
 use crate::distribution::Distribution;
+use crate::faults::{Conduct, FaultReport};
 use crate::lengths::Shapes;
 use crate::record::{Failure, RequestRecord, printable};
 use crate::sample::Sample;
@@ -27,7 +28,7 @@ pub const PERCENTILES: [(&str, f64); 5] = [("p50", 50.0), ("p90", 90.0), ("p95",
 pub struct Setup {
     /// Address of the server.
     pub target: String,
-    /// Interface in vLLM's words: `openai-chat` or `openai`.
+    /// Interface in vLLM's words, `openai-chat` or `openai`; over gRPC `looplane-grpc-chat` or `looplane-grpc`.
     pub backend: &'static str,
     /// Model id.
     pub model: String,
@@ -112,10 +113,14 @@ pub struct Tally {
     /// Output tokens that arrived in each second of the run.
     tokens_in_second: Vec<f64>,
     timeline: Timeline,
+    timeline_ended_ns: u64,
     sample: Sample,
     peak_in_flight: usize,
     client_lag: Distribution,
     spread: Option<Spread>,
+    /// Requests whose client misbehaved on purpose, which no figure is of.
+    misused: u64,
+    faults: Option<FaultReport>,
     server_side: Option<ServerSide>,
 }
 
@@ -137,8 +142,13 @@ impl Tally {
 
     /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
-        self.ended_ns = self.ended_ns.max(record.ended_ns);
         self.timeline.add_request(record.sent_ns, record.ended_ns);
+        self.timeline_ended_ns = self.timeline_ended_ns.max(record.ended_ns);
+        if record.conduct != Conduct::Usual {
+            self.misused += 1;
+            return;
+        }
+        self.ended_ns = self.ended_ns.max(record.ended_ns);
         if record.failure.is_none() {
             self.add_throughput(record);
         }
@@ -152,8 +162,7 @@ impl Tally {
             Some(Failure::Interrupted) => self.interrupted += 1,
             Some(failure) => {
                 self.failed += 1;
-                let kind = bounded_key(&self.errors, failure.kind());
-                self.errors.entry(kind).or_insert_with(|| (0, printable(&failure.to_string(), 200))).0 += 1;
+                count_failure(&mut self.errors, failure);
             }
         }
     }
@@ -233,6 +242,26 @@ impl Tally {
         self.spread = Some(spread);
     }
 
+    /// Adds what became of the faults of the run.
+    pub fn suffered(&mut self, faults: FaultReport) {
+        self.faults = Some(faults);
+    }
+
+    /// What became of the faults, where any were asked for.
+    pub fn faults(&self) -> Option<&FaultReport> {
+        self.faults.as_ref()
+    }
+
+    /// What happened in the run that its timelines show: seconds, and what it was.
+    pub fn events(&self) -> Vec<(f64, String)> {
+        self.faults.as_ref().map_or_else(Vec::new, FaultReport::events)
+    }
+
+    /// Requests whose client misbehaved on purpose, which are among no others.
+    pub fn misused(&self) -> u64 {
+        self.misused
+    }
+
     /// How much this and the other runs differ, where there were several.
     pub fn spread(&self) -> Option<&Spread> {
         self.spread.as_ref()
@@ -258,7 +287,7 @@ impl Tally {
         self.interrupted
     }
 
-    /// From the start of the run to the end of its last request, in seconds.
+    /// From the start of the run to the end of its last request whose client behaved, in seconds.
     pub fn duration_s(&self) -> f64 {
         self.ended_ns as f64 / 1e9
     }
@@ -336,7 +365,7 @@ impl Tally {
 
     /// Load and throughput over the run.
     pub fn moments(&self) -> Vec<Moment> {
-        self.timeline.moments(self.ended_ns)
+        self.timeline.moments(self.timeline_ended_ns)
     }
 
     /// Times of single requests that succeeded, as [`Sample::to_json`] has them.
@@ -371,6 +400,12 @@ impl Tally {
                 self.excluded
             ));
         }
+        if self.misused > 0 {
+            notes.push(format!(
+                "{} requests met a client that misbehaved on purpose: all figures but those under faults are of the others",
+                self.misused
+            ));
+        }
         if self.without_usage > 0 {
             notes.push(format!(
                 "{} answers came without usage: their chunks are counted as tokens, their prompts not at all",
@@ -402,6 +437,12 @@ impl Tally {
         }
         notes
     }
+}
+
+/// Counts `failure` by its kind, with the message of the first of each.
+pub fn count_failure(kinds: &mut BTreeMap<String, (u64, String)>, failure: &Failure) {
+    let kind = bounded_key(kinds, failure.kind());
+    kinds.entry(kind).or_insert_with(|| (0, printable(&failure.to_string(), 200))).0 += 1;
 }
 
 fn bounded_key<T>(counts: &BTreeMap<String, T>, key: String) -> String {

@@ -4,9 +4,9 @@
 //! evenly, or the time to first token does. Both are looked at over the second half of each step, when a server that
 //! keeps up has come to rest.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
@@ -16,8 +16,16 @@ use tokio_util::sync::CancellationToken;
 use crate::args::{LoadArgs, RateArg};
 use crate::arrivals::RATE_RANGE;
 use crate::drive::{self, Extent, Load, Workload};
+use crate::faults::Conducts;
+use crate::live::Screen;
 use crate::measure::{Prepared, open_for_report, prepare, replace};
 use crate::report::{Tally, Window};
+
+mod arrived;
+mod page;
+
+use arrived::Arrived;
+use page::Page;
 
 /// How long a step sends where `--duration` does not say.
 const STEP_LENGTH: Duration = Duration::from_secs(20);
@@ -54,6 +62,7 @@ pub struct SaturateArgs {
 struct Step {
     rate_per_s: f64,
     tally: Tally,
+    arrived: Arrived,
     verdict: Verdict,
 }
 
@@ -89,12 +98,14 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         "saturate chooses the rate itself: leave --rate, --concurrency, --requests and --trace out"
     );
     ensure!(
-        load.html.is_none() && load.requests_file.is_none() && load.runs == 1,
-        "--html, --requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
+        load.requests_file.is_none() && load.runs == 1,
+        "--requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
     );
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
+    ensure!(load.faults.are_none(), "a rate is searched without faults: ask for them at one rate, without saturate");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
-    let file = load.json.as_deref().map(open_for_report).transpose()?;
+    let json = load.json.as_deref().map(open_for_report).transpose()?;
+    let html = load.html.as_deref().map(open_for_report).transpose()?;
     let Prepared { workload, setup } = prepare(load, None, stop).await?;
     let mut out = io::stdout();
     writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;
@@ -119,7 +130,8 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         }
         steps.push(step);
     }
-    if let Some(file) = file {
+    steps.sort_by(|a, b| a.rate_per_s.total_cmp(&b.rate_per_s));
+    if let Some(file) = json {
         let report = json!({
             "target": setup.target,
             "model_id": setup.model,
@@ -129,6 +141,23 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
             "steps": steps.iter().map(Step::to_json).collect::<Vec<_>>(),
         });
         replace(file, &format!("{report:#}\n")).context("cannot write the search to --json")?;
+    }
+    if let Some(file) = html {
+        let (prompt_lengths, output_lengths) = setup.shapes.in_words();
+        let length = load.duration.unwrap_or(STEP_LENGTH);
+        let page = Page {
+            target: &setup.target,
+            model: &setup.model,
+            notes: &setup.notes,
+            what: format!(
+                "steps of {length:?}, {prompt_lengths} prompt tokens, at most {output_lengths} output tokens"
+            ),
+            steps: steps.iter().collect(),
+            keeps_up_with: search.bears,
+            falls_behind_at: search.falls_behind_at,
+            date: SystemTime::now(),
+        };
+        replace(file, &page.to_string()).context("cannot write the search to --html")?;
     }
     match (search.bears, search.falls_behind_at) {
         _ if stop.is_cancelled() => bail!("stopped before the search was over"),
@@ -183,13 +212,12 @@ async fn step(
     let paced = LoadArgs { rate: Some(rate), ..load.clone() };
     let max_in_flight = paced.max_concurrency();
     let step_stop = stop.child_token();
-    let mut running = drive::start(
-        workload.clone(),
-        Load { pacing: paced.pacing(0)?, extent: Extent::Duration(length), first_index },
-        step_stop.clone(),
-    );
+    let extent = Extent::Duration(length);
+    let load_of_step = Load { pacing: paced.pacing(0)?, extent, first_index, conducts: Conducts::default() };
+    let mut running = drive::start(workload.clone(), load_of_step, step_stop.clone());
+    let _view = Screen::new(load.quiet).watch(&format!("{rate_per_s:.3} a second"), extent, &running);
     let mut tally = Tally::new(Window::default(), load.slo);
-    let mut growth = Growth::default();
+    let (mut growth, mut arrived) = (Growth::default(), Arrived::default());
     let mut is_full = false;
     let mut tick = tokio::time::interval(SAMPLE_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -202,6 +230,7 @@ async fn step(
                         growth.first_token.push((record.intended_ns as f64 / 1e9, wait_ns as f64 / 1e9));
                     }
                     tally.add(&record);
+                    arrived.add(&record);
                 }
                 None => break,
             },
@@ -217,7 +246,6 @@ async fn step(
                     is_full = true;
                     step_stop.cancel();
                 }
-                progress(rate_per_s, elapsed_s, running.in_flight());
             }
         }
     }
@@ -228,7 +256,7 @@ async fn step(
         _ if tally.failed() as f64 > TURNED_AWAY * ended as f64 => Verdict::TurnsAway,
         verdict => verdict,
     };
-    Ok(Step { rate_per_s, tally, verdict })
+    Ok(Step { rate_per_s, tally, arrived, verdict })
 }
 
 impl Growth {
@@ -284,21 +312,24 @@ impl Line {
 }
 
 impl Step {
-    fn line(&self) -> String {
+    /// A percentile of the times called `key`, in milliseconds; none for no times. Those that end with an answer are of
+    /// complete ones.
+    fn time_ms(&self, key: &str, percentile: f64) -> Option<f64> {
         let metrics = self.tally.metrics();
-        let pair = |key: &str| {
-            let times = metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
-            let figure = |percentile| times.and_then(|times| times.percentile_ms(percentile));
-            match (figure(50.0), figure(99.0)) {
-                (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
-                _ => "-".into(),
-            }
+        let of_complete = || metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
+        self.arrived.times(key).or_else(of_complete)?.percentile_ms(percentile)
+    }
+
+    fn line(&self) -> String {
+        let pair = |key: &str| match (self.time_ms(key, 50.0), self.time_ms(key, 99.0)) {
+            (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
+            _ => "-".into(),
         };
         format!(
             "{:>17.3}{:>11.3}{:>11.1}{:>26}{:>22}{:>12}   {}",
             self.rate_per_s,
             self.tally.requests_per_s(),
-            self.tally.output_tokens_per_s(),
+            self.arrived.output_tokens_per_s(),
             pair("ttft_from_intended"),
             pair("itl"),
             self.tally.peak_in_flight(),
@@ -315,12 +346,12 @@ impl Step {
             "failed": self.tally.failed(),
             "request_throughput": self.tally.requests_per_s(),
             "request_goodput": self.tally.good_requests_per_s(),
-            "output_throughput": self.tally.output_tokens_per_s(),
+            "output_throughput": self.arrived.output_tokens_per_s(),
             "max_concurrent_requests": self.tally.peak_in_flight(),
         });
         for metric in self.tally.metrics() {
-            step[format!("median_{}_ms", metric.key)] = json!(metric.times.percentile_ms(50.0));
-            step[format!("p99_{}_ms", metric.key)] = json!(metric.times.percentile_ms(99.0));
+            step[format!("median_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 50.0));
+            step[format!("p99_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 99.0));
         }
         step
     }
@@ -335,13 +366,6 @@ impl Verdict {
             Verdict::TurnsAway => "turns requests away",
             Verdict::AllInFlight => "falls behind: --max-in-flight requests unanswered",
         }
-    }
-}
-
-fn progress(rate_per_s: f64, elapsed_s: f64, in_flight: usize) {
-    if io::stderr().is_terminal() {
-        // A progress line that cannot be shown is no reason to stop.
-        let _ = write!(io::stderr(), "\r{rate_per_s:.3} a second: {elapsed_s:.0} s, {in_flight} in flight \r");
     }
 }
 

@@ -48,6 +48,7 @@ impl Display for Table<'_> {
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;
         writeln!(f)?;
         self.times(f)?;
+        self.faults(f)?;
         self.spread(f)?;
         self.server_side(f)?;
         if let Some(calibration) = &setup.calibration {
@@ -64,6 +65,14 @@ impl Display for Table<'_> {
 }
 
 impl Table<'_> {
+    fn faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(faults) = self.tally.faults() else { return Ok(()) };
+        for finding in faults.findings() {
+            row(f, &finding.name, finding.text)?;
+        }
+        writeln!(f)
+    }
+
     fn server_side(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let series = match self.tally.server_side() {
             None => return Ok(()),

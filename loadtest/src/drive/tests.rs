@@ -5,7 +5,7 @@ use crate::mock::{Fault, Mock};
 
 fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
     Arc::new(Workload {
-        client: Client::new(base, None, timeout).expect("the mock's address is valid"),
+        target: Target::new(base, None, timeout).expect("the mock's address is valid"),
         endpoint: Endpoint::Completions,
         model: "mock".into(),
         prompts: Prompts::of_words(0),
@@ -19,7 +19,7 @@ fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
 
 fn open(rate_per_s: f64, max_in_flight: usize, extent: Extent) -> Load {
     let arrivals = Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0).expect("in range"));
-    Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0 }
+    Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0, conducts: Conducts::default() }
 }
 
 async fn collect(mut running: Running) -> Vec<RequestRecord> {
@@ -33,7 +33,12 @@ async fn collect(mut running: Running) -> Vec<RequestRecord> {
 #[tokio::test]
 async fn a_closed_loop_sends_all_and_keeps_to_its_concurrency() {
     let mock = Mock { ttft: Duration::from_millis(20), ..Mock::default() }.serve().await;
-    let load = Load { pacing: Pacing::Closed { concurrency: 3 }, extent: Extent::Requests(10), first_index: 100 };
+    let load = Load {
+        pacing: Pacing::Closed { concurrency: 3 },
+        extent: Extent::Requests(10),
+        first_index: 100,
+        conducts: Conducts::default(),
+    };
     let mut running = start(workload(&mock.base, Duration::from_secs(20)), load, CancellationToken::new());
     let mut indices = Vec::new();
     while let Some(record) = running.records.recv().await {
@@ -105,7 +110,12 @@ async fn due_requests_that_find_no_slot_are_counted_as_not_sent() {
 #[tokio::test]
 async fn a_stop_ends_both_loops_at_once_and_accounts_for_what_was_in_flight() {
     let mock = Mock { ttft: Duration::from_secs(60), ..Mock::default() }.serve().await;
-    let closed = Load { pacing: Pacing::Closed { concurrency: 5 }, extent: Extent::Requests(1000), first_index: 0 };
+    let closed = Load {
+        pacing: Pacing::Closed { concurrency: 5 },
+        extent: Extent::Requests(1000),
+        first_index: 0,
+        conducts: Conducts::default(),
+    };
     for load in [closed, open(20.0, 64, Extent::Duration(Duration::from_secs(60)))] {
         let stop = CancellationToken::new();
         let running = start(workload(&mock.base, Duration::from_secs(60)), load, stop.clone());
@@ -123,6 +133,7 @@ async fn a_dead_server_is_not_hammered() {
         pacing: Pacing::Closed { concurrency: 2 },
         extent: Extent::Duration(Duration::from_millis(500)),
         first_index: 0,
+        conducts: Conducts::default(),
     };
     let unused = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let base = format!("http://{}", unused.local_addr().expect("bound"));

@@ -12,15 +12,19 @@ struct Cli {
     args: LoadtestArgs,
 }
 
+/// Runs a whole command line.
+pub(crate) async fn run_line(line: &str) -> anyhow::Result<()> {
+    run(Cli::try_parse_from(line.split_whitespace()).expect("valid options").args).await
+}
+
 /// Runs against `mock` with options `line` and returns the outcome, the report and the requests that were seen.
-async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, Value, Vec<Value>) {
+pub(crate) async fn run_against(mock: Mock, line: &str) -> (anyhow::Result<()>, Value, Vec<Value>) {
     let mock = mock.serve().await;
     let directory = tempfile::tempdir().expect("a temporary directory");
     let file = directory.path().join("report.json");
     std::fs::write(&file, "x".repeat(1 << 16)).expect("writable");
     let line = format!("loadtest --target {} --json {} {line}", mock.base, file.display());
-    let args = Cli::try_parse_from(line.split_whitespace()).expect("valid options").args;
-    let outcome = run(args).await;
+    let outcome = run_line(&line).await;
     let text = std::fs::read_to_string(&file).expect("the report was written");
     (outcome, serde_json::from_str(&text).expect("the report is JSON and nothing else"), mock.requests())
 }
@@ -232,9 +236,9 @@ async fn bad_targets_and_files_are_refused_before_any_load() {
 #[test]
 fn the_table_shows_every_figure_and_survives_an_empty_run() {
     let args = Cli::try_parse_from(["loadtest"]).expect("defaults").args.load;
-    let client = Client::new(&args.target, None, args.timeout).expect("valid");
+    let target = Target::new(&args.target, None, args.timeout).expect("valid");
     let workload = Workload {
-        client,
+        target,
         endpoint: Endpoint::Chat,
         model: "m\u{1b}[2J".into(),
         prompts: Prompts::of_words(0),

@@ -103,6 +103,21 @@ fn only_the_window_counts() {
     assert!(tally.notes(&setup()).contains(&note.to_owned()), "{:?}", tally.notes(&setup()));
 }
 
+/// A reader that takes its time does not make the run longer for the others, but stands on the timeline.
+#[test]
+fn requests_with_a_fault_are_in_no_figure() {
+    let mut tally = Tally::default();
+    tally.add(&record(0, 0, &[500, 1000]));
+    let mut slow = record(0, 0, &[500, 4000]);
+    slow.conduct = Conduct::ReadSlowly(Duration::from_secs(1));
+    tally.add(&slow);
+    assert_eq!((tally.completed(), tally.failed(), tally.misused()), (1, 0, 1));
+    assert_eq!((tally.duration_s(), tally.output_tokens_per_s()), (1.0, 2.0));
+    let moments = tally.moments();
+    assert_eq!((moments[5].in_flight, moments[20].in_flight, moments[39].to_s), (2.0, 1.0, 4.0));
+    assert!(tally.notes(&setup())[0].starts_with("1 requests met a client that misbehaved"));
+}
+
 #[test]
 fn a_run_without_success_has_nulls_and_no_nan() {
     let report = Tally::default().to_json(&setup());

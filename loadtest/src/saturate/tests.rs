@@ -86,7 +86,8 @@ async fn a_server_that_turns_all_away_and_options_that_do_not_fit_are_errors() {
     let line = format!("--from 20 --duration 500ms --target {}", mock.base);
     assert!(refusal(&line).await.contains("falls behind at 20 requests a second already"));
     assert!(refusal("--rate 5").await.contains("chooses the rate itself"));
-    assert!(refusal("--html x.html").await.contains("--html"));
+    assert!(refusal("--requests-file x").await.contains("--requests-file"));
+    assert!(refusal("--cancel 10%@1s").await.contains("without faults"));
     assert!(refusal("--turns 2").await.contains("--turns"));
     assert!(refusal("--from 0").await.contains("--from is 0"));
 }

@@ -23,7 +23,7 @@ impl ServerSide {
             ServerSide::Seen(series) => series,
         };
         for (title, label, lines) in series.timelines() {
-            plot(title, label, lines, tally.duration_s(), f)?;
+            plot(title, label, lines, tally, f)?;
         }
         let figures = series.figures(tally.window_s());
         writeln!(f, r#"<div class="wide"><table>"#)?;
@@ -78,11 +78,11 @@ fn step_ms(before: &Snapshot, after: &Snapshot) -> Option<f64> {
     Some(1e3 * after.since(before, Field::StepSeconds)? / steps)
 }
 
-fn plot(title: &str, label: &str, series: Vec<Line>, end_s: f64, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+fn plot(title: &str, label: &str, series: Vec<Line>, tally: &Tally, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let points = || series.iter().flat_map(|line| line.points.iter());
     let highest = points().map(|point| point.1).fold(0.0, f64::max);
-    let end_s = points().map(|point| point.0).fold(end_s, f64::max);
-    let x = Axis::linear("time since the start of the run, s", 0.0, end_s, TIMELINE_STEPS);
+    let end_s = points().map(|point| point.0).fold(tally.duration_s(), f64::max);
+    let x = Axis::linear("time since the start of the run, s", 0.0, end_s, TIMELINE_STEPS).with_events(tally.events());
     let y = Axis::linear(label, 0.0, highest * HEADROOM, STEPS);
     let plot = Plot { title, width: 1180.0, height: 240.0, x, y, series };
     writeln!(f, "<div class=\"plot wide\">\n{plot}</div>")

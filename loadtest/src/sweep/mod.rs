@@ -27,6 +27,7 @@ pub use predict::{Scaling, predict};
 
 use crate::args::LoadArgs;
 use crate::drive::{self, Load};
+use crate::faults::Conducts;
 use crate::measure::{Prepared, prepare};
 use crate::report::Tally;
 use child::{Child, ChildError};
@@ -154,7 +155,8 @@ impl Plan {
             ("seed".into(), setup.seed.to_string()),
         ];
         sweep.settings.extend(sweep.threads.map(|n| ("compute threads of a worker".into(), n.to_string())));
-        let pacing = Load { pacing: load.pacing(0)?, extent: load.extent(), first_index: load.warmup };
+        let (pacing, conducts) = (load.pacing(0)?, Conducts::default());
+        let pacing = Load { pacing, extent: load.extent(), first_index: load.warmup, conducts };
         let mut running = drive::start(workload, pacing, stop.clone());
         let mut tally = Tally::new(self.window, load.slo);
         while let Some(record) = running.records.recv().await {

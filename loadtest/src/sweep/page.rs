@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 
 use super::figures::{Device, How, Row, Sweep};
 use super::table::{cells, heads, legend, line};
-use crate::html::{head, readable};
+use crate::page::{head, readable};
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 
 /// Rules of this page beside those of all reports.

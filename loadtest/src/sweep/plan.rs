@@ -171,6 +171,7 @@ fn refuse_other_options(load: &LoadArgs) -> anyhow::Result<()> {
         load.trace.is_none() && load.runs == 1 && !load.calibrate,
         "--trace, --runs and --calibrate are of a single load: measure that without sweep"
     );
+    ensure!(load.faults.are_none(), "a sweep measures servers that nothing happens to: ask for faults without sweep");
     Ok(())
 }
 

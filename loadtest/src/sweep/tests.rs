@@ -241,6 +241,7 @@ fn options_that_do_not_fit_a_sweep_are_refused() {
     assert!(refusal("--target http://h:1").contains("starts its own servers"));
     assert!(refusal("--json x.json").contains("--out"));
     assert!(refusal("--runs 3").contains("of a single load"));
+    assert!(refusal("--half-open 3").contains("without sweep"));
     assert!(refusal("--device cuda").contains("no GPU"));
     let mut on_gpu = parse("--threads 2");
     on_gpu.machine.gpus = 1;

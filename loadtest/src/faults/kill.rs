@@ -1,0 +1,228 @@
+//! Kills workers of a server on this machine, as a machine's fault would.
+//!
+//! The server is whoever listens on the target's port, and a worker is a process that was started as
+//! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::path::PathBuf;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::sync::mpsc;
+use tokio::task::{JoinSet, spawn_blocking};
+
+use crate::record::Clock;
+
+use super::KillAt;
+
+/// State of a listening socket in `/proc/net/tcp`.
+const LISTENING: &str = "0A";
+
+/// Why a worker cannot be killed.
+#[derive(Debug, thiserror::Error)]
+pub enum KillError {
+    /// Its processes are elsewhere.
+    #[error("--kill-worker needs a server on this machine, which {0} is not")]
+    Elsewhere(String),
+    /// The server's process is not known.
+    #[error(
+        "no process that this user may look into listens on port {0}: run as the server's user, or give --server-pid"
+    )]
+    NobodyListens(u16),
+    /// The process is no server of Looplane's, or has fewer workers.
+    #[error(
+        "process {server} has no worker of rank {rank}: --kill-worker needs `looplane serve` with more ranks, or its process id (--server-pid)"
+    )]
+    NoWorker {
+        /// The server.
+        server: u32,
+        /// The rank that was asked for.
+        rank: u32,
+    },
+    /// Processes cannot be looked at.
+    #[error("processes cannot be found ({0}): --kill-worker needs Linux with /proc")]
+    Proc(io::Error),
+    /// The process may not be killed.
+    #[error("process {pid} cannot be killed: {source}")]
+    Kill {
+        /// The worker.
+        pid: u32,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A server on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalServer {
+    pid: u32,
+}
+
+/// What came of one kill.
+#[derive(Debug)]
+pub struct Strike {
+    /// Its place among those that were asked for.
+    pub number: usize,
+    /// When in nanoseconds of the run, and the worker's process id.
+    pub outcome: Result<(u64, u32), KillError>,
+}
+
+/// Kills that are due in a run under way.
+pub struct Killer {
+    tasks: JoinSet<()>,
+    /// Each kill, right after it was done.
+    pub strikes: mpsc::UnboundedReceiver<Strike>,
+}
+
+impl LocalServer {
+    /// The server of this process id.
+    pub fn of_pid(pid: u32) -> Self {
+        Self { pid }
+    }
+
+    /// The process that listens at `address` (`HOST:PORT`).
+    ///
+    /// # Errors
+    /// [`KillError`] for an address that is not of this machine, and where nobody is seen to listen.
+    pub async fn behind(address: &str) -> Result<Self, KillError> {
+        // An unknown host has no addresses.
+        let found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();
+        let local = found.into_iter().find(|found| is_of_this_machine(found.ip()));
+        let local = local.ok_or_else(|| KillError::Elsewhere(address.to_owned()))?;
+        spawn_blocking(move || Self::listening_on(local.port())).await.expect("looking does not panic")
+    }
+
+    fn listening_on(port: u16) -> Result<Self, KillError> {
+        let sockets = listening_sockets(port).map_err(KillError::Proc)?;
+        let listens = |process: &u32| {
+            // Processes of others cannot be looked into, and some end meanwhile.
+            let files = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+            files.filter_map(|file| fs::read_link(file.path()).ok()).any(|file| sockets.contains(&file))
+        };
+        let server = processes()?.into_iter().find(listens);
+        server.map(|pid| Self { pid }).ok_or(KillError::NobodyListens(port))
+    }
+
+    /// Process id of its worker of this rank.
+    ///
+    /// # Errors
+    /// [`KillError::NoWorker`] where there is none, as also between a worker's end and the start of the next one.
+    pub fn worker(self, rank: u32) -> Result<u32, KillError> {
+        let server = self.pid;
+        let (rank_text, parent) = (rank.to_string(), server.to_string());
+        let is_worker = |process: &u32| {
+            let line = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|&byte| byte == 0).collect();
+            let says =
+                |name: &str, value: &str| words.windows(2).any(|pair| pair == [name.as_bytes(), value.as_bytes()]);
+            says("--rank", &rank_text) && says("--parent", &parent)
+        };
+        processes()?.into_iter().find(is_worker).ok_or(KillError::NoWorker { server, rank })
+    }
+}
+
+impl Killer {
+    /// Does each of `kills` on `server` when it is due by `clock`.
+    pub fn start(kills: &[KillAt], server: LocalServer, clock: Clock) -> Self {
+        let (done, strikes) = mpsc::unbounded_channel();
+        let mut tasks = JoinSet::new();
+        for (number, &KillAt { rank, at }) in kills.iter().enumerate() {
+            let done = done.clone();
+            tasks.spawn(async move {
+                clock.sleep_until(at).await;
+                let strike = spawn_blocking(move || strike(server, rank, clock));
+                let outcome = strike.await.expect("killing does not panic");
+                // A run that is over asks for no more kills.
+                let _ = done.send(Strike { number, outcome });
+            });
+        }
+        Self { tasks, strikes }
+    }
+
+    /// Gives up the kills that are not due yet.
+    pub fn stop(mut self) {
+        self.tasks.abort_all();
+    }
+}
+
+fn strike(server: LocalServer, rank: u32, clock: Clock) -> Result<(u64, u32), KillError> {
+    let pid = server.worker(rank)?;
+    let at_ns = clock.now_ns();
+    let process = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("the name of a directory in /proc");
+    kill_process(process, Signal::KILL).map_err(|error| KillError::Kill { pid, source: error.into() })?;
+    Ok((at_ns, pid))
+}
+
+/// Only an address of this machine can be bound to.
+fn is_of_this_machine(address: IpAddr) -> bool {
+    UdpSocket::bind(SocketAddr::new(address, 0)).is_ok()
+}
+
+/// Every process that is there.
+fn processes() -> Result<Vec<u32>, KillError> {
+    let entries = fs::read_dir("/proc").map_err(KillError::Proc)?.flatten();
+    Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+}
+
+/// The sockets that listen on `port`, as the links in `/proc/PID/fd` name them.
+fn listening_sockets(port: u16) -> io::Result<Vec<PathBuf>> {
+    let mut sockets = Vec::new();
+    for file in ["/proc/net/tcp", "/proc/net/tcp6"] {
+        let table = match fs::read_to_string(file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && file.ends_with('6') => continue,
+            table => table?,
+        };
+        // sl local_address rem_address st queues timer retransmits uid timeout inode ...
+        for line in table.lines().skip(1) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let [_, local, _, state, _, _, _, _, _, inode, ..] = fields[..] else { continue };
+            let local_port = local.rsplit(':').next().and_then(|port| u16::from_str_radix(port, 16).ok());
+            if state == LISTENING && local_port == Some(port) {
+                sockets.push(format!("socket:[{inode}]").into());
+            }
+        }
+    }
+    Ok(sockets)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use std::process::{Child, Command, Stdio};
+
+    /// A process that looks like a worker of `server`; it ends with its standard input.
+    pub fn stand_in(server: u32, rank: u32) -> Child {
+        let mut command = Command::new("sh");
+        command.args(["-c", "read never", "worker", "--socket", "s", "--rank", &rank.to_string()]);
+        command.args(["--parent", &server.to_string()]).stdin(Stdio::piped()).spawn().expect("a shell")
+    }
+
+    #[tokio::test]
+    async fn a_server_is_found_by_its_port_and_a_worker_by_its_rank() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let server = LocalServer::behind(&address).await.expect("this process listens");
+        assert_eq!(server, LocalServer::of_pid(std::process::id()));
+        drop(listener);
+        let refusal = LocalServer::behind(&address).await.expect_err("nobody listens");
+        assert!(matches!(refusal, KillError::NobodyListens(_)), "{refusal}");
+
+        // Ranks that no other test has workers of.
+        let workers = [stand_in(std::process::id(), 70), stand_in(std::process::id(), 7)];
+        let of_another = stand_in(1, 71);
+        assert_eq!([70, 7].map(|rank| server.worker(rank).expect("started")), [workers[0].id(), workers[1].id()]);
+        assert!(matches!(server.worker(71), Err(KillError::NoWorker { rank: 71, .. })));
+        for mut child in workers.into_iter().chain([of_another]) {
+            drop(child.stdin.take());
+            child.wait().expect("it ends");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_elsewhere_is_refused() {
+        // TEST-NET-1 of RFC 5737, which no machine has.
+        let refusal = LocalServer::behind("192.0.2.1:8000").await.expect_err("elsewhere");
+        assert!(refusal.to_string().contains("192.0.2.1:8000"), "{refusal}");
+    }
+}

@@ -1,0 +1,356 @@
+//! What became of the faults of a run, for the table, the page and the JSON of its report.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use crate::record::{Failure, RequestRecord};
+use crate::report::count_failure;
+
+use super::aftermath::{Aftermath, Compared};
+use super::broken::{Breakage, is_refusal};
+use super::half_open::HalfOpenEnds;
+use super::{Conduct, FaultArgs, ShareAt};
+
+/// What became of the faults that were asked for.
+#[derive(Debug, Default)]
+pub struct FaultReport {
+    /// Requests that the client hung up.
+    cancel: Option<(ShareAt, Ends)>,
+    /// Those whose answers it read slowly, and the longest time that one took.
+    slow_readers: Option<(ShareAt, Ends, Duration)>,
+    /// Those with broken bodies, as [`Breakage::ALL`] has them.
+    broken: Option<(f64, [Ends; Breakage::ALL.len()])>,
+    /// Connections with half a request.
+    pub(super) half_open: Option<HalfOpenEnds>,
+    /// Workers that were killed, or were to be.
+    pub(super) kills: Vec<Aftermath>,
+}
+
+/// How the requests of one fault ended. Those that the user stopped are not counted.
+#[derive(Debug, Default)]
+struct Ends {
+    /// As the fault would have it: cancelled, or refused as a broken body should be.
+    as_meant: u64,
+    /// With a whole answer.
+    answered: u64,
+    /// In another way: kinds with their counts and one message of each.
+    otherwise: Kinds,
+}
+
+/// Kinds of failure with their counts and one message of each.
+pub(super) type Kinds = BTreeMap<String, (u64, String)>;
+
+/// One line of the report.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// Of what.
+    pub name: String,
+    /// What was found.
+    pub text: String,
+    /// Whether a server should have done better.
+    pub is_bad: bool,
+}
+
+impl Ends {
+    fn count(&mut self, record: &RequestRecord) {
+        match &record.failure {
+            None => self.answered += 1,
+            Some(Failure::Interrupted) => {}
+            Some(Failure::Cancelled) => self.as_meant += 1,
+            Some(failure) if matches!(record.conduct, Conduct::SendBroken(_)) && is_refusal(failure) => {
+                self.as_meant += 1;
+            }
+            Some(failure) => count_failure(&mut self.otherwise, failure),
+        }
+    }
+
+    fn requests(&self) -> u64 {
+        self.as_meant + self.answered + self.failed()
+    }
+
+    fn failed(&self) -> u64 {
+        self.otherwise.values().map(|(count, _)| count).sum()
+    }
+}
+
+impl FaultReport {
+    /// The report of the faults that `args` ask for, before anything happened.
+    pub(super) fn of(args: &FaultArgs) -> Self {
+        Self {
+            cancel: args.cancel.map(|cancel| (cancel, Ends::default())),
+            slow_readers: args.slow_readers.map(|slow| (slow, Ends::default(), Duration::ZERO)),
+            broken: args.broken.map(|share| (share, Default::default())),
+            half_open: None,
+            kills: args.kill_worker.iter().copied().map(Aftermath::of).collect(),
+        }
+    }
+
+    /// Counts one request.
+    pub(super) fn count(&mut self, record: &RequestRecord) {
+        match record.conduct {
+            Conduct::Usual => self.kills.iter_mut().for_each(|kill| kill.observe(record)),
+            Conduct::HangUp(_) => {
+                if let Some((_, ends)) = &mut self.cancel {
+                    ends.count(record);
+                }
+            }
+            Conduct::ReadSlowly(_) => {
+                let took = Duration::from_nanos(record.ended_ns.saturating_sub(record.sent_ns));
+                if let Some((_, ends, longest)) = &mut self.slow_readers {
+                    ends.count(record);
+                    *longest = took.max(*longest);
+                }
+            }
+            Conduct::SendBroken(breakage) => {
+                if let Some((_, ends)) = &mut self.broken {
+                    ends[breakage as usize].count(record);
+                }
+            }
+        }
+    }
+
+    /// Every finding, in the order of the options.
+    pub fn findings(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        findings.extend(self.cancel.as_ref().map(cancel_finding));
+        findings.extend(self.slow_readers.as_ref().map(slow_finding));
+        findings.extend(self.broken.as_ref().map(|(_, ends)| broken_finding(ends)));
+        findings.extend(self.half_open.as_ref().map(half_open_finding));
+        findings.extend(self.kills.iter().flat_map(kill_findings));
+        findings
+    }
+
+    /// What stands on a timeline of the run: seconds, and what happened then.
+    pub fn events(&self) -> Vec<(f64, String)> {
+        let (mut kills, mut recoveries) = (Vec::new(), Vec::new());
+        for kill in &self.kills {
+            let Some(Ok((at_ns, _))) = kill.struck else { continue };
+            let at_s = at_ns as f64 / 1e9;
+            kills.push((at_s, format!("rank {} killed", kill.kill.rank)));
+            recoveries.extend(kill.recovered_after().map(|after| at_s + after.as_secs_f64()));
+        }
+        // A second kill during the silence after the first one has the same end, to the millisecond that it is known.
+        recoveries.sort_by(f64::total_cmp);
+        recoveries.dedup_by(|next, before| *next - *before < 2e-3);
+        kills.extend(recoveries.into_iter().map(|at_s| (at_s, "tokens again".into())));
+        kills
+    }
+
+    /// The same as one JSON object with a field for each fault that was asked for; times in milliseconds.
+    pub fn to_json(&self) -> Value {
+        let mut fields = Map::new();
+        let mut put = |name: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                fields.insert(name.to_owned(), value);
+            }
+        };
+        put("cancel", self.cancel.as_ref().map(cancel_to_json));
+        put("slow_readers", self.slow_readers.as_ref().map(slow_to_json));
+        put("broken_bodies", self.broken.as_ref().map(broken_to_json));
+        put("half_open", self.half_open.as_ref().map(half_open_to_json));
+        let kills: Vec<Value> = self.kills.iter().map(kill_to_json).collect();
+        put("killed_workers", (!kills.is_empty()).then(|| json!(kills)));
+        Value::Object(fields)
+    }
+}
+
+/// What is to say of `requests` that a fault was drawn for.
+fn finding(name: &str, requests: u64, text: String, is_bad: bool) -> Finding {
+    let text = if requests == 0 { "no request was drawn for it".into() } else { text };
+    Finding { name: name.into(), text, is_bad }
+}
+
+fn cancel_finding((cancel, ends): &(ShareAt, Ends)) -> Finding {
+    let (time, cancelled, answered, failed) = (cancel.time, ends.as_meant, ends.answered, failed_in_words(ends));
+    let text = format!("{cancelled} hung up {time:?} after they were sent, {answered} were answered before{failed}");
+    finding("cancelled by client", ends.requests(), text, ends.failed() > 0)
+}
+
+fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
+    json!({
+        "share": cancel.share,
+        "after_ms": ms(cancel.time),
+        "requests": ends.requests(),
+        "cancelled": ends.as_meant,
+        "answered_before": ends.answered,
+        "failed": ends.failed(),
+        "failed_by_kind": counts(&ends.otherwise),
+    })
+}
+
+fn slow_finding((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Finding {
+    let (pause, answered, failed) = (slow.time, ends.answered, failed_in_words(ends));
+    let text =
+        format!("{answered} read an event each {pause:?} to the end, {:.1} s at most{failed}", longest.as_secs_f64());
+    finding("slow readers", ends.requests(), text, ends.failed() > 0)
+}
+
+fn slow_to_json((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Value {
+    json!({
+        "share": slow.share,
+        "pause_ms": ms(slow.time),
+        "requests": ends.requests(),
+        "read_to_the_end": ends.answered,
+        "longest_ms": ms(*longest),
+        "failed": ends.failed(),
+        "failed_by_kind": counts(&ends.otherwise),
+    })
+}
+
+fn broken_finding(broken: &[Ends]) -> Finding {
+    let requests: u64 = broken.iter().map(Ends::requests).sum();
+    let refused: u64 = broken.iter().map(|ends| ends.as_meant).sum();
+    let mut text = format!("{refused} of {requests} answered 400 with an error");
+    for (breakage, ends) in Breakage::ALL.iter().zip(broken) {
+        if ends.answered > 0 {
+            text += &format!("; {}: {} answered 200", breakage.name(), ends.answered);
+        }
+        if ends.failed() > 0 {
+            text += &format!("; {}: {}", breakage.name(), kinds_in_words(&ends.otherwise));
+        }
+    }
+    finding("broken bodies", requests, text, refused < requests)
+}
+
+fn broken_to_json((share, broken): &(f64, [Ends; Breakage::ALL.len()])) -> Value {
+    let form = |(breakage, ends): (&Breakage, &Ends)| {
+        let fields = json!({
+            "requests": ends.requests(),
+            "answered_400": ends.as_meant,
+            "answered_200": ends.answered,
+            "otherwise_by_kind": counts(&ends.otherwise),
+        });
+        (breakage.name().to_owned(), fields)
+    };
+    json!({
+        "share": share,
+        "requests": broken.iter().map(Ends::requests).sum::<u64>(),
+        "answered_400": broken.iter().map(|ends| ends.as_meant).sum::<u64>(),
+        "by_form": Breakage::ALL.iter().zip(broken).map(form).collect::<Map<_, _>>(),
+    })
+}
+
+fn half_open_finding(ends: &HalfOpenEnds) -> Finding {
+    let mut parts = Vec::new();
+    if let [first, .., last] | [first @ last] = ends.closed_after[..] {
+        let (count, first_s, last_s) = (ends.closed_after.len(), first.as_secs_f64(), last.as_secs_f64());
+        let answers: Vec<String> =
+            ends.statuses.iter().map(|(status, count)| format!(", {count} with {status}")).collect();
+        parts.push(format!("{count} closed by the server after {first_s:.1} to {last_s:.1} s{}", answers.concat()));
+    }
+    if ends.open > 0 {
+        parts.push(format!("{} still open after {:.1} s, when the run ended", ends.open, ends.watched.as_secs_f64()));
+    }
+    if let (count, Some(why)) = &ends.not_opened {
+        parts.push(format!("{count} could not be opened: {why}"));
+    }
+    Finding {
+        name: "half-open sockets".into(),
+        text: format!("{}: {}", ends.asked, parts.join("; ")),
+        is_bad: ends.not_opened.0 > 0,
+    }
+}
+
+fn half_open_to_json(ends: &HalfOpenEnds) -> Value {
+    json!({
+        "connections": ends.asked,
+        "closed_by_server": ends.closed_after.len(),
+        "first_closed_after_ms": ends.closed_after.first().map(|&after| ms(after)),
+        "last_closed_after_ms": ends.closed_after.last().map(|&after| ms(after)),
+        "answers_by_status": ends.statuses.iter().map(|(status, count)| (status.to_string(), json!(count))).collect::<Map<_, _>>(),
+        "still_open": ends.open,
+        "watched_ms": ms(ends.watched),
+        "not_opened": ends.not_opened.0,
+        "not_opened_example": ends.not_opened.1,
+    })
+}
+
+fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
+    let name = format!("worker {} killed", kill.kill.rank);
+    let (at_ns, pid) = match &kill.struck {
+        Some(Ok(struck)) => *struck,
+        Some(Err(why)) => return vec![Finding { name, text: format!("not killed: {why}"), is_bad: true }],
+        None => {
+            let text = format!("not killed: the run ended before it was due at {:?}", kill.kill.at);
+            return vec![Finding { name, text, is_bad: true }];
+        }
+    };
+    let live = kill.lived + kill.failed.values().map(|(count, _)| count).sum::<u64>();
+    let recovered = kill.recovered_after();
+    let mut text = format!("at {:.2} s (process {pid}): ", at_ns as f64 / 1e9);
+    match recovered {
+        Some(after) => text += &format!("tokens again after {:.0} ms", ms(after)),
+        None if live == 0 => text += "no stream was live",
+        None => text += "no token came any more",
+    }
+    if let Some(gap) = kill.longest_gap {
+        text += &format!("; longest gap of a live stream {:.0} ms", ms(gap));
+    }
+    if live == 0 {
+        return vec![Finding { name, text, is_bad: false }];
+    }
+    let (lived, failed) = (kill.lived, kinds_in_words(&kill.failed));
+    let mut streams = format!("{live}: {lived} went on to their end");
+    if live > lived {
+        streams += &format!(", {} failed ({failed})", live - lived);
+    }
+    let Compared { same, other, unanswered } = kill.compared;
+    let asked = same + other + unanswered;
+    if asked > 0 {
+        streams += &format!("; {asked} prompts asked again after the run: {same} gave the same text");
+    }
+    if other > 0 {
+        streams += &format!(", {other} another");
+    }
+    if unanswered > 0 {
+        streams += &format!(", {unanswered} no answer");
+    }
+    vec![
+        Finding { name, text, is_bad: recovered.is_none() },
+        Finding { name: "  streams live then".into(), text: streams, is_bad: live > lived || asked > same },
+    ]
+}
+
+fn kill_to_json(kill: &Aftermath) -> Value {
+    let (struck, why) = match &kill.struck {
+        Some(Ok(struck)) => (Some(*struck), None),
+        Some(Err(why)) => (None, Some(why.to_string())),
+        None => (None, Some("the run ended before".to_owned())),
+    };
+    let Compared { same, other, unanswered } = kill.compared;
+    json!({
+        "rank": kill.kill.rank,
+        "due_ms": ms(kill.kill.at),
+        "killed_ms": struck.map(|(at_ns, _)| at_ns as f64 / 1e6),
+        "pid": struck.map(|(_, pid)| pid),
+        "not_killed": why,
+        "recovery_ms": kill.recovered_after().map(ms),
+        "longest_gap_ms": kill.longest_gap.map(ms),
+        "live_streams_completed": kill.lived,
+        "live_streams_failed_by_kind": counts(&kill.failed),
+        "asked_again": { "same_text": same, "other_text": other, "unanswered": unanswered },
+    })
+}
+
+/// ", 2 failed (http_500 × 2)", or nothing to say.
+fn failed_in_words(ends: &Ends) -> String {
+    match ends.failed() {
+        0 => String::new(),
+        failed => format!(", {failed} failed ({})", kinds_in_words(&ends.otherwise)),
+    }
+}
+
+/// "http_500 × 2, timeout × 1".
+fn kinds_in_words(kinds: &Kinds) -> String {
+    kinds.iter().map(|(kind, (count, _))| format!("{kind} × {count}")).collect::<Vec<_>>().join(", ")
+}
+
+fn counts(kinds: &Kinds) -> Value {
+    json!(kinds.iter().map(|(kind, (count, _))| (kind, count)).collect::<BTreeMap<_, _>>())
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

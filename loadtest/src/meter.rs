@@ -1,0 +1,180 @@
+//! What a run is doing while it does it: counts and times that every stream adds to and that [`crate::live`] looks at.
+//!
+//! The report is not made of these: they hold what arrived, of whichever requests, not what was counted.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hdrhistogram::Histogram;
+
+use crate::faults::Conduct;
+use crate::record::{Failure, RequestRecord};
+
+/// Bounds and digits of the times that are looked at while they come: a microsecond to an hour, right to 1 %.
+const LOWEST_US: u64 = 1;
+const HIGHEST_US: u64 = 3_600_000_000;
+const SIGNIFICANT_DIGITS: u8 = 2;
+
+/// Counts of one run, added to by its streams as they go.
+#[derive(Debug, Default)]
+pub struct Meter {
+    in_flight: AtomicUsize,
+    peak_in_flight: AtomicUsize,
+    succeeded: AtomicU64,
+    failed: AtomicU64,
+    /// Tokens and chunks of the answers that are complete: how many tokens a chunk stands for.
+    complete_tokens: AtomicU64,
+    complete_chunks: AtomicU64,
+    arrivals: Mutex<Arrivals>,
+}
+
+/// What arrived between two looks.
+#[derive(Debug, Clone)]
+pub struct Arrivals {
+    /// Requests that ended well.
+    pub answers: u64,
+    /// Chunks of text.
+    pub chunks: u64,
+    /// From when a request was due to its first chunk.
+    pub first_token: Times,
+    /// Between two chunks of a stream.
+    pub gaps: Times,
+}
+
+/// Times in fixed memory, right to 1 %.
+#[derive(Debug, Clone)]
+pub struct Times(Histogram<u32>);
+
+impl Default for Arrivals {
+    fn default() -> Self {
+        Self { answers: 0, chunks: 0, first_token: Times::new(), gaps: Times::new() }
+    }
+}
+
+impl Meter {
+    /// Counts a request that is sent now.
+    pub fn begin(&self) {
+        let now = self.in_flight.fetch_add(1, Ordering::Relaxed) + 1;
+        self.peak_in_flight.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts a chunk that arrived `since_ns` after the chunk before it, or after its request was due if it is the first.
+    pub fn chunk(&self, is_first: bool, since_ns: u64) {
+        let mut arrivals = self.arrivals();
+        arrivals.chunks += 1;
+        let times = if is_first { &mut arrivals.first_token } else { &mut arrivals.gaps };
+        times.0.saturating_record(since_ns / 1000);
+    }
+
+    /// Counts the end of a request that was sent.
+    pub fn end(&self, record: &RequestRecord) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        match &record.failure {
+            // What its client spoiled is no failure of the server's.
+            _ if record.conduct != Conduct::Usual => {}
+            None => self.answer(record),
+            Some(Failure::Interrupted) => {}
+            Some(_) => self.fail(),
+        }
+    }
+
+    /// Counts a request that failed, maybe without having been sent.
+    pub fn fail(&self) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn answer(&self, record: &RequestRecord) {
+        self.succeeded.fetch_add(1, Ordering::Relaxed);
+        self.complete_tokens.fetch_add(record.output_tokens(), Ordering::Relaxed);
+        self.complete_chunks.fetch_add(record.chunks_ns.len() as u64, Ordering::Relaxed);
+        self.arrivals().answers += 1;
+    }
+
+    /// Requests in flight now.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Most requests that were in flight at once so far.
+    pub fn peak_in_flight(&self) -> usize {
+        self.peak_in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Requests that ended well and that did not, so far.
+    pub fn ended(&self) -> (u64, u64) {
+        (self.succeeded.load(Ordering::Relaxed), self.failed.load(Ordering::Relaxed))
+    }
+
+    /// Tokens that a chunk stands for, by the answers that are complete; 1 before there are any.
+    pub fn tokens_a_chunk(&self) -> f64 {
+        match self.complete_chunks.load(Ordering::Relaxed) {
+            0 => 1.0,
+            chunks => self.complete_tokens.load(Ordering::Relaxed) as f64 / chunks as f64,
+        }
+    }
+
+    /// Exchanges what arrived since the last look for `fresh`, which is empty: streams wait for no longer than that.
+    pub fn take(&self, fresh: Arrivals) -> Arrivals {
+        std::mem::replace(&mut *self.arrivals(), fresh)
+    }
+
+    fn arrivals(&self) -> MutexGuard<'_, Arrivals> {
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Times {
+    fn new() -> Self {
+        let histogram = Histogram::new_with_bounds(LOWEST_US, HIGHEST_US, SIGNIFICANT_DIGITS);
+        Self(histogram.expect("the bounds are constants that the histogram's documentation allows"))
+    }
+
+    /// Adds the times of `other`.
+    pub fn add(&mut self, other: &Self) {
+        self.0.add(&other.0).expect("all of them have the same bounds");
+    }
+
+    /// The time that `percentile` percent of the times do not exceed, in milliseconds; none for no times.
+    pub fn percentile_ms(&self, percentile: f64) -> Option<f64> {
+        (!self.0.is_empty()).then(|| self.0.value_at_quantile(percentile / 100.0) as f64 / 1e3)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_record_tells_its_meter_what_arrives() {
+        let meter = Arc::new(Meter::default());
+        let mut record = RequestRecord::new(0, 10_000_000, 30_000_000);
+        record.meter = Some(meter.clone());
+        meter.begin();
+        for time_ns in [110_000_000, 112_000_000, 120_000_000] {
+            record.add_chunk(time_ns).expect("few");
+        }
+        assert_eq!((meter.in_flight(), meter.peak_in_flight(), meter.ended()), (1, 1, (0, 0)));
+        record.completion_tokens = Some(6);
+        assert_eq!(meter.tokens_a_chunk(), 1.0, "nothing is known yet");
+        meter.end(&record);
+        record.failure = Some(Failure::Truncated);
+        meter.begin();
+        meter.end(&record);
+        meter.fail();
+        record.failure = Some(Failure::Interrupted);
+        meter.begin();
+        meter.end(&record);
+        assert_eq!((meter.in_flight(), meter.peak_in_flight(), meter.ended()), (0, 1, (1, 2)));
+        assert_eq!(meter.tokens_a_chunk(), 2.0, "a failed answer is not complete");
+
+        let seen = meter.take(Arrivals::default());
+        assert_eq!((seen.answers, seen.chunks), (1, 3));
+        let near = |ms: Option<f64>, want: f64| assert!((ms.expect("times") / want - 1.0).abs() < 0.01, "{ms:?}");
+        near(seen.first_token.percentile_ms(50.0), 100.0);
+        near(seen.gaps.percentile_ms(50.0), 2.0);
+        near(seen.gaps.percentile_ms(99.0), 8.0);
+        let nothing = meter.take(Arrivals::default());
+        assert_eq!((nothing.chunks, nothing.gaps.percentile_ms(50.0)), (0, None));
+    }
+}

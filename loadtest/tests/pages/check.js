@@ -69,7 +69,7 @@
     for (const axis of ["x", "y"]) {
       const [label] = words(`.axis.${axis}`);
       if (!label) problems.push(`"${title}" has no name on its ${axis} axis`);
-      else if (!/(, (ms|s|%|requests \/ s|output tokens \/ s)|\/ s|^requests|\/ s a user)(, logarithmic)?$/.test(label))
+      else if (!/(, (ms|s|%)|\/ s( a \w+)?|^(requests|sequences|workers|GPUs))(, logarithmic)?$/.test(label))
         problems.push(`"${title}" has no unit on its ${axis} axis: ${label}`);
       if (words(`.tick.${axis}`).length < 2) problems.push(`"${title}" has no ticks on its ${axis} axis`);
     }

@@ -22,6 +22,7 @@ mod predict;
 mod table;
 
 pub use figures::{Device, How, Level, LoadPoint, Prediction, Row, Size, Sweep, Traffic};
+pub use page::Page;
 pub use plan::{Machine, SweepArgs};
 pub use predict::{Scaling, predict};
 
@@ -31,7 +32,6 @@ use crate::faults::Conducts;
 use crate::measure::{Prepared, prepare};
 use crate::report::Tally;
 use child::{Child, ChildError};
-use page::Page;
 use plan::{Plan, ascending, plan};
 use predict::{FITTED, MOST_STREAMS};
 

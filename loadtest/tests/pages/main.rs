@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use looplane_loadtest::mock::{Fault, Mock};
+use looplane_loadtest::sweep::{Page, Sweep};
 use looplane_loadtest::{LoadtestArgs, run};
 use tokio::net::TcpListener;
 
@@ -36,6 +37,16 @@ async fn page(mock: Mock, folder: &Path, name: &str, line: &str) -> PathBuf {
     file
 }
 
+/// The page of a sweep whose figures are in the repository.
+fn sweep(folder: &Path, name: &str) -> PathBuf {
+    let figures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name).with_extension("json");
+    let figures = std::fs::read_to_string(&figures).unwrap_or_else(|error| panic!("{}: {error}", figures.display()));
+    let sweep: Sweep = serde_json::from_str(&figures).expect("a sweep's figures");
+    let file = folder.join(name).with_extension("html");
+    std::fs::write(&file, Page(&sweep).to_string()).expect("writable");
+    file
+}
+
 async fn pages(folder: &Path) -> Vec<PathBuf> {
     let steady = Mock { ttft: Duration::from_millis(20), itl: Duration::from_millis(4), fault: Fault::None };
     let busy = r#"{"error":{"message":"the queue of this server is full, as it has been for some while","code":"queue_full"}}"#;
@@ -46,6 +57,15 @@ async fn pages(folder: &Path) -> Vec<PathBuf> {
         page(steady, folder, "run.html", &format!("--rate 40 --duration 2s {limits} --model {long_name}")).await,
         page(steady, folder, "one.html", "--requests 1 --max-tokens 1").await,
         page(Mock { fault: Fault::Status(429, busy), ..steady }, folder, "failed.html", "--requests 9").await,
+        page(
+            steady,
+            folder,
+            "faults.html",
+            "--rate 40 --duration 2s --cancel 20%@30ms --slow-readers 5%@5ms --broken 10% --half-open 4",
+        )
+        .await,
+        sweep(folder, "sweep-cpu"),
+        sweep(folder, "sweep-gpu"),
         page(
             Mock { fault: Fault::Slots(4), ..steady },
             folder,

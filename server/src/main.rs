@@ -77,7 +77,7 @@ fn main() -> ExitCode {
             looplane_worker::run(&args)
         }
         Command::Bench(args) => finish(run_bench(&args)),
-        Command::Scaling(args) => finish(scaling::report(&args).map(|report| say(report.to_string().trim_end()))),
+        Command::Scaling(args) => finish(scaling::report(&args, say)),
         Command::Loadtest(args) => {
             let args = with_machine(*args);
             finish(runtime().and_then(|runtime| runtime.block_on(looplane_loadtest::run(args))))

@@ -1,4 +1,4 @@
-//! `looplane scaling` as a picture: the worker's calculation drawn by the load tester's plots.
+//! `looplane scaling`: the worker's calculation as text, as JSON, and as a picture drawn by the load tester's plots.
 
 use std::path::Path;
 
@@ -13,16 +13,21 @@ const HEIGHT: f64 = 300.0;
 const COLUMNS: [(u32, &str, &str); 2] =
     [(1, "Batch 1: a step", "Batch 1: of the floor's rate"), (8, "Batch 8: a step", "Batch 8: of the floor's rate")];
 
-/// Calculates, and draws if asked to.
+/// Calculates, says the report, and then writes it and draws it if asked to.
 ///
 /// # Errors
-/// Files that are no figures, or a picture that cannot be written.
-pub fn report(args: &ScalingArgs) -> anyhow::Result<Report> {
+/// Files that are no figures, or a file that cannot be written.
+pub fn report(args: &ScalingArgs, say: impl FnOnce(&str)) -> anyhow::Result<()> {
     let report = run(args)?;
+    say(report.to_string().trim_end());
+    if let Some(path) = &args.json {
+        std::fs::write(path, format!("{:#}\n", report.to_json()))
+            .with_context(|| format!("--json {}", path.display()))?;
+    }
     if let Some(path) = &args.plot {
         write(path, &report).with_context(|| format!("--plot {}", path.display()))?;
     }
-    Ok(report)
+    Ok(())
 }
 
 fn write(path: &Path, report: &Report) -> std::io::Result<()> {

@@ -69,6 +69,7 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         kv_pages: count(loaded.kv_pages),
         weight_bytes: loaded.weight_bytes,
         stream_bytes: loaded.stream_bytes,
+        head_bytes: loaded.head_bytes,
         kv_bytes: loaded.kv_bytes,
         bit_domain: loaded.bit_domain.clone(),
         fabric_handle,

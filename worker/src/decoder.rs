@@ -83,6 +83,8 @@ pub struct Loaded {
     pub weight_bytes: u64,
     /// Those of them that stream in a pass.
     pub stream_bytes: u64,
+    /// Those of them of the LM head, which only steps that sample read.
+    pub head_bytes: u64,
     /// KV cache of this rank.
     pub kv_bytes: u64,
     /// Names what decides the bits of a result.

@@ -26,12 +26,14 @@ impl Driver {
     fn outcome(&mut self, outcome: Outcome) -> Result<(), String> {
         self.channels.metrics.generation_tokens.inc_by(outcome.tokens.len() as u64);
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
+        let samples = !outcome.tokens.is_empty();
         let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
         self.apply(Event::Outcome(outcome))?;
         if ran_step {
             let prompt_rows = u64::from(self.scheduler.prompt_rows()).min(rows);
-            let Traffic { stream_bytes, position_bytes, .. } = self.traffic;
-            let read_bytes = stream_bytes.saturating_add(positions.saturating_mul(position_bytes));
+            let Traffic { stream_bytes, head_bytes, position_bytes, .. } = self.traffic;
+            let weights = stream_bytes.saturating_sub(if samples { 0 } else { head_bytes });
+            let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
             let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
             self.channels.metrics.step(step);
         }

@@ -80,6 +80,8 @@ pub(super) struct GroupFacts {
 pub(super) struct Traffic {
     /// Weights that stream in a pass.
     pub(super) stream_bytes: u64,
+    /// Those of them of the LM head, which only steps that sample read.
+    pub(super) head_bytes: u64,
     /// KV cache.
     pub(super) kv_bytes: u64,
     /// K and V of a position.
@@ -92,6 +94,7 @@ impl Traffic {
             |rank: &Loaded| rank.kv_bytes / (u64::from(rank.kv_pages) * u64::from(rank.page_positions));
         Self {
             stream_bytes: loaded.iter().map(|rank| rank.stream_bytes).sum(),
+            head_bytes: loaded.iter().map(|rank| rank.head_bytes).sum(),
             kv_bytes: loaded.iter().map(|rank| rank.kv_bytes).sum(),
             position_bytes: loaded.iter().map(position_bytes).sum(),
         }

@@ -133,6 +133,7 @@ impl Worked {
                 kv_pages: LIMITS.kv_pages,
                 weight_bytes: 1,
                 stream_bytes: 1,
+                head_bytes: 0,
                 kv_bytes: 2,
                 bit_domain: "scripted".into(),
                 notes: vec!["a note".into()],

@@ -157,6 +157,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         weight_bytes: weights.bytes(),
         stream_bytes: weights.stream_bytes(),
+        head_bytes: weights.head_bytes(),
         kv_bytes: (kv.pages * kv.page_bytes()) as u64,
         bit_domain,
         notes,
@@ -317,6 +318,7 @@ mod tests {
         let plan = ModelPlan::new(&decoder.decoder.shard.plan.config, 2).unwrap();
         assert_eq!(decoder.stream_bytes(), crate::plan::stream::packed_bytes(&plan, &plan.rank(0)) as u64);
         assert_eq!(loaded.weight_bytes, decoder.stream_bytes() + 384 * 256 * 2);
+        assert_eq!(loaded.head_bytes, 384 * 256 * 2);
         assert!(loaded.bit_domain.starts_with("cpu-") && loaded.notes.iter().any(|note| note.contains("not pinned")));
         let mut phases: Vec<_> = told.iter().map(|progress| progress.phase).collect();
         phases.dedup();

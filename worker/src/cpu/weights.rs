@@ -146,6 +146,11 @@ impl Weights {
         self.stream.len() as u64 * 2
     }
 
+    /// Those of the LM head.
+    pub fn head_bytes(&self) -> u64 {
+        (self.head.tiles * self.head.tile_len) as u64 * 2
+    }
+
     fn span(&self, layer: usize, product: Product) -> Span {
         let place = LAYER_PRODUCTS.iter().position(|p| *p == product);
         place.map_or(self.head, |place| self.spans[layer * LAYER_PRODUCTS.len() + place])

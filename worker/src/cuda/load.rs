@@ -160,6 +160,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         weight_bytes: total,
         stream_bytes: layout.bytes() as u64,
+        head_bytes: layout.panel(Product::LmHead).bytes() as u64,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
         bit_domain,
         notes,

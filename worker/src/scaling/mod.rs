@@ -16,7 +16,6 @@ pub use report::{Compared, Predicted, Refused, Report};
 
 use crate::bench::Shape;
 use crate::model::ModelConfig;
-use crate::model::config::ConfigError;
 
 /// Groups of up to so many GPUs are fitted on; all others are predicted.
 pub const FITTED_RANKS: usize = 2;
@@ -60,7 +59,7 @@ pub struct ScalingArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum ScalingError {
     /// A file cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -68,24 +67,16 @@ pub enum ScalingError {
         source: std::io::Error,
     },
     /// A file has no figures.
-    #[error("{}: {problem}; files must be what looplane bench --device cuda --shape S --json FILE wrote", path.display())]
+    #[error("{}: {problem}; files must be what looplane bench --device cuda --json FILE wrote", path.display())]
     Figures {
         /// The file.
         path: PathBuf,
         /// What is wrong.
         problem: String,
     },
-    /// config.json is refused.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The figures cannot be written.
-    #[error("--json {}: {source}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    /// config.json is refused, for the reason given.
+    #[error("{0}")]
+    Config(String),
     /// There is too little to fit.
     #[error(
         "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: measure more shapes, at batch 1 and 8, and on both"
@@ -141,7 +132,10 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
     let limits = fitted.iter().map(|of| of.machine.read_gb_s).sum::<f64>() / fitted.len() as f64;
     let machine = Machine { read_gb_s: limits, ..Machine::H200 };
     let models = match &args.model {
-        Some(dir) => vec![(dir.display().to_string(), ModelConfig::from_dir(dir)?)],
+        Some(dir) => {
+            let config = ModelConfig::from_dir(dir).map_err(|error| ScalingError::Config(error.to_string()))?;
+            vec![(dir.display().to_string(), config)]
+        }
         None => args.shapes.iter().map(|shape| (shape.name().to_owned(), shape.config())).collect(),
     };
     let (mut predicted, mut refused) = (Vec::new(), Vec::new());
@@ -162,12 +156,7 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
         }
     }
     compared.sort_by_cached_key(|of| (of.ranks, of.model.clone(), of.shard_of, of.measured.batch));
-    let report = Report { costs, machine, context: args.context, compared, predicted, refused };
-    if let Some(path) = &args.json {
-        let written = std::fs::write(path, format!("{:#}\n", report.to_json()));
-        written.map_err(|source| ScalingError::Write { path: path.clone(), source })?;
-    }
-    Ok(report)
+    Ok(Report { costs, machine, context: args.context, compared, predicted, refused })
 }
 
 /// Looped steps of at most [`MOST_ROWS`] rows in a file of the bench.

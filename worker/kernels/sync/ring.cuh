@@ -3,8 +3,8 @@
 // the lanes work side by side (one thread for a common ring needs about 430 clocks a chunk).
 //
 // Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring has landed; the rest
-// of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns. Where blocks have uneven shares of a product, those with the larger one have twice as much
-// in flight: memory serves each by what it has there, and all end at about the same time.
+// of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns. Of a product that is UNEVEN (kUnevenGateUp) blocks with the
+// larger share have twice as much in flight: memory serves each by what it has there, and all end at about the same time.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings into L2 what comes later, in small pieces: from there
 // the ring fills faster than from memory once they go on.

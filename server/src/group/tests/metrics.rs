@@ -81,12 +81,12 @@ async fn steps_read_the_weights_once_and_what_their_rows_see() {
     let launcher = FakeLauncher::new(2, |_, _| Script::default());
     let (handle, _task) = start(config(2), launcher);
     ready(&handle).await;
-    read(handle.submit(request(1, 5, 4, vec![])).await.unwrap()).await;
+    read(handle.submit(request(1, 12, 3, vec![])).await.unwrap()).await;
     comes_to(&handle, "step_duration_seconds_count", 4.0).await;
-    // The prompt of 5 positions, which its rows read together, and 3 rows that see one position more each. A position
-    // has 10 bytes on each of the two ranks, the weights 1000.
-    let (weights, positions) = (4 * 2 * 1000, 5 + 6 + 7 + 8);
-    assert_eq!(value(&handle, "step_read_bytes_total"), f64::from(weights + positions * 2 * 10));
+    // Two chunks of the prompt, whose rows read together, and 2 rows that see one position more each. On each of the two
+    // ranks a position has 10 bytes, the weights 1000; 100 of these are the LM head, for which the first chunk has no use.
+    let (weights, positions) = (4 * 1000 - 100, 8 + 12 + 13 + 14);
+    assert_eq!(value(&handle, "step_read_bytes_total"), f64::from(2 * (weights + positions * 10)));
 }
 
 #[tokio::test]

@@ -180,6 +180,10 @@ pub enum Unwanted {
     Complete,
     /// Its owner went away.
     Abandoned,
+    /// Its request was refused: not all of its sequences were taken.
+    Refused,
+    /// The server gives its request up: another of its sequences failed, or the server ends.
+    GivenUp,
 }
 
 /// The events of one sequence. Dropping it cancels the sequence: slot and pages are free one step later.
@@ -211,9 +215,9 @@ impl SequenceStream {
         event
     }
 
-    /// Lets the sequence go because its owner has what it needs, where dropping it says that nobody is there any more.
-    pub fn complete(mut self) {
-        self.because = Unwanted::Complete;
+    /// Lets the sequence go and says why, where dropping it says that nobody is there any more.
+    pub fn let_go(mut self, because: Unwanted) {
+        self.because = because;
     }
 }
 

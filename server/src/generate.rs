@@ -10,7 +10,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    engine::{EngineHandle, EngineState, FinishReason, ModelInfo, SequenceEvent, SequenceStream, SubmitError},
+    engine::{
+        EngineHandle, EngineState, FinishReason, ModelInfo, SequenceEvent, SequenceStream, SubmitError, Unwanted,
+    },
     metrics::FrontMetrics,
     request::{FieldError, RawRequest, RequestError, ValidRequest, validate},
     text::{OutputText, Piece, Text},
@@ -165,11 +167,18 @@ impl Frontend {
             let task = tokio::task::spawn_blocking(move || validate(raw, &model, &text));
             task.await.map_err(|error| GenerateError::Internal(format!("preparing the prompt: {error}")))??
         };
-        let mut choices = Vec::new();
+        let mut choices: Vec<Choice> = Vec::new();
+        let given_up = self.closing.child_token();
         let count = valid.sequences().count() as u64;
         for (index, (request, start)) in valid.sequences().enumerate() {
             let stop_tokens = request.stop_tokens.clone();
-            let stream = self.engine.submit(request).await.map_err(|error| too_many(error, count))?;
+            let stream = match self.engine.submit(request).await {
+                Ok(stream) => stream,
+                Err(error) => {
+                    choices.iter_mut().for_each(|choice| choice.let_go(Unwanted::Refused));
+                    return Err(too_many(error, count));
+                }
+            };
             choices.push(Choice {
                 index: index as u32,
                 stream: Some(stream),
@@ -177,7 +186,7 @@ impl Frontend {
                 stop_tokens,
                 finish: None,
                 completion_tokens: 0,
-                closing: self.closing.clone(),
+                given_up: given_up.clone(),
             });
         }
         Ok(Generation { request: valid, model, choices, permit })
@@ -253,7 +262,9 @@ pub struct Choice {
     /// The end, known but not yet told.
     finish: Option<FinishReason>,
     completion_tokens: u32,
-    closing: CancellationToken,
+    /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
+    /// after an error of one are not taken for the client's going away.
+    given_up: CancellationToken,
 }
 
 impl Choice {
@@ -268,10 +279,7 @@ impl Choice {
             let event = tokio::select! {
                 biased;
                 event = stream.next() => event,
-                () = self.closing.cancelled() => {
-                    self.stream = None;
-                    return Some(Err(GenerateError::ShuttingDown));
-                }
+                () = self.given_up.cancelled() => return Some(Err(self.give_up(GenerateError::ShuttingDown))),
             };
             match self.apply(event) {
                 Ok(piece) if piece.is_empty() => {}
@@ -308,22 +316,35 @@ impl Choice {
                 self.end(if stopped { FinishReason::Stop } else { reason });
                 Ok(piece)
             }
-            Some(SequenceEvent::Failed(why)) => {
-                self.stream = None;
-                Err(GenerateError::Failed(why))
-            }
-            None => {
-                self.stream = None;
-                Err(GenerateError::Failed("the engine ended".into()))
-            }
+            Some(SequenceEvent::Failed(why)) => Err(self.give_up(GenerateError::Failed(why))),
+            None => Err(self.give_up(GenerateError::Failed("the engine ended".into()))),
         }
     }
 
     /// Lets go of a sequence that has not ended by itself, too: a stop text was found.
     fn end(&mut self, reason: FinishReason) {
-        if let Some(stream) = self.stream.take() {
-            stream.complete();
-        }
+        self.let_go(Unwanted::Complete);
         self.finish = Some(reason);
+    }
+
+    /// Ends the choice with an error, and with it its request.
+    fn give_up(&mut self, error: GenerateError) -> GenerateError {
+        self.given_up.cancel();
+        self.let_go(Unwanted::GivenUp);
+        error
+    }
+
+    fn let_go(&mut self, because: Unwanted) {
+        if let Some(stream) = self.stream.take() {
+            stream.let_go(because);
+        }
+    }
+}
+
+impl Drop for Choice {
+    fn drop(&mut self) {
+        if self.given_up.is_cancelled() {
+            self.let_go(Unwanted::GivenUp);
+        }
     }
 }

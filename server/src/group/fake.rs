@@ -191,6 +191,7 @@ impl Worker for FakeService {
             bit_domain: self.script.bit_domain.into(),
             model_digest: self.script.model_digest.into(),
             stream_bytes: 1000,
+            head_bytes: 100,
             kv_bytes: u64::from(self.script.kv_pages + u32::from(self.rank == 0)) * 4 * 10,
             fabric_handle: format!("fabric-{}", self.rank),
             notes: vec!["a note".into()],

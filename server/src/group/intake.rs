@@ -4,7 +4,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::driver::{BURST, Driver, OwnedStream};
-use super::life::Life;
+use super::life::{Life, unwanted};
 use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError};
 use crate::metrics::Ended;
 use crate::sched::{Action, Event};
@@ -18,8 +18,10 @@ impl Driver {
             match command {
                 Command::Submit(submission) => self.submit(submission),
                 Command::Cancel { sequence, because } => {
-                    if let Some(stream) = self.streams.remove(&sequence) {
-                        stream.life.end(because.into(), Instant::now(), &self.channels.metrics);
+                    if let Some(stream) = self.streams.remove(&sequence)
+                        && let Some(how) = unwanted(because)
+                    {
+                        stream.life.end(how, Instant::now(), &self.channels.metrics);
                     }
                     self.apply(Event::Cancel { sequence })?;
                 }

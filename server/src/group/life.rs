@@ -69,11 +69,12 @@ impl From<FinishReason> for Ended {
     }
 }
 
-impl From<Unwanted> for Ended {
-    fn from(because: Unwanted) -> Self {
-        match because {
-            Unwanted::Complete => Ended::Stop,
-            Unwanted::Abandoned => Ended::Abort,
-        }
+/// How a sequence ended that nobody wants any more; `None` if it does not count, as its request was never taken.
+pub(super) fn unwanted(because: Unwanted) -> Option<Ended> {
+    match because {
+        Unwanted::Complete => Some(Ended::Stop),
+        Unwanted::Abandoned => Some(Ended::Abort),
+        Unwanted::Refused => None,
+        Unwanted::GivenUp => Some(Ended::Error),
     }
 }

@@ -12,8 +12,8 @@ use axum::{
     },
 };
 use futures::{
-    Stream, StreamExt,
-    stream::{self, BoxStream, SelectAll},
+    Stream, StreamExt, TryStreamExt,
+    stream::{self, BoxStream, FuturesUnordered, SelectAll},
 };
 use tokio::sync::OwnedSemaphorePermit;
 use uuid::Uuid;
@@ -26,7 +26,7 @@ use super::{
     wire::{Api, Usage, WholeChoice, Writer},
 };
 use crate::{
-    generate::{ChoiceEvent, GenerateError, Generation, unix_seconds},
+    generate::{Choice, ChoiceEvent, GenerateError, Generation, unix_seconds},
     metrics::FrontMetrics,
 };
 
@@ -125,26 +125,30 @@ fn is_over_limit(error: &axum::Error) -> bool {
 /// Waits for all choices. The client going away drops this future, and with it the sequences.
 async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiError> {
     let Generation { request, choices, permit: _permit, .. } = generation;
-    let mut wholes = Vec::with_capacity(choices.len());
-    let mut completion_tokens = 0;
-    for mut choice in choices {
-        let mut whole = WholeChoice { index: choice.index, ..WholeChoice::default() };
-        while let Some(event) = choice.next().await {
-            match event? {
-                ChoiceEvent::Delta(piece) => {
-                    whole.output.text.push_str(&piece.text);
-                    whole.output.tokens.extend(piece.tokens);
-                }
-                ChoiceEvent::Finished { reason, completion_tokens: count } => {
-                    whole.finish = Some(reason);
-                    completion_tokens += u64::from(count);
-                }
-            }
-        }
-        wholes.push(whole);
-    }
+    // Side by side, so that a stop text or an error of any of them is noticed as it comes.
+    let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
+    let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
+    wholes.sort_unstable_by_key(|whole| whole.index);
+    let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
     let body = writer.whole(&wholes, Usage::new(request.prompt_tokens(), completion_tokens));
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
+    let mut whole = WholeChoice { index: choice.index, ..WholeChoice::default() };
+    while let Some(event) = choice.next().await {
+        match event? {
+            ChoiceEvent::Delta(piece) => {
+                whole.output.text.push_str(&piece.text);
+                whole.output.tokens.extend(piece.tokens);
+            }
+            ChoiceEvent::Finished { reason, completion_tokens } => {
+                whole.finish = Some(reason);
+                whole.completion_tokens = completion_tokens;
+            }
+        }
+    }
+    Ok(whole)
 }
 
 fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {

@@ -44,7 +44,8 @@ struct Facts(Arc<Frontend>);
 
 impl Collector for Facts {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let help = "1 for the state that the engine is in";
+        // Help texts of a registry get their full stop from it, those of a collector do not.
+        let help = "1 for the state that the engine is in.";
         let mut states = encoder.encode_descriptor("engine_state", help, None, MetricType::Gauge)?;
         let now = word(&self.0.state());
         for state in ["ready", "loading", "recovering", "draining", "failed"] {
@@ -58,7 +59,7 @@ impl Collector for Facts {
             ("max_context", model.max_context.to_string()),
             ("tensor_parallel", model.tensor_parallel.to_string()),
         ]);
-        info.encode(encoder.encode_descriptor("model", "The model that is served", None, info.metric_type())?)
+        info.encode(encoder.encode_descriptor("model", "The model that is served.", None, info.metric_type())?)
     }
 }
 

@@ -39,7 +39,8 @@ const MAX_REQUEST_ID_BYTES: usize = 128;
 /// The page at `/`: one file, no other resources.
 const CHAT_PAGE: &str = include_str!("chat.html");
 /// Nothing but the page itself, talking to this server.
-const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'";
+const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
+                                script-src 'unsafe-inline'; frame-ancestors 'none'";
 
 /// What the handlers share.
 #[derive(Debug, Clone)]
@@ -87,9 +88,12 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     let state = in_words(&app.frontend.engine.state());
     let model_id = &app.frontend.model_id;
     format!(
-        "Looplane serves the model {model_id}; it is {state}.\n\nOpenAI-style: POST /v1/chat/completions, POST \
-         /v1/completions, GET /v1/models\nHealth: GET /health/live, GET /health/ready\nFor Prometheus: GET /metrics\ngRPC on the same port: \
-         looplane.inference.v1, with health and reflection\nA browser gets a page to chat with the model.\n\n{}\n",
+        "Looplane serves the model {model_id}; it is {state}.\n\n\
+         OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
+         Health: GET /health/live, GET /health/ready\n\
+         For Prometheus: GET /metrics\n\
+         gRPC on the same port: looplane.inference.v1, with health and reflection\n\
+         A browser gets a page to chat with the model.\n\n{}\n",
         example(&app.base_url, model_id)
     )
     .into_response()
@@ -127,8 +131,10 @@ async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
 async fn not_found(request: Request) -> Response {
     let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
     if request.headers().get("content-type").is_some_and(is_grpc) {
-        return tonic::Status::unimplemented(format!("no method {}", request.uri().path()))
-            .into_http::<axum::body::Body>();
+        let status = tonic::Status::unimplemented(format!("no method {}", request.uri().path()));
+        let mut response = status.into_http::<axum::body::Body>();
+        response.extensions_mut().insert(ErrorCode("not_found"));
+        return response;
     }
     let message = format!("there is no {} here; GET / lists what is", request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()

@@ -51,6 +51,7 @@ pub(super) struct WholeChoice {
     pub(super) index: u32,
     pub(super) output: Piece,
     pub(super) finish: Option<FinishReason>,
+    pub(super) completion_tokens: u32,
 }
 
 #[derive(Serialize)]
@@ -183,7 +184,7 @@ impl Writer {
     pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage) -> String {
         match self.api {
             Api::Chat => {
-                let choice = |WholeChoice { index, output, finish }: &'a WholeChoice| ChatChoice {
+                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| ChatChoice {
                     index: *index,
                     message: Some(Message { role: "assistant", content: &output.text, refusal: None }),
                     delta: None,
@@ -193,7 +194,7 @@ impl Writer {
                 self.envelope("chat.completion", choices.iter().map(choice).collect(), Some(Some(usage)))
             }
             Api::Completion => {
-                let choice = |WholeChoice { index, output, finish }: &'a WholeChoice| CompletionChoice {
+                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| CompletionChoice {
                     text: &output.text,
                     index: *index,
                     logprobs: self.completion_logprobs(&output.tokens),

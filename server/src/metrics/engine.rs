@@ -13,7 +13,7 @@ use super::histogram::{Bounds, Histogram};
 use crate::sched::Load;
 
 /// Steps, and the gaps between tokens: from a quarter of a millisecond, the least of small models on GPUs.
-pub(super) const STEPS: Bounds = Bounds::Micros(&[
+const STEPS: Bounds = Bounds::Micros(&[
     250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5000, 7500, 10_000, 15_000, 25_000, 50_000, 75_000, 100_000, 150_000,
     250_000, 500_000, 1_000_000, 2_500_000, 10_000_000,
 ]);
@@ -87,7 +87,7 @@ pub enum Ended {
     Length,
     /// Its client went away.
     Abort,
-    /// The engine gave it up.
+    /// The server gave it up.
     Error,
 }
 
@@ -117,7 +117,8 @@ pub struct StepRun {
     pub time: Duration,
     /// Of that, waiting for other ranks.
     pub wait: Duration,
-    /// Bytes that all ranks together had to read at least: the weights once, those of the LM head if it sampled, K and V of what its rows see.
+    /// Bytes that all ranks together had to read at least: the weights once, those of the LM head if it sampled, K and V
+    /// of what its rows see.
     pub read_bytes: u64,
 }
 
@@ -135,6 +136,8 @@ pub struct EngineMetrics {
     pub stream_bytes: Gauge<u64, AtomicU64>,
     preemptions: Counter,
     finished: Family<Finished, Counter>,
+    /// The counters of `finished`, as [`Ended`] counts: looking one up takes a lock.
+    ended: [Counter; Ended::ALL.len()],
     /// Tokens of prompts, counted with the first token that follows them.
     pub prompt_tokens: Counter,
     /// Tokens that came out of the loop.
@@ -173,9 +176,7 @@ impl Default for EngineMetrics {
     fn default() -> Self {
         let finished = Family::default();
         // Present from the start: a rate needs a value before the first event.
-        for how in Ended::ALL {
-            drop(Family::<Finished, Counter>::get_or_create(&finished, &how.label()));
-        }
+        let ended = Ended::ALL.map(|how| Family::<Finished, Counter>::get_or_create_owned(&finished, &how.label()));
         Self {
             running: Gauge::default(),
             waiting: Gauge::default(),
@@ -186,6 +187,7 @@ impl Default for EngineMetrics {
             stream_bytes: Gauge::default(),
             preemptions: Counter::default(),
             finished,
+            ended,
             prompt_tokens: Counter::default(),
             generation_tokens: Counter::default(),
             request_prompt_tokens: Histogram::new(TOKENS),
@@ -233,7 +235,7 @@ impl EngineMetrics {
 
     /// Counts the end of a sequence.
     pub fn ended(&self, how: Ended) {
-        self.finished.get_or_create(&how.label()).inc();
+        self.ended[how as usize].inc();
     }
 
     /// Steps run.
@@ -271,9 +273,10 @@ impl EngineMetrics {
         r.register("decode_rows", "Rows computed to decode", self.decode_rows.clone());
         let rows = "Rows computed of prompts, and again of what was preempted or lost with its workers";
         r.register("prompt_rows", rows, self.prompt_rows.clone());
-        let bytes = "Bytes that steps had to read at least, on all ranks: weights once a step, without the LM head where none samples, K and V of what its rows see";
+        let bytes = "Bytes that steps had to read at least, on all ranks: weights once a step, without the LM head where \
+                     none samples, K and V of what its rows see";
         r.register("step_read_bytes", bytes, self.read_bytes.clone());
-        r.register("worker_losses", "Groups of workers lost and started again", self.losses.clone());
+        r.register("worker_losses", "Groups of workers lost, also where none was started again", self.losses.clone());
         let recovery = "From the loss of a group of workers until the next takes work";
         r.register_with_unit("worker_recovery", recovery, Unit::Seconds, self.recovery.clone());
     }
@@ -281,7 +284,7 @@ impl EngineMetrics {
     fn register_requests(&self, r: &mut Registry) {
         r.register("num_requests_running", "Sequences in slots of the batch", self.running.clone());
         r.register("num_requests_waiting", "Sequences that wait for a slot", self.waiting.clone());
-        let help = "Sequences that ended, by reason (abort: the client went away; error: given up)";
+        let help = "Sequences that ended, by reason (abort: the client went away; error: the server gave it up)";
         r.register("request_success", help, self.finished.clone());
         r.register("prompt_tokens", "Tokens of prompts that were computed", self.prompt_tokens.clone());
         r.register("generation_tokens", "Tokens generated", self.generation_tokens.clone());

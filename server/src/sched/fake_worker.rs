@@ -137,6 +137,7 @@ impl FakeWorker {
         if step == 0 {
             for chunk in &plan.prefill {
                 outcome.rows += chunk.len;
+                outcome.positions += u64::from(chunk.start + chunk.len);
                 outcome.tokens.extend(self.prefill(chunk.slot, chunk.start, chunk.len));
             }
         }
@@ -146,6 +147,7 @@ impl FakeWorker {
             }
             if let Some(token) = self.decode(slot) {
                 outcome.rows += 1;
+                outcome.positions += u64::from(self.slots[&slot].computed);
                 outcome.tokens.push(token);
             }
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
-    SequenceStream, Submission, SubmitError,
+    SequenceStream, Submission, SubmitError, Unwanted,
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -74,8 +74,13 @@ impl Script {
     }
 
     pub async fn cancelled(&mut self) -> u64 {
+        self.unwanted().await.0
+    }
+
+    /// The sequence that is cancelled next, and why.
+    pub async fn unwanted(&mut self) -> (u64, Unwanted) {
         match self.command().await {
-            Command::Cancel { sequence, .. } => sequence,
+            Command::Cancel { sequence, because } => (sequence, because),
             Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.request),
         }
     }

@@ -1,6 +1,6 @@
 //! What clients get for good requests, byte for byte.
 
-use looplane_server::engine::{FinishReason, GeneratedToken, SequenceEvent};
+use looplane_server::engine::{FinishReason, GeneratedToken, SequenceEvent, Unwanted};
 use serde_json::{Value, json};
 
 use crate::{
@@ -188,7 +188,32 @@ async fn a_stop_text_across_tokens_ends_the_output_and_the_sequence() {
             (choice["message"]["content"].as_str().unwrap().to_owned(), choice["finish_reason"].clone())
         };
         assert_eq!((text.as_str(), finish), ("one <E", json!("stop")));
-        assert_eq!(script.cancelled().await, sequence.id, "nobody wants the rest");
+        assert_eq!(script.unwanted().await, (sequence.id, Unwanted::Complete), "nobody wants the rest");
+    }
+}
+
+#[tokio::test]
+async fn a_stop_text_ends_its_choice_while_those_before_it_go_on() {
+    let (server, mut script) = Server::start(options()).await;
+    for stream in [true, false] {
+        let request = completion(json!({"stream": stream, "n": 2, "stop": "<END>"}));
+        let client = tokio::spawn(async move { post(server.address, COMPLETION, &request).await });
+        let (first, second) = (script.accept().await, script.accept().await);
+        first.send(token(spell("a")[0])).await;
+        for id in spell("b<END>") {
+            second.send(token(id)).await;
+        }
+        assert_eq!(script.unwanted().await, (second.id, Unwanted::Complete), "though the first has not ended");
+        for event in answer("c") {
+            first.send(event).await;
+        }
+        let response = client.await.unwrap();
+        if !stream {
+            let json = response.json();
+            let choices = [0, 1].map(|index| (&json["choices"][index]["index"], &json["choices"][index]["text"]));
+            assert_eq!(choices, [(&json!(0), &json!("ac")), (&json!(1), &json!("b"))]);
+            assert_eq!(json["usage"]["completion_tokens"], 3 + 6);
+        }
     }
 }
 

@@ -239,4 +239,6 @@ async fn unknown_methods_are_unimplemented_and_http_still_answers() {
     let status = client.unary::<GetModelRequest, GetModelRequest, _>(request, path, codec).await.unwrap_err();
     assert_eq!(status.code(), Code::Unimplemented, "{status}");
     assert_eq!(get(server.address, "/health/live").await.status, 200);
+    let scrape = Scrape::parse(&get(server.address, "/metrics").await.body);
+    assert_eq!(scrape.value("request_errors_total", &[("code", "not_found")]), 1.0);
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use looplane_server::{
-    engine::{EngineState, FinishReason, SequenceEvent, SubmitError},
+    engine::{EngineState, FinishReason, SequenceEvent, SubmitError, Unwanted},
     serve::{ServeError, ServeOptions},
 };
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ async fn a_client_that_goes_away_cancels() {
     sequence.send(token(spell("x")[0])).await;
     read_until(&mut client, "\"text\":\"x\"").await;
     drop(client);
-    assert_eq!(script.cancelled().await, sequence.id);
+    assert_eq!(script.unwanted().await, (sequence.id, Unwanted::Abandoned));
     // Before the first token of a stream.
     let mut client = open(server.address, COMPLETION, &body(true)).await;
     let sequence = script.accept().await;
@@ -69,9 +69,26 @@ async fn a_choice_refused_by_the_engine_cancels_those_before_it() {
     let client = tokio::spawn(async move { post(server.address, COMPLETION, &json!({"prompt": [5], "n": 2})).await });
     let first = script.accept().await;
     script.refuse(SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" }).await;
-    assert_eq!(script.cancelled().await, first.id);
+    assert_eq!(script.unwanted().await, (first.id, Unwanted::Refused));
     let response = client.await.unwrap();
     assert_eq!((response.status, response.header("retry-after")), (429, Some("1")));
+}
+
+/// The first choice would go on for ever: the end of the second must not wait for it.
+#[tokio::test]
+async fn a_choice_that_fails_ends_its_request_at_once() {
+    let (server, mut script) = Server::start(options()).await;
+    for (stream, status) in [(true, 200), (false, 500)] {
+        let request = json!({"prompt": [5], "n": 2, "stream": stream});
+        let client = open(server.address, COMPLETION, &request.to_string()).await;
+        let (first, second) = (script.accept().await, script.accept().await);
+        first.send(token(spell("x")[0])).await;
+        second.send(SequenceEvent::Failed("no luck".into())).await;
+        assert_eq!(script.unwanted().await, (first.id, Unwanted::GivenUp), "its client is there");
+        let response = read(client).await;
+        assert_eq!(response.status, status);
+        assert!(response.body.contains("no luck"), "{}", response.body);
+    }
 }
 
 #[tokio::test]
@@ -224,9 +241,9 @@ async fn the_end_of_draining_is_an_error_event_and_a_cancel() {
         let last: Value = serde_json::from_str(streamed.body.trim_end().rsplit("data: ").next().unwrap()).unwrap();
         assert_eq!(last["error"]["code"], "shutting_down");
         assert_eq!(read(waiting).await.status, 503);
-        let mut cancelled = [script.cancelled().await, script.cancelled().await];
-        cancelled.sort_unstable();
-        assert_eq!(cancelled, [first.id, second.id]);
+        let mut cancelled = [script.unwanted().await, script.unwanted().await];
+        cancelled.sort_unstable_by_key(|(id, _)| *id);
+        assert_eq!(cancelled, [(first.id, Unwanted::GivenUp), (second.id, Unwanted::GivenUp)]);
         server.ended().await.unwrap();
     }
 }

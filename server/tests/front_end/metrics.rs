@@ -60,7 +60,7 @@ async fn answers_are_counted_by_route_and_errors_by_code() {
 }
 
 #[tokio::test]
-async fn it_answers_in_every_state_of_the_engine() {
+async fn it_answers_in_every_state_that_the_server_outlives() {
     let (server, mut script) = Server::start(options()).await;
     script.model.send_replace(None);
     assert!(!scrape(&server).await.has("model_info"), "nothing is known of a model that loads");

@@ -4,6 +4,10 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 
 use super::*;
+use crate::engine::Unwanted;
+use crate::generate::{Frontend, GenerateError};
+use crate::request::{Input, RawRequest};
+use crate::text::Text;
 
 /// The value of a series, labels included, as a scrape shows it.
 fn value(handle: &EngineHandle, series: &str) -> f64 {
@@ -68,11 +72,21 @@ async fn counts_match_what_was_asked_and_answered() {
     ] {
         assert_eq!(value(&handle, series), wanted, "{series}");
     }
-    // The fake says nothing of K and V: what is left are the weights of both ranks, once a step.
-    let steps = value(&handle, "step_duration_seconds_count");
-    assert!(steps > 0.0 && value(&handle, "step_read_bytes_total") == steps * 2000.0, "{steps}");
     let queued = value(&handle, "request_queue_time_seconds_sum");
     assert!(queued <= value(&handle, "time_to_first_token_seconds_sum"), "{queued}");
+}
+
+#[tokio::test]
+async fn steps_read_the_weights_once_and_what_their_rows_see() {
+    let launcher = FakeLauncher::new(2, |_, _| Script::default());
+    let (handle, _task) = start(config(2), launcher);
+    ready(&handle).await;
+    read(handle.submit(request(1, 12, 3, vec![])).await.unwrap()).await;
+    comes_to(&handle, "step_duration_seconds_count", 4.0).await;
+    // Two chunks of the prompt, whose rows read together, and 2 rows that see one position more each. On each of the two
+    // ranks a position has 10 bytes, the weights 1000; 100 of these are the LM head, for which the first chunk has no use.
+    let (weights, positions) = (4 * 1000 - 100, 8 + 12 + 13 + 14);
+    assert_eq!(value(&handle, "step_read_bytes_total"), f64::from(2 * (weights + positions * 10)));
 }
 
 #[tokio::test]
@@ -90,11 +104,38 @@ async fn what_nobody_wants_any_more_is_told_apart() {
     assert_eq!(value(&handle, "kv_cache_usage_perc"), 0.0, "and its pages are free");
     let mut stream = handle.submit(long_request()).await.unwrap();
     stream.next().await.unwrap();
-    stream.complete();
+    stream.let_go(Unwanted::Complete);
     comes_to(&handle, "request_success_total{finished_reason=\"stop\"}", 1.0).await;
     assert_eq!(ended(&handle, "abort"), 1.0, "a stop text is no abort");
     // Neither was followed to an end of the loop's own, but the second was whole.
     assert_eq!(value(&handle, "e2e_request_latency_seconds_count"), 1.0);
+    let mut stream = handle.submit(long_request()).await.unwrap();
+    stream.next().await.unwrap();
+    stream.let_go(Unwanted::GivenUp);
+    comes_to(&handle, "request_success_total{finished_reason=\"error\"}", 1.0).await;
+    assert_eq!(ended(&handle, "abort"), 1.0, "the server's own errors are no abort");
+}
+
+#[tokio::test]
+async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
+    // Slow enough that nothing ends meanwhile.
+    let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(50), ..Script::default() });
+    let mut config = config(1);
+    (config.limits.max_slots, config.limits.max_waiting_requests) = (1, 3);
+    let (handle, _task) = start(config, launcher);
+    ready(&handle).await;
+    let mut running = handle.submit(long_request()).await.unwrap();
+    running.next().await.unwrap();
+    let _waiting = handle.submit(long_request()).await.unwrap();
+    let fixture = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
+    let frontend = Frontend::new(handle.clone(), Arc::new(Text::load(&fixture).unwrap()), "fake".into(), 8);
+    let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
+    let refused = frontend.admit(raw, 1, frontend.enter().unwrap()).await;
+    assert!(matches!(refused, Err(GenerateError::Submit(SubmitError::QueueFull { .. }))), "{refused:?}");
+    comes_to(&handle, "num_requests_waiting", 1.0).await;
+    for reason in ["stop", "length", "abort", "error"] {
+        assert_eq!(ended(&handle, reason), 0.0, "{reason}");
+    }
 }
 
 #[tokio::test]

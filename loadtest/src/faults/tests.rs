@@ -13,10 +13,10 @@ fn count(value: &Value) -> u64 {
 }
 
 #[test]
-fn shares_are_read_and_written() {
+fn shares_are_read() {
     let cancel: ShareAt = "10%@500ms".parse().expect("valid");
     assert_eq!(cancel, ShareAt { share: 0.1, time: Duration::from_millis(500) });
-    assert_eq!((cancel, cancel.to_string().as_str()), ("0.1@0.5".parse().expect("valid"), "10%@500ms"));
+    assert_eq!(cancel, "0.1@0.5".parse().expect("valid"));
     for text in ["", "10%", "@1s", "0@1s", "0%@1s", "101%@1s", "1.1@1s", "nan@1s", "10%@", "10%@0s", "-1%@1s"] {
         assert!(text.parse::<ShareAt>().is_err(), "{text}");
     }

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
+use tokio_util::sync::CancellationToken;
 
 use crate::record::Clock;
 
@@ -77,6 +78,7 @@ pub struct Strike {
 /// Kills that are due in a run under way.
 pub struct Killer {
     tasks: JoinSet<()>,
+    stop: CancellationToken,
     /// Each kill, right after it was done.
     pub strikes: mpsc::UnboundedReceiver<Strike>,
 }
@@ -145,23 +147,27 @@ impl Killer {
     /// Does each of `kills` on `server` when it is due by `clock`.
     pub fn start(kills: &[KillAt], server: LocalServer, clock: Clock) -> Self {
         let (done, strikes) = mpsc::unbounded_channel();
-        let mut tasks = JoinSet::new();
+        let (mut tasks, stop) = (JoinSet::new(), CancellationToken::new());
         for (number, &KillAt { rank, at }) in kills.iter().enumerate() {
-            let done = done.clone();
+            let (done, stop) = (done.clone(), stop.clone());
             tasks.spawn(async move {
-                clock.sleep_until(at).await;
+                tokio::select! {
+                    () = clock.sleep_until(at) => {}
+                    () = stop.cancelled() => return,
+                }
                 let strike = spawn_blocking(move || strike(server, rank, clock));
                 let outcome = strike.await.expect("killing does not panic");
                 // A run that is over asks for no more kills.
                 let _ = done.send(Strike { number, outcome });
             });
         }
-        Self { tasks, strikes }
+        Self { tasks, stop, strikes }
     }
 
-    /// Gives up the kills that are not due yet.
-    pub fn stop(mut self) {
-        self.tasks.abort_all();
+    /// Gives up the kills that are not due yet and waits until those under way are done.
+    pub async fn stop(&mut self) {
+        self.stop.cancel();
+        while self.tasks.join_next().await.is_some() {}
     }
 }
 

@@ -55,7 +55,7 @@ pub struct FaultArgs {
     #[arg(long, value_name = "RANK@TIME", value_delimiter = ',', env = "LOOPLANE_LOADTEST_KILL_WORKER")]
     pub kill_worker: Vec<KillAt>,
 
-    /// Process id of the server whose workers are killed [default: the one that listens on --target's port]
+    /// Process id of the server whose workers are killed [default: the one that listens at --target's address]
     #[arg(long, value_name = "PID", requires = "kill_worker", env = "LOOPLANE_LOADTEST_SERVER_PID")]
     pub server_pid: Option<u32>,
 }
@@ -239,12 +239,6 @@ impl FromStr for ShareAt {
         let (share, time) =
             text.split_once('@').ok_or_else(|| format!("'{text}' is not of the form SHARE@TIME, such as 10%@500ms"))?;
         Ok(Self { share: parse_percent(share)?, time: parse_duration(time)? })
-    }
-}
-
-impl Display for ShareAt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}%@{:?}", 100.0 * self.share, self.time)
     }
 }
 

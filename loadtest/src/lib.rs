@@ -9,6 +9,8 @@
 //! [`live`] shows what a run is doing.
 #![forbid(unsafe_code)]
 
+use std::fs;
+use std::future::pending;
 use std::io::{self, Write};
 
 use anyhow::Context;
@@ -58,8 +60,8 @@ pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadArgs, LoadtestArgs, Load
 use compare::Comparison;
 
 /// Runs the load that `args` describe against their target, prints the report on standard output and writes it to
-/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C or SIGTERM ends a run early, and what was measured until
-/// then is reported.
+/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C, SIGTERM or
+/// SIGHUP ends a run early, and what was measured until then is reported.
 ///
 /// # Errors
 /// Options that contradict each other, a target that cannot be used or names no model, a file that cannot be written,
@@ -79,16 +81,26 @@ pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Runs `work` with a token that Ctrl-C cancels, or SIGTERM.
+/// Runs `work` with a token that Ctrl-C cancels, or SIGTERM, or the end of the terminal (SIGHUP).
 async fn until_ctrl_c<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let stop = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    // Under nohup the run is to outlive its terminal.
+    let hang_up = (!ignores_hang_up()).then(|| signal(SignalKind::hangup()));
+    let mut hang_up = hang_up.transpose().context("cannot listen for SIGHUP")?;
     let on_signal = tokio::spawn({
         let stop = stop.clone();
         async move {
+            let hung_up = async {
+                match &mut hang_up {
+                    Some(hang_up) => hang_up.recv().await,
+                    None => pending().await,
+                }
+            };
             tokio::select! {
                 pressed = tokio::signal::ctrl_c() => if pressed.is_err() { return },
                 _ = terminate.recv() => {}
+                _ = hung_up => {}
             }
             stop.cancel();
         }
@@ -96,4 +108,11 @@ async fn until_ctrl_c<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::R
     let outcome = work(&stop).await;
     on_signal.abort();
     outcome
+}
+
+/// Whether whoever started this process had it ignore SIGHUP, the first bit of Linux's mask.
+fn ignores_hang_up() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }

@@ -47,6 +47,8 @@ struct Look {
     elapsed_s: f64,
     /// Requests that ended well and that did not.
     ended: (u64, u64),
+    /// Those whose client misbehaved on purpose, however they ended.
+    misused: u64,
     in_flight: usize,
     answers_per_s: f64,
     tokens_per_s: f64,
@@ -145,6 +147,7 @@ impl Recent {
         Look {
             elapsed_s,
             ended: meter.ended(),
+            misused: meter.misused(),
             in_flight: meter.in_flight(),
             answers_per_s: all.answers as f64 / seconds,
             tokens_per_s: all.chunks as f64 * meter.tokens_a_chunk() / seconds,
@@ -155,10 +158,15 @@ impl Recent {
 }
 
 impl Look {
+    /// Requests that ended in any way.
+    fn over(&self) -> u64 {
+        self.ended.0 + self.ended.1 + self.misused
+    }
+
     /// How much of the run is over, 0 to 1.
     fn share(&self, extent: Extent) -> f64 {
         let share = match extent {
-            Extent::Requests(requests) => (self.ended.0 + self.ended.1) as f64 / requests.max(1) as f64,
+            Extent::Requests(requests) => self.over() as f64 / requests.max(1) as f64,
             Extent::Duration(duration) => self.elapsed_s / duration.as_secs_f64(),
         };
         share.clamp(0.0, 1.0)
@@ -169,7 +177,7 @@ impl Look {
         let elapsed_s = self.elapsed_s;
         match extent {
             Extent::Requests(requests) => {
-                format!("{} of {requests} requests, {elapsed_s:.0} s", self.ended.0 + self.ended.1)
+                format!("{} of {requests} requests, {elapsed_s:.0} s", self.over())
             }
             Extent::Duration(duration) if elapsed_s < duration.as_secs_f64() => {
                 format!("{elapsed_s:.0} of {:.0} s", duration.as_secs_f64())

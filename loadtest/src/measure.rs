@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::args::LoadArgs;
 use crate::calibrate::{self, CalibrateArgs};
 use crate::drive::{self, Endpoint, Extent, Load, Pacing, Running, Workload};
-use crate::faults::{Conducts, FaultRun};
+use crate::faults::{Conducts, FaultReport, FaultRun};
 use crate::html::Page;
 use crate::json::request_line;
 use crate::lengths::Shapes;
@@ -288,13 +288,16 @@ fn report(setup: &Setup, tally: &Tally, files: Files) -> anyhow::Result<()> {
         replace(file, &page.to_string()).context("cannot write the report to --html")?;
     }
     io::stdout().write_all(table.as_bytes()).context("cannot print the report")?;
-    let all_misused = tally.misused() > 0 && tally.failed() == 0;
-    if tally.completed() > 0 || all_misused {
+    let faults_went_well = tally.failed() == 0 && tally.faults().is_some_and(FaultReport::any_went_well);
+    if tally.completed() > 0 || faults_went_well {
         return Ok(());
     }
-    match tally.errors().iter().max_by_key(|(_, (count, _))| count) {
-        Some((kind, (count, example))) => {
-            bail!("no request succeeded; {count} of {} failed as {kind}: {example}", tally.failed())
+    if let Some((kind, (count, example))) = tally.errors().iter().max_by_key(|(_, (count, _))| count) {
+        bail!("no request succeeded; {count} of {} failed as {kind}: {example}", tally.failed());
+    }
+    match tally.faults().and_then(FaultReport::worst) {
+        Some((kind, count, example)) => {
+            bail!("no request succeeded; {count} whose client misbehaved on purpose failed as {kind}: {example}")
         }
         None if tally.excluded().0 > 0 => {
             bail!("every request was due in a part of the run that is left out (--exclude-start, --exclude-end)")

@@ -22,6 +22,8 @@ pub struct Meter {
     peak_in_flight: AtomicUsize,
     succeeded: AtomicU64,
     failed: AtomicU64,
+    /// Of which the client misbehaved on purpose: neither of the above.
+    misused: AtomicU64,
     /// Tokens and chunks of the answers that are complete: how many tokens a chunk stands for.
     complete_tokens: AtomicU64,
     complete_chunks: AtomicU64,
@@ -70,10 +72,12 @@ impl Meter {
     pub fn end(&self, record: &RequestRecord) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         match &record.failure {
-            // What its client spoiled is no failure of the server's.
-            _ if record.conduct != Conduct::Usual => {}
-            None => self.answer(record),
             Some(Failure::Interrupted) => {}
+            // What its client spoiled is no failure of the server's.
+            _ if record.conduct != Conduct::Usual => {
+                self.misused.fetch_add(1, Ordering::Relaxed);
+            }
+            None => self.answer(record),
             Some(_) => self.fail(),
         }
     }
@@ -103,6 +107,11 @@ impl Meter {
     /// Requests that ended well and that did not, so far.
     pub fn ended(&self) -> (u64, u64) {
         (self.succeeded.load(Ordering::Relaxed), self.failed.load(Ordering::Relaxed))
+    }
+
+    /// Requests that ended, however, so far, whose client misbehaved on purpose.
+    pub fn misused(&self) -> u64 {
+        self.misused.load(Ordering::Relaxed)
     }
 
     /// Tokens that a chunk stands for, by the answers that are complete; 1 before there are any.

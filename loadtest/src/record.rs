@@ -7,9 +7,8 @@ use hyper::StatusCode;
 use tokio::time::Instant;
 use tonic::Code;
 
-use crate::meter::Meter;
-
 use crate::faults::Conduct;
+use crate::meter::Meter;
 
 /// Most token times kept for one request; a stream with more chunks than this is refused as [`Failure::TooManyChunks`].
 pub const MAX_CHUNKS: usize = 1 << 20;

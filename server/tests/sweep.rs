@@ -12,12 +12,26 @@ use std::{
 
 use common::fixture;
 use looplane_loadtest::sweep::{Scaling, Sweep, predict};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// A sweep over a model with 8 heads, as short as can be.
 fn sweep(out: &Path, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_looplane"));
-    command.args(["loadtest", "sweep", "--device", "cpu", "--model"]).arg(fixture("llama-gqa")).arg("--out").arg(out);
+    // Tests may run under nohup, the sweep does not.
+    let mut command = Command::new("env");
+    command
+        .args([
+            "--default-signal=HUP",
+            env!("CARGO_BIN_EXE_looplane"),
+            "loadtest",
+            "sweep",
+            "--device",
+            "cpu",
+            "--model",
+        ])
+        .arg(fixture("llama-gqa"))
+        .arg("--out")
+        .arg(out);
     command.args("--endpoint completions --prompt-tokens 8 --max-tokens 8".split(' ')).args(line.split(' '));
     command
 }
@@ -83,6 +97,15 @@ fn a_port_in_use_is_said_with_the_last_lines_of_the_servers_log() {
 
 #[test]
 fn a_sweep_that_is_stopped_keeps_what_it_has_and_leaves_no_server() {
+    stop_a_sweep(Signal::INT);
+}
+
+#[test]
+fn a_sweep_whose_terminal_ends_leaves_no_server() {
+    stop_a_sweep(Signal::HUP);
+}
+
+fn stop_a_sweep(signal: Signal) {
     let out = tempfile::tempdir().expect("a temporary directory");
     let line = "--tp 1,2 --concurrency 2 --duration 4s";
     let child = sweep(out.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
@@ -94,8 +117,8 @@ fn a_sweep_that_is_stopped_keeps_what_it_has_and_leaves_no_server() {
     }
     let processes = servers_of(child.id());
     assert!(processes.len() >= 3, "a server and its two workers: {processes:?}");
-    let pid = rustix::process::Pid::from_raw(child.id() as i32).expect("a process");
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("it runs");
+    let pid = Pid::from_raw(child.id() as i32).expect("a process");
+    kill_process(pid, signal).expect("it runs");
     let output = child.wait_with_output().expect("it ends");
     let said = words(&output);
     assert!(output.status.success() && said.contains("TP 2 is not measured: stopped by the user"), "{said}");

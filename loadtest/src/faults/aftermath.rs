@@ -25,8 +25,10 @@ const LISTENED: Duration = Duration::from_secs(600);
 pub(super) struct Aftermath {
     /// What was asked for.
     pub kill: KillAt,
-    /// When it was done in nanoseconds of the run, and to which process; none before it is due.
+    /// When it was done in nanoseconds of the run, and to which process; none before that is known.
     pub struck: Option<Result<(u64, u32), KillError>>,
+    /// Requests that ended since it was due and before it was known: maybe after it was done.
+    early: Vec<RequestRecord>,
     silence: Silence,
     /// Streams that were live at the kill and came to their end.
     pub lived: u64,
@@ -56,6 +58,7 @@ impl Aftermath {
         Self {
             kill,
             struck: None,
+            early: Vec::new(),
             silence: Silence::default(),
             lived: 0,
             failed: BTreeMap::new(),
@@ -65,10 +68,26 @@ impl Aftermath {
         }
     }
 
-    /// Counts one request of the run that no fault of its own was chosen for; those that end after the kill are seen after
-    /// `struck` is set.
+    /// The kill was done, or could not be.
+    pub fn strike(&mut self, outcome: Result<(u64, u32), KillError>) {
+        self.struck = Some(outcome);
+        for record in std::mem::take(&mut self.early) {
+            self.observe(&record);
+        }
+    }
+
+    /// Counts one request of the run that no fault of its own was chosen for.
     pub fn observe(&mut self, record: &RequestRecord) {
-        let Some(Ok((at_ns, _))) = self.struck else { return };
+        let at_ns = match self.struck {
+            Some(Ok((at_ns, _))) => at_ns,
+            Some(Err(_)) => return,
+            None => {
+                if u128::from(record.ended_ns) >= self.kill.at.as_nanos() {
+                    self.early.push(record.clone());
+                }
+                return;
+            }
+        };
         if record.sent_ns > at_ns || record.ended_ns < at_ns {
             return;
         }
@@ -218,6 +237,22 @@ mod tests {
     fn a_kill_that_was_not_done_has_no_aftermath() {
         let mut aftermath = Aftermath { struck: None, ..aftermath() };
         aftermath.observe(&record(800, &[990, 1700]));
+        aftermath.strike(Err(KillError::NobodyListens("h:1".into())));
         assert_eq!((aftermath.lived, aftermath.recovered_after()), (0, None));
+    }
+
+    /// A kill that is due at 1000 ms, done at 1020 and known at 1100.
+    #[test]
+    fn streams_that_end_before_a_kill_is_known_are_seen_all_the_same() {
+        let mut aftermath = Aftermath { struck: None, ..aftermath() };
+        aftermath.observe(&record(800, &[900, 980]));
+        aftermath.observe(&record(800, &[990, 1010]));
+        let mut failed = record(600, &[700]);
+        (failed.failure, failed.ended_ns) = (Some(Failure::Truncated), 1050 * MS);
+        aftermath.observe(&failed);
+        assert_eq!((aftermath.early.len(), aftermath.lived), (2, 0));
+        aftermath.strike(Ok((1020 * MS, 7)));
+        aftermath.observe(&record(900, &[1000, 1300]));
+        assert_eq!((aftermath.lived, aftermath.failed["truncated"].0, aftermath.early.len()), (1, 1, 0));
     }
 }

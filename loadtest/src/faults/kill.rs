@@ -1,16 +1,17 @@
 //! Kills workers of a server on this machine, as a machine's fault would.
 //!
-//! The server is whoever listens on the target's port, and a worker is a process that was started as
+//! The server is whoever listens at the target's address, and a worker is a process that was started as
 //! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
 
 use std::fs;
 use std::io;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
+use tokio_util::sync::CancellationToken;
 
 use crate::record::Clock;
 
@@ -26,10 +27,16 @@ pub enum KillError {
     #[error("--kill-worker needs a server on this machine, which {0} is not")]
     Elsewhere(String),
     /// The server's process is not known.
-    #[error(
-        "no process that this user may look into listens on port {0}: run as the server's user, or give --server-pid"
-    )]
-    NobodyListens(u16),
+    #[error("no process that this user may look into listens at {0}: run as the server's user, or give --server-pid")]
+    NobodyListens(String),
+    /// Which of them would have answered cannot be known.
+    #[error("processes {pids:?} all listen at {address}: say which one is the server (--server-pid)")]
+    SeveralListen {
+        /// Where.
+        address: SocketAddr,
+        /// All of them.
+        pids: Vec<u32>,
+    },
     /// The process is no server of Looplane's, or has fewer workers.
     #[error(
         "process {server} has no worker of rank {rank}: --kill-worker needs `looplane serve` with more ranks, or its process id (--server-pid)"
@@ -71,6 +78,7 @@ pub struct Strike {
 /// Kills that are due in a run under way.
 pub struct Killer {
     tasks: JoinSet<()>,
+    stop: CancellationToken,
     /// Each kill, right after it was done.
     pub strikes: mpsc::UnboundedReceiver<Strike>,
 }
@@ -84,24 +92,37 @@ impl LocalServer {
     /// The process that listens at `address` (`HOST:PORT`).
     ///
     /// # Errors
-    /// [`KillError`] for an address that is not of this machine, and where nobody is seen to listen.
+    /// [`KillError`] for an address that is not of this machine, and where not exactly one is seen to listen.
     pub async fn behind(address: &str) -> Result<Self, KillError> {
         // An unknown host has no addresses.
-        let found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();
-        let local = found.into_iter().find(|found| is_of_this_machine(found.ip()));
-        let local = local.ok_or_else(|| KillError::Elsewhere(address.to_owned()))?;
-        spawn_blocking(move || Self::listening_on(local.port())).await.expect("looking does not panic")
+        let mut found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();
+        found.retain(|found| is_of_this_machine(found.ip()));
+        if found.is_empty() {
+            return Err(KillError::Elsewhere(address.to_owned()));
+        }
+        let look = spawn_blocking(move || {
+            // As clients do: where nobody listens at a name's first address, its next one is tried.
+            found.into_iter().find_map(|address| Self::listening_at(address).transpose()).transpose()
+        });
+        let server = look.await.expect("looking does not panic")?;
+        server.ok_or_else(|| KillError::NobodyListens(address.to_owned()))
     }
 
-    fn listening_on(port: u16) -> Result<Self, KillError> {
-        let sockets = listening_sockets(port).map_err(KillError::Proc)?;
+    fn listening_at(address: SocketAddr) -> Result<Option<Self>, KillError> {
+        let sockets = listening_sockets(address).map_err(KillError::Proc)?;
         let listens = |process: &u32| {
             // Processes of others cannot be looked into, and some end meanwhile.
             let files = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
             files.filter_map(|file| fs::read_link(file.path()).ok()).any(|file| sockets.contains(&file))
         };
-        let server = processes()?.into_iter().find(listens);
-        server.map(|pid| Self { pid }).ok_or(KillError::NobodyListens(port))
+        let listening: Vec<u32> = processes()?.into_iter().filter(listens).collect();
+        // A process that was just forked holds its parent's sockets until it becomes another program.
+        let of_their_own = |pid: &u32| parent(*pid).is_none_or(|parent| !listening.contains(&parent));
+        match *listening.iter().copied().filter(of_their_own).collect::<Vec<_>>() {
+            [] => Ok(None),
+            [pid] => Ok(Some(Self { pid })),
+            [..] => Err(KillError::SeveralListen { address, pids: listening }),
+        }
     }
 
     /// Process id of its worker of this rank.
@@ -126,23 +147,27 @@ impl Killer {
     /// Does each of `kills` on `server` when it is due by `clock`.
     pub fn start(kills: &[KillAt], server: LocalServer, clock: Clock) -> Self {
         let (done, strikes) = mpsc::unbounded_channel();
-        let mut tasks = JoinSet::new();
+        let (mut tasks, stop) = (JoinSet::new(), CancellationToken::new());
         for (number, &KillAt { rank, at }) in kills.iter().enumerate() {
-            let done = done.clone();
+            let (done, stop) = (done.clone(), stop.clone());
             tasks.spawn(async move {
-                clock.sleep_until(at).await;
+                tokio::select! {
+                    () = clock.sleep_until(at) => {}
+                    () = stop.cancelled() => return,
+                }
                 let strike = spawn_blocking(move || strike(server, rank, clock));
                 let outcome = strike.await.expect("killing does not panic");
                 // A run that is over asks for no more kills.
                 let _ = done.send(Strike { number, outcome });
             });
         }
-        Self { tasks, strikes }
+        Self { tasks, stop, strikes }
     }
 
-    /// Gives up the kills that are not due yet.
-    pub fn stop(mut self) {
-        self.tasks.abort_all();
+    /// Gives up the kills that are not due yet and waits until those under way are done.
+    pub async fn stop(&mut self) {
+        self.stop.cancel();
+        while self.tasks.join_next().await.is_some() {}
     }
 }
 
@@ -165,9 +190,16 @@ fn processes() -> Result<Vec<u32>, KillError> {
     Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
 }
 
-/// The sockets that listen on `port`, as the links in `/proc/PID/fd` name them.
-fn listening_sockets(port: u16) -> io::Result<Vec<PathBuf>> {
-    let mut sockets = Vec::new();
+/// The process that started this one; none where that has ended.
+fn parent(process: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+}
+
+/// The sockets that a connection to `address` reaches, as the links in `/proc/PID/fd` name them: those that are bound to
+/// it, else those bound to every address of its kind, else those bound to every address of both.
+fn listening_sockets(address: SocketAddr) -> io::Result<Vec<PathBuf>> {
+    let mut on_its_port = Vec::new();
     for file in ["/proc/net/tcp", "/proc/net/tcp6"] {
         let table = match fs::read_to_string(file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && file.ends_with('6') => continue,
@@ -176,14 +208,31 @@ fn listening_sockets(port: u16) -> io::Result<Vec<PathBuf>> {
         // sl local_address rem_address st queues timer retransmits uid timeout inode ...
         for line in table.lines().skip(1) {
             let fields: Vec<&str> = line.split_whitespace().collect();
-            let [_, local, _, state, _, _, _, _, _, inode, ..] = fields[..] else { continue };
-            let local_port = local.rsplit(':').next().and_then(|port| u16::from_str_radix(port, 16).ok());
-            if state == LISTENING && local_port == Some(port) {
-                sockets.push(format!("socket:[{inode}]").into());
+            let [_, local, _, LISTENING, _, _, _, _, _, inode, ..] = fields[..] else { continue };
+            if let Some((ip, port)) = socket_address(local)
+                && port == address.port()
+            {
+                on_its_port.push((ip, PathBuf::from(format!("socket:[{inode}]"))));
             }
         }
     }
-    Ok(sockets)
+    let ip = address.ip().to_canonical();
+    let every_of_its_kind = if ip.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    let bound = [ip, every_of_its_kind, Ipv6Addr::UNSPECIFIED.into()];
+    let reached = bound.into_iter().find(|bound| on_its_port.iter().any(|(ip, _)| ip == bound));
+    Ok(on_its_port.into_iter().filter(|(ip, _)| Some(*ip) == reached).map(|(_, socket)| socket).collect())
+}
+
+/// Reads `0100007F:1F90`: the address in words of four bytes as this machine has them in memory, and the port.
+fn socket_address(text: &str) -> Option<(IpAddr, u16)> {
+    let (words, port) = text.split_once(':')?;
+    let words = words.as_bytes().chunks(8).map(|word| u32::from_str_radix(str::from_utf8(word).ok()?, 16).ok());
+    let bytes = words.map(|word| word.map(u32::to_ne_bytes)).collect::<Option<Vec<_>>>()?.concat();
+    let ip = match <[u8; 4]>::try_from(&bytes[..]) {
+        Ok(bytes) => IpAddr::from(bytes),
+        Err(_) => IpAddr::from(<[u8; 16]>::try_from(&bytes[..]).ok()?).to_canonical(),
+    };
+    Some((ip, u16::from_str_radix(port, 16).ok()?))
 }
 
 #[cfg(test)]
@@ -216,6 +265,41 @@ pub(super) mod tests {
         for mut child in workers.into_iter().chain([of_another]) {
             drop(child.stdin.take());
             child.wait().expect("it ends");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_sockets_that_the_address_reaches_are_the_servers() {
+        let listen = async |address: SocketAddr| tokio::net::TcpListener::bind(address).await.expect("a free port");
+        let at = |ip: &str, port: u16| SocketAddr::new(ip.parse().expect("valid"), port);
+        let sockets = |ip: &str, port| listening_sockets(at(ip, port)).expect("Linux");
+        let one = listen(at("127.0.0.1", 0)).await;
+        let port = one.local_addr().expect("bound").port();
+        assert_eq!((sockets("127.0.0.1", port).len(), sockets("127.0.0.2", port).len()), (1, 0));
+        let refusal = LocalServer::behind(&format!("127.0.0.2:{port}")).await.expect_err("nobody listens there");
+        assert!(matches!(refusal, KillError::NobodyListens(_)), "{refusal}");
+        let _other = listen(at("127.0.0.2", port)).await;
+        let found = [sockets("127.0.0.1", port), sockets("127.0.0.2", port)];
+        assert!(found[0].len() == 1 && found[1].len() == 1 && found[0] != found[1], "{found:?}");
+        assert_eq!(sockets("::ffff:127.0.0.1", port), found[0]);
+
+        let everywhere = listen(at("0.0.0.0", 0)).await;
+        let port = everywhere.local_addr().expect("bound").port();
+        assert_eq!((sockets("127.0.0.2", port).len(), sockets("::1", port).len()), (1, 0));
+    }
+
+    #[test]
+    fn addresses_are_read_as_the_kernel_writes_them() {
+        let word = |bytes: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(bytes));
+        let v4 = word([127, 0, 0, 2]);
+        assert_eq!(socket_address(&format!("{v4}:1F90")), Some((Ipv4Addr::new(127, 0, 0, 2).into(), 8080)));
+        let zero = word([0; 4]);
+        let loopback = format!("{zero}{zero}{zero}{}:0050", word([0, 0, 0, 1]));
+        assert_eq!(socket_address(&loopback), Some((Ipv6Addr::LOCALHOST.into(), 80)));
+        let mapped = format!("{zero}{zero}{}{v4}:0050", word([0, 0, 0xff, 0xff]));
+        assert_eq!(socket_address(&mapped), Some((Ipv4Addr::new(127, 0, 0, 2).into(), 80)));
+        for text in ["", ":1F90", "0100007F", "0100007F:", "xyz:1F90", "0100007F0100007F:1F90"] {
+            assert_eq!(socket_address(text), None, "{text}");
         }
     }
 

@@ -35,6 +35,8 @@ struct Ends {
     as_meant: u64,
     /// With a whole answer.
     answered: u64,
+    /// By `--timeout`, after its client had read some of the answer as slowly as it was to.
+    timed_out: u64,
     /// In another way: kinds with their counts and one message of each.
     otherwise: Kinds,
 }
@@ -59,6 +61,12 @@ impl Ends {
             None => self.answered += 1,
             Some(Failure::Interrupted) => {}
             Some(Failure::Cancelled) => self.as_meant += 1,
+            // One that got nothing until then waited for the server.
+            Some(Failure::Timeout)
+                if matches!(record.conduct, Conduct::ReadSlowly(_)) && !record.chunks_ns.is_empty() =>
+            {
+                self.timed_out += 1;
+            }
             Some(failure) if matches!(record.conduct, Conduct::SendBroken(_)) && is_refusal(failure) => {
                 self.as_meant += 1;
             }
@@ -67,7 +75,7 @@ impl Ends {
     }
 
     fn requests(&self) -> u64 {
-        self.as_meant + self.answered + self.failed()
+        self.as_meant + self.answered + self.timed_out + self.failed()
     }
 
     fn failed(&self) -> u64 {
@@ -109,6 +117,24 @@ impl FaultReport {
                 }
             }
         }
+    }
+
+    /// Whether a request that was touched ended as its fault would have it, or was answered all the same.
+    pub fn any_went_well(&self) -> bool {
+        self.touched().any(|ends| ends.requests() > ends.failed())
+    }
+
+    /// The most frequent way in which requests that were touched ended otherwise: kind, count and one message.
+    pub fn worst(&self) -> Option<(&str, u64, &str)> {
+        let kinds = self.touched().flat_map(|ends| &ends.otherwise);
+        let worst = kinds.max_by_key(|(_, (count, _))| count);
+        worst.map(|(kind, (count, example))| (kind.as_str(), *count, example.as_str()))
+    }
+
+    fn touched(&self) -> impl Iterator<Item = &Ends> {
+        let cancelled = self.cancel.iter().map(|(_, ends)| ends);
+        let slow = self.slow_readers.iter().map(|(_, ends, _)| ends);
+        cancelled.chain(slow).chain(self.broken.iter().flat_map(|(_, ends)| ends))
     }
 
     /// Every finding, in the order of the options.
@@ -182,8 +208,12 @@ fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
 
 fn slow_finding((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Finding {
     let (pause, answered, failed) = (slow.time, ends.answered, failed_in_words(ends));
-    let text =
-        format!("{answered} read an event each {pause:?} to the end, {:.1} s at most{failed}", longest.as_secs_f64());
+    let cut = match ends.timed_out {
+        0 => String::new(),
+        cut => format!(", {cut} ended by --timeout while they read"),
+    };
+    let longest_s = longest.as_secs_f64();
+    let text = format!("{answered} read an event each {pause:?} to the end, {longest_s:.1} s at most{cut}{failed}");
     finding("slow readers", ends.requests(), text, ends.failed() > 0)
 }
 
@@ -193,6 +223,7 @@ fn slow_to_json((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Value {
         "pause_ms": ms(slow.time),
         "requests": ends.requests(),
         "read_to_the_end": ends.answered,
+        "ended_by_timeout": ends.timed_out,
         "longest_ms": ms(*longest),
         "failed": ends.failed(),
         "failed_by_kind": counts(&ends.otherwise),
@@ -283,6 +314,9 @@ fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
     match recovered {
         Some(after) => text += &format!("tokens again after {:.0} ms", ms(after)),
         None if live == 0 => text += "no stream was live",
+        None if live == kill.lived => {
+            text += "no token came after the longest silence, but every live stream ended well"
+        }
         None => text += "no token came any more",
     }
     if let Some(gap) = kill.longest_gap {
@@ -308,7 +342,7 @@ fn kill_findings(kill: &Aftermath) -> Vec<Finding> {
         streams += &format!(", {unanswered} no answer");
     }
     vec![
-        Finding { name, text, is_bad: recovered.is_none() },
+        Finding { name, text, is_bad: recovered.is_none() && live > lived },
         Finding { name: "  streams live then".into(), text: streams, is_bad: live > lived || asked > same },
     ]
 }

@@ -46,10 +46,10 @@ impl FaultRun {
     /// Ends what is still wrong, asks once more what live streams were asked when a worker was killed unless `stop` says
     /// otherwise, and tells what became of it all.
     pub async fn finish(mut self, workload: &Workload, stop: &CancellationToken) -> FaultReport {
-        self.take_strikes();
-        if let Some(killer) = self.killer {
-            killer.stop();
+        if let Some(killer) = &mut self.killer {
+            killer.stop().await;
         }
+        self.take_strikes();
         if let Some(half_open) = self.half_open {
             self.report.half_open = Some(half_open.close().await);
         }
@@ -63,7 +63,7 @@ impl FaultRun {
     /// Enters the kills that were done since.
     fn take_strikes(&mut self) {
         while let Some(strike) = self.killer.as_mut().and_then(|killer| killer.strikes.try_recv().ok()) {
-            self.report.kills[strike.number].struck = Some(strike.outcome);
+            self.report.kills[strike.number].strike(strike.outcome);
         }
     }
 }

@@ -13,10 +13,10 @@ fn count(value: &Value) -> u64 {
 }
 
 #[test]
-fn shares_are_read_and_written() {
+fn shares_are_read() {
     let cancel: ShareAt = "10%@500ms".parse().expect("valid");
     assert_eq!(cancel, ShareAt { share: 0.1, time: Duration::from_millis(500) });
-    assert_eq!((cancel, cancel.to_string().as_str()), ("0.1@0.5".parse().expect("valid"), "10%@500ms"));
+    assert_eq!(cancel, "0.1@0.5".parse().expect("valid"));
     for text in ["", "10%", "@1s", "0@1s", "0%@1s", "101%@1s", "1.1@1s", "nan@1s", "10%@", "10%@0s", "-1%@1s"] {
         assert!(text.parse::<ShareAt>().is_err(), "{text}");
     }
@@ -116,6 +116,27 @@ async fn slow_readers_get_their_answers_and_hold_nobody_up() {
     assert!((3..=18).contains(&count(&slow["requests"])) && slow["longest_ms"].as_f64() >= Some(200.0), "{slow}");
     assert_eq!(count(&report["completed"]) + count(&slow["requests"]), 30);
     assert!(report["p50_e2el_ms"].as_f64() < Some(200.0), "{}", report["p50_e2el_ms"]);
+}
+
+/// Six events each 200 ms apart take longer than the client's own limit; an answer that never begins is the server's fault.
+#[tokio::test]
+async fn slow_readers_that_run_into_the_time_limit_are_not_the_servers_fault() {
+    let line = "--requests 4 --concurrency 4 --max-tokens 6 --timeout 500ms --slow-readers 100%@200ms";
+    for (ttft, cut, failed) in [(Duration::ZERO, 4, 0), (Duration::from_secs(60), 0, 4)] {
+        let (outcome, report, _) = run_against(Mock { ttft, ..Mock::default() }, line).await;
+        let slow = &report["faults"]["slow_readers"];
+        assert_eq!(["requests", "ended_by_timeout", "failed"].map(|name| count(&slow[name])), [4, cut, failed]);
+        assert_eq!(outcome.is_err(), failed > 0, "{outcome:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_run_of_nothing_but_faults_fails_where_none_of_them_was_met_by_a_server() {
+    let mock = Mock { fault: Fault::Status(500, "oops"), ..Mock::default() };
+    let (outcome, report, _) = run_against(mock, "--requests 3 --cancel 100%@5s").await;
+    let error = outcome.expect_err("none was answered").to_string();
+    assert!(error.contains("3 whose client misbehaved on purpose failed as http_500"), "{error}");
+    assert_eq!(report["faults"]["cancel"]["failed"], 3);
 }
 
 /// The mock has 7 MB to send at once. A client that takes 50 ms for each event lets it send what the buffers of the two
@@ -238,6 +259,23 @@ async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
     let (outcome, kill) = kill_in_a_run(Fault::Fickle, 82, "--endpoint completions").await;
     outcome.expect("all succeed");
     assert_eq!(kill["asked_again"], json!({"same_text": 0, "other_text": 3, "unanswered": 0}));
+}
+
+/// Its last token came within half a second of the kill, its end 35 ms later.
+#[test]
+fn streams_that_end_well_soon_after_a_kill_are_no_bad_finding() {
+    const MS: u64 = 1_000_000;
+    for (failure, bad) in [(None, [false, false]), (Some(crate::record::Failure::Truncated), [true, true])] {
+        let kill = "1@1s".parse().expect("valid");
+        let mut report = FaultReport::of(&FaultArgs { kill_worker: vec![kill], ..FaultArgs::default() });
+        report.kills[0].strike(Ok((1000 * MS, 7)));
+        let mut record = RequestRecord::new(0, 800 * MS, 800 * MS);
+        (record.chunks_ns, record.ended_ns) = (vec![1002 * MS, 1010 * MS], 1045 * MS);
+        record.failure = failure;
+        report.count(&record);
+        let findings = report.findings();
+        assert_eq!(findings.iter().map(|finding| finding.is_bad).collect::<Vec<_>>(), bad, "{findings:?}");
+    }
 }
 
 #[tokio::test]

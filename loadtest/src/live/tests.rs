@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use super::*;
+use crate::faults::Conduct;
 use crate::record::{Failure, RequestRecord};
 
 /// A meter's clock and streams, by hand.
@@ -14,6 +15,22 @@ fn answer(meter: &Arc<Meter>, chunks_ms: &[u64], failure: Option<Failure>) {
     record.completion_tokens = Some(2 * chunks_ms.len() as u64);
     record.failure = failure;
     meter.end(&record);
+}
+
+#[test]
+fn requests_whose_client_misbehaved_are_over_too_but_neither_ok_nor_failed() {
+    let look = look_after(1, |_, meter| {
+        answer(meter, &[1], None);
+        for failure in [None, Some(Failure::Cancelled), Some(Failure::Interrupted)] {
+            let mut record = RequestRecord::new(0, 0, 0);
+            (record.conduct, record.failure) = (Conduct::HangUp(Duration::from_secs(1)), failure);
+            meter.begin();
+            meter.end(&record);
+        }
+    });
+    let requests = Extent::Requests(3);
+    assert_eq!((look.share(requests), look.progress(requests).as_str()), (1.0, "3 of 3 requests, 0 s"));
+    assert!(look.counts().starts_with("1 ok, 0 failed, 0 in flight; "), "{}", look.counts());
 }
 
 fn look_after(looks: u32, each: impl Fn(u32, &Arc<Meter>)) -> Look {

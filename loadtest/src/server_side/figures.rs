@@ -107,9 +107,11 @@ impl Figures {
     /// Name and value of each figure that is known, for people; with `tally`'s own beside those that the client has, too.
     pub fn in_words(&self, tally: &Tally, read_limit_gb_s: Option<f64>) -> Vec<(&'static str, String)> {
         let metrics = tally.metrics();
+        // The server counts every request, the client's figures are of the usual ones.
+        let of_which = if tally.misused() > 0 { ", of the requests without a fault" } else { "" };
         let client = |key: &str| {
             let mean = metrics.iter().find(|metric| metric.key == key).and_then(|metric| metric.times.mean_ms());
-            mean.map_or_else(String::new, |ms| format!(" (the client's mean: {ms:.2} ms)"))
+            mean.map_or_else(String::new, |ms| format!(" (the client's mean{of_which}: {ms:.2} ms)"))
         };
         let percent = |share: f64| format!("{:.1} %", 100.0 * share);
         let mut rows = Vec::new();
@@ -150,8 +152,9 @@ impl Figures {
         );
         put(
             "tokens generated",
-            self.tokens_per_s
-                .map(|per_s| format!("{per_s:.1} a second (the client's: {:.1})", tally.output_tokens_per_s())),
+            self.tokens_per_s.map(|per_s| {
+                format!("{per_s:.1} a second (the client's{of_which}: {:.1})", tally.output_tokens_per_s())
+            }),
         );
         put("time to first token", self.ttft_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("ttft"))));
         put("between tokens", self.itl_ms.map(|ms| format!("{ms:.2} ms in the mean{}", client("tpot"))));

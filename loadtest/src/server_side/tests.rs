@@ -1,4 +1,5 @@
 use super::*;
+use crate::faults::Conduct;
 use crate::mock::{Fault, Mock};
 use crate::record::RequestRecord;
 use crate::report::{Tally, Window};
@@ -106,6 +107,24 @@ fn tables_json_and_page_say_what_is_known() {
         "no line of who waits, nobody said"
     );
     assert!(page.contains("<th>step</th><td>5.000 ms") && page.contains("with Looplane's names, 5 times"));
+}
+
+#[test]
+fn the_clients_figures_say_where_they_are_not_of_every_request() {
+    let words_after = |conduct| {
+        let mut tally = Tally::new(Window { from_ns: 0, to_ns: 3_300_000_000 }, None);
+        let mut record = RequestRecord::new(0, 0, 0);
+        (record.chunks_ns, record.ended_ns) = (vec![3_000_000_000], 3_300_000_000);
+        tally.add(&record);
+        tally.add(&RequestRecord { conduct, ..record });
+        let words = series().figures((0.0, 3.3)).in_words(&tally, None);
+        ["tokens generated", "time to first token"].map(|name| {
+            let row = words.iter().find(|row| row.0 == name).unwrap_or_else(|| panic!("no {name} in {words:?}"));
+            row.1.contains(", of the requests without a fault: ")
+        })
+    };
+    assert_eq!(words_after(Conduct::Usual), [false, false]);
+    assert_eq!(words_after(Conduct::HangUp(Duration::from_secs(1))), [true, true]);
 }
 
 struct Written<'a>(&'a Tally);

@@ -1,4 +1,5 @@
-//! A process that the sweep starts: its log kept in a file, and its end seen to whatever happens.
+//! A process that the sweep starts: its log kept in a file, and its end seen to however the sweep ends, but for a
+//! SIGKILL: that leaves the process running.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

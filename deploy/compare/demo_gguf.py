@@ -3,7 +3,8 @@
     python3 -m venv target/llama-cpp
     target/llama-cpp/bin/pip install 'llama-cpp-python[server]==0.3.36' gguf==0.19.0
     target/llama-cpp/bin/python deploy/compare/demo_gguf.py target/demo.gguf
-    target/llama-cpp/bin/python -m llama_cpp.server --model target/demo.gguf --model_alias demo --n_ctx 2048 --port 8001
+    target/llama-cpp/bin/python -m llama_cpp.server --model target/demo.gguf --model_alias demo --n_ctx 2048 --port 8001 \\
+        --interrupt_requests false
     looplane loadtest --target http://127.0.0.1:8001
 """
 

@@ -130,10 +130,10 @@ pub struct LoadArgs {
     #[arg(long, env = "LOOPLANE_LOADTEST_IGNORE_EOS", value_parser = clap::builder::BoolishValueParser::new())]
     pub ignore_eos: bool,
 
-    /// Requests to send before the run, which are not counted
-    #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_LOADTEST_WARMUP",
+    /// Requests to send before the run, which are not counted [default: 0]
+    #[arg(long, value_name = "N", env = "LOOPLANE_LOADTEST_WARMUP",
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
-    pub warmup: u64,
+    pub warmup: Option<u64>,
 
     /// Leave out requests due in the first part of each run
     #[arg(long, value_name = "TIME", env = "LOOPLANE_LOADTEST_EXCLUDE_START", value_parser = parse_duration)]
@@ -352,6 +352,11 @@ impl LoadArgs {
             return Err(ArgsError::NothingCounted);
         }
         Ok(Window { from_ns: from.as_nanos() as u64, to_ns: to.map_or(u64::MAX, |to| to.as_nanos() as u64) })
+    }
+
+    /// Requests sent before the run.
+    pub fn warmup(&self) -> u64 {
+        self.warmup.unwrap_or(0)
     }
 
     /// Most requests in flight.

@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 use std::time::SystemTime;
 
 use crate::calibrate::Calibration;
-use crate::page::{head, heading};
+use crate::page::{head, heading, notes};
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 use crate::report::{Metric, PERCENTILES, Setup, Tally};
 use crate::table::variation;
@@ -46,7 +46,7 @@ impl Display for Page<'_> {
         head(f, &title, "")?;
         heading(f, &title, target, self.date, what)?;
         self.summary(f)?;
-        self.notes(f)?;
+        notes(f, &self.tally.notes(self.setup))?;
         self.distributions(f)?;
         self.timeline(f)?;
         self.faults(f)?;
@@ -89,18 +89,6 @@ impl Page<'_> {
         }
         writeln!(f, r#"<div class="tile"><span>failed</span><b{failed}>{}</b></div>"#, tally.failed())?;
         writeln!(f, "</div>")
-    }
-
-    fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let notes = self.tally.notes(self.setup);
-        if notes.is_empty() {
-            return Ok(());
-        }
-        writeln!(f, r#"<ul class="notes">"#)?;
-        for note in &notes {
-            writeln!(f, "<li>{}</li>", Escaped(note))?;
-        }
-        writeln!(f, "</ul>")
     }
 
     fn distributions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

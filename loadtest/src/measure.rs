@@ -60,12 +60,12 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let victim = args.faults.victim(&workload.target.address()).await?;
     let screen = Screen::new(args.quiet);
     let mut tallies = Vec::new();
-    let mut first_index = args.warmup;
+    let mut first_index = args.warmup();
     for run in 0..args.runs {
         let pacing = match &trace {
             Some(trace) => {
                 // Lengths follow the index: each run begins with the trace's first, even if the last one was cut.
-                first_index = args.warmup + u64::from(run) * trace.count();
+                first_index = args.warmup() + u64::from(run) * trace.count();
                 Pacing::Open { arrivals: Box::new(trace.due_times()), max_in_flight: args.max_concurrency() }
             }
             None => args.pacing(run)?,
@@ -121,7 +121,7 @@ pub async fn prepare(args: &LoadArgs, trace: Option<Arc<Trace>>, stop: &Cancella
         model,
         prompts: Prompts::of_words(args.seed).sharing(args.shared_prefix),
         shapes: match trace {
-            Some(trace) => Shapes::Trace { trace, first_index: args.warmup },
+            Some(trace) => Shapes::Trace { trace, first_index: args.warmup() },
             None => Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: args.seed },
         },
         min_tokens: args.min_tokens,
@@ -181,7 +181,7 @@ fn setup_of(args: &LoadArgs, workload: &Workload) -> Setup {
         min_tokens: args.min_tokens,
         shared_prefix: args.shared_prefix,
         ignore_eos: args.ignore_eos,
-        warmup: args.warmup,
+        warmup: args.warmup(),
         calibration: None,
         notes: Vec::new(),
     }
@@ -221,19 +221,19 @@ async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, St
 
 /// Sends the requests that are not counted, as many at a time as the run itself may, and notes how many failed.
 async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationToken, setup: &mut Setup) {
-    let concurrency = args.max_concurrency().min(usize::try_from(args.warmup).unwrap_or(usize::MAX));
+    let concurrency = args.max_concurrency().min(usize::try_from(args.warmup()).unwrap_or(usize::MAX));
     let load = Load {
         pacing: Pacing::Closed { concurrency },
-        extent: Extent::Requests(args.warmup),
+        extent: Extent::Requests(args.warmup()),
         first_index: 0,
         conducts: Conducts::default(),
     };
     let mut running = drive::start(workload.clone(), load, stop.clone());
     let mut tally = Tally::default();
-    let _view = Screen::new(args.quiet).watch("warm-up", Extent::Requests(args.warmup), &running);
+    let _view = Screen::new(args.quiet).watch("warm-up", Extent::Requests(args.warmup()), &running);
     collect(&mut running, &mut tally, |_| ()).await;
     if tally.failed() > 0 {
-        setup.notes.push(format!("{} of {} warm-up requests failed", tally.failed(), args.warmup));
+        setup.notes.push(format!("{} of {} warm-up requests failed", tally.failed(), args.warmup()));
     }
 }
 

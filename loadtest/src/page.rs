@@ -25,6 +25,18 @@ pub fn heading(f: &mut fmt::Formatter<'_>, title: &str, target: &str, date: Syst
     writeln!(f, r#"<p class="muted">{target} · {date} · looplane {version} · {what}</p>"#)
 }
 
+/// What a reader has to know to trust the figures, as a list where there is anything.
+pub fn notes(f: &mut fmt::Formatter<'_>, notes: &[String]) -> fmt::Result {
+    if notes.is_empty() {
+        return Ok(());
+    }
+    writeln!(f, r#"<ul class="notes">"#)?;
+    for note in notes {
+        writeln!(f, "<li>{}</li>", Escaped(note))?;
+    }
+    writeln!(f, "</ul>")
+}
+
 /// `YYYYMMDD-HHMMSS` as people write it.
 pub fn readable(date: &str) -> String {
     let (day, time) = (&date[..8], &date[9..]);

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::{LoadArgs, RateArg};
 use crate::arrivals::RATE_RANGE;
+use crate::calibrate::TOLERATED_MS;
 use crate::drive::{self, Extent, Load, Workload};
 use crate::faults::Conducts;
 use crate::live::Screen;
@@ -101,12 +102,25 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         load.requests_file.is_none() && load.runs == 1,
         "--requests-file and --runs are of a run at one rate: give that rate with --rate, without saturate"
     );
+    ensure!(
+        load.exclude_start.is_none() && load.exclude_end.is_none(),
+        "a step counts whole and is judged by its second half: leave --exclude-start and --exclude-end out"
+    );
+    ensure!(
+        load.read_limit.is_none(),
+        "--read-limit is of what the server says of itself, and a search looks at it from outside: leave it out"
+    );
+    ensure!(
+        !load.calibrate,
+        "a search does not know beforehand how many streams it opens: measure the load tester itself with \
+         `looplane loadtest calibrate --streams N`, and leave --calibrate out"
+    );
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
     ensure!(load.faults.are_none(), "a rate is searched without faults: ask for them at one rate, without saturate");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
     let json = load.json.as_deref().map(open_for_report).transpose()?;
     let html = load.html.as_deref().map(open_for_report).transpose()?;
-    let Prepared { workload, setup } = prepare(load, None, stop).await?;
+    let Prepared { workload, mut setup } = prepare(load, None, stop).await?;
     let mut out = io::stdout();
     writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;
     for note in &setup.notes {
@@ -114,7 +128,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
     }
     writeln!(out, "{HEAD}")?;
 
-    let mut next_index = load.warmup;
+    let mut next_index = load.warmup();
     let mut steps: Vec<Step> = Vec::new();
     let mut search = Search { next: args.from, bears: None, falls_behind_at: None };
     while let Some(rate_per_s) = search.next_rate(args.precision) {
@@ -131,6 +145,10 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         steps.push(step);
     }
     steps.sort_by(|a, b| a.rate_per_s.total_cmp(&b.rate_per_s));
+    if let Some(note) = lateness(&steps) {
+        writeln!(out, "note: {note}").context("cannot print the search")?;
+        setup.notes.push(note);
+    }
     if let Some(file) = json {
         let report = json!({
             "target": setup.target,
@@ -168,6 +186,18 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         (None, _) => bail!("it falls behind at {} requests a second already: begin lower (--from)", args.from),
         (Some(bears), None) => bail!("it keeps up with {bears} requests a second, and no more can be sent"),
     }
+}
+
+/// At which rate the load tester itself was latest, where that is more than a report can bear.
+fn lateness(steps: &[Step]) -> Option<String> {
+    let lags = steps.iter().filter_map(|step| Some((step.time_ms("client_lag", 99.0)?, step.rate_per_s)));
+    let (late_ms, rate_per_s) =
+        lags.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(late_ms, _)| *late_ms > TOLERATED_MS)?;
+    Some(format!(
+        "the load tester itself was late: one in a hundred of its own timers by {late_ms:.1} ms or more at \
+         {rate_per_s:.3} requests a second, and less at other rates; so may every time be, and the server may bear more: \
+         measure from a quieter or larger machine"
+    ))
 }
 
 const HEAD: &str =

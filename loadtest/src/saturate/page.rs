@@ -4,8 +4,8 @@ use std::fmt::{self, Display};
 use std::time::SystemTime;
 
 use super::{Step, Verdict};
-use crate::page::{head, heading};
-use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
+use crate::page::{head, heading, notes};
+use crate::plot::{Axis, Mark, Plot, STEPS, Series};
 
 /// Columns of the table of steps.
 const COLUMNS: [&str; 8] =
@@ -42,13 +42,7 @@ impl Display for Page<'_> {
         head(f, &title, "")?;
         heading(f, &title, self.target, self.date, &self.what)?;
         self.summary(f)?;
-        if !self.notes.is_empty() {
-            writeln!(f, r#"<ul class="notes">"#)?;
-            for note in self.notes {
-                writeln!(f, "<li>{}</li>", Escaped(note))?;
-            }
-            writeln!(f, "</ul>")?;
-        }
+        notes(f, self.notes)?;
         self.plots(f)?;
         self.table(f)?;
         writeln!(f, "</body>\n</html>")

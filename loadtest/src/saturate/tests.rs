@@ -1,5 +1,6 @@
 use super::*;
 use crate::arrivals::{ArrivalProcess, Arrivals, Rate};
+use crate::distribution::Distribution;
 use crate::lengths::Lengths;
 use crate::mock::{Fault, Mock};
 use clap::Parser;
@@ -48,6 +49,19 @@ fn a_queue_that_grows_is_told_from_one_that_varies() {
 }
 
 #[test]
+fn a_load_tester_that_was_late_is_said_with_its_worst_rate() {
+    let step = |rate_per_s: f64, late_ms: u64| {
+        let (mut tally, mut lags) = (Tally::default(), Distribution::default());
+        lags.record_ns(late_ms * 1_000_000);
+        tally.close(1, lags);
+        Step { rate_per_s, tally, arrived: Arrived::default(), verdict: Verdict::KeepsUp }
+    };
+    assert_eq!(lateness(&[step(1.0, 1), step(2.0, 4)]), None);
+    let note = lateness(&[step(1.0, 1), step(2.0, 30), step(4.0, 9)]).expect("late");
+    assert!(note.contains("by 30.0 ms or more at 2.000 requests a second"), "{note}");
+}
+
+#[test]
 fn rates_are_doubled_and_then_halved_into() {
     let mut search = Search { next: 1.0, bears: None, falls_behind_at: None };
     let mut tried = Vec::new();
@@ -89,5 +103,9 @@ async fn a_server_that_turns_all_away_and_options_that_do_not_fit_are_errors() {
     assert!(refusal("--requests-file x").await.contains("--requests-file"));
     assert!(refusal("--cancel 10%@1s").await.contains("without faults"));
     assert!(refusal("--turns 2").await.contains("--turns"));
+    assert!(refusal("--exclude-start 1s").await.contains("judged by its second half"));
+    assert!(refusal("--exclude-end 1s --duration 5s").await.contains("judged by its second half"));
+    assert!(refusal("--read-limit 40").await.contains("--read-limit"));
+    assert!(refusal("--calibrate").await.contains("loadtest calibrate"));
     assert!(refusal("--from 0").await.contains("--from is 0"));
 }

@@ -167,16 +167,28 @@ impl Figures {
                 times(count) + &back
             }),
         );
+        if rows.is_empty() {
+            let why = "none: it answered too few questions, does not say enough, or began to count again meanwhile";
+            rows.push(("figures", why.into()));
+        }
         rows
     }
 }
 
 /// "once", "3 times".
-fn times(count: f64) -> String {
+pub fn times(count: f64) -> String {
     if count == 1.0 { "once".into() } else { format!("{count:.0} times") }
 }
 
 impl ServerSide {
+    /// How many groups of workers the server lost over the whole run; none where it does not say.
+    pub fn worker_losses(&self) -> Option<f64> {
+        match self {
+            ServerSide::Unknown(_) => None,
+            ServerSide::Seen(series) => series.figures((0.0, f64::INFINITY)).worker_losses,
+        }
+    }
+
     /// The part of the report's JSON about the counted part of a run, and what was said at each look.
     pub fn to_json(&self, tally: &Tally) -> Value {
         let series = match self {

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::client::Client;
 use crate::record::Clock;
-pub use figures::{Figures, Range};
+pub use figures::{Figures, Range, times};
 pub use read_limit::ReadLimitArg;
 pub use snapshot::{Field, Snapshot};
 
@@ -100,12 +100,19 @@ async fn follow(
     let mut due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
     due.set_missed_tick_behavior(MissedTickBehavior::Skip);
     loop {
-        let is_last = tokio::select! {
-            biased;
-            () = over.cancelled() => true,
-            _ = due.tick() => false,
+        let look = over.run_until_cancelled(async {
+            due.tick().await;
+            ask(&client).await
+        });
+        // A look that is under way when the run is over is given up for the last one: a server that does not answer must
+        // not keep the report waiting twice.
+        let look = look.await;
+        let is_last = look.is_none();
+        let said = match look {
+            Some(said) => said,
+            None => ask(&client).await,
         };
-        series.add(clock.now_ns() as f64 / 1e9, ask(&client).await);
+        series.add(clock.now_ns() as f64 / 1e9, said);
         if is_last {
             return ServerSide::Seen(series);
         }

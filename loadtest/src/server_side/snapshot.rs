@@ -75,6 +75,9 @@ const NAMES: &[(Field, &[&str])] = &[
 /// Whose names a server speaks, and the prefix that they have.
 const DIALECTS: [(&str, &str); 2] = [("Looplane", "looplane_"), ("vLLM", "vllm:")];
 
+/// Above all that a server can have counted: a count beyond it is none, and sums of such would be without end.
+const MOST: f64 = 1e24;
+
 /// What a server said at one moment; none of what it does not say.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Snapshot {
@@ -87,8 +90,10 @@ impl Snapshot {
     /// Reads the answer of `/metrics`; none if it has no name that is known. Series that differ in labels only are
     /// added up, but for the share of the cache, of which the largest counts.
     pub fn read(text: &str) -> Option<Self> {
+        // An answer that is too long to be read whole is cut anywhere, and half a number is another one.
+        let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         DIALECTS.iter().find_map(|&(dialect, prefix)| {
-            let samples: Vec<(&str, f64)> = text.lines().filter_map(|line| sample(line, prefix)).collect();
+            let samples: Vec<(&str, f64)> = lines.clone().filter_map(|line| sample(line, prefix)).collect();
             let of_name = |field: Field, name: &str| {
                 let of_name = samples.iter().filter(|(found, _)| *found == name).map(|(_, value)| *value);
                 of_name.reduce(|a, b| if field == Field::KvUsage { a.max(b) } else { a + b })
@@ -121,7 +126,7 @@ fn sample<'a>(line: &'a str, prefix: &str) -> Option<(&'a str, f64)> {
     let (name, rest) = line.split_at(name_end);
     let values = if rest.starts_with('{') { &rest[labels_end(rest)?..] } else { rest };
     let value = values.split_whitespace().next()?.parse::<f64>().ok()?;
-    value.is_finite().then_some((name, value))
+    (0.0..=MOST).contains(&value).then_some((name, value))
 }
 
 /// Where the labels end that `text` begins with: behind the brace that is in no quotes.
@@ -145,9 +150,9 @@ mod tests {
 
     #[test]
     fn every_field_is_read_under_its_name() {
-        let lines = NAMES.iter().enumerate().map(|(value, (_, names))| format!("looplane_{} {value}", names[0]));
+        let lines = NAMES.iter().enumerate().map(|(value, (_, names))| format!("looplane_{} {value}\n", names[0]));
         let text: Vec<String> = lines.collect();
-        let snapshot = Snapshot::read(&text.join("\n")).expect("known names");
+        let snapshot = Snapshot::read(&text.concat()).expect("known names");
         assert_eq!(snapshot.dialect, "Looplane");
         for (value, (field, _)) in NAMES.iter().enumerate() {
             assert_eq!(snapshot.get(*field), Some(value as f64), "{field:?}");
@@ -170,8 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn half_a_line_and_values_that_are_no_counts_are_not_taken() {
+        let read = |text: &str| Snapshot::read(text).expect("known names");
+        let cut = read("vllm:num_requests_running 3\nvllm:generation_tokens_total 12");
+        assert_eq!((cut.get(Field::Running), cut.get(Field::GenerationTokens)), (Some(3.0), None));
+        for value in ["-1", "1e300", "inf", "NaN"] {
+            let text = format!("looplane_num_requests_running 3\nlooplane_step_duration_seconds_count {value}\n");
+            assert_eq!(read(&text).get(Field::Steps), None, "{value}");
+        }
+        // A machine that reads 80 TB/s for a month is past 10^20.
+        assert_eq!(read("looplane_step_read_bytes_total 2e20\n").get(Field::ReadBytes), Some(2e20));
+    }
+
+    #[test]
     fn counts_that_fall_are_no_growth() {
-        let of = |steps: u32| Snapshot::read(&format!("looplane_step_duration_seconds_count {steps}")).expect("known");
+        let of =
+            |steps: u32| Snapshot::read(&format!("looplane_step_duration_seconds_count {steps}\n")).expect("known");
         assert_eq!(of(9).since(&of(4), Field::Steps), Some(5.0));
         assert_eq!((of(3).since(&of(4), Field::Steps), of(9).since(&of(4), Field::Rows)), (None, None));
     }

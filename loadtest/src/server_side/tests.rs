@@ -3,6 +3,7 @@ use crate::faults::Conduct;
 use crate::mock::{Fault, Mock};
 use crate::record::RequestRecord;
 use crate::report::{Tally, Window};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// What Looplane says after so many seconds at a step every 10 ms.
 fn said(seconds: f64, running: u32, kv_usage: f64) -> (f64, Snapshot) {
@@ -161,6 +162,48 @@ async fn a_server_is_asked_before_during_and_after() {
     assert_eq!(last.since(first, Field::PromptTokens), Some(9.0));
     assert_eq!(series.said[1].1.get(Field::Running), Some(1.0), "asked while it answered");
     assert_eq!(series.figures((0.0, 1.3)).running, Some(Range { mean: 1.0, most: 1.0 }));
+}
+
+/// Answers the first and the third question, in the second's stead nothing.
+async fn silent_at_second() -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let base = format!("http://{}", listener.local_addr().expect("bound"));
+    tokio::spawn(async move {
+        let mut held = Vec::new();
+        for question in 1.. {
+            let (mut stream, _) = listener.accept().await.expect("a client");
+            if question == 2 {
+                held.push(stream);
+                continue;
+            }
+            stream.read_u8().await.expect("a question");
+            let body = "looplane_num_requests_running 1\n";
+            let length = body.len();
+            let answer = format!("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}");
+            stream.write_all(answer.as_bytes()).await.expect("it listens");
+            held.push(stream);
+        }
+    });
+    base
+}
+
+#[tokio::test]
+async fn a_question_that_is_open_when_the_run_is_over_is_given_up() {
+    let before = Before::ask(&silent_at_second().await, None).await;
+    let watch = before.watch(Clock::start(), None);
+    tokio::time::sleep(PERIOD + Duration::from_millis(300)).await;
+    let ending = std::time::Instant::now();
+    let ServerSide::Seen(series) = watch.end().await else { panic!("it answered the first question") };
+    assert!(ending.elapsed() < ANSWER_LIMIT / 2, "{:?}", ending.elapsed());
+    assert_eq!((series.said.len(), series.missed), (2, 0));
+}
+
+#[test]
+fn a_server_of_which_nothing_follows_is_said_to_have_no_figures() {
+    let mut tally = Tally::default();
+    tally.set_server_side(ServerSide::Seen(Series { said: vec![said(0.0, 0, 0.0)], missed: 3, read_limit_gb_s: None }));
+    let page = Written(&tally).to_string();
+    assert!(page.contains("<th>figures</th><td>none: it answered too few questions"), "{page}");
 }
 
 #[tokio::test]

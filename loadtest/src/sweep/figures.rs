@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::calibrate::TOLERATED_MS;
+use crate::server_side::times;
 
 /// Where the servers of a sweep compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -39,7 +40,7 @@ pub struct Sweep {
     pub settings: Vec<(String, String)>,
     /// What each size was measured under.
     pub loads: Vec<LoadPoint>,
-    /// In the order in which they were asked for.
+    /// Ascending.
     pub sizes: Vec<Size>,
     /// What a reader has to know to trust the figures.
     pub notes: Vec<String>,
@@ -96,6 +97,8 @@ pub struct Level {
     pub p99_itl_ms: Option<f64>,
     /// 99th percentile of how late the load tester's own timers were, in ms.
     pub p99_client_lag_ms: Option<f64>,
+    /// Groups of workers that the server lost meanwhile; none where it does not say.
+    pub worker_losses: Option<f64>,
     /// Positions that a sequence sees in the mean over its output.
     pub mean_context: f64,
     /// File beside the report that holds all of the run.
@@ -305,6 +308,15 @@ impl Sweep {
         for (tp, level) in levels().filter(|(_, level)| level.failed > 0) {
             let (name, sent) = (&self.loads[level.load].name, level.completed + level.failed);
             remarks.push(format!("TP {tp}, {name}: {} of {sent} requests failed, see {}", level.failed, level.file));
+        }
+        for (tp, level) in levels() {
+            if let Some(losses) = level.worker_losses.filter(|losses| *losses > 0.0) {
+                let (name, losses, file) = (&self.loads[level.load].name, times(losses), &level.file);
+                remarks.push(format!(
+                    "TP {tp}, {name}: workers died under this load ({losses}), and its figures hold the wait for new ones, \
+                     see {file}"
+                ));
+            }
         }
         let lag = |(tp, level): (u32, &Level)| Some((level.p99_client_lag_ms?, tp, level.load));
         let latest = levels().filter_map(lag).max_by(|a, b| a.0.total_cmp(&b.0));

@@ -29,8 +29,10 @@ pub use predict::{Scaling, predict};
 use crate::args::LoadArgs;
 use crate::drive::{self, Load};
 use crate::faults::Conducts;
+use crate::live::Screen;
 use crate::measure::{Prepared, prepare};
 use crate::report::Tally;
+use crate::server_side::{Before, ServerSide};
 use child::{Child, ChildError};
 use plan::{Plan, ascending, plan};
 use predict::{FITTED, MOST_STREAMS};
@@ -144,7 +146,10 @@ impl Plan {
         stop: &CancellationToken,
     ) -> anyhow::Result<Level> {
         let load = LoadArgs { target: base.to_owned(), ..load.clone() };
+        let name = sweep.loads[place].name.clone();
+        let title = format!("TP {tp}, {name}");
         let Prepared { workload, setup } = prepare(&load, None, stop).await?;
+        sweep.notes.extend(setup.notes.iter().map(|note| format!("{title}: {note}")));
         let (prompt_lengths, output_lengths) = setup.shapes.in_words();
         sweep.model = Some(setup.model.clone());
         sweep.settings = vec![
@@ -155,15 +160,19 @@ impl Plan {
             ("seed".into(), setup.seed.to_string()),
         ];
         sweep.settings.extend(sweep.threads.map(|n| ("compute threads of a worker".into(), n.to_string())));
-        let (pacing, conducts) = (load.pacing(0)?, Conducts::default());
-        let pacing = Load { pacing, extent: load.extent(), first_index: load.warmup, conducts };
+        let (pacing, extent, conducts) = (load.pacing(0)?, load.extent(), Conducts::default());
+        let pacing = Load { pacing, extent, first_index: load.warmup(), conducts };
+        let before = Before::ask(&load.target, None).await;
         let mut running = drive::start(workload, pacing, stop.clone());
+        let watch = before.watch(running.clock, None);
+        let view = Screen::new(load.quiet).watch(&title, extent, &running);
         let mut tally = Tally::new(self.window, load.slo);
         while let Some(record) = running.records.recv().await {
             tally.add(&record);
         }
         tally.close(running.peak_in_flight(), running.lags());
-        let name = &sweep.loads[place].name;
+        drop(view);
+        tally.set_server_side(watch.end().await);
         if tally.completed() == 0 {
             let example = tally.errors().iter().max_by_key(|(_, (count, _))| count);
             match example {
@@ -178,16 +187,19 @@ impl Plan {
         Ok(Level::new(place, &tally, file))
     }
 
-    /// Predicts what was not measured, where there is a model for it.
+    /// Predicts what was not measured, where there is a model for it, and what was, to test the model.
     async fn predict(&self, sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
-        if self.device == Device::Cpu {
-            return Ok(());
-        }
         let streams: Vec<u32> =
             sweep.loads.iter().filter_map(|load| load.streams).filter(|streams| *streams <= MOST_STREAMS).collect();
         let benched: Vec<u32> = sweep.sizes.iter().filter(|size| size.traffic.is_some()).map(|size| size.tp).collect();
+        let is_fitted = FITTED.iter().all(|tp| benched.contains(tp));
+        let is_lacking = sweep.sizes.iter().any(|size| size.measured.is_empty());
+        let can_be_tested = is_fitted && !streams.is_empty();
+        if self.device == Device::Cpu || !(is_lacking || can_be_tested) {
+            return Ok(());
+        }
         ensure!(!streams.is_empty(), "the scaling model calculates closed loops of up to {MOST_STREAMS} streams");
-        ensure!(FITTED.iter().all(|tp| benched.contains(tp)), "that takes measured sizes 1 and 2");
+        ensure!(is_fitted, "that takes measured sizes 1 and 2");
         let commands = self.commands.as_ref().context("the model's directory is not known: name it with --model")?;
         let context = sweep.sizes.iter().map(context_of).fold(0.0, f64::max);
         let scaling = commands.scaling(&benched, &streams, context, stop).await?;
@@ -220,6 +232,7 @@ impl Level {
             p99_ttft_ms: percentile("ttft", 99.0),
             p99_itl_ms: percentile("itl", 99.0),
             p99_client_lag_ms: percentile("client_lag", 99.0),
+            worker_losses: tally.server_side().and_then(ServerSide::worker_losses),
             mean_context: (tally.prompt_tokens() as f64 + tally.output_tokens() as f64 / 2.0) / completed,
             file,
         }

@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 
 use super::figures::{Device, How, Row, Sweep};
 use super::table::{cells, heads, legend, line};
-use crate::page::{head, readable};
+use crate::page::{head, notes, readable};
 use crate::plot::{Axis, Escaped, Mark, Plot, STEPS, Series};
 
 /// Rules of this page beside those of all reports.
@@ -17,6 +17,7 @@ const SMALL_STEPS: u32 = 6;
 const WIDE_STEPS: u32 = 12;
 /// Room above the highest point.
 const HEADROOM: f64 = 1.05;
+
 /// Writes a sweep; see [`Display`].
 pub struct Page<'a>(pub &'a Sweep);
 
@@ -28,7 +29,7 @@ impl Display for Page<'_> {
         head(f, &title, STYLE)?;
         writeln!(f, "<h1>{}</h1>", Escaped(&title))?;
         writeln!(f, r#"<p class="muted">{} · {}</p>"#, readable(&sweep.date), Escaped(&sweep.head()))?;
-        self.notes(f)?;
+        notes(f, &self.notes())?;
         if sweep.sizes.iter().any(|size| !size.measured.is_empty()) {
             self.over_sizes(f)?;
             self.interactivity(f)?;
@@ -42,19 +43,13 @@ impl Display for Page<'_> {
 }
 
 impl Page<'_> {
-    fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Why sizes were not measured, and what else a reader has to know.
+    fn notes(&self) -> Vec<String> {
         let sweep = self.0;
         let unmeasured = sweep.sizes.iter().filter(|size| size.not_measured.is_some());
         let mut notes: Vec<String> = unmeasured.map(|size| line(sweep, size)).collect();
         notes.extend(sweep.remarks());
-        if notes.is_empty() {
-            return Ok(());
-        }
-        writeln!(f, r#"<ul class="notes">"#)?;
-        for note in &notes {
-            writeln!(f, "<li>{}</li>", Escaped(note))?;
-        }
-        writeln!(f, "</ul>")
+        notes
     }
 
     /// Tokens a second and efficiency over the sizes, a plot for each load.

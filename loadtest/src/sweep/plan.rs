@@ -28,10 +28,11 @@ const NO_TARGET: &str = "http://127.0.0.1:8000";
         .help("Model directory as Hugging Face lays it out [default: the demo model that comes with Looplane]")),
     mut_arg("requests", |arg| arg.help("Send so many requests in each load [default: as many as 30 s take]")),
     mut_arg("concurrency", |arg| arg.help("Closed loop: a single load with so many requests in flight")),
-    mut_arg("warmup", |arg| arg.hide_default_value(true).help(
-        "Requests to send before each load, which are not counted [default: as many as are in flight]")),
+    mut_arg("warmup", |arg| arg.help(
+        "Requests to send before each load, which are not counted [default: as many as are in flight; 0 with --rate]")),
     mut_arg("ignore_eos", not_here), mut_arg("target", not_here), mut_arg("api_key", not_here),
     mut_arg("trace", not_here), mut_arg("runs", not_here), mut_arg("calibrate", not_here), mut_arg("json", not_here),
+    mut_arg("read_limit", not_here),
     mut_arg("html", not_here), mut_arg("requests_file", not_here)
 )]
 pub struct SweepArgs {
@@ -171,6 +172,10 @@ fn refuse_other_options(load: &LoadArgs) -> anyhow::Result<()> {
         load.trace.is_none() && load.runs == 1 && !load.calibrate,
         "--trace, --runs and --calibrate are of a single load: measure that without sweep"
     );
+    ensure!(
+        load.read_limit.is_none(),
+        "a sweep has the read limit of each size from the bench, which it runs itself: leave --read-limit out"
+    );
     ensure!(load.faults.are_none(), "a sweep measures servers that nothing happens to: ask for faults without sweep");
     Ok(())
 }
@@ -210,8 +215,8 @@ fn loads(args: &SweepArgs, load: LoadArgs) -> anyhow::Result<Vec<LoadArgs>> {
     for load in &mut loads {
         load.pacing(0)?;
         load.window()?;
-        if load.warmup == 0 && load.rate.is_none() {
-            load.warmup = load.max_concurrency() as u64;
+        if load.rate.is_none() {
+            load.warmup.get_or_insert(load.max_concurrency() as u64);
         }
     }
     Ok(loads)

@@ -84,10 +84,13 @@ pub fn predict(sweep: &mut Sweep, scaling: &Scaling) {
         };
         let step = |tp| scaling.predicted.iter().find(|step| (step.tensor_parallel, step.batch) == (tp, streams));
         let added = added(&sweep.sizes, load, f64::from(streams), |tp| step(tp).map(|step| step.step_ms));
-        let Some((to_token, to_gap)) = added else {
-            let name = &sweep.loads[load].name;
-            sweep.notes.push(format!("{name}: not predicted, as that takes measured sizes 1 and 2"));
-            continue;
+        let (to_token, to_gap) = match added {
+            Ok(added) => added,
+            Err(why) => {
+                let name = &sweep.loads[load].name;
+                sweep.notes.push(format!("{name}: not predicted, as {why}"));
+                continue;
+            }
         };
         for size in &mut sweep.sizes {
             let Some(step) = step(size.tp) else { continue };
@@ -119,18 +122,24 @@ pub fn predict(sweep: &mut Sweep, scaling: &Scaling) {
     }
 }
 
-/// What serving adds to the time of a token of `streams` users, and to that between two tokens of one; none where a
-/// fitted size was not measured.
-fn added(sizes: &[Size], load: usize, streams: f64, step_ms: impl Fn(u32) -> Option<f64>) -> Option<(Added, Added)> {
+/// What serving adds to the time of a token of `streams` users, and to that between two tokens of one; or what that
+/// lacks.
+fn added(
+    sizes: &[Size],
+    load: usize,
+    streams: f64,
+    step_ms: impl Fn(u32) -> Option<f64>,
+) -> Result<(Added, Added), &'static str> {
     let mut on_token = [0.0; FITTED.len()];
     let mut on_gap = on_token;
     for (place, tp) in FITTED.into_iter().enumerate() {
-        let level = sizes.iter().find(|size| size.tp == tp)?.level(load)?;
-        let step_ms = step_ms(tp)?;
+        let level = sizes.iter().find(|size| size.tp == tp).and_then(|size| size.level(load));
+        let (level, step_ms) = level.zip(step_ms(tp)).ok_or("that takes measured sizes 1 and 2")?;
+        let tpot_ms = level.mean_tpot_ms.ok_or("answers of one token have no time between tokens")?;
         on_token[place] = streams * 1e3 / level.output_throughput - step_ms;
-        on_gap[place] = level.mean_tpot_ms? - step_ms;
+        on_gap[place] = tpot_ms - step_ms;
     }
-    Some((Added::fit(on_token), Added::fit(on_gap)))
+    Ok((Added::fit(on_token), Added::fit(on_gap)))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 use super::*;
 use crate::markup::{Element, elements, within};
 use crate::report::Window;
+use crate::server_side::{Series, Snapshot};
 use clap::{CommandFactory, Parser};
 use serde_json::json;
 use std::time::Duration;
@@ -129,6 +130,53 @@ fn predictions_are_fitted_on_one_and_two_and_tested_on_four() {
     predict(&mut without_two, &scaling());
     assert!(without_two.rows(0).iter().all(|row| row.how == How::Measured));
     assert!(without_two.notes[0].contains("takes measured sizes 1 and 2"), "{:?}", without_two.notes);
+    let mut of_one_token = on_gpus();
+    of_one_token.sizes[1].measured[0].mean_tpot_ms = None;
+    predict(&mut of_one_token, &scaling());
+    let first = &of_one_token.notes[0];
+    assert_eq!(first, "1 stream: not predicted, as answers of one token have no time between tokens");
+}
+
+#[tokio::test]
+async fn a_missing_prediction_is_noted_only_where_a_size_was_not_measured() {
+    let (plan, mut sweep) = plan::plan(&parse("--tp 4 --device cpu")).expect("valid");
+    let plan = Plan { device: Device::Cuda, ..plan };
+    sweep.sizes = on_gpus().sizes.into_iter().filter(|size| size.tp == 4).collect();
+    plan.predict(&mut sweep, &CancellationToken::new()).await.expect("nothing to predict");
+    sweep.sizes.extend(on_gpus().sizes.into_iter().filter(|size| size.tp == 8));
+    let why = plan.predict(&mut sweep, &CancellationToken::new()).await.expect_err("8 is not measured").to_string();
+    assert!(why.contains("measured sizes 1 and 2"), "{why}");
+}
+
+/// Puts the first load that `line` describes on `mock`.
+async fn loaded(mock: crate::mock::Mock, folder: &Path, line: &str) -> (Level, Sweep) {
+    let mock = mock.serve().await;
+    let args = SweepArgs { out: folder.into(), ..parse(&format!("{line} --device cpu --prompt-tokens 6")) };
+    let (plan, mut sweep) = plan::plan(&args).expect("valid");
+    let level = plan.put_load(&mock.base, 2, 0, &plan.loads[0], &mut sweep, &CancellationToken::new()).await;
+    (level.expect("it answers"), sweep)
+}
+
+#[tokio::test]
+async fn a_load_keeps_what_the_server_says_of_itself_and_notes_of_its_beginning() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let line = "--concurrency 2 --requests 4 --max-tokens 3 --quiet";
+    let mock = crate::mock::Mock { fault: crate::mock::Fault::NoUsage, ..Default::default() };
+    let (level, sweep) = loaded(mock, folder.path(), line).await;
+    assert_eq!((level.completed, level.worker_losses), (4, None), "the mock has no workers");
+    let report: serde_json::Value =
+        serde_json::from_slice(&fs::read(folder.path().join(&level.file)).expect("kept")).expect("JSON");
+    assert_eq!(report["server_side"]["names"], "vLLM");
+    let last = sweep.notes.last().expect("prompts cannot be sized");
+    assert!(last.starts_with("TP 2, 2 streams: prompts have a word for each token"), "{last}");
+
+    let mut tally = Tally::default();
+    let said = [0, 2].map(|losses| {
+        let text = format!("looplane_worker_losses_total {losses}\n");
+        (f64::from(losses), Snapshot::read(&text).expect("Looplane's name"))
+    });
+    tally.set_server_side(ServerSide::Seen(Series { said: said.into(), missed: 0, read_limit_gb_s: None }));
+    assert_eq!(Level::new(0, &tally, "x.json".into()).worker_losses, Some(2.0));
 }
 
 #[test]
@@ -194,6 +242,8 @@ fn workers_without_a_core_of_their_own_are_no_scaling() {
     sweep.sizes[1].measured.truncate(2);
     sweep.sizes[1].not_measured = Some("stopped by the user".into());
     sweep.sizes[1].measured[1].p99_client_lag_ms = Some(7.5);
+    sweep.sizes[0].measured[1].worker_losses = Some(2.0);
+    sweep.sizes[0].measured[2].worker_losses = Some(0.0);
     assert_eq!(
         sweep.rows(0).iter().map(|row| row.how).collect::<Vec<_>>(),
         [How::Measured, How::Measured, How::Overhead]
@@ -203,6 +253,9 @@ fn workers_without_a_core_of_their_own_are_no_scaling() {
     assert!(text.contains("TP 1, 1 stream: 3 of 103 requests failed, see x.json"), "{text}");
     assert!(text.contains("TP 2 is measured under 2 of 3 loads: stopped by the user"), "{text}");
     assert!(text.contains("late by 7.5 ms or more at TP 2, 8 streams"), "{text}");
+    let died = "TP 1, 8 streams: workers died under this load (2 times)";
+    assert!(text.contains(died) && page.contains(died) && text.matches("workers died").count() == 1, "{text}");
+    assert_eq!(sweep.to_json().expect("JSON")["sizes"][0]["measured"][1]["worker_losses"], 2.0);
     within(&elements(&page));
     assert!(page.contains("more than cores") && page.contains("TP 4 on 2 cores") && page.contains("workers</text>"));
     assert!(!page.contains("predicted"));
@@ -217,7 +270,11 @@ fn a_sweep_is_a_few_closed_loops_unless_told_otherwise() {
     let names: Vec<&str> = sweep.loads.iter().map(|load| load.name.as_str()).collect();
     assert_eq!(names, ["1 stream", "8 streams", "32 streams"]);
     assert_eq!(sweep.loads[1].pacing, "closed loop, 8 at a time, 30s");
-    assert!(plan.loads.iter().all(|load| load.ignore_eos && load.model.is_none() && load.warmup > 0));
+    assert!(
+        plan.loads
+            .iter()
+            .all(|load| load.ignore_eos && load.model.is_none() && load.warmup == Some(load.max_concurrency() as u64))
+    );
     assert_eq!(plan.window, Window { from_ns: 0, to_ns: 30_000_000_000 });
     let threads = (sweep.cores / 2).max(1).to_string();
     let serve: Vec<&str> = plan.serve.iter().filter_map(|word| word.to_str()).collect();
@@ -229,6 +286,11 @@ fn a_sweep_is_a_few_closed_loops_unless_told_otherwise() {
     );
     let one = plan::plan(&parse("--concurrency 4 --device cpu")).expect("valid").1;
     assert_eq!((one.loads.len(), one.loads[0].streams), (1, Some(4)));
+    let warmups = |line: &str| -> Vec<u64> {
+        plan::plan(&parse(line)).expect("valid").0.loads.iter().map(LoadArgs::warmup).collect()
+    };
+    assert_eq!(warmups("--device cpu --warmup 0"), [0, 0, 0], "as it was asked for");
+    assert_eq!(warmups("--device cpu --rate 5"), [0]);
 }
 
 #[test]
@@ -242,6 +304,7 @@ fn options_that_do_not_fit_a_sweep_are_refused() {
     assert!(refusal("--json x.json").contains("--out"));
     assert!(refusal("--runs 3").contains("of a single load"));
     assert!(refusal("--half-open 3").contains("without sweep"));
+    assert!(refusal("--read-limit 40").contains("from the bench"));
     assert!(refusal("--device cuda").contains("no GPU"));
     let mut on_gpu = parse("--threads 2");
     on_gpu.machine.gpus = 1;

@@ -60,8 +60,8 @@ pub use args::{ArgsError, ArrivalsArg, CompareArgs, LoadArgs, LoadtestArgs, Load
 use compare::Comparison;
 
 /// Runs the load that `args` describe against their target, prints the report on standard output and writes it to
-/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C, SIGTERM or
-/// SIGHUP ends a run early, and what was measured until then is reported.
+/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C, SIGTERM or SIGHUP ends a run early, and what
+/// was measured until then is reported.
 ///
 /// # Errors
 /// Options that contradict each other, a target that cannot be used or names no model, a file that cannot be written,
@@ -69,20 +69,20 @@ use compare::Comparison;
 /// be started.
 pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
     match &args.command {
-        None => until_ctrl_c(async |stop| measure::run(&args.load, stop).await).await,
+        None => until_signal(async |stop| measure::run(&args.load, stop).await).await,
         Some(LoadtestCommand::Compare(files)) => {
             let comparison = Comparison::read(&files.a, &files.b)?.to_string();
             io::stdout().write_all(comparison.as_bytes()).context("cannot print the comparison")
         }
-        Some(LoadtestCommand::Saturate(args)) => until_ctrl_c(async |stop| saturate::run(args, stop).await).await,
-        Some(LoadtestCommand::Sweep(args)) => until_ctrl_c(async |stop| sweep::run(args, stop).await).await,
-        Some(LoadtestCommand::Calibrate(args)) => until_ctrl_c(async |stop| calibrate::run(args, stop).await).await,
+        Some(LoadtestCommand::Saturate(args)) => until_signal(async |stop| saturate::run(args, stop).await).await,
+        Some(LoadtestCommand::Sweep(args)) => until_signal(async |stop| sweep::run(args, stop).await).await,
+        Some(LoadtestCommand::Calibrate(args)) => until_signal(async |stop| calibrate::run(args, stop).await).await,
         Some(LoadtestCommand::Mock(args)) => mock::run(args).await,
     }
 }
 
 /// Runs `work` with a token that Ctrl-C cancels, or SIGTERM, or the end of the terminal (SIGHUP).
-async fn until_ctrl_c<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::Result<T>) -> anyhow::Result<T> {
+async fn until_signal<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let stop = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     // Under nohup the run is to outlive its terminal.

@@ -11,11 +11,11 @@ test:
 # The tests that need a GPU; without one they fail. The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 gpu:
     test -e target/full_size.safetensors || python3 worker/kernels/tests/full_size.py target/full_size.safetensors
-    LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib cuda:: -- --test-threads 1
+    LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib cuda:: -- --test-threads 1
 
-# Groups of ranks, on as many GPUs as there are (a group that is larger shares one), and what ties them together.
+# Groups of ranks, on as many GPUs as there are (a group that is larger shares one, up to 16 ranks side by side), and what ties them together.
 gpu-tp:
-    LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
+    LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
 
 # The README's figures of a GPU, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
 gpu-figures *ARGS:

@@ -18,7 +18,7 @@ use crate::plan::KvLayout;
 use crate::sampling::{Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingParams, Serial};
 
 /// Set: a machine without a GPU fails the tests.
-const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
+pub(super) const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
 /// Bound on the relative L2 error of a single position's logits against fp32. Seen: 0.032 (mistral-window). transformers' own bf16 run
 /// has positions of 0.035 there and of 0.050 on llama-tied (bf16.py on a CPU, where its RMS are those of the GPU within 2 %).
 const LOGITS_RELATIVE_L2: f64 = 0.04;

@@ -4,8 +4,7 @@
 //! block's share of the read limit whenever there is room, and consumers empty it faster than that. A step is a sequence of
 //! phases; before each, consumers wait for an exchange (all blocks have ended the phase before, and their words have come), while
 //! the tank fills. What an exchange costs is therefore what its wait is longer than the tank takes to fill, and that
-//! the tanks of blocks with fewer bytes run full before the fullest block has ended. That a few fuller blocks of gate and up get more
-//! than an even share (`kUnevenGateUp` in kernels/looped_decoder.cu) is not in it: it says 6 % too much for 70b on four GPUs.
+//! the tanks of blocks with fewer bytes run full before the fullest block has ended.
 //!
 //! ```text
 //! layer   qkv <- sums of down (chip and ranks)   K and V <- q (chip)   o <- attention's leaves, its output (2 x chip)
@@ -13,8 +12,9 @@
 //! step    layers, LM head <- sums of down, then: best token, embedding (2 x chip and ranks)
 //! ```
 //!
-//! An exchange over the chip takes `exchange_us` and `value_us` for each thousand values (columns of the pass times hidden size); one
-//! across ranks `rank_us` more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`). Microbenchmarks
+//! An exchange over the chip takes `exchange_us` and `value_us` for each thousand values that every block reads: the columns of the pass times the hidden size for x, times a rank's share of
+//! heads and of the intermediate size for the inputs of o and down, nothing for q and attention's leaves, which few blocks read. One
+//! across ranks takes `rank_us` more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`). Microbenchmarks
 //! give the constants of [`Machine`], a fit those of [`Costs`].
 
 use crate::cuda::{Layout, best_blocks};
@@ -90,6 +90,8 @@ pub struct Cut {
     peers: usize,
     config: ModelConfig,
     kv_heads: usize,
+    /// Values of o's and of down's input.
+    inputs: [usize; 2],
     /// Thread blocks of a GPU.
     blocks: usize,
     /// Bytes of qkv, o, gate/up, down and LM head of a block, each as often as once: blocks with the same bytes do the same.
@@ -133,6 +135,7 @@ impl Cut {
             peers: ranks - 1,
             config: config.clone(),
             kv_heads: layout.rank().kv_heads.len(),
+            inputs: [layout.rank().heads.len() * config.head_dim, config.intermediate_size / ranks],
             blocks,
             shares,
             mean,
@@ -175,10 +178,11 @@ impl Cut {
         let [of_1, of_8] = VALUE_BYTES;
         let (columns, reach, value_bytes) =
             if batch == 1 { (1.0, costs.reach, of_1) } else { (8.0, costs.reach_of_8, of_8) };
-        let values = columns * self.config.hidden_size as f64;
-        let chip = costs.exchange_us + costs.value_us * values / 1e3;
-        let link = self.peers as f64 * values * value_bytes / machine.link_gb_s / 1e3;
-        let both = chip + if self.peers > 0 { costs.rank_us + link } else { 0.0 };
+        let chip = |values: usize| costs.exchange_us + costs.value_us * columns * values as f64 / 1e3;
+        let hidden = self.config.hidden_size;
+        let link = self.peers as f64 * columns * hidden as f64 * value_bytes / machine.link_gb_s / 1e3;
+        let both = chip(hidden) + if self.peers > 0 { costs.rank_us + link } else { 0.0 };
+        let [attention, activation] = self.inputs.map(chip);
         let kv = self.kv_bytes(batch, context);
 
         let mut tanks = Tanks::new(self.shares.len(), reach * machine.read_gb_s * 1e3 / self.blocks as f64, machine);
@@ -186,10 +190,10 @@ impl Cut {
             let begun = tanks.time;
             for _ in 0..self.config.num_layers {
                 tanks.phase(both, self.shares.iter().map(|share| share[0]));
-                tanks.phase(chip, self.shares.iter().map(|_| kv));
-                tanks.phase(2.0 * chip, self.shares.iter().map(|share| share[1]));
+                tanks.phase(chip(0), self.shares.iter().map(|_| kv));
+                tanks.phase(chip(0) + attention, self.shares.iter().map(|share| share[1]));
                 tanks.phase(both, self.shares.iter().map(|share| share[2]));
-                tanks.phase(chip, self.shares.iter().map(|share| share[3]));
+                tanks.phase(activation, self.shares.iter().map(|share| share[3]));
             }
             tanks.phase(both, self.shares.iter().map(|share| share[4]));
             tanks.phase(2.0 * both + costs.step_us, self.shares.iter().map(|_| 0.0));

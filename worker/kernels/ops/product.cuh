@@ -12,12 +12,12 @@ LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
 }
 
 /// B fragments of STEPS k blocks of a vector, whose words begin at `words`, for the columns of `active`. With SQUARES it is a whole leaf, and returns
-/// the sum of squares of this lane's column over it: by eights as a tree, the eights in order.
+/// the sum of squares of this lane's column over it, as a binary tree (a tree of eights, where there are eights for one, else these in order).
 template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag, u32 active, u32 (*b)[2], u32 site) {
   using Leaf = Vector<1, STEPS, SQUARES>;
   constexpr int EIGHTS = (STEPS + 7) / 8;
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
-  float sum = 0;
+  float eights[EIGHTS] = {};
   if constexpr (kTaggedVectors) {
     // One column: the 32 lanes share the words and hand them out.
     u32 x[EIGHTS], y[EIGHTS], squares[EIGHTS];
@@ -33,7 +33,7 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
       float q = __uint_as_float(squares[e]);
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) q += shuffle_xor(q, d);
-      sum += q;
+      eights[e] = q;
     }
   } else {
     const bool on = active >> g & 1;
@@ -61,9 +61,14 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
       float eight = (square(quad.x, 0) + square(quad.y, 1)) + (square(quad.z, 2) + square(quad.w, 3));
       eight += shuffle_xor(eight, 1);
 #pragma unroll
-      for (int e = 0; e < 2 && row * 2 + e < EIGHTS; e++) sum += shuffle(eight, (lane & ~3) + 2 * e);
+      for (int e = 0; e < 2 && row * 2 + e < EIGHTS; e++) eights[row * 2 + e] = shuffle(eight, (lane & ~3) + 2 * e);
     }
   }
+  if constexpr (!SQUARES) return 0;
+  if constexpr ((EIGHTS & (EIGHTS - 1)) == 0) return tree_sum<EIGHTS>(eights);
+  float sum = eights[0];
+#pragma unroll
+  for (int e = 1; e < EIGHTS; e++) sum += eights[e];
   return sum;
 }
 

@@ -7,6 +7,7 @@ use super::gpu::{REQUIRE_GPU, choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
 use super::wide::{llama_1b, random, swapped};
 use crate::batch::Plan;
+use crate::cuda::layout::tests::llama_70b;
 use crate::cuda::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Options, probe};
 use crate::decoder::{Decoder, Fault, LoadRequest, outcome_stream, plan_stream};
@@ -151,15 +152,14 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     assert!(plain.0 != swapped.0);
 }
 
-/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles
-/// of the residual than passes of prompts take.
+/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row
+/// tiles of the residual than passes of prompts take. Of the second, as wide as 70b, it does on a whole GPU, of four with three tiles of
+/// gate and up each; one GPU alone has narrow passes for it, so that both kinds are compared.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {
         return;
     }
-    let config = ModelConfig { max_positions: 2048, ..llama_1b() };
-    let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
     let one = LoadRequest { max_slots: 40, max_batch_tokens: 512, kv_pages: 240, ..request("random") };
     let prompt = |i: u32| (0..1 + i * i % 300).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
     let mut requests: Vec<_> = (0..40).map(|i| Request::greedy(&prompt(i), 6 + i % 9)).collect();
@@ -167,15 +167,23 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     for (request, choosy) in requests.iter_mut().step_by(4).zip(if apart(2) { choosy_requests() } else { Vec::new() }) {
         *request = Request { prompt: request.prompt.clone(), max_tokens: request.max_tokens, ..choosy };
     }
-    let whole = yields(load_rank(&one, &options), plans(&requests, 512, 512, 40), requests.len(), true);
-    for (ranks, chunk, steps, eager) in [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)] {
-        if ranks > 2 && !apart(ranks) {
-            continue;
+    let wide_hidden = ModelConfig { num_layers: 1, vocab_size: 2048, intermediate_size: 12_288, ..llama_70b() };
+    for (config, shared) in [(llama_1b(), 2), (wide_hidden, 1)] {
+        let config = ModelConfig { max_positions: 2048, ..config };
+        let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+        let groups = [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)];
+        let groups = groups.into_iter().filter(|(ranks, ..)| apart(*ranks) || *ranks <= shared);
+        let mut whole = None;
+        for (ranks, chunk, steps, eager) in groups {
+            let plans_of = |chunk, steps| plans(&requests, chunk, 512, steps);
+            let whole =
+                whole.get_or_insert_with(|| yields(load_rank(&one, &options), plans_of(512, 40), requests.len(), true));
+            let group = group(&one, ranks, &Way { options: options.clone(), ..Way::default() });
+            assert_eq!(group[0].decoder.launcher.passes().columns(), 64, "{ranks} ranks");
+            let got = group_yields(group, &plans_of(chunk, steps), requests.len(), eager);
+            let hidden = config.hidden_size;
+            assert!(got == *whole, "{hidden}, {ranks} ranks, chunks of {chunk}, plans of {steps} steps");
         }
-        let group = group(&one, ranks, &Way { options: options.clone(), ..Way::default() });
-        assert_eq!(group[0].decoder.launcher.passes().columns(), 64, "{ranks} ranks");
-        let got = group_yields(group, &plans(&requests, chunk, 512, steps), requests.len(), eager);
-        assert!(got == whole, "{ranks} ranks, chunks of {chunk}, plans of {steps} steps");
     }
 }
 

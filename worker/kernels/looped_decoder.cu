@@ -38,10 +38,6 @@ LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::la
 /// While attention is being waited for, three exchanges in a row queue behind what is in flight: then o streams with fewer bytes in flight, unless the rings take
 /// all of it.
 constexpr bool kPacedOut = O::bytes / kBlocks > kRings * Shared::slots * kSlotBytes;
-/// Whether blocks with a pair of gate and up more than others hurry: if they are few, since all wait for them otherwise (70b on four GPUs, 52 of 132: 1.6 to 2.8 % of a step), and shares large. Where
-/// they are many, flags queue behind what is in flight (70b on two, 104 of 132: 5 % lost; 8b on four, 96 of 128: 2 %).
-constexpr int kFullerBlocks = GateUp::groups % kBlocks;
-constexpr bool kUnevenGateUp = kRanks > 1 && kFullerBlocks > 0 && 2 * kFullerBlocks < kBlocks && GateUp::bytes / kBlocks >= 1 << 20;
 
 LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
@@ -65,7 +61,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       reached(launch, step, kProducer, layer, 3);
       producer.stream<O, kPacedOut>(weights + kOOffset);
       reached(launch, step, kProducer, layer, 4);
-      producer.stream<GateUp, false, kUnevenGateUp>(weights + kGateUpOffset);
+      producer.stream<GateUp, false>(weights + kGateUpOffset);
       reached(launch, step, kProducer, layer, 5);
       producer.stream<Down, false>(weights + kDownOffset);
       reached(launch, step, kProducer, layer, 6);

@@ -204,12 +204,15 @@ struct Team {
     reached(launch, step, warp_index(), layer, 6);
 #pragma unroll 1
     for (int pass = 0; pass < GateUpOwn::passes(); pass++) {
-      float sum[2][GateUpOwn::columns / 2];
+      float sum[GateUpOwn::warp_tiles][GateUpOwn::columns / 2];
       const int unit = GateUpOwn::unit(), width = GateUpOwn::width(pass, unit);
       sum_unit<GateUpOwn>(consumer, unit, width, sum);
-      if constexpr (GateUpOwn::thin) join_gate_and_up(shared, sum);
       if (pass == 0) wait_norm(1, generation_of(step, layer));
-      if (width > 0 && !(GateUpOwn::thin && GateUpOwn::second())) write_activation(launch, shared, GateUpOwn::first_tile() / 2 + pass * GateUpOwn::pass_units + unit, first_column<GateUpOwn>(), sum);
+#pragma unroll
+      for (int t = 0; t < GateUpOwn::warp_tiles; t++) {
+        const int tile = GateUpOwn::thin ? GateUpOwn::second() : t;  // of the unit
+        if (tile < width) write_activation(launch, shared, GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile, first_column<GateUpOwn>(), sum[t]);
+      }
     }
     reached(launch, step, warp_index(), layer, 7);
     publish(launch, Words::activation_ready + rank_block() / kActivationBlocks * Words::counter);

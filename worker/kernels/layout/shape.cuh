@@ -46,18 +46,18 @@ constexpr int most_leaves(int n) {
 /// This block among those of its rank.
 LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % LP_BLOCKS; }
 
-/// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a group (a tile, or a pair of gate and up) is dealt
-/// to a block whole.
+/// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block whole.
 /// Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never cut by tensor parallelism, and wide passes
 /// cannot hold what a tree of 16 leaves leaves open. WAYS 2: a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
 /// unit of the stream; otherwise a warp has its leaf of both.
-template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, bool ASCENDING = false, int WAYS = 1> struct Product {
-  static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS, groups = TILES / GROUP;
+template <int TILES, int LEAVES, int LEAF_STEPS, bool ASCENDING = false, int WAYS = 1> struct Product {
+  static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS;
   static constexpr bool ascending = ASCENDING;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
-  LP_DEVICE static constexpr int first_tile(int block) { return (int)((long long)block * groups / kBlocks) * GROUP; }
-  static constexpr int most_tiles = (groups + kBlocks - 1) / kBlocks * GROUP, least_tiles = groups / kBlocks * GROUP;
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)((u32)block * tiles / kBlocks); }
+  static_assert((long long)TILES * kBlocks < 1ll << 31, "so 32 bits will do");
+  static constexpr int most_tiles = (tiles + kBlocks - 1) / kBlocks;
   static constexpr bool together = false;  // with another product
   /// The leaf of consumer warp `warp`, and to which of a set's tiles it belongs first.
   LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }
@@ -71,40 +71,55 @@ constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards, kDownLeaves
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
 constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
-using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, 1, false, leaf_ways(kHeadLeaves)>;
-using GateUp = Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, 2, true>;
+using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, false, leaf_ways(kHeadLeaves)>;
+/// A tile has 8 rows of gate, then the same 8 of up, so a lane has both sums of a product of theirs: of k block b of down's input tile 2b has 0 to 3 and 8 to 11, tile 2b + 1 the others
+/// (gate_up_k). Each writes whole words of the vector. The two stay together where no block gets fuller by it: 8b on four GPUs takes 2 % longer if 64 blocks have 4 tiles and 64 have 3
+/// than if 96 have 4 and 32 have 2.
+struct GateUp : Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, true> {
+  static constexpr int pairs = tiles / 2;
+  static constexpr bool in_pairs = 2 * ((pairs + kBlocks - 1) / kBlocks) == most_tiles;
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)(in_pairs ? (u32)block * pairs / kBlocks * 2 : (u32)block * tiles / kBlocks); }
+};
+/// Which k of its k block of down's input row `row` (0 to 7) of tile `tile` of gate and up is.
+LP_DEVICE constexpr int gate_up_k(int tile, int row) { return (row >> 2) * 8 + (tile & 1) * 4 + (row & 3); }
 /// Of several ranks q, k and v have too few tiles for even shares, and they are as long as those of gate and up. TOGETHER a block's share of both is even; apart q, k and v are spread by themselves,
-/// and the first blocks of a round have one more of them, the last ones a pair of gate and up. The first tile of q, k, v of a block.
-template <bool TOGETHER> LP_DEVICE constexpr long long first_of_qkv(long long block, long long tiles, long long pairs) {
-  return TOGETHER ? block * (tiles + 2 * pairs) / kBlocks - 2 * (block * pairs / kBlocks) : (block * tiles + kBlocks - 1) / kBlocks;
+/// and the first blocks of a round have one more of them, the last ones more of gate and up. The first tile of q, k, v of a block.
+template <bool TOGETHER> LP_DEVICE constexpr long long first_of_qkv(long long block, long long tiles) {
+  return TOGETHER ? block * (tiles + GateUp::tiles) / kBlocks - GateUp::first_tile((int)block) : (block * tiles + kBlocks - 1) / kBlocks;
 }
 struct Fullest {
   long long qkv, both;  // most tiles of q, k, v that a block has, and with those of gate and up
 };
-template <bool TOGETHER> constexpr Fullest fullest_block(long long tiles, long long pairs) {
+template <bool TOGETHER> constexpr Fullest fullest_block(long long tiles) {
   Fullest most{};
-  for (long long block = 0; block < kBlocks; block++) {
-    const long long own = first_of_qkv<TOGETHER>(block + 1, tiles, pairs) - first_of_qkv<TOGETHER>(block, tiles, pairs);
-    const long long both = own + 2 * ((block + 1) * pairs / kBlocks - block * pairs / kBlocks);
+  for (int block = 0; block < kBlocks; block++) {
+    const long long own = first_of_qkv<TOGETHER>(block + 1, tiles) - first_of_qkv<TOGETHER>(block, tiles);
+    const long long both = own + GateUp::first_tile(block + 1) - GateUp::first_tile(block);
     most = Fullest{own > most.qkv ? own : most.qkv, both > most.both ? both : most.both};
   }
   return most;
 }
 /// Attention waits for the block with the most tiles of q, k, v: apart they are dealt if that makes them fewer and no block fuller, or if together a block would have to give one back.
-constexpr bool dealt_together(long long tiles, long long pairs) {
-  const Fullest together = fullest_block<true>(tiles, pairs), apart = fullest_block<false>(tiles, pairs);
-  return (tiles + 2 * pairs) / kBlocks >= 2 * ((pairs + kBlocks - 1) / kBlocks) && (together.qkv <= apart.qkv || together.both < apart.both);
+constexpr bool dealt_together(long long tiles) {
+  const Fullest together = fullest_block<true>(tiles), apart = fullest_block<false>(tiles);
+  return (tiles + GateUp::tiles) / kBlocks >= GateUp::most_tiles && (together.qkv <= apart.qkv || together.both < apart.both);
 }
-struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, 1> {
-  static constexpr bool together = kRanks > 1 && dealt_together(tiles, GateUp::groups);
-  LP_DEVICE static constexpr int first_tile(int block) { return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles, GateUp::groups) : (long long)block * groups / kBlocks); }
+struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps> {
+  static constexpr bool together = kRanks > 1 && dealt_together(tiles);
+  LP_DEVICE static constexpr int first_tile(int block) { return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles) : (u32)block * tiles / kBlocks); }
 };
-using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, 1, false, leaf_ways(kDownLeaves)>;
+using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, false, leaf_ways(kDownLeaves)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
-using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, 1, true>;
+using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, true>;
+template <class P> constexpr int tiles_of(int block) { return P::first_tile(block + 1) - P::first_tile(block); }
+constexpr bool a_block_idles() {
+  for (int block = 0; block < kBlocks; block++)
+    if (tiles_of<O>(block) == 0 && tiles_of<GateUp>(block) == 0) return true;  // nor of down, which has the rows of o
+  return false;
+}
 /// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part of a step, so they may fall behind (layout/words.cuh, sync/steps.cuh).
-constexpr bool kIdleBlocks = O::groups < kBlocks && GateUp::groups < kBlocks;
+constexpr bool kIdleBlocks = a_block_idles();
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
 
@@ -115,7 +130,7 @@ LP_DEVICE constexpr int fragment_byte(int row, int k) {
 /// Byte of weight (row, k) of the LM head within its product: the embedding of a tied model.
 LP_DEVICE u64 head_byte(int row, int k) {
   const int tile = row / 16;
-  const int block = (int)(((long long)(tile + 1) * kBlocks - 1) / Head::groups);
+  const int block = (int)(((long long)(tile + 1) * kBlocks - 1) / Head::tiles);
   const int first = Head::first_tile(block), end = Head::first_tile(block + 1);
   const int unit = first + ((tile - first) & ~1), width = unit + 1 < end ? 2 : 1;
   return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment + fragment_byte(row % 16, k % 16);

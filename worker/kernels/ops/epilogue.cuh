@@ -315,16 +315,37 @@ struct Epilogue {
       if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
     forget(told, active);
   }
+  /// silu(gate) * up: of a tile two words of a k block of down's input. Lanes 0 to 7 of a tile have gate, lanes 8 to 15 up; they meet in the former for the lower half of the columns, in the latter
+  /// for the upper half.
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
-    const int first = GateUp::first_tile(rank_block()) / 2, sets = Epilogue::sets<GateUp>();
+    constexpr int EACH = (kEpilogueColumns + 1) / 2;  // columns
+    const int first = GateUp::first_tile(rank_block()), end = GateUp::first_tile(rank_block() + 1), sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
       take<GateUp>(s == 0 ? 1 : -1);
+      const bool upper = kColumns > 1 && row() >= 8, odd = row() & 1;
+      float v[EACH];
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) {
-        const float gate = y[c] * inverse[c], up = shuffle_xor(gate, 16);
-        y[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+      for (int c = 0; c < kEpilogueColumns; c++) y[c] *= inverse[c];
+#pragma unroll
+      for (int c = 0; c < EACH; c++) {
+        const int high = kEpilogueColumns - EACH + c;
+        const float own = upper ? y[high] : y[c], other = shuffle_xor(upper ? y[c] : y[high], 8);
+        const float gate = upper ? other : own, up = upper ? own : other;
+        v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
       }
-      publish<ActivationVector>(vectors + Vectors::activation, first + s, y, active, tag, half() == 0);
+      // Of two rows and one column a lane, then of the two rows that are four further: a word of k 2t, 2t + 1 | 2t + 8, 2t + 9.
+      static_assert(gate_up_k(0, 1) == 1 && gate_up_k(0, 2) == 2 && gate_up_k(0, 4) == 8 && gate_up_k(1, 0) == 4, "words 0 and 1 are of an even tile, 2 and 3 of an odd one");
+      u32 low;
+      if constexpr (kColumns == 1) {
+        low = bf16_pair(v[0], shuffle_xor(v[0], 1));
+      } else {
+        const float mine = odd ? v[1] : v[0], other = shuffle_xor(odd ? v[0] : v[1], 1);
+        low = odd ? bf16_pair(other, mine) : bf16_pair(mine, other);
+      }
+      const u32 high = shuffle_xor(low, 4);
+      const int tile = first + 2 * s + half();
+      const bool on = tile < end && row() % 8 < 4 && (kColumns == 8 || (row() < 4 && row() % 2 == 0));
+      if (on && active >> word_column() & 1) put_word(launch.words + vectors + Vectors::activation + ActivationVector::word(tile / 2, word_column(), tile % 2 * 2 + row() % 4 / 2), low, high, tag, 0);
     }
   }
   /// Makes this warp's share of a turn's vectors "not there".

@@ -3,8 +3,7 @@
 // the lanes work side by side (one thread for a common ring needs about 430 clocks a chunk).
 //
 // Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring has landed; the rest
-// of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns. Of a product that is UNEVEN (kUnevenGateUp) blocks with the
-// larger share have twice as much in flight: memory serves each by what it has there, and all end at about the same time.
+// of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings into L2 what comes later, in small pieces: from there
 // the ring fills faster than from memory once they go on.
@@ -35,16 +34,16 @@ struct Producer {
 
   LP_DEVICE Producer(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_first()) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// The next chunk of each lane that is `on`, with so many chunks of a ring in flight.
-  template <bool PACED> LP_DEVICE void issue(bool on, const u8* from, u32 bytes, u32 in_flight = 1) {
+  /// The next chunk of each lane that is `on`.
+  template <bool PACED> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
     constexpr u32 HALF = kRings / 2;
     if constexpr (PACED) {
       u32 partner = shuffle_xor(chunk, HALF);
-      issue_lanes<true>(on && lane() < HALF, partner, from, bytes, in_flight);
+      issue_lanes<true>(on && lane() < HALF, partner, from, bytes);
       partner = shuffle_xor(chunk, HALF);
-      issue_lanes<true>(on && lane() >= HALF, partner, from, bytes, in_flight);
+      issue_lanes<true>(on && lane() >= HALF, partner, from, bytes);
     } else {
-      issue_lanes<false>(on, 0, from, bytes, in_flight);
+      issue_lanes<false>(on, 0, from, bytes);
     }
   }
   /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product: to the leaf that comes first in the ring.
@@ -54,10 +53,9 @@ struct Producer {
     ahead = product + (u64)tile * P::steps * kFragment + lane() * leaf_bytes;
     ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0 : leaf_bytes < kAheadBytes ? leaf_bytes : kAheadBytes;
   }
-  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. UNEVEN: a block that has more than the smallest share hurries.
-  template <class P, bool PACED, bool UNEVEN = false> LP_DEVICE void stream(const u8* product) {
+  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending.
+  template <class P, bool PACED> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
-    const u32 in_flight = UNEVEN && end - P::first_tile(rank_block()) > P::least_tiles ? 2 : 1;
     for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
       const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * kFragment);
       // Leaves of the second tile of a set with ways follow those of the first.
@@ -69,7 +67,7 @@ struct Producer {
         steps = leaf_end - k < chunk_steps ? leaf_end - k : chunk_steps;
 #pragma unroll
         for (u32 w = 0; w < kRingWarps; w++)
-          issue<PACED>(P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end), leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment, in_flight);
+          issue<PACED>(P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end), leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment);
       }
     }
     ahead_bytes = 0;
@@ -78,7 +76,7 @@ struct Producer {
  private:
   LP_DEVICE bool landed(u32 ring, u32 chunk) const { return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk)); }
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
-  template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes, u32 in_flight) {
+  template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes) {
     const u32 ring = lane();
     const Clocks begun = clocks();
     while (any_lane(todo)) {
@@ -93,7 +91,7 @@ struct Producer {
         }
         continue;
       }
-      if (chunk >= in_flight && !landed(ring, chunk - in_flight)) continue;
+      if (chunk > 0 && !landed(ring, chunk - 1)) continue;
       if (PACED && partner > 0 && !landed(ring ^ (kRings / 2), partner - 1)) continue;
       const u32 barrier = full_barrier(shared, ring, chunk);
       mbarrier_expect(barrier, bytes);

@@ -229,40 +229,21 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
   if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
 }
 
-/// Units are thin where the sums of up fit what the peer does not send to in down: it may do that while this block is still here.
-constexpr u32 kUpBytes = kColumns * 32;  // of a tile, a warpgroup's columns
-constexpr bool kThinGateUp = !kPrompt && GateUp::most_tiles <= 4 && (!DownCut::halves || GateUp::most_tiles * kUpBytes <= Receive::first_received<DownCut> * Receive::tile_bytes<DownCut>);
-using GateUpOwn = Own<GateUp, kThinGateUp>;
-/// Of thin units, whose gate and up are two warps': up goes to the warp that has gate, as sum[1].
-LP_DEVICE void join_gate_and_up(u32 shared, float (*sum)[GateUpOwn::columns / 2]) {
-  constexpr int R = GateUpOwn::columns / 2;
-  const int unit = GateUpOwn::unit();
-  const u32 at = shared + Shared::receive + ((warp_index() >> 2) * GateUpOwn::pass_units + unit) * kUpBytes + lane_index() * 16;
-  const bool on = unit < GateUpOwn::pass_units;
-#pragma unroll
-  for (int i = 0; i < R; i += 4)
-    if (on && GateUpOwn::second()) store_shared_16(at + i * 128, sum[0] + i);
-  consumers_sync();
-#pragma unroll
-  for (int i = 0; i < R; i += 4) {
-    const Quad v = on ? load_shared_16(at + i * 128) : Quad{};
-    sum[1][i] = __uint_as_float(v.x), sum[1][i + 1] = __uint_as_float(v.y), sum[1][i + 2] = __uint_as_float(v.z), sum[1][i + 3] = __uint_as_float(v.w);
-  }
-}
-/// silu(gate) * up of a warp's unit, as a k block of down's input. Of columns 8 j .., sum[.][4 j + c] is (row g + 8 (c >> 1), column 2 t + (c & 1)).
-LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 pair_index, u32 first_column, const float (*sum)[GateUpOwn::columns / 2]) {
+using GateUpOwn = Own<GateUp, !kPrompt && GateUp::most_tiles <= 4>;
+/// silu(gate) * up of a tile, as 8 rows of a k block of down's input. Of columns 8 j .., sum[4 j + c] is column 2 t + (c & 1) of gate's row g, or, c over 1, of up's.
+LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 first_column, const float* sum) {
   const int lane = lane_index(), t = lane & 3;
 #pragma unroll
   for (int j = 0; j < GateUpOwn::columns / 8; j++) {
     const u32 column = first_column + 8 * j;
-    float v[4];
+    float v[2];
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const float inverse = inverse_of(shared, 1, column + 2 * t + (c & 1)), gate = sum[0][4 * j + c] * inverse, up = sum[1][4 * j + c] * inverse;
+    for (int c = 0; c < 2; c++) {
+      const float inverse = inverse_of(shared, 1, column + 2 * t + c), gate = sum[4 * j + c] * inverse, up = sum[4 * j + 2 + c] * inverse;
       v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
     }
-    u8* to = launch.words + Words::activation + vector_byte(pair_index, column, 0) + lane * 4;
-    store_u32(to, transpose_8x8(bf16_pair(v[0], v[1])));
-    store_u32(to + 128, transpose_8x8(bf16_pair(v[2], v[3])));
+    // Of a column the lane has rows 2 t and 2 t + 1 then.
+    const int k = gate_up_k(tile, 2 * t);
+    store_u32(launch.words + Words::activation + vector_byte(tile / 2, column + (lane >> 2), k / 8) + k % 8 * 2, transpose_8x8(bf16_pair(v[0], v[1])));
   }
 }

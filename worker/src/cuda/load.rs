@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 
+use super::blocks::best_blocks;
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
 use super::device::{Gpu, probe};
@@ -15,7 +16,7 @@ use super::fabric::{self, Fabric, Group};
 use super::gauge::{Gauge, Gauged};
 use super::heads::{PaddedHeads, padded};
 use super::kernel::Kernel;
-use super::layout::{Layout, best_blocks};
+use super::layout::Layout;
 use super::looped_decoder::LoopedDecoder;
 use super::numa::{self, Home};
 use super::pools::Memory;

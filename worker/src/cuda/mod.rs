@@ -4,6 +4,7 @@
 //! [`weights`], [`heads`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`looped_decoder`], [`engine`]). The
 //! driver is loaded when it is first asked for, so that the same binary runs on machines that have none.
 
+mod blocks;
 mod budget;
 mod cache;
 mod compile;
@@ -36,13 +37,14 @@ mod unlooped;
 mod variants;
 mod weights;
 
+pub(crate) use blocks::best_blocks;
 pub use cache::CACHE_VARIABLE;
 pub use compile::{Compiler, NVRTC_VARIABLE};
 pub use device::{Facts, probe};
 pub use error::CudaError;
 pub use fabric::survey;
 pub use gauge::{Gauge, Noted};
-pub(crate) use layout::{Layout, best_blocks};
+pub(crate) use layout::Layout;
 pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
 pub use read_limit::ReadLimit;

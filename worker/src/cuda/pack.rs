@@ -133,14 +133,11 @@ impl<'a> Packer<'a> {
         self.leaf.clear();
         self.leaf.resize(ROW_TILE * row_words, 0);
         for leaf in 0..panel.leaves {
-            for (first, run) in [0, ROW_TILE / 2].into_iter().zip(&rows.runs) {
-                self.values.resize(run.len() * k.len, bf16::ZERO);
-                if run.is_empty() {
-                    continue;
-                }
+            for run in &rows {
+                self.values.resize(run.rows.len() * k.len, bf16::ZERO);
                 let columns = k.columns(panel.first_leaf + leaf);
-                self.source.read(rows.tensor, run.clone(), columns, &mut self.values);
-                let padded: &mut [bf16] = bytemuck::cast_slice_mut(&mut self.leaf[first * row_words..]);
+                self.source.read(run.tensor, run.rows.clone(), columns, &mut self.values);
+                let padded: &mut [bf16] = bytemuck::cast_slice_mut(&mut self.leaf[run.at * row_words..]);
                 for (row, out) in self.values.chunks_exact(k.len).zip(padded.chunks_exact_mut(k.padded)) {
                     out[..k.len].copy_from_slice(row);
                 }
@@ -205,27 +202,31 @@ mod tests {
                 }
             }
         }
-        let groups = panel.tiles / panel.group;
-        let (group, pairs) = (tile / panel.group, layout.panel(Product::GateUp).tiles / 2);
+        let (tiles, others) = (panel.tiles, layout.panel(Product::GateUp).tiles);
         let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
-        // Tiles of qkv of each block: what its pairs leave of an even share of both, or an even share that is larger first.
+        // Tiles of each block: of gate and up twos, if the fullest block has no more of them so; of qkv what gate and up leave of an
+        // even share of both, or an even share that is larger first.
         let share = |all: usize, s: usize| (s + 1) * all / blocks - s * all / blocks;
         let shares = |own: &dyn Fn(usize) -> usize| (0..blocks).map(own).collect::<Vec<_>>();
-        let both = |own: &[usize]| own.iter().enumerate().map(|(s, n)| n + 2 * share(pairs, s)).max();
-        let most = shares(&|s| share(pairs, s)).into_iter().max().unwrap();
-        let apart = shares(&|s| ((s + 1) * groups).div_ceil(blocks) - (s * groups).div_ceil(blocks));
-        let own = if !evens_out {
-            shares(&|s| share(groups, s))
-        } else if (groups + 2 * pairs) / blocks < 2 * most {
+        let (twos, ones) = (shares(&|s| 2 * share(others / 2, s)), shares(&|s| share(others, s)));
+        let gate_up = if twos.iter().max() == ones.iter().max() { twos } else { ones };
+        let most = *gate_up.iter().max().unwrap();
+        let both = |own: &[usize]| own.iter().zip(&gate_up).map(|(own, other)| own + other).max();
+        let apart = shares(&|s| ((s + 1) * tiles).div_ceil(blocks) - (s * tiles).div_ceil(blocks));
+        let own = if product == Product::GateUp {
+            gate_up
+        } else if !evens_out {
+            shares(&|s| share(tiles, s))
+        } else if (tiles + others) / blocks < most {
             apart
         } else {
-            let together = shares(&|s| share(groups + 2 * pairs, s) - 2 * share(pairs, s));
+            let together = shares(&|s| share(tiles + others, s) - gate_up[s]);
             let fewer = apart.iter().max() < together.iter().max() && both(&apart) <= both(&together);
             if fewer { apart } else { together }
         };
         let before = |s: usize| own[..s].iter().sum::<usize>();
-        let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&group)).unwrap();
-        let (first, last) = (before(block) * panel.group, before(block + 1) * panel.group);
+        let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&tile)).unwrap();
+        let (first, last) = (before(block), before(block + 1));
         let single = layout.plan().tensor_parallel > 1 && [Product::AttentionOut, Product::Down].contains(&product);
         let most = if single { 1 } else { 2 };
         let unit = first + (tile - first) / most * most;
@@ -283,8 +284,11 @@ mod tests {
                 (Product::QueryKeyValue, (kv_head()? * (group + 2) + group + 1) * c.head_dim + dim, column)
             }
             LayerTensor::AttentionOut => (Product::AttentionOut, row, within(column, heads * c.head_dim, rank)?),
-            LayerTensor::Gate => (Product::GateUp, padded()? / 16 * 32 + padded()? % 16, column),
-            LayerTensor::Up => (Product::GateUp, padded()? / 16 * 32 + 16 + padded()? % 16, column),
+            // Two tiles have 16 rows of each; a row is in the tile that bit 2 says, and bits 3, 1 and 0 say where.
+            LayerTensor::Gate | LayerTensor::Up => {
+                let (row, up) = (padded()?, usize::from(tensor == LayerTensor::Up) * 8);
+                (Product::GateUp, row / 16 * 32 + (row >> 2 & 1) * 16 + (row >> 3 & 1) * 4 + row % 4 + up, column)
+            }
             LayerTensor::Down => (Product::Down, row, within(column, columns, rank)?),
             other => panic!("{other:?} is not packed"),
         })
@@ -318,12 +322,11 @@ mod tests {
     #[test]
     fn every_weight_is_where_the_layout_says_and_the_rest_is_zero() {
         // Leaves that need padding, an odd leaf, a vocabulary that is no multiple of 16, one block and more blocks than tiles.
-        // The hashes are of streams that were packed before there were ranks.
         for (dims, blocks, most, hash) in [
-            (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16, "0416f9239b7cd89b"),
-            (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1, "ae09b6420a028de0"),
-            (ModelConfig { hidden_size: 64, head_dim: 16, ..config(8, 8, 96, 64) }, 1, 1 << 30, "95ad0e739e2b8aaa"),
-            (ModelConfig { hidden_size: 64, head_dim: 128, ..config(2, 1, 24, 17) }, 100, 5000, "dd08c27ae0d4c97b"),
+            (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16, "746ec42f6ed742ac"),
+            (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1, "63838bdd1d4b0e77"),
+            (ModelConfig { hidden_size: 64, head_dim: 16, ..config(8, 8, 96, 64) }, 1, 1 << 30, "0a6c734c29b654a2"),
+            (ModelConfig { hidden_size: 64, head_dim: 128, ..config(2, 1, 24, 17) }, 100, 5000, "c73cc12882493aee"),
         ] {
             let layout = layout(&dims, blocks);
             let source = RandomSource { config: dims.clone(), seed: 5 };
@@ -380,7 +383,7 @@ mod tests {
                                     let at = fragment(&whole, 1, product, tile, [panel.first_leaf + leaf, step]);
                                     assert!(*mine == whole_stream[at..][..FRAGMENT_BYTES / 2], "{product:?} {rows:?}");
                                 }
-                                None => assert!(rows.runs.iter().all(Range::is_empty) && mine.iter().all(|x| *x == 0)),
+                                None => assert!(rows.is_empty() && mine.iter().all(|x| *x == 0)),
                             }
                         }
                     }

@@ -142,7 +142,7 @@ pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
             format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
         ),
         _ => {
-            let most = (0..blocks).map(|block| qkv.groups_of(block, blocks).len()).max().unwrap_or(0);
+            let most = (0..blocks).map(|block| qkv.tiles_of(block, blocks).len()).max().unwrap_or(0);
             (most <= 4, format!("a block owns {most} row tiles of q, k and v, more than 4"))
         }
     };
@@ -261,9 +261,9 @@ impl Variant {
 
 #[cfg(test)]
 mod tests {
+    use super::super::blocks::best_blocks;
     use super::super::gauge::Gauge;
     use super::super::heads::padded;
-    use super::super::layout::best_blocks;
     use super::super::layout::tests::{config, group, layout};
     use super::*;
     use crate::plan::Product;
@@ -329,12 +329,6 @@ mod tests {
                 let narrow = [[1; 5], [8; 5]].concat();
                 assert_eq!(columns, [&narrow, wide].concat(), "noting times; of narrow ones two modes more");
             }
-        }
-        // As many blocks as suit 8B's ranks are a power of two, which wide passes want.
-        for ranks in [2, 4, 8, 16] {
-            let config = ModelConfig { num_layers: 32, ..of(4096, 32, 14_336) };
-            let plan = group(&config, ranks, 128).remove(0).plan().clone();
-            assert_eq!(best_blocks(&plan, SMS), 128, "{ranks} ranks");
         }
     }
 

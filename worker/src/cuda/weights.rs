@@ -194,13 +194,14 @@ fn bias(layout: &Layout, source: &dyn Source) -> Vec<f32> {
             read(LayerTensor::ValueBias, kv),
         );
         for tile in 0..layout.panel(Product::QueryKeyValue).tiles {
-            let rows = layout.rows(layer, Product::QueryKeyValue, tile);
-            let values = match rows.tensor {
-                Tensor::Layer(_, LayerTensor::Query) => &q,
-                Tensor::Layer(_, LayerTensor::Key) => &k,
-                _ => &v,
-            };
-            biases.extend(rows.runs.into_iter().flatten().map(|row| values[row].to_f32()));
+            for run in layout.rows(layer, Product::QueryKeyValue, tile) {
+                let values = match run.tensor {
+                    Tensor::Layer(_, LayerTensor::Query) => &q,
+                    Tensor::Layer(_, LayerTensor::Key) => &k,
+                    _ => &v,
+                };
+                biases.extend(values[run.rows].iter().map(|value| value.to_f32()));
+            }
         }
     }
     biases

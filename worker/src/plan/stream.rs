@@ -3,7 +3,7 @@
 //!
 //! A product's packed weights are `[tiles][leaves of this rank][padded columns][ROW_TILE]` elements in some order that the
 //! backend chooses for the innermost two. A tile never straddles a head, nor the border between q, k and v; gate and up
-//! alternate tile by tile, so that whoever streams tile pair i has both factors of the same 16 columns of the product.
+//! alternate tile by tile (on a GPU by eight rows), so that whoever streams tile pair i has both factors of the same 16 columns of the product.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub enum Product {
     QueryKeyValue,
     /// Rows: hidden. K: heads of this rank, by leaf.
     AttentionOut,
-    /// Row tiles: gate, up, gate, up... of this rank's columns, each padded to whole tiles. K: hidden.
+    /// Row tiles: gate, up, gate, up... of this rank's columns, each padded to whole tiles; on a GPU half a tile of each. K: hidden.
     GateUp,
     /// Rows: hidden. K: intermediate columns of this rank, by leaf.
     Down,

@@ -72,7 +72,7 @@ int main() {
         stream.look_ahead<GateUp>(weights.data() + kGateUpOffset, 0);
         stream.stream<O, true>(weights.data() + kOOffset);
         stream.stream<GateUp, false>(weights.data() + kGateUpOffset);
-        stream.stream<Down, false, true>(weights.data() + kDownOffset);  // more tiles than the first block has, so it hurries
+        stream.stream<Down, false>(weights.data() + kDownOffset);
       }
       for (const auto& [from, bytes] : ahead) {
         const u64 at = from - weights.data();

@@ -142,11 +142,12 @@ struct Role {
       });
   }
   void publish_activation(Epilogue& epilogue, const Expected& expected, u32 vector, u32 active) const {
-    for (int k = GateUp::first_tile(blockIdx.x) / 2; k < GateUp::first_tile(blockIdx.x + 1) / 2; k++)
+    // A tile is two of the four words of a k block, which may be of two blocks.
+    for (int tile = GateUp::first_tile(blockIdx.x); tile < GateUp::first_tile(blockIdx.x + 1); tile++)
       each_lane([&] {
         float v[kEpilogueColumns];
-        for (int i = 0; i < kEpilogueColumns; i++) v[i] = expected.value(i, k, epilogue.word_column(), Epilogue::word());
-        epilogue.publish<ActivationVector>(vector, k, v, active, 0, Epilogue::half() == 0);
+        for (int i = 0; i < kEpilogueColumns; i++) v[i] = expected.value(i, tile / 2, epilogue.word_column(), Epilogue::word());
+        epilogue.publish<ActivationVector>(vector, tile / 2, v, active, 0, Epilogue::half() == 0 && Epilogue::word() / 2 == tile % 2);
       });
   }
   /// Token words to all blocks and from all; true if the launch is to end.

@@ -37,13 +37,13 @@ class Shape:
         self.eps, self.group, self.dim_tiles = 1e-5, heads // kv_heads, head_dim // 16
         self.down_leaves, self.o_leaves = most_leaves(intermediate * ranks) // ranks, most_leaves(heads * ranks) // ranks
         self.down_steps = (intermediate // self.down_leaves + 15) // 16
-        # (row tiles, k16 steps, tiles that are dealt together, tiles of a unit at most)
+        # (row tiles, k16 steps, tiles of a unit at most)
         ways = lambda leaves: 1 if ranks > 1 and leaves < 16 else 2
-        self.qkv = ((heads + 2 * kv_heads) * self.dim_tiles, hidden // 16, 1, 2)
-        self.o = (hidden // 16, heads * self.dim_tiles, 1, ways(self.o_leaves))
-        self.gate_up = (2 * self.down_leaves * self.down_steps, hidden // 16, 2, 2)
-        self.down = (hidden // 16, self.down_leaves * self.down_steps, 1, ways(self.down_leaves))
-        self.head = ((vocab + 15) // 16 if ranks == 1 else -(-vocab // 256) * 16 // ranks, hidden // 16, 1, 2)
+        self.qkv = ((heads + 2 * kv_heads) * self.dim_tiles, hidden // 16, 2)
+        self.o = (hidden // 16, heads * self.dim_tiles, ways(self.o_leaves))
+        self.gate_up = (2 * self.down_leaves * self.down_steps, hidden // 16, 2)
+        self.down = (hidden // 16, self.down_leaves * self.down_steps, ways(self.down_leaves))
+        self.head = ((vocab + 15) // 16 if ranks == 1 else -(-vocab // 256) * 16 // ranks, hidden // 16, 2)
 
     def of_rank(self, ranks, blocks):
         """The dimensions of one of several ranks."""
@@ -57,31 +57,31 @@ class Shape:
         return [f"-DLP_{name}={value}" for name, value in names.items()]
 
     def together(self, block):
-        return block * (self.qkv[0] + self.gate_up[0]) // self.blocks - self.pairs(block)
+        return block * (self.qkv[0] + self.gate_up[0]) // self.blocks - self.others(block)
 
     def apart(self, block):
         return -(-block * self.qkv[0] // self.blocks)
 
-    def pairs(self, block):
-        """Tiles of gate and up before a block."""
-        return block * (self.gate_up[0] // 2) // self.blocks * 2
+    def others(self, block):
+        """Tiles of gate and up before a block: in pairs where no block gets fuller by it."""
+        tiles, up = self.gate_up[0], lambda n: -(-n // self.blocks)
+        return block * (tiles // 2) // self.blocks * 2 if 2 * up(tiles // 2) == up(tiles) else block * tiles // self.blocks
 
     def deals_together(self):
         """Whether q, k and v of several ranks are dealt together with gate and up."""
         most = lambda first: max(first(block + 1) - first(block) for block in range(self.blocks))
-        both = lambda first: most(lambda block: first(block) + self.pairs(block))
-        gives_none_back = (self.qkv[0] + self.gate_up[0]) // self.blocks >= 2 * -(-self.gate_up[0] // 2 // self.blocks)
+        both = lambda first: most(lambda block: first(block) + self.others(block))
+        gives_none_back = (self.qkv[0] + self.gate_up[0]) // self.blocks >= -(-self.gate_up[0] // self.blocks)
         return gives_none_back and (most(self.together) <= most(self.apart) or both(self.together) < both(self.apart))
 
     def first_tile(self, product, block):
-        tiles, _, group, _ = product
         if product is self.qkv and self.ranks > 1:
             return (self.together if self.deals_together() else self.apart)(block)
-        return block * (tiles // group) // self.blocks * group
+        return self.others(block) if product is self.gate_up else block * product[0] // self.blocks
 
     def units(self, product):
         """(first tile, tiles) of every unit, block by block."""
-        tiles, _, group, most = product
+        most = product[2]
         for block in range(self.blocks):
             first, end = (self.first_tile(product, b) for b in (block, block + 1))
             for tile in range(first, end, most):
@@ -176,6 +176,8 @@ class Model:
         pad = s.down_steps * 16 - s.intermediate // s.down_leaves
         rows = lambda x: torch.nn.functional.pad(x.view(s.down_leaves, s.intermediate // s.down_leaves, -1), (0, 0, 0, pad)).reshape(-1, 16, s.hidden)
         turned = lambda x, heads: x.view(heads, s.head_dim, -1)[:, order]
+        # Tiles of gate and up: 8 rows of each, of a k block of down's input 0 to 3 and 8 to 11, then the others.
+        mixed = lambda gate, up: torch.stack([x.view(-1, 2, 2, 4, s.hidden).transpose(1, 2) for x in (gate, up)], 2)
         joined = lambda q, k, v: torch.cat([turned(q, s.heads).reshape(s.kv_heads, s.group * s.head_dim, -1), turned(k, s.kv_heads), v.view(s.kv_heads, s.head_dim, -1)], 1)
         for layer in range(s.layers):
             w = of.share(layer, rank, s) if of else dict(q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden), v=weight(s.kv_heads * s.head_dim, s.hidden),
@@ -187,7 +189,7 @@ class Model:
             self.norms[layer, 0], self.norms[layer, 1] = w["nq"][order], w["nk"][order]
             self.put(joined(w["q"], w["k"], w["v"]).reshape(-1, s.hidden), orders[0])
             self.put(w["o"], orders[1])
-            self.put(torch.stack([rows(w["gate"]), rows(w["up"])], 1).reshape(-1, s.hidden), orders[2])
+            self.put(mixed(rows(w["gate"]), rows(w["up"])).reshape(-1, s.hidden), orders[2])
             self.put(torch.nn.functional.pad(w["down"].view(s.hidden, s.down_leaves, -1), (0, pad)).reshape(s.hidden, -1), orders[3])
             if plain:
                 self.layers.append(w)

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use crate::cuda::layout::tests::{PRODUCTS, config, group, layout, llama_8b};
-use crate::cuda::layout::{Layout, Panel, best_blocks};
+use crate::cuda::blocks::best_blocks;
+use crate::cuda::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
+use crate::cuda::layout::{Layout, Panel};
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, ModelPlan, Product};
@@ -21,11 +22,12 @@ fn the_tiles_of_a_group_hold_every_weight_once_and_a_kv_head_once_in_each_rank_t
             let columns =
                 panel.k.columns(panel.first_leaf).start..panel.k.columns(panel.first_leaf + panel.leaves).start;
             for tile in 0..panel.tiles {
-                let rows = layout.rows(1, product, tile);
-                let shape = rows.tensor.shape(config);
-                let counts = held.entry(rows.tensor).or_insert_with(|| vec![0; shape[0] * shape[1]]);
-                for row in rows.runs.into_iter().flatten() {
-                    counts[row * shape[1]..][columns.clone()].iter_mut().for_each(|count| *count += 1);
+                for run in layout.rows(1, product, tile) {
+                    let shape = run.tensor.shape(config);
+                    let counts = held.entry(run.tensor).or_insert_with(|| vec![0; shape[0] * shape[1]]);
+                    for row in run.rows {
+                        counts[row * shape[1]..][columns.clone()].iter_mut().for_each(|count| *count += 1);
+                    }
                 }
             }
         }
@@ -79,12 +81,11 @@ fn uneven(layout: &Layout) -> [f64; 2] {
 /// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The aim is 1.02.
 #[test]
 fn the_largest_share_of_a_block_is_what_is_written_here() {
-    let llama_70b = ModelConfig { hidden_size: 8192, head_dim: 128, num_layers: 80, ..config(64, 8, 28_672, 128_256) };
     let shares_8b =
-        [(128, 1.0, 1.000), (128, 1.038, 1.037), (128, 1.115, 1.109), (128, 1.269, 1.252), (128, 2.111, 2.037)];
+        [(128, 1.0, 1.000), (128, 1.038, 1.037), (128, 1.115, 1.109), (128, 1.269, 1.252), (128, 1.519, 1.485)];
     let shares_70b =
-        [(128, 1.0, 1.000), (132, 1.011, 1.011), (132, 1.011, 1.012), (132, 1.011, 1.012), (128, 1.269, 1.266)];
-    for (name, config, shares) in [("8B", llama_8b(), shares_8b), ("70B", llama_70b, shares_70b)] {
+        [(128, 1.0, 1.000), (128, 1.020, 1.020), (128, 1.059, 1.058), (128, 1.137, 1.136), (128, 1.269, 1.266)];
+    for (name, config, shares) in [("8B", llama_8b(), shares_8b), ("70B", llama_70b(), shares_70b)] {
         for ((blocks, layer, all), ranks) in shares.into_iter().zip([1, 2, 4, 8, 16]) {
             let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
             assert_eq!(best_blocks(&plan, 132), blocks, "{name}, {ranks} ranks");

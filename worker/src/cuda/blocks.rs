@@ -2,7 +2,8 @@
 
 use std::cmp::Reverse;
 
-use super::layout::{Layout, Panel};
+use super::layout::Layout;
+use super::panel::Panel;
 use super::variants::variants_of;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{ModelPlan, Product};

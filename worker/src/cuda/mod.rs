@@ -24,6 +24,7 @@ mod mailbox;
 mod memory;
 mod numa;
 mod pack;
+mod panel;
 mod passes;
 mod pools;
 mod random;

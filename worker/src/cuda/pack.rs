@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::layout::{FRAGMENT_BYTES, Layout, Panel};
+use super::layout::Layout;
+use super::panel::{FRAGMENT_BYTES, Panel};
 use crate::model::Tensor;
 use crate::model::source::Source;
 use crate::plan::stream::LAYER_PRODUCTS;

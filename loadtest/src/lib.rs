@@ -15,6 +15,7 @@ use std::io::{self, Write};
 
 use anyhow::Context;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 mod answer;
@@ -108,6 +109,17 @@ async fn until_signal<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyhow::R
     let outcome = work(&stop).await;
     on_signal.abort();
     outcome
+}
+
+/// Completes when standard input ends, as it does where it is a pipe from the process that started this one, however that ends.
+pub async fn stdin_closed() {
+    let (closed, ended) = oneshot::channel();
+    // A thread of its own: reading standard input cannot be cancelled.
+    std::thread::spawn(move || {
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        let _ = closed.send(());
+    });
+    let _ = ended.await;
 }
 
 /// Whether whoever started this process had it ignore SIGHUP, the first bit of Linux's mask.

@@ -5,7 +5,7 @@
 //! next. Text and counts are made up.
 
 use std::convert::Infallible;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::args::parse_duration;
+use crate::stdin_closed;
 use metrics::Counts;
 
 mod metrics;
@@ -136,16 +137,10 @@ pub async fn run(args: &MockArgs) -> anyhow::Result<()> {
         .with_context(|| format!("the mock cannot listen on 127.0.0.1:{} (--port)", args.port))?;
     writeln!(io::stdout(), "http://{}", listener.local_addr()?).context("cannot say the mock's address")?;
     let serving = Mock { ttft: args.ttft, itl: args.itl, fault: Fault::None }.serve_on(listener);
-    let (closed, stdin_closed) = tokio::sync::oneshot::channel();
     if args.until_stdin_closes {
-        // A thread of its own: reading standard input cannot be cancelled.
-        std::thread::spawn(move || {
-            let _ = io::stdin().read_to_end(&mut Vec::new());
-            let _ = closed.send(());
-        });
         tokio::select! {
             () = serving => {}
-            _ = stdin_closed => {}
+            () = stdin_closed() => {}
         }
     } else {
         tokio::select! {

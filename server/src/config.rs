@@ -115,6 +115,10 @@ pub struct ServeArgs {
     /// Time for running requests to end after SIGTERM or Ctrl-C; a second signal ends them at once
     #[arg(long, value_name = "S", default_value_t = 30, env = "LOOPLANE_DRAIN_SECONDS")]
     pub drain_seconds: u32,
+
+    /// Stop when standard input ends: with the process that started this one
+    #[arg(long, hide = true)]
+    pub until_stdin_closes: bool,
 }
 
 /// Where the workers compute.
@@ -144,6 +148,8 @@ pub struct Config {
     pub host: String,
     /// Port to listen on; 0 for any free one.
     pub port: u16,
+    /// Whether the end of standard input stops the server as the first signal does.
+    pub until_stdin_closes: bool,
     /// The front end's bounds.
     pub serve: ServeOptions,
     /// The workers and their bounds.
@@ -226,6 +232,7 @@ impl ServeArgs {
             return value("--served-model-name", &given, "1 to 256 printable characters");
         }
         Ok(Config {
+            until_stdin_closes: self.until_stdin_closes,
             host: self.host,
             port: self.port,
             serve: ServeOptions {

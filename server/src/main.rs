@@ -5,6 +5,7 @@ mod scaling;
 use std::{
     env,
     ffi::OsString,
+    future::pending,
     io::{self, IsTerminal, Write},
     path::PathBuf,
     process::ExitCode,
@@ -174,7 +175,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
     let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
     let (engine, group) = group::spawn(config.group.clone(), launcher)?;
     let stop = StopSignal::default();
-    tokio::spawn(follow_signals(signals, stop.clone()));
+    tokio::spawn(follow_signals(signals, config.until_stdin_closes, stop.clone()));
     tokio::spawn(announce(engine.clone(), config.clone(), url));
     let served = serve(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;
@@ -226,9 +227,18 @@ impl Signals {
     }
 }
 
-/// The first signal drains, the second ends at once.
-async fn follow_signals(mut signals: Signals, stop: StopSignal) {
-    signals.next().await;
+/// The first signal drains, the second ends at once. So does, as a first one, the end of standard input if it is to.
+async fn follow_signals(mut signals: Signals, until_stdin_closes: bool, stop: StopSignal) {
+    let parent_ended = async {
+        match until_stdin_closes {
+            true => looplane_loadtest::stdin_closed().await,
+            false => pending().await,
+        }
+    };
+    tokio::select! {
+        () = signals.next() => {}
+        () = parent_ended => {}
+    }
     tracing::info!("stopping: running requests may end; a second signal ends them at once");
     stop.drain.cancel();
     signals.next().await;

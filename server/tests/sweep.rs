@@ -6,7 +6,7 @@ use std::{
     fs,
     net::TcpListener,
     path::Path,
-    process::{Command, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
     time::{Duration, Instant},
 };
 
@@ -105,20 +105,46 @@ fn a_sweep_whose_terminal_ends_leaves_no_server() {
     stop_a_sweep(Signal::HUP);
 }
 
-fn stop_a_sweep(signal: Signal) {
+#[test]
+fn a_sweep_that_is_killed_leaves_no_server() {
     let out = tempfile::tempdir().expect("a temporary directory");
-    let line = "--tp 1,2 --concurrency 2 --duration 4s";
-    let child = sweep(out.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let (child, processes) = sweep_at_its_second_size(out.path());
+    kill_process(pid_of(&child), Signal::KILL).expect("it runs");
+    assert!(!child.wait_with_output().expect("it ends").status.success());
     let begun = Instant::now();
-    let log = out.path().join("tp2.log");
+    while let Some(process) = processes.iter().find(|process| lives(**process)) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "process {process} lives on");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A sweep whose second server is ready, and the process numbers of that and its workers.
+fn sweep_at_its_second_size(out: &Path) -> (Child, Vec<u32>) {
+    let line = "--tp 1,2 --concurrency 2 --duration 4s";
+    let child = sweep(out, line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let begun = Instant::now();
+    let log = out.join("tp2.log");
     while !fs::read_to_string(&log).is_ok_and(|said| said.contains("\nListening ")) {
         assert!(begun.elapsed() < Duration::from_secs(120), "the second server is not ready");
         std::thread::sleep(Duration::from_millis(20));
     }
     let processes = servers_of(child.id());
     assert!(processes.len() >= 3, "a server and its two workers: {processes:?}");
-    let pid = Pid::from_raw(child.id() as i32).expect("a process");
-    kill_process(pid, signal).expect("it runs");
+    (child, processes)
+}
+
+fn pid_of(child: &Child) -> Pid {
+    Pid::from_raw(child.id() as i32).expect("a process")
+}
+
+fn lives(process: u32) -> bool {
+    Path::new(&format!("/proc/{process}/exe")).exists()
+}
+
+fn stop_a_sweep(signal: Signal) {
+    let out = tempfile::tempdir().expect("a temporary directory");
+    let (child, processes) = sweep_at_its_second_size(out.path());
+    kill_process(pid_of(&child), signal).expect("it runs");
     let output = child.wait_with_output().expect("it ends");
     let said = words(&output);
     assert!(output.status.success() && said.contains("TP 2 is not measured: stopped by the user"), "{said}");
@@ -126,7 +152,7 @@ fn stop_a_sweep(signal: Signal) {
     assert!(sizes[0]["measured"][0]["output_throughput"].as_f64() > Some(1.0), "{sizes}");
     assert_eq!(sizes[1]["measured"], Value::Array(Vec::new()));
     for process in processes {
-        assert!(!Path::new(&format!("/proc/{process}/exe")).exists(), "process {process} lives on");
+        assert!(!lives(process), "process {process} lives on");
     }
 }
 

@@ -1,5 +1,5 @@
-//! A process that the sweep starts: its log kept in a file, and its end seen to however the sweep ends, but for a
-//! SIGKILL: that leaves the process running.
+//! A process that the sweep starts: its log kept in a file, and its end seen to however the sweep ends. Its standard input ends with the
+//! sweep, which tells a server whose sweep was killed (`--until-stdin-closes`).
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -9,7 +9,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use tokio::process::{Child as Process, Command};
+use tokio::process::{Child as Process, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
 
 use crate::record::printable;
@@ -87,6 +87,8 @@ pub struct Child {
     process: Process,
     /// Until it was waited for: from then on the number may be another's.
     group: Option<Pid>,
+    /// Open for as long as this is.
+    _stdin: Option<ChildStdin>,
 }
 
 impl Child {
@@ -105,15 +107,16 @@ impl Child {
         let [stdout, stderr] = outputs.map_err(|source| ChildError::Log { path: log.into(), source })?;
         let spawned = Command::new(program)
             .args(arguments)
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(stdout)
             .stderr(stderr)
             .process_group(0)
             .kill_on_drop(true)
             .spawn();
-        let process = spawned.map_err(|source| ChildError::Start { name: name.clone(), source })?;
+        let mut process = spawned.map_err(|source| ChildError::Start { name: name.clone(), source })?;
+        let stdin = process.stdin.take();
         let group = process.id().and_then(|pid| Pid::from_raw(pid as i32));
-        Ok(Self { name, log: log.into(), process, group })
+        Ok(Self { name, log: log.into(), process, group, _stdin: stdin })
     }
 
     /// Waits until a server says where it listens, which it does once it can answer; its address.

@@ -88,7 +88,7 @@ impl Plan {
     async fn measure(&self, size: &mut Size, sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
         let tp = size.tp;
         let log = self.out.join(format!("tp{tp}.log"));
-        let arguments = ["serve".into(), "--tp".into(), OsString::from(tp.to_string())];
+        let arguments = ["serve".into(), "--until-stdin-closes".into(), "--tp".into(), OsString::from(tp.to_string())];
         let arguments = arguments.iter().chain(&self.serve);
         let begun = Instant::now();
         let mut server = Child::start(format!("looplane serve --tp {tp}"), &self.looplane, arguments, &log)?;

@@ -350,7 +350,7 @@ async fn sizes_beyond_the_machines_gpus_are_predicted_from_its_own_bench() {
     let asked = fs::read_to_string(folder.path().join("asked")).expect("it was asked");
     let asked: Vec<&str> = asked.lines().collect();
     assert_eq!(asked.len(), 5, "{asked:?}");
-    assert_eq!(asked[0], "serve --tp 1 --device cuda --port 0 --model /m");
+    assert_eq!(asked[0], "serve --until-stdin-closes --tp 1 --device cuda --port 0 --model /m");
     assert!(asked[3].starts_with("bench --model /m --device cuda --tp 2 --batch 1,2,4,8,16 --context "), "{asked:?}");
     let files = [1, 2].map(|tp| folder.path().join(format!("bench-tp{tp}.json")).display().to_string()).join(" ");
     assert!(asked[4].starts_with(&format!("scaling {files} --model /m --batch 1 --context ")), "{asked:?}");

@@ -102,6 +102,8 @@ SHAPES = {
     "wide": dict(layers=2, hidden=2048, heads=16, kv_heads=4, intermediate=4096, vocab=2048),
     "wide-norm": dict(layers=2, hidden=2048, heads=32, kv_heads=8, intermediate=6144, vocab=5000, bias=1, norm=1, tied=1),
     "wide-window": dict(layers=2, hidden=4096, heads=16, kv_heads=8, intermediate=8192, vocab=2048, window=100),
+    # Of two ranks on 128 blocks (ranks.py --apart) some have no tiles of a layer, because those of gate and up come in pairs.
+    "idle": dict(layers=3, hidden=1024, heads=16, intermediate=3072, vocab=5000, norm=1, tied=1),
     "odd": dict(layers=2, hidden=512, heads=8, kv_heads=2, intermediate=1376, vocab=5000, bias=1, norm=1),
 }
 FIT = ["wide", "wide-norm", "wide-window"]

@@ -52,17 +52,18 @@ enum End {
 /// Why a group was lost.
 pub(super) struct Fault {
     words: String,
-    /// A stream broke: the exit of the worker behind it is about to be known, and says more.
-    exit_follows: bool,
+    /// The rank whose stream broke: the exit of the worker behind it is about to be known, and says more.
+    ending: Option<u32>,
 }
 
 impl Fault {
     fn new(words: String) -> Self {
-        Self { words, exit_follows: false }
+        Self { words, ending: None }
     }
 
-    pub(super) fn broken_stream(words: String) -> Self {
-        Self { words, exit_follows: true }
+    /// `words` follow "rank 3 ".
+    pub(super) fn broken_stream(rank: usize, words: &str) -> Self {
+        Self { words: format!("rank {rank} {words}"), ending: Some(rank as u32) }
     }
 }
 
@@ -209,8 +210,8 @@ impl Driver {
         self.lost = Some(fault.words.clone());
         self.waiting_state()("ending the other workers".into());
         let mut reason = fault.words;
-        if fault.exit_follows
-            && let Ok(exit) = self.see_to(timeout(GRACE, workers.next_exit())).await
+        if let Some(rank) = fault.ending
+            && let Some(exit) = self.see_to(workers.end_beside(rank, GRACE)).await
         {
             reason = exit;
         }
@@ -279,7 +280,7 @@ impl Driver {
                 command = self.channels.commands.recv() => self.commands(command)?,
                 exit = workers.next_exit() => return Err(Fault::new(exit)),
                 answered = answer(&mut probing) => {
-                    answered.map_err(Fault::broken_stream)?;
+                    answered.map_err(|(rank, words)| Fault::broken_stream(rank, &words))?;
                     probing = None;
                 }
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),

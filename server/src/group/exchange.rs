@@ -19,7 +19,7 @@ impl Driver {
                 // The other ranks sample the same tokens; that they keep pace is all there is to know.
                 if rank == 0 { Ok(self.outcome(outcome)?) } else { Ok(()) }
             }
-            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(format!("rank {rank} {words}"))),
+            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(rank, &words)),
         }
     }
 
@@ -45,7 +45,7 @@ impl Driver {
             tracing::trace!(?plan, "plan");
             self.sent(&plan);
             for (rank, plans) in link.plans.iter().enumerate() {
-                let refused = |_| Fault::broken_stream(format!("rank {rank} does not take its plans"));
+                let refused = |_| Fault::broken_stream(rank, "does not take its plans");
                 plans.try_send(plan.clone()).map_err(refused)?;
             }
         }

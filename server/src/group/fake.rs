@@ -49,10 +49,15 @@ pub(crate) struct Script {
     pub(crate) ignores_drain: bool,
 }
 
+/// From a broken stream to the exit, where that takes its time.
+pub(crate) const SLOW_END: Duration = Duration::from_millis(600);
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trouble {
     Exit,
     BreakStream,
+    /// Breaks the stream, and exits [`SLOW_END`] later.
+    EndSlowly,
     Hang,
     Lie,
 }
@@ -132,7 +137,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
         let script = (self.script)(self.starts.load(Ordering::SeqCst) - 1, rank);
         self.alive.fetch_add(1, Ordering::SeqCst);
         let alive = Alive(Arc::clone(&self.alive));
-        let exit = |success, words: &str| WorkerExit { success, words: words.into() };
+        let exit = |success, words: &str| WorkerExit { success, words: words.into(), killed: false };
         if script.exits_at_once {
             drop(alive);
             return Ok(Box::pin(async move { exit(false, "exited with code 1, after: no such luck") }));
@@ -153,7 +158,7 @@ impl<F: Fn(u32, u32) -> Script + Send + Sync + 'static> Launcher for FakeLaunche
                 },
                 () = kill.cancelled() => {
                     tokio::time::sleep(kill_takes).await;
-                    exit(false, "was killed by signal 9")
+                    WorkerExit { killed: true, ..exit(false, "was killed by signal 9") }
                 }
                 () = tokio::time::sleep(lifetime) => exit(false, "exited with code 101"),
             }
@@ -281,6 +286,12 @@ async fn run(
                 }
                 Trouble::BreakStream => {
                     let _ = outcomes.send(Err(Status::data_loss("out of luck"))).await;
+                    return;
+                }
+                Trouble::EndSlowly => {
+                    let _ = outcomes.send(Err(Status::data_loss("out of luck"))).await;
+                    tokio::time::sleep(SLOW_END).await;
+                    let _ = exits.send(false);
                     return;
                 }
                 Trouble::Hang => std::future::pending::<()>().await,

@@ -38,6 +38,8 @@ pub struct WorkerExit {
     pub success: bool,
     /// How, in words that follow "rank 3 ".
     pub words: String,
+    /// It was asked to end, by `kill`, before its end was known.
+    pub killed: bool,
 }
 
 /// Starts the workers of a group.
@@ -85,19 +87,23 @@ impl Launcher for ProcessLauncher {
         tokio::spawn(forward_log(rank, stdout));
         let log = tokio::spawn(forward_log(rank, stderr));
         Ok(Box::pin(async move {
-            let status = tokio::select! {
-                status = child.wait() => status,
+            let (status, killed) = tokio::select! {
+                biased;
+                status = child.wait() => (status, false),
                 () = kill.cancelled() => match child.start_kill() {
-                    Ok(()) => child.wait().await,
-                    Err(error) => Err(error),
+                    Ok(()) => (child.wait().await, true),
+                    Err(error) => (Err(error), true),
                 },
             };
             drop(parent);
             let last_line = tokio::time::timeout(LAST_WORDS_LIMIT, log).await.ok().and_then(Result::ok).flatten();
             match status {
-                Ok(status) => WorkerExit { success: status.success(), words: exit_words(pid, status, last_line) },
+                Ok(status) => {
+                    WorkerExit { success: status.success(), words: exit_words(pid, status, last_line), killed }
+                }
                 Err(error) => {
-                    WorkerExit { success: false, words: format!("(process {pid}) could not be waited for: {error}") }
+                    let words = format!("(process {pid}) could not be waited for: {error}");
+                    WorkerExit { success: false, words, killed }
                 }
             }
         }))
@@ -253,7 +259,8 @@ pub(super) type Alive = tokio::sync::mpsc::Sender<()>;
 #[derive(Debug)]
 pub(super) struct Workers {
     exits: JoinSet<(u32, WorkerExit)>,
-    kill: CancellationToken,
+    /// By rank.
+    kills: Vec<CancellationToken>,
     pub(super) sockets: Vec<PathBuf>,
     _dir: SocketDir,
 }
@@ -262,11 +269,12 @@ impl Workers {
     /// Starts ranks 0 to `ranks`. A clone of `alive` is dropped as each of them is gone.
     pub(super) fn launch(launcher: &dyn Launcher, ranks: u32, alive: &Alive) -> Result<Self, StartError> {
         let dir = SocketDir::create(&std::env::temp_dir())?;
-        let kill = CancellationToken::new();
-        let mut workers = Self { exits: JoinSet::new(), kill, sockets: Vec::new(), _dir: dir };
+        let mut workers = Self { exits: JoinSet::new(), kills: Vec::new(), sockets: Vec::new(), _dir: dir };
         for rank in 0..ranks {
             let socket = workers._dir.socket(rank)?;
-            let exit = launcher.launch(rank, &socket, workers.kill.clone());
+            let kill = CancellationToken::new();
+            workers.kills.push(kill.clone());
+            let exit = launcher.launch(rank, &socket, kill);
             let exit = exit.map_err(|error| StartError::fault(format!("rank {rank} could not be started: {error}")))?;
             let alive = alive.clone();
             workers.exits.spawn(async move {
@@ -288,9 +296,24 @@ impl Workers {
         }
     }
 
+    /// Kills all but `rank`, of which it is known that it is about to end, and says which worker ended by itself, in words; `None` if none has within `limit`.
+    /// The others do not wait for it: the system may take a second to end a process with a GPU.
+    pub(super) async fn end_beside(&mut self, rank: u32, limit: Duration) -> Option<String> {
+        self.kills.iter().zip(0..).filter(|(_, other)| *other != rank).for_each(|(kill, _)| kill.cancel());
+        let own = async {
+            while let Some(Ok((rank, exit))) = self.exits.join_next().await {
+                if !exit.killed {
+                    return Some(format!("rank {rank} {}", exit.words));
+                }
+            }
+            None
+        };
+        tokio::time::timeout(limit, own).await.ok().flatten()
+    }
+
     /// Kills all that still run and waits until they are gone.
     pub(super) async fn kill(mut self) {
-        self.kill.cancel();
+        self.kills.iter().for_each(CancellationToken::cancel);
         self.gone(KILL_LIMIT).await;
     }
 
@@ -323,7 +346,7 @@ impl Workers {
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        self.kill.cancel();
+        self.kills.iter().for_each(CancellationToken::cancel);
         // They end by themselves now, once their processes are gone.
         self.exits.detach_all();
     }

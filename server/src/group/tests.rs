@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use looplane_proto::worker::v1::Finish;
 use tonic::Status;
 
-use super::fake::{FakeLauncher, Script, Trouble};
+use super::fake::{FakeLauncher, SLOW_END, Script, Trouble};
 use super::{GroupConfig, GroupError, GroupTask, Launcher, Waits, spawn};
 use crate::engine::{
     EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceRequest, SequenceStream, SubmitError,
@@ -216,6 +216,32 @@ async fn a_lost_rank_loses_no_token() {
         task.shutdown().await;
         assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
     }
+}
+
+#[tokio::test]
+async fn the_others_end_at_once_where_the_lost_one_takes_its_time() {
+    // As of a process whose GPU is being given back.
+    let script = |start: u32, rank: u32| Script {
+        after: (rank == 1 && start == 0).then_some((5, Trouble::EndSlowly)),
+        ..Script::default()
+    };
+    let launcher = FakeLauncher::new(2, script);
+    let (handle, task) = start(config(2), launcher.clone());
+    ready(&handle).await;
+    let running = handle.submit(request(1, 5, 10, vec![])).await.unwrap();
+    until(&handle, |state| matches!(state, EngineState::Recovering(_))).await;
+    let lost = Instant::now();
+    while launcher.alive.load(Ordering::SeqCst) > 1 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(lost.elapsed() < SLOW_END / 2, "rank 0 ended after {:?}", lost.elapsed());
+    let ended = |state: &EngineState| matches!(state, EngineState::Recovering(words) if words.contains("signal"));
+    let seen = until(&handle, ended).await;
+    assert!(lost.elapsed() > SLOW_END / 2, "or rank 1 did not take its time");
+    let EngineState::Recovering(reason) = seen.last().unwrap() else { unreachable!() };
+    assert!(reason.starts_with("rank 1 was killed by signal 9"), "{reason}");
+    assert_eq!(read(running).await.0, expected(&request(1, 5, 10, vec![])).0);
+    task.shutdown().await;
 }
 
 #[tokio::test]

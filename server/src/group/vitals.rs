@@ -30,26 +30,30 @@ pub(super) fn silent_rank(ranks: &[Heard], owed_since: Option<Instant>, limit: D
 /// that stood still itself finds its own clock run out first.)
 ///
 /// # Errors
-/// Names a rank that does not answer, or answers with an error.
-pub(super) async fn probe(ranks: Vec<WorkerClient<Channel>>, pause: Duration, limit: Duration) -> Result<(), String> {
+/// Names a rank that does not answer, or answers with an error, in words that follow "rank 3 ".
+pub(super) async fn probe(
+    ranks: Vec<WorkerClient<Channel>>,
+    pause: Duration,
+    limit: Duration,
+) -> Result<(), (usize, String)> {
     sleep(pause).await;
     let probes = ranks.into_iter().enumerate().map(async |(rank, mut client)| {
         for _ in 0..2 {
             match timeout(limit, client.health(HealthRequest {})).await {
                 Ok(Ok(_)) => return Ok(()),
-                Ok(Err(status)) => return Err(format!("rank {rank} is not well: {}", status.message())),
+                Ok(Err(status)) => return Err((rank, format!("is not well: {}", status.message()))),
                 Err(_) => {}
             }
         }
-        Err(format!("rank {rank} does not answer: nothing for {:?}, though nothing was to do", 2 * limit))
+        Err((rank, format!("does not answer: nothing for {:?}, though nothing was to do", 2 * limit)))
     });
     try_join_all(probes).await.map(|_| ())
 }
 
 /// The end of a probe; pending where there is none. Cancel-safe.
 pub(super) async fn answer(
-    probing: &mut Option<impl Future<Output = Result<(), String>> + Unpin>,
-) -> Result<(), String> {
+    probing: &mut Option<impl Future<Output = Result<(), (usize, String)>> + Unpin>,
+) -> Result<(), (usize, String)> {
     match probing {
         Some(probe) => probe.await,
         None => std::future::pending().await,

@@ -127,12 +127,12 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag);
+      epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag, [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 4 + heard); });
       reached(launch, step, kEpilogue + warp, layer, 1);
       if (Epilogue::kSharedSets && epilogue.second()) epilogue.skip(Epilogue::sets<GateUp>());
       else epilogue.gate_up(active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1);
+      epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1, [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 6 + heard); });
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
     pass_turn(launch, shared, tag_of(launch, step) + kLayers, [&](u32 turn) { epilogue.clear(turn); });

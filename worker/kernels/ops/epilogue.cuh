@@ -2,6 +2,11 @@
 // as a k block of the next product. Lane = (tile of the set, row).
 #pragma once
 
+/// Nobody notes when sums are told and heard.
+struct Unnoted {
+  LP_DEVICE void operator()(u32) const {}
+};
+
 struct Epilogue {
   static constexpr int kSets = (O::most_tiles + 1) / 2;  // sets of hidden tiles of a block
   /// Of several ranks and one column the warps take these sets by turns: what is told and heard of them takes its trips at the same time.
@@ -285,13 +290,15 @@ struct Epilogue {
         store_relaxed_16(launch.words + qkv_word(kv_head, word_column(), within) + word() * 16, pairs.low, pairs.high, tag, word() == 0 ? square : 0);
     }
   }
-  /// Residual after o or down, and the next norm's input.
-  template <class P> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag) {
+  /// Residual after o or down, and the next norm's input. Of several ranks `note(0)` is called when this warp has told its sums of a set, `note(1)` when it has heard all ranks', before it
+  /// publishes; the last calls are those of all of its sets. A warp that tells nothing calls neither.
+  template <class P, class NOTE = Unnoted> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag, const NOTE& note = {}) {
     const int sets = Epilogue::sets<P>();
     float sums[kOwnSets][kEpilogueColumns];
     const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
     const auto settle = [&](int s, float scale) {
       hear(told, s, sum(s), active, tag, kSiteSums, [](float a, float b) { return a + b; });
+      if (kRanks > 1 && has_columns(active)) note(1);
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += sum(s)[c];
       publish_hidden(vector, s, scale, active, tag);
@@ -308,6 +315,7 @@ struct Epilogue {
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) sum(s)[c] = y[c];
       tell(told, s, sum(s), active, tag);
+      if (kRanks > 1 && has_columns(active)) note(0);
       if (kRanks == 1) settle(s, scale);
     }
 #pragma unroll
@@ -363,7 +371,9 @@ struct Epilogue {
   static constexpr int kToldValues = kColumns == 1 ? 2 : kEpilogueColumns;
   static_assert(kColumns == 1 || kEpilogueColumns == 4, "the columns of a warp fill a word");
   LP_DEVICE u32 told_word() const { return (kColumns == 1 ? row() / 2 : warp * 16 + row()) * 16; }
-  LP_DEVICE bool has_told(u32 active) const { return kColumns == 1 ? row() % 2 == 0 : active >> column(0) & ((1 << kEpilogueColumns) - 1); }
+  LP_DEVICE bool has_told(u32 active) const { return kColumns == 1 ? row() % 2 == 0 : has_columns(active); }
+  /// Whether one of this warp's columns is active.
+  LP_DEVICE bool has_columns(u32 active) const { return kColumns == 1 || active >> column(0) & ((1 << kEpilogueColumns) - 1); }
   /// Complement of a value, never 0: a NaN may be any.
   LP_DEVICE static u32 told_bits(float v) { return v == v ? ~__float_as_uint(v) : ~0x7fffffffu; }
   LP_DEVICE void given_back(u32 buffer) {

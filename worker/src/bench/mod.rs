@@ -16,7 +16,7 @@ pub use args::{BenchArgs, Shape, WeightSource};
 pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
 
 use crate::cpu::{ReadBandwidth, ReadError};
-use crate::cuda::{self, CudaError, Gauge, LoopMode, Noted, Phase, ReadLimit, Trace};
+use crate::cuda::{self, CudaError, Exchanges, Gauge, LoopMode, Noted, Phase, ReadLimit, Trace};
 use crate::decoder::{Fault, LoadError};
 use crate::model::ModelConfig;
 use crate::model::config::ConfigError;
@@ -144,7 +144,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         let trace = of.noted.as_ref().and_then(|noted| noted.trace.as_ref());
         let sm_mhz = trace.map(Trace::sm_mhz);
         let mean_context = kv_bytes as f64 / traffic.position_bytes as f64 / f64::from(of.batch);
-        BatchReport { loop_mode: of.mode, sm_mhz, mean_context, phases: of.phases(&traffic, &read), ..report }
+        let (phases, exchanges) = (of.phases(&traffic, &read), of.exchanges.clone());
+        BatchReport { loop_mode: of.mode, sm_mhz, mean_context, phases, exchanges, ..report }
     });
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
@@ -229,7 +230,9 @@ struct Series {
     times: Vec<StepTime>,
     /// Bytes of K and V that all of them read.
     kv_bytes: u64,
+    /// By rank 0.
     noted: Option<Noted>,
+    exchanges: Option<Exchanges>,
     /// Bytes of K and V that the step read whose times were noted.
     noted_kv_bytes: u64,
 }
@@ -252,8 +255,8 @@ impl Bench<'_> {
         }
         let mut series: Vec<Series> = Vec::new();
         for (mode, batch) in self.modes.iter().flat_map(|mode| self.args.batch.iter().map(move |batch| (mode, batch))) {
-            let (times, noted) = (Vec::new(), None);
-            series.push(Series { batch: *batch, mode: *mode, times, kv_bytes: 0, noted, noted_kv_bytes: 0 });
+            let (times, noted, exchanges) = (Vec::new(), None, None);
+            series.push(Series { batch: *batch, mode: *mode, times, kv_bytes: 0, noted, exchanges, noted_kv_bytes: 0 });
         }
         for of in &series {
             self.decode(of, false, WARM_UP_STEPS)?;
@@ -273,7 +276,10 @@ impl Bench<'_> {
             let (_, kv_bytes) = self.decode(of, true, NOTED_STEPS)?;
             self.group.settle()?;
             of.noted_kv_bytes = kv_bytes / u64::from(NOTED_STEPS);
-            of.noted = self.gauge.as_ref().and_then(|gauge| gauge.take());
+            let ranks = self.gauge.as_ref().map_or(Vec::new(), |gauge| gauge.take());
+            let traces: Vec<&Trace> = ranks.iter().filter_map(|noted| noted.trace.as_ref()).collect();
+            of.exchanges = Exchanges::new(&traces);
+            of.noted = ranks.into_iter().next();
         }
         if let Some(gauge) = &self.gauge {
             gauge.set(LoopMode::On, false);

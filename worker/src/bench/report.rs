@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::group::StepTime;
-use crate::cuda::{LoopMode, Phase, PhaseTime};
+use crate::cuda::{Exchange, Exchanges, LoopMode, Phase, PhaseTime};
 
 /// A whole run.
 #[derive(Debug, Clone, Serialize)]
@@ -106,6 +106,8 @@ pub struct BatchReport {
     pub sm_mhz: Option<f64>,
     /// What its time goes into, on a GPU: of one step, that notes times and takes a little longer for it.
     pub phases: Vec<PhaseReport>,
+    /// How long ranks took to exchange sums in that step: in the loop of narrow passes of several GPUs.
+    pub exchanges: Option<Exchanges>,
 }
 
 /// A phase of a step, in all layers.
@@ -161,6 +163,7 @@ impl BatchReport {
             times_looped: None,
             sm_mhz: None,
             phases: Vec::new(),
+            exchanges: None,
         }
     }
 }
@@ -220,7 +223,34 @@ impl Display for BatchReport {
             }
         }
         let rate = bytes / us / 1e3;
-        writeln!(f, "{:>11}{:>11.1}{us:>11.1}{:>11}{rate:>11.0}{:>10.1}%", "step", bytes / 1e6, "", floor / us * 100.0)
+        writeln!(
+            f,
+            "{:>11}{:>11.1}{us:>11.1}{:>11}{rate:>11.0}{:>10.1}%",
+            "step",
+            bytes / 1e6,
+            "",
+            floor / us * 100.0
+        )?;
+        self.exchanges.as_ref().map_or(Ok(()), |exchanges| write_exchanges(exchanges, f))
+    }
+}
+
+fn write_exchanges(exchanges: &Exchanges, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let Exchanges { sums, nearest_us, farthest_us, closure_us, drift_us } = exchanges;
+    let told = |Exchange { phase, push_to_use, push_to_heard, .. }: &Exchange| {
+        let (all, heard) = (push_to_use, push_to_heard.median_us);
+        let name = phase.name();
+        format!(
+            "{name} {:.2} (mean {:.2}, most {:.2}; {heard:.2} to all heard)",
+            all.median_us, all.mean_us, all.most_us
+        )
+    };
+    let told: Vec<_> = sums.iter().map(told).collect();
+    writeln!(f, "us from the last push of sums to their last use, median of layers: {}", told.join(", "))?;
+    write!(f, "a word between ranks takes {nearest_us:.2} to {farthest_us:.2} us at least; their clocks agree to ")?;
+    match closure_us {
+        Some(closure) => writeln!(f, "{closure:.2} us among three ranks, {drift_us:.2} between halves of the layers"),
+        None => writeln!(f, "{drift_us:.2} us between halves of the layers"),
     }
 }
 

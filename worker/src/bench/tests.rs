@@ -4,6 +4,7 @@ use clap::Parser;
 use serde_json::Value;
 
 use super::*;
+use crate::cuda::{Exchange, Spread};
 use crate::plan::ModelPlan;
 use crate::plan::stream::packed_bytes;
 
@@ -60,6 +61,50 @@ fn figures_are_what_the_plan_says_and_agree_with_each_other() {
         assert!(report.prompt.is_none() && written["prompt"].is_null());
         assert_eq!(report.to_string().lines().count(), 10);
     }
+}
+
+/// Which only several GPUs have.
+#[test]
+fn exchanges_between_ranks_stand_under_the_phases_and_in_json() {
+    let spread = |median_us| Spread { median_us, mean_us: median_us + 0.125, most_us: median_us + 2.0 };
+    let exchange = |phase, heard, used| Exchange {
+        phase,
+        push_to_use: spread(heard + used),
+        push_to_heard: spread(heard),
+        heard_to_use: spread(used),
+    };
+    let exchanges = Exchanges {
+        sums: vec![exchange(Phase::AttentionOut, 1.0, 1.25), exchange(Phase::Down, 1.5, 1.25)],
+        nearest_us: 0.75,
+        farthest_us: 0.875,
+        closure_us: Some(0.0625),
+        drift_us: 0.03125,
+    };
+    let read = Read::new(1 << 30, vec![Duration::from_millis(1)]);
+    let time = StepTime { step: Duration::from_millis(2), wait: Duration::ZERO };
+    let report = BatchReport::new(1, &[time], 1 << 30, 1 << 20, &read);
+    let without = report.to_string();
+    assert!(!without.contains("push") && serde_json::to_value(&report).unwrap()["exchanges"].is_null());
+
+    let report = BatchReport { exchanges: Some(exchanges.clone()), ..report };
+    let text = report.to_string();
+    let told: Vec<_> = text.strip_prefix(&without).unwrap().lines().collect();
+    let sums = "o 2.25 (mean 2.38, most 4.25; 1.00 to all heard), down 2.75 (mean 2.88, most 4.75; 1.50 to all heard)";
+    assert_eq!(told[0], format!("us from the last push of sums to their last use, median of layers: {sums}"));
+    let clocks = "a word between ranks takes 0.75 to 0.88 us at least; their clocks agree to 0.06 us among three ranks, 0.03 \
+                  between halves of the layers";
+    assert_eq!(told[1..], [clocks]);
+
+    let json = serde_json::to_value(&report).unwrap();
+    let of = &json["exchanges"]["sums"][1];
+    assert_eq!((&of["phase"], &of["push_to_use"]["median_us"]), (&Value::from("down"), &Value::from(2.75)));
+    assert_eq!((&of["push_to_heard"]["most_us"], &of["heard_to_use"]["mean_us"]), (&3.5.into(), &1.375.into()));
+    for (field, us) in [("nearest_us", 0.75), ("farthest_us", 0.875), ("closure_us", 0.0625), ("drift_us", 0.03125)] {
+        assert_eq!(json["exchanges"][field], us);
+    }
+    // Two ranks cannot be related through a third.
+    let pair = BatchReport { exchanges: Some(Exchanges { closure_us: None, ..exchanges }), ..report };
+    assert!(pair.to_string().ends_with("their clocks agree to 0.03 us between halves of the layers\n"));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What a benchmark changes and reads while an engine runs: how phases become launches, and when each of them was where.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::device::Gpu;
@@ -18,7 +19,8 @@ pub const STAGES: usize = 16;
 pub struct Gauge {
     modes: Vec<LoopMode>,
     now: Mutex<Setting>,
-    noted: Mutex<Option<Noted>>,
+    /// By rank.
+    noted: Mutex<BTreeMap<usize, Noted>>,
 }
 
 /// How the next launches run.
@@ -44,6 +46,7 @@ pub struct Gauged {
     kernels: Vec<Kernel>,
     /// `[block][warp][layer][STAGES]` i64 of a looped launch; other launches need less.
     trace: DeviceBuffer,
+    rank: usize,
     blocks: usize,
     layers: usize,
     /// Kernel, warps of a block and steps of the traced launch under way.
@@ -61,9 +64,9 @@ impl Gauge {
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Setting { mode, traced };
     }
 
-    /// What the last traced launch noted.
-    pub fn take(&self) -> Option<Noted> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// What the last traced launch noted, by rank. Nothing, if there was none since this was asked last.
+    pub fn take(&self) -> Vec<Noted> {
+        std::mem::take(&mut *self.noted.lock().unwrap_or_else(PoisonError::into_inner)).into_values().collect()
     }
 
     /// The kernels for a model, or a rank of one, that it takes beside those of the engine.
@@ -89,7 +92,7 @@ impl Gauged {
         let (blocks, layers) = (layout.blocks(), layout.plan().config.num_layers);
         let warps = kernels.iter().map(Kernel::warps).max().unwrap_or(0);
         let trace = DeviceBuffer::zeroed(gpu, blocks * warps * (layers + 1) * STAGES * 8)?;
-        Ok(Self { gauge, kernels, trace, blocks, layers, noting: None })
+        Ok(Self { gauge, kernels, trace, rank: layout.rank().rank, blocks, layers, noting: None })
     }
 
     /// The mode that launches run in.
@@ -133,7 +136,7 @@ impl Gauged {
             }
             None => Noted { phases: unlooped_phases(&values, self.layers, steps), trace: None },
         };
-        *self.gauge.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some(noted);
+        self.gauge.noted.lock().unwrap_or_else(PoisonError::into_inner).insert(self.rank, noted);
         Ok(())
     }
 }

@@ -1,6 +1,8 @@
 //! What the warps of a traced kernel do from one of their stages to the next: the stages of `reached` in looped_decoder.cu and
 //! wide_decoder.cu, in words.
 
+use std::ops::Range;
+
 use super::trace::Phase;
 
 /// A phase in a consumer warp's stages: from, where its input is there if that is noted, to.
@@ -23,6 +25,25 @@ pub struct Roles {
     pub known_waits: &'static [Phase],
     /// What the timeline shows of a multiprocessor.
     pub tracks: [Track; 4],
+    /// Of a layer, in order, where they are noted.
+    pub exchanges: &'static [ExchangeStages],
+    /// The warps that tell other ranks and hear them.
+    pub tellers: Range<usize>,
+}
+
+/// Ranks add up what each has of a product.
+#[derive(Debug)]
+pub struct ExchangeStages {
+    /// The product's.
+    pub phase: Phase,
+    /// Of a teller: it has told the last of its sums.
+    pub pushed: usize,
+    /// It has heard the last of all ranks', and is about to publish them to its GPU.
+    pub heard: usize,
+    /// Of a consumer: it has them, so its next product begins.
+    pub used: usize,
+    /// How many layers later that is; the LM head comes after the last.
+    pub layers_on: usize,
 }
 
 /// A warp in the timeline.
@@ -85,6 +106,12 @@ pub static NARROW: Roles = Roles {
             shows: Shows::Published(&["q, k, v", "residual after o", "activation", "residual after down"]),
         },
     ],
+    exchanges: &[
+        ExchangeStages { phase: Phase::AttentionOut, pushed: 4, heard: 5, used: 7, layers_on: 0 },
+        // By q, k and v, or the LM head.
+        ExchangeStages { phase: Phase::Down, pushed: 6, heard: 7, used: 1, layers_on: 1 },
+    ],
+    tellers: 17..19,
 };
 
 /// Of wide_decoder.cu: 8 consumers, of which four attend a set of items; two warps that stream, one that fetches activations, one that finds norms.
@@ -118,6 +145,8 @@ pub static WIDE: Roles = Roles {
             shows: Shows::Work(&["fetch for qkv and o", "fetch for gate/up and down"], "fetch for head"),
         },
     ],
+    exchanges: &[],
+    tellers: 0..0,
 };
 
 impl Roles {

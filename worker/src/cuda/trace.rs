@@ -47,15 +47,15 @@ pub struct PhaseTime {
 pub struct Trace {
     /// `[block][warp][layer, LM head][STAGES]` clocks; 0: not reached.
     values: Vec<i64>,
-    blocks: usize,
+    pub(super) blocks: usize,
     warps: usize,
-    layers: usize,
-    roles: &'static Roles,
+    pub(super) layers: usize,
+    pub(super) roles: &'static Roles,
 }
 
 /// Clock and time when the launch began and ended, and the multiprocessor: stages of `Roles::clocks` with the LM head.
-const BEGUN: usize = 8;
-const ENDED: usize = 10;
+pub(super) const BEGUN: usize = 8;
+pub(super) const ENDED: usize = 10;
 const MULTIPROCESSOR: usize = 12;
 
 impl Phase {
@@ -122,7 +122,12 @@ impl Trace {
         (clock != 0).then_some(clock)
     }
 
-    /// Nanoseconds of the time that all multiprocessors share at a clock of a block.
+    /// When a warp was at a stage, as [`Self::time_ns`]; `None`: it was not.
+    pub(super) fn reached_ns(&self, block: usize, warp: usize, layer: usize, stage: usize) -> Option<f64> {
+        self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock))
+    }
+
+    /// Nanoseconds of the time that all multiprocessors share at a clock of a block, from when block 0 ended.
     fn time_ns(&self, block: usize, clock: i64) -> f64 {
         let note = |stage| self.at(block, self.roles.clocks, self.layers, stage).unwrap_or(0);
         let (clocks, times) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
@@ -162,7 +167,7 @@ impl Trace {
     /// What a consumer warp did, in order.
     fn consumer(&self, block: usize, warp: usize) -> Vec<Slice> {
         let head = self.layers;
-        let at = |layer, stage| self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock));
+        let at = |layer, stage| self.reached_ns(block, warp, layer, stage);
         let mut slices = Vec::new();
         let mut put = |layer, phase, waits, from: Option<f64>, to: Option<f64>| {
             if let (Some(from), Some(to)) = (from, to) {
@@ -215,7 +220,7 @@ impl Trace {
 
     /// What a warp did from stage to stage.
     fn worked(&self, block: usize, warp: usize, names: &[&'static str], head: &'static str) -> Vec<Event> {
-        let at = |layer, stage| self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock));
+        let at = |layer, stage| self.reached_ns(block, warp, layer, stage);
         let mut events = Vec::new();
         for layer in 0..=self.layers {
             let names = if layer == self.layers { std::slice::from_ref(&head) } else { names };
@@ -234,7 +239,7 @@ impl Trace {
 
     /// From one publication to the next.
     fn published(&self, block: usize, warp: usize, names: &[&'static str]) -> Vec<Event> {
-        let at = |warp, layer, stage| self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock));
+        let at = |warp, layer, stage| self.reached_ns(block, warp, layer, stage);
         let mut before = at(0, 0, 0);
         let mut events = Vec::new();
         for layer in 0..self.layers {

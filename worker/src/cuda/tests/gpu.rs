@@ -234,7 +234,7 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
                 Row { token: 1, position: 1, first_position: 1, last_position: 4, flags: ROW_SAMPLE, ..Row::default() };
             engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
             engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
-            let noted = gauge.take().expect("a traced launch notes times");
+            let noted = gauge.take().pop().expect("a traced launch notes times");
             eprintln!("{model}, loop {mode:?}: {:?}", noted.phases);
             let known = |phase| noted.phases.iter().any(|time| time.phase == phase && time.us > 0.0 && time.us < 1e4);
             assert!(Phase::ALL.into_iter().skip(1).all(known), "{model}, loop {mode:?}: {:?}", noted.phases);

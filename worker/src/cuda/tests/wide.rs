@@ -361,7 +361,7 @@ fn wide_passes_tell_the_times_of_their_phases() {
         let untraced = model.many_steps(&rows, 4);
         gauge.set(LoopMode::On, true);
         assert!(model.many_steps(&rows, 4) == untraced, "{count} rows that note times");
-        let noted = gauge.take().expect("a traced launch notes times");
+        let noted = gauge.take().pop().expect("a traced launch notes times");
         eprintln!("{count} rows: {:?}", noted.phases);
         let known: Vec<Phase> =
             noted.phases.iter().filter(|of| of.us > 0.0 && of.us < 1e4).map(|of| of.phase).collect();

@@ -5,12 +5,12 @@
 #define LP_DELAYS_ONE_IN 16
 #endif
 
-/// A warp is at stage `stage` of a layer. With LP_TRACE it notes the clock, in the last step: Launch::trace is [block][warp][layer][16]. With
-/// LP_DELAYS, a seed, it is held up now and then (once in LP_DELAYS_ONE_IN stages), which must change nothing but time.
+/// A warp is at stage `stage` of a layer. With LP_TRACE it notes the time, in the last step: Launch::trace is [block][warp][layer][16]. That is the time that all multiprocessors share, which goes on
+/// in steps of 64 ns on an H200: each cluster of multiprocessors has a clock of its own, whose rate moves while a launch runs. With LP_DELAYS, a seed, it is held up now and then (once in LP_DELAYS_ONE_IN stages), which must change nothing but time.
 LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
 #ifdef LP_TRACE
   if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
-    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = clock64();
+    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] = (long long)global_nanoseconds();
 #endif
 #ifdef LP_DELAYS
   u32 hash = (((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + launch.epoch * 0xc2b2ae3du + (LP_DELAYS + launch.rank) * 0x9e3779b9u;
@@ -33,15 +33,13 @@ LP_DEVICE void poison(u8* memory, u32 bytes) {
 #endif
 }
 
-/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), and which multiprocessor
+/// With LP_TRACE: this multiprocessor's clock beside the time that all of them share, when a launch begins (0) and when it ends (1), which says its rate, and which multiprocessor
 /// it is: Launch::trace [block][warp][kLayers][8 + 2 end ..] and [12], `warp` one that has no such stages. One thread a block calls it.
 LP_DEVICE void note_time(const Launch& launch, u32 warp, u32 end) {
 #ifdef LP_TRACE
   long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + kLayers) * 16;
-  u64 before = global_nanoseconds(), now;
-  while ((now = global_nanoseconds()) == before) {}  // the shared time goes on in steps
   notes[8 + 2 * end] = clock64();
-  notes[9 + 2 * end] = now;
+  notes[9 + 2 * end] = (long long)global_nanoseconds();
   notes[12] = multiprocessor();
 #endif
 }

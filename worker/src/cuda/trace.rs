@@ -42,10 +42,10 @@ pub struct PhaseTime {
     pub wait_us: Option<f64>,
 }
 
-/// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes clocks, `note_time` sets them in relation.
+/// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes them, and `note_time` what clocks ran at.
 #[derive(Debug, Clone)]
 pub struct Trace {
-    /// `[block][warp][layer, LM head][STAGES]` clocks; 0: not reached.
+    /// `[block][warp][layer, LM head][STAGES]` ns of the GPU's timer, or clocks; 0: not reached.
     values: Vec<i64>,
     pub(super) blocks: usize,
     warps: usize,
@@ -118,23 +118,14 @@ impl Trace {
     }
 
     fn at(&self, block: usize, warp: usize, layer: usize, stage: usize) -> Option<i64> {
-        let clock = self.values[((block * self.warps + warp) * (self.layers + 1) + layer) * STAGES + stage];
-        (clock != 0).then_some(clock)
+        let value = self.values[((block * self.warps + warp) * (self.layers + 1) + layer) * STAGES + stage];
+        (value != 0).then_some(value)
     }
 
-    /// When a warp was at a stage, as [`Self::time_ns`]; `None`: it was not.
+    /// When a warp was at a stage, in ns from when block 0 ended (a double has room for fractions of what is left then); `None`: it was not.
     pub(super) fn reached_ns(&self, block: usize, warp: usize, layer: usize, stage: usize) -> Option<f64> {
-        self.at(block, warp, layer, stage).map(|clock| self.time_ns(block, clock))
-    }
-
-    /// Nanoseconds of the time that all multiprocessors share at a clock of a block, from when block 0 ended.
-    fn time_ns(&self, block: usize, clock: i64) -> f64 {
-        let note = |stage| self.at(block, self.roles.clocks, self.layers, stage).unwrap_or(0);
-        let (clocks, times) = (note(ENDED) - note(BEGUN), note(ENDED + 1) - note(BEGUN + 1));
-        let rate = if clocks == 0 { 0.0 } else { times as f64 / clocks as f64 };
-        // The shared time when block 0 has ended: a double has room for fractions of what is left.
         let origin = self.at(0, self.roles.clocks, self.layers, ENDED + 1).unwrap_or(0);
-        (note(BEGUN + 1) - origin) as f64 + (clock - note(BEGUN)) as f64 * rate
+        self.at(block, warp, layer, stage).map(|ns| (ns - origin) as f64)
     }
 
     /// Clock of the multiprocessors during the launch, their mean, in MHz.
@@ -332,7 +323,7 @@ mod tests {
     const PRODUCER: usize = 16;
     const EPILOGUE: usize = 17;
 
-    /// Two blocks whose clocks run at different rates and begin anywhere; every stage takes a microsecond, but for one wait.
+    /// Two blocks whose clocks run at different rates; every stage takes a microsecond, but for one wait.
     fn trace() -> Trace {
         let (blocks, warps, layers) = (2, 19, 3);
         let mut values = vec![0; blocks * warps * (layers + 1) * STAGES];
@@ -340,29 +331,29 @@ mod tests {
             ((block * warps + warp) * (layers + 1) + layer) * STAGES + stage
         };
         for block in 0..blocks {
-            let clock = |us: i64| 1_000_000 + 77 * block as i64 + us * (1500 + 500 * block as i64);
+            let time = |us: i64| 5_000_000_000_000_000 + us * 1000;
             for (stage, us) in [(BEGUN, 0), (ENDED, 100)] {
-                values[place(block, PRODUCER, layers, stage)] = clock(us);
-                values[place(block, PRODUCER, layers, stage + 1)] = 5_000_000_000_000_000 + us * 1000;
+                values[place(block, PRODUCER, layers, stage)] = 1_000_000 + us * (1500 + 500 * block as i64);
+                values[place(block, PRODUCER, layers, stage + 1)] = time(us);
             }
             values[place(block, PRODUCER, layers, MULTIPROCESSOR)] = 7 + block as i64;
             for warp in 0..NARROW.consumers {
-                values[place(block, warp, layers, STEP_BEGUN)] = clock(3);
+                values[place(block, warp, layers, STEP_BEGUN)] = time(3);
                 for layer in 0..layers {
                     for stage in 0..=10 {
                         // Down's input comes 4 us late.
                         let late = if stage >= 9 { 4 } else { 0 };
-                        values[place(block, warp, layer, stage)] = clock(5 + 20 * layer as i64 + stage as i64 + late);
+                        values[place(block, warp, layer, stage)] = time(5 + 20 * layer as i64 + stage as i64 + late);
                     }
                 }
-                (0..3).for_each(|stage| values[place(block, warp, layers, stage)] = clock(70 + stage as i64));
+                (0..3).for_each(|stage| values[place(block, warp, layers, stage)] = time(70 + stage as i64));
             }
             for layer in 0..layers {
                 (0..7).for_each(|stage| {
-                    values[place(block, PRODUCER, layer, stage)] = clock(4 + 20 * layer as i64 + 2 * stage as i64)
+                    values[place(block, PRODUCER, layer, stage)] = time(4 + 20 * layer as i64 + 2 * stage as i64)
                 });
                 (0..4).for_each(|stage| {
-                    values[place(block, EPILOGUE, layer, stage)] = clock(7 + 20 * layer as i64 + 3 * stage as i64)
+                    values[place(block, EPILOGUE, layer, stage)] = time(7 + 20 * layer as i64 + 3 * stage as i64)
                 });
             }
         }
@@ -413,10 +404,10 @@ mod tests {
         let (warps, layers) = (12, 2);
         let mut values = vec![0; warps * (layers + 1) * STAGES];
         let mut note = |warp: usize, layer: usize, stage: usize, us: i64| {
-            values[(warp * (layers + 1) + layer) * STAGES + stage] = 1000 + us * 1500;
+            values[(warp * (layers + 1) + layer) * STAGES + stage] = 70_000 + us * 1000;
         };
         for (stage, us) in [(BEGUN, 0), (ENDED, 200)] {
-            note(WIDE.clocks, layers, stage, us);
+            note(WIDE.clocks, layers, stage + 1, us);
         }
         for warp in 0..WIDE.consumers {
             note(warp, layers, STEP_BEGUN, 1);
@@ -434,8 +425,6 @@ mod tests {
         for (stage, us) in [(0, 2), (1, 8), (2, 25), (3, 45)] {
             note(8, 0, stage, us);
         }
-        let at = (WIDE.clocks * (layers + 1) + layers) * STAGES;
-        (values[at + BEGUN + 1], values[at + ENDED + 1]) = (70_000, 270_000);
         let trace = Trace::new(values, 1, warps, layers, &WIDE);
         let told: Vec<_> = trace.phases().iter().map(|time| (time.phase, time.us.round(), time.wait_us)).collect();
         let expected = [

@@ -197,6 +197,8 @@ LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.gl
 LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+/// For about so many ns: up to twice as long, or not at all.
+LP_DEVICE void nap(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 LP_DEVICE u64 global_nanoseconds() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

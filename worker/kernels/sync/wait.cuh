@@ -67,6 +67,9 @@ constexpr bool kAblateWaits = true;  // what do the exchanges cost? wrong result
 constexpr bool kAblateWaits = false;
 #endif
 
+/// Between two looks at words of this GPU that are not there, in ns: looks crowd the ways that words and weights come by. Words of other ranks are looked at without a pause.
+constexpr u32 kNap = 150;
+
 constexpr u32 kThere = ~0u;
 /// Until nothing is missing: `fetch(j)` for j < N loads what it does not have yet, and `missing(j)` is kThere, or how far from `base` that is which tells,
 /// by `there(value)`, that a word has been written. All loads of a round are under way before the first is looked at. With SCOUT, while something is missing,
@@ -87,12 +90,15 @@ LP_DEVICE void poll(const Launch& launch, const u8* base, u32 expected, Fetch fe
     if (begun == 0) begun = clocks();
     if constexpr (!SCOUT) {
       if (at != kThere && clocks() - begun > LIMIT) wait_failed(launch, site, expected, load_relaxed_u32(base + at), who(at));
+      if (!kOfRanks<Who>) nap(kNap);
       continue;
     }
     if ((int)lane_index() == __ffs(waiting) - 1) {
       u32 seen;
-      while (!there(seen = load_relaxed_u32(base + at)))
+      while (!there(seen = load_relaxed_u32(base + at))) {
         if (clocks() - begun > LIMIT) wait_failed(launch, site, expected, seen, who(at));
+        nap(kNap);
+      }
     }
     __syncwarp();
   }

@@ -72,6 +72,7 @@ inline long long clock64() {
 inline void fence_system() {}
 inline void trap() { std::abort(); }
 inline u64 policy_evict_first() { return 0; }
+inline void nap(u32) { std::this_thread::yield(); }
 
 /// Now and then a thread is held up.
 inline void stumble() {

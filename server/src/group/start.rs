@@ -31,20 +31,23 @@ pub(super) struct StartError {
     /// Starting again would end the same way.
     pub(super) is_final: bool,
     pub(super) reason: String,
+    /// The rank whose connection broke, perhaps because it ends.
+    ending: Option<u32>,
 }
 
 impl StartError {
     pub(super) fn fault(reason: String) -> Self {
-        Self { is_final: false, reason }
+        Self { is_final: false, reason, ending: None }
     }
 
     pub(super) fn refusal(reason: String) -> Self {
-        Self { is_final: true, reason }
+        Self { is_final: true, reason, ending: None }
     }
 
     /// A status that says nothing about the model: the next start may go better.
     fn status(rank: usize, doing: &str, status: &Status) -> Self {
-        Self::fault(format!("rank {rank} failed while {doing}: {:?}: {}", status.code(), status.message()))
+        let reason = format!("rank {rank} failed while {doing}: {:?}: {}", status.code(), status.message());
+        Self { ending: Some(rank as u32), ..Self::fault(reason) }
     }
 
     /// A status of Load, where some say that the model cannot be served.
@@ -126,10 +129,13 @@ pub(super) async fn start(
         biased;
         started = &mut bring_up => match started {
             // A broken connection says less than the worker's exit, which is about to be known.
-            Err(error) if !error.is_final => match timeout(GRACE, workers.next_exit()).await {
-                Ok(exit) => exit,
-                Err(_) => return Err(error),
-            },
+            Err(error) if !error.is_final => {
+                let exit = match error.ending {
+                    Some(rank) => workers.end_beside(rank, GRACE).await,
+                    None => timeout(GRACE, workers.next_exit()).await.ok(),
+                };
+                exit.ok_or(error)?
+            }
             started => return started,
         },
         exit = workers.next_exit() => match timeout(GRACE, &mut bring_up).await {

@@ -245,6 +245,29 @@ async fn the_others_end_at_once_where_the_lost_one_takes_its_time() {
 }
 
 #[tokio::test]
+async fn a_rank_that_is_lost_while_it_loads_keeps_no_other() {
+    // It says so, and does not exit.
+    let script = |start: u32, rank: u32| Script {
+        load_error: (rank == 1 && start == 0).then(|| Status::unavailable("out of luck")),
+        ..Script::default()
+    };
+    let launcher = FakeLauncher::new(2, script);
+    let (handle, task) = start(config(2), launcher.clone());
+    let alive = async |count: usize| {
+        while launcher.alive.load(Ordering::SeqCst) != count {
+            tokio::task::yield_now().await;
+        }
+    };
+    alive(2).await;
+    let started = Instant::now();
+    alive(1).await;
+    assert!(started.elapsed() < Duration::from_millis(700), "rank 0 ended after {:?}", started.elapsed());
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 1, "rank 1 has not ended yet");
+    ready(&handle).await;
+    task.shutdown().await;
+}
+
+#[tokio::test]
 async fn rank_zero_may_be_the_one() {
     for trouble in [Trouble::Exit, Trouble::BreakStream, Trouble::Hang, Trouble::Lie] {
         let after = move |start, rank| (rank == 0 && start < 2).then_some((7, trouble));

@@ -68,6 +68,8 @@ def one_round(number: int, server: Server, dice: random.Random, calm: str, calm_
     own, others = took[0].pop(victim), max(took[0].values(), default=0.0)
     print(f"round {number}: worker {victim} killed after {delay:.2f} s; it ended {own:.3f} s later, the last of the others {others:.3f} s; longest gap of the stream {gap:.2f} s", flush=True)
     problems = []
+    if own == float("inf"):
+        problems.append(f"round {number}: worker {victim} was killed and has not ended")
     if others > END_LIMIT_S:
         problems.append(f"round {number}: workers ran on for {others:.2f} s after worker {victim} was killed, which took {own:.2f} s to end itself; {END_LIMIT_S} s at most are allowed")
     if text != calm:
@@ -105,7 +107,7 @@ def runs(pid: int) -> bool:
     """Whether a process is there and not only waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False
 
 

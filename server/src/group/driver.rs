@@ -52,7 +52,7 @@ enum End {
 /// Why a group was lost.
 pub(super) struct Fault {
     words: String,
-    /// The rank whose stream broke: the exit of the worker behind it is about to be known, and says more.
+    /// The rank whose stream broke, perhaps because it ends: its exit says more.
     ending: Option<u32>,
 }
 

@@ -50,7 +50,7 @@ pub(crate) struct Script {
 }
 
 /// From a broken stream to the exit, where that takes its time.
-pub(crate) const SLOW_END: Duration = Duration::from_millis(600);
+pub(crate) const SLOW_END: Duration = Duration::from_millis(800);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trouble {

@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use super::start::StartError;
 use futures::future::BoxFuture;
-use rustix::process::geteuid;
+use rustix::process::{Signal, geteuid};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::runtime::Handle;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tracing::Level;
 
@@ -38,7 +38,7 @@ pub struct WorkerExit {
     pub success: bool,
     /// How, in words that follow "rank 3 ".
     pub words: String,
-    /// It was asked to end, by `kill`, before its end was known.
+    /// `kill` ended it, or somebody else's SIGKILL that the system took longer to carry out than `kill` took to come.
     pub killed: bool,
 }
 
@@ -87,7 +87,7 @@ impl Launcher for ProcessLauncher {
         tokio::spawn(forward_log(rank, stdout));
         let log = tokio::spawn(forward_log(rank, stderr));
         Ok(Box::pin(async move {
-            let (status, killed) = tokio::select! {
+            let (status, asked) = tokio::select! {
                 biased;
                 status = child.wait() => (status, false),
                 () = kill.cancelled() => match child.start_kill() {
@@ -95,6 +95,8 @@ impl Launcher for ProcessLauncher {
                     Err(error) => (Err(error), true),
                 },
             };
+            // A process that is ending already keeps the status that it ends with.
+            let killed = asked && status.as_ref().is_ok_and(|status| status.signal() == Some(Signal::KILL.as_raw()));
             drop(parent);
             let last_line = tokio::time::timeout(LAST_WORDS_LIMIT, log).await.ok().and_then(Result::ok).flatten();
             match status {
@@ -290,20 +292,20 @@ impl Workers {
     /// The next worker that ends, in words; pending if none is left. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> String {
         match self.exits.join_next().await {
-            Some(Ok((rank, exit))) => format!("rank {rank} {}", exit.words),
-            Some(Err(error)) => format!("the watch over a worker failed: {error}"),
+            Some(exit) => words_of(exit),
             None => std::future::pending().await,
         }
     }
 
-    /// Kills all but `rank`, of which it is known that it is about to end, and says which worker ended by itself, in words; `None` if none has within `limit`.
+    /// Kills all but `rank`, whose connection broke, perhaps because it ends, and says which worker ended by itself, in words; `None` if none has within `limit`.
     /// The others do not wait for it: the system may take a second to end a process with a GPU.
     pub(super) async fn end_beside(&mut self, rank: u32, limit: Duration) -> Option<String> {
         self.kills.iter().zip(0..).filter(|(_, other)| *other != rank).for_each(|(kill, _)| kill.cancel());
         let own = async {
-            while let Some(Ok((rank, exit))) = self.exits.join_next().await {
-                if !exit.killed {
-                    return Some(format!("rank {rank} {}", exit.words));
+            while let Some(exit) = self.exits.join_next().await {
+                match exit {
+                    Ok((_, exit)) if exit.killed => {}
+                    exit => return Some(words_of(exit)),
                 }
             }
             None
@@ -341,6 +343,13 @@ impl Workers {
         if tokio::time::timeout(limit, all).await.is_err() {
             tracing::error!("{} killed workers are still there after {limit:?}", self.exits.len());
         }
+    }
+}
+
+fn words_of(exit: Result<(u32, WorkerExit), JoinError>) -> String {
+    match exit {
+        Ok((rank, exit)) => format!("rank {rank} {}", exit.words),
+        Err(error) => format!("the watch over a worker failed: {error}"),
     }
 }
 
@@ -441,6 +450,19 @@ mod tests {
             assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists(), "process {pid} is still there");
         }
         assert!(!sockets.exists());
+    }
+
+    #[tokio::test]
+    async fn the_worker_that_ends_by_itself_is_told_from_those_that_are_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let launcher = script(dir.path(), "[ $5 = 1 ] && { sleep 0.3; exit 3; }; exec sleep 1000");
+        let mut workers = Workers::launch(&launcher, 3, &alive()).unwrap();
+        let words = workers.end_beside(1, Duration::from_secs(20)).await.expect("rank 1 ends");
+        assert!(words.starts_with("rank 1 ") && words.contains("exited with code 3"), "{words}");
+        let launcher = script(dir.path(), "exec sleep 1000");
+        let mut workers = Workers::launch(&launcher, 3, &alive()).unwrap();
+        assert_eq!(workers.end_beside(1, Duration::from_millis(300)).await, None);
+        assert_eq!(workers.exits.len(), 1, "the others have ended");
     }
 
     #[tokio::test]

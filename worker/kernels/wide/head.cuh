@@ -108,7 +108,7 @@ struct Choice {
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) heard[j] = load_system_16(words + j * 16);
     };
-    poll<kRanks, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens);
+    poll<kRanks, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens, [](u32 at) { return at / 16; });
     fence_tokens(launch);  // words before K and V of this step are read, and its logits
     stop = true;
 #pragma unroll

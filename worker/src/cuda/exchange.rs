@@ -7,7 +7,8 @@
 //!   ahead(i, j) = (least(i, j) - least(j, i)) / 2,    way(i, j) = (least(i, j) + least(j, i)) / 2
 //!
 //! What is wrong with that: without the assumption `ahead` is off by `way` at most, since no word comes before it is pushed. How well it holds the notes tell: ranks that are related through a third one
-//! ([`Exchanges::closure_us`]), and by half of the layers ([`Exchanges::drift_us`]). A stage's own time is as exact as the GPU's timer: 64 ns on an H200.
+//! ([`Exchanges::closure_us`]), and by half of the layers ([`Exchanges::drift_us`]). A stage's own time is as exact as the GPU's timer, which goes on in steps of 64 ns
+//! on an H200: `way`, a least of many, may be too small by up to one of them.
 
 use std::ops::Range;
 
@@ -23,7 +24,7 @@ pub struct Exchanges {
     pub sums: Vec<Exchange>,
     /// From a push until it has been heard at the quickest, in microseconds: of the two ranks that are nearest to each other.
     pub nearest_us: f64,
-    /// The same of the two that are farthest apart. With `closure_us` it is the most by which timers that keep their rate can be related wrongly.
+    /// The same of the two that are farthest apart: the most by which timers that keep their rate can be related wrongly.
     pub farthest_us: f64,
     /// Most that a rank's timer differs between what two ranks say directly and what they say through a third, in microseconds; of at least three ranks.
     pub closure_us: Option<f64>,

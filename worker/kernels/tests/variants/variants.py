@@ -670,7 +670,7 @@ def trace(args):
         consumers = 16 if batch in NARROW else 8
         notes = stamps[:, 16 if batch in NARROW else 8, -1].double().cpu()  # clock and time at either end (note_time)
         mhz = float(((notes[:, 10] - notes[:, 8]) * 1e3 / (notes[:, 11] - notes[:, 9])).mean())
-        microseconds = stamps[:, :consumers, 2:-2].double().cpu() / 1e3
+        microseconds = (stamps[:, :consumers, 2:-2] - stamps[0, 16 if batch in NARROW else 8, -1, 9]).double().cpu() / 1e3  # from the launch's begin: a double has room for little more
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
             stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]

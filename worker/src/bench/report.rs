@@ -237,11 +237,11 @@ impl Display for BatchReport {
 
 fn write_exchanges(exchanges: &Exchanges, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let Exchanges { sums, nearest_us, farthest_us, closure_us, drift_us } = exchanges;
-    let told = |Exchange { phase, push_to_use, push_to_heard, .. }: &Exchange| {
-        let (all, heard) = (push_to_use, push_to_heard.median_us);
+    let told = |Exchange { phase, push_to_use, push_to_heard, word, .. }: &Exchange| {
+        let (all, heard, word) = (push_to_use, push_to_heard.median_us, word.median_us);
         let name = phase.name();
         format!(
-            "{name} {:.2} (mean {:.2}, most {:.2}; {heard:.2} to all heard)",
+            "{name} {:.2} (mean {:.2}, most {:.2}; {heard:.2} to all heard, {word:.2} for a word)",
             all.median_us, all.mean_us, all.most_us
         )
     };

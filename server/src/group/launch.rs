@@ -461,7 +461,7 @@ mod tests {
         assert!(words.starts_with("rank 1 ") && words.contains("exited with code 3"), "{words}");
         let launcher = script(dir.path(), "exec sleep 1000");
         let mut workers = Workers::launch(&launcher, 3, &alive()).unwrap();
-        assert_eq!(workers.end_beside(1, Duration::from_millis(300)).await, None);
+        assert_eq!(workers.end_beside(1, Duration::from_secs(1)).await, None);
         assert_eq!(workers.exits.len(), 1, "the others have ended");
     }
 

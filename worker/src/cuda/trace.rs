@@ -54,7 +54,7 @@ pub struct Trace {
 }
 
 /// Clock and time when the launch began and ended, and the multiprocessor: stages of `Roles::clocks` with the LM head.
-pub(super) const BEGUN: usize = 8;
+const BEGUN: usize = 8;
 pub(super) const ENDED: usize = 10;
 const MULTIPROCESSOR: usize = 12;
 

@@ -76,7 +76,7 @@ impl Exchanges {
         let drift = pairs().map(|(i, j)| (early.ahead_ns(i, j) - late.ahead_ns(i, j)).abs()).fold(0.0, f64::max);
         let ahead: Vec<f64> = (0..ranks.len()).map(|rank| all.ahead_ns(0, rank)).collect();
         Some(Self {
-            sums: first.roles.exchanges.iter().map(|stages| Exchange::new(stages, ranks, &ahead)).collect(),
+            sums: (0..first.roles.exchanges.len()).map(|index| Exchange::new(index, ranks, &words, &ahead)).collect(),
             nearest_us: nearest / 1e3,
             farthest_us: farthest / 1e3,
             closure_us: closures.reduce(f64::max).map(|ns| ns / 1e3),
@@ -86,10 +86,10 @@ impl Exchanges {
 }
 
 impl Exchange {
-    /// `ahead`: of each rank's timer, by how many ns it is ahead of rank 0's.
-    fn new(stages: &ExchangeStages, ranks: &[&Trace], ahead: &[f64]) -> Self {
-        let ExchangeStages { phase, pushed, heard, used, layers_on } = *stages;
-        let (layers, roles) = (0..ranks[0].layers, ranks[0].roles);
+    /// The exchange number `index` of a layer. `words`: of each rank; `ahead`: of its timer, by how many ns it is ahead of rank 0's.
+    fn new(index: usize, ranks: &[&Trace], words: &[Words], ahead: &[f64]) -> Self {
+        let roles = ranks[0].roles;
+        let ExchangeStages { phase, pushed, heard, used, layers_on } = roles.exchanges[index];
         let last = |warps: Range<usize>, layer: usize, stage: usize| {
             let of = |trace: &Trace| {
                 let places = (0..trace.blocks).flat_map(|block| warps.clone().map(move |warp| (block, warp)));
@@ -98,31 +98,18 @@ impl Exchange {
             };
             ranks.iter().zip(ahead).map(|(trace, ahead)| of(trace) - ahead).fold(f64::NEG_INFINITY, f64::max)
         };
-        let ends = layers.clone().map(|layer| {
+        let ends = (0..ranks[0].layers).map(|layer| {
             let teller = |stage| last(roles.tellers.clone(), layer, stage);
             [teller(pushed), teller(heard), last(0..roles.consumers, layer + layers_on, used)]
         });
         let ends: Vec<[f64; 3]> = ends.collect();
         let spread = |from: usize, to: usize| Spread::new(ends.iter().map(|of| (of[to] - of[from]) / 1e3).collect());
-        let words = layers.flat_map(|layer| words(stages, ranks, ahead, layer));
-        let word = Spread::new(words.collect());
+        let of_exchange =
+            |place: &usize| place / roles.tellers.len() / ranks[0].blocks % roles.exchanges.len() == index;
+        let places = (0..words[0].0.len()).filter(of_exchange);
+        let word = Spread::new(places.flat_map(|place| waits_us(words, ahead, place)).collect());
         Self { phase, push_to_use: spread(0, 2), push_to_heard: spread(0, 1), heard_to_use: spread(1, 2), word }
     }
-}
-
-/// From when the last rank has pushed what a teller tells in a layer until each rank's has heard it, in us; of all tellers that take part.
-fn words(stages: &ExchangeStages, ranks: &[&Trace], ahead: &[f64], layer: usize) -> Vec<f64> {
-    let tellers = (0..ranks[0].blocks).flat_map(|block| ranks[0].roles.tellers.clone().map(move |warp| (block, warp)));
-    let of = |(block, warp)| {
-        let at = |stage| {
-            let ranks = ranks.iter().zip(ahead);
-            ranks.map(|(trace, ahead)| Some(trace.reached_ns(block, warp, layer, stage)? - ahead)).collect()
-        };
-        let (pushed, heard): (Option<Vec<f64>>, Option<Vec<f64>>) = (at(stages.pushed), at(stages.heard));
-        let last = pushed?.into_iter().fold(f64::NEG_INFINITY, f64::max);
-        Some(heard?.into_iter().map(move |ns| (ns - last) / 1e3))
-    };
-    tellers.filter_map(of).flatten().collect()
 }
 
 impl Spread {
@@ -153,6 +140,14 @@ impl Words {
         }
         Self(words)
     }
+}
+
+/// From when the last rank has pushed the word at a place until each has heard it, in us; of none where one has no such word.
+fn waits_us(words: &[Words], ahead: &[f64], place: usize) -> Vec<f64> {
+    let times = words.iter().zip(ahead).map(|(words, ahead)| words.0[place].map(|times| times.map(|ns| ns - ahead)));
+    let times: Vec<_> = times.collect::<Option<_>>().unwrap_or_default();
+    let last = times.iter().map(|[pushed, _]| *pushed).fold(f64::NEG_INFINITY, f64::max);
+    times.into_iter().map(|[_, heard]| (heard - last) / 1e3).collect()
 }
 
 /// `least(i, j)`, in ns.
@@ -291,9 +286,10 @@ mod tests {
             assert_eq!(got.closure_us.is_some(), count > 2);
             assert!(got.closure_us.unwrap_or(0.0) < 1e-6 && got.drift_us < 1e-6, "{got:?}");
             // Where timers are not related launches seem to end at the same time.
+            let words: Vec<_> = ranks.iter().map(Words::new).collect();
             let ranks: Vec<_> = ranks.iter().collect();
-            for (stages, truth) in NARROW.exchanges.iter().zip(&truth) {
-                let wrong = error(&Exchange::new(stages, &ranks, &[0.0; 4]), truth);
+            for (index, truth) in truth.iter().enumerate() {
+                let wrong = error(&Exchange::new(index, &ranks, &words, &[0.0; 4]), truth);
                 assert!(wrong > 0.1, "{count} ranks: {wrong}");
             }
         }

@@ -35,9 +35,14 @@
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 
-/// While attention is being waited for, three exchanges in a row queue behind what is in flight: then o streams with fewer bytes in flight, unless the rings take
-/// all of it.
-constexpr bool kPacedOut = O::bytes / kBlocks > kRings * Shared::slots * kSlotBytes;
+/// What is waited for queues behind the bytes in flight, so where the stream has time there are fewer: groups of rings (sync/ring.cuh).
+/// - Of ranks whose rings q, k, v and o of the fullest block fill to within a chunk each: of all that the rings take while the sums of down, attention and the sums of o are waited for, and that
+///   is these and the first chunks of gate and up. Smaller shares leave room for more of gate and up, which is then late; larger ones do not fit.
+/// - Where o does not fit into the rings: of o, while attention is waited for, which are three exchanges in a row.
+constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes, kAttentionBytes = (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
+constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes && kAttentionBytes + kRings * kSlotBytes > kRingBytes;
+constexpr u32 kOutGroups = kAttentionFills ? 4 : O::bytes / kBlocks > kRingBytes ? 2 : 1;
+constexpr u32 kQkvGroups = kAttentionFills ? 4 : 1, kGateUpGroups = kAttentionFills ? 4 : 1;
 
 LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
@@ -48,7 +53,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
       reached(launch, step, kProducer, layer, 0);
       producer.look_ahead<Qkv>(weights, 1);
-      producer.stream<Qkv, false>(weights);
+      producer.stream<Qkv, kQkvGroups>(weights);
       reached(launch, step, kProducer, layer, 1);
       if (layer == 0) {
         wait_sampled(launch, shared, step);
@@ -59,15 +64,15 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       producer.look_ahead<GateUp>(weights + kGateUpOffset, 0);
       stream_pages(producer, launch, rows, layer);
       reached(launch, step, kProducer, layer, 3);
-      producer.stream<O, kPacedOut>(weights + kOOffset);
+      producer.stream<O, kOutGroups>(weights + kOOffset);
       reached(launch, step, kProducer, layer, 4);
-      producer.stream<GateUp, false>(weights + kGateUpOffset);
+      producer.stream<GateUp, kGateUpGroups, Shared::slots>(weights + kGateUpOffset);
       reached(launch, step, kProducer, layer, 5);
-      producer.stream<Down, false>(weights + kDownOffset);
+      producer.stream<Down>(weights + kDownOffset);
       reached(launch, step, kProducer, layer, 6);
     }
     reached(launch, step, kProducer, kLayers, 0);
-    if (samples(launch)) producer.stream<Head, false>(weights);
+    if (samples(launch)) producer.stream<Head>(weights);
     reached(launch, step, kProducer, kLayers, 1);
   }
 }

@@ -47,15 +47,15 @@ constexpr bool streams_ahead(Phase phase) {
 template <Phase PHASE> LP_DEVICE void produce(const Launch& launch, u32 shared, const Place& place) {
   Producer producer(launch, shared);
   const u8* weights = launch.weights + (u64)place.layer * kLayerBytes;
-  if constexpr (PHASE == Phase::kQueryKeyValue) producer.stream<Qkv, false>(weights);
+  if constexpr (PHASE == Phase::kQueryKeyValue) producer.stream<Qkv>(weights);
   if constexpr (PHASE == Phase::kAttend) {
     fence_async_global();  // K and V of earlier steps were written by ordinary stores; pages are read by bulk copies
     stream_pages(producer, launch, place.rows, place.layer);
   }
-  if constexpr (PHASE == Phase::kAttentionOut) producer.stream<O, false>(weights + kOOffset);
-  if constexpr (PHASE == Phase::kGateUp) producer.stream<GateUp, false>(weights + kGateUpOffset);
-  if constexpr (PHASE == Phase::kDown) producer.stream<Down, false>(weights + kDownOffset);
-  if constexpr (PHASE == Phase::kHead) producer.stream<Head, false>(weights);
+  if constexpr (PHASE == Phase::kAttentionOut) producer.stream<O>(weights + kOOffset);
+  if constexpr (PHASE == Phase::kGateUp) producer.stream<GateUp>(weights + kGateUpOffset);
+  if constexpr (PHASE == Phase::kDown) producer.stream<Down>(weights + kDownOffset);
+  if constexpr (PHASE == Phase::kHead) producer.stream<Head>(weights);
 }
 
 template <Phase PHASE> LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp, const Place& place) {

@@ -60,7 +60,7 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Coun
       leaf = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head) + producer.lane() % 4 * kLeafBytes;
     }
 #pragma unroll
-    for (u32 c = 0; c < kLeafChunks; c++) producer.issue<true>(on, leaf + c * kLeafV, kLeafBytes / kLeafChunks);
+    for (u32 c = 0; c < kLeafChunks; c++) producer.issue<2>(on, leaf + c * kLeafV, kLeafBytes / kLeafChunks);
   }
 }
 

@@ -3,7 +3,7 @@
 // the lanes work side by side (one thread for a common ring needs about 430 clocks a chunk).
 //
 // Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring has landed; the rest
-// of the ring holds landed data. Paced, half of that: the lower and the upper half of the rings take turns.
+// of the ring holds landed data. Paced, fewer: the rings are in groups, all but one of which have one in flight.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings into L2 what comes later, in small pieces: from there
 // the ring fills faster than from memory once they go on.
@@ -22,6 +22,8 @@ LP_DEVICE u32 slot_address(u32 shared, u32 ring, u32 chunk) { return shared + Sh
 /// Bytes that a lane brings into L2 ahead of its ring, and how: pieces, so many clocks apart.
 constexpr u32 kAheadBytes = 16384, kAheadPiece = 2048, kAheadPace = 200;
 
+constexpr u32 kEveryChunk = ~0u;
+
 /// Lane r issues the chunks of ring r. All lanes of the producer warp call everything together.
 struct Producer {
   const Launch& launch;
@@ -34,16 +36,13 @@ struct Producer {
 
   LP_DEVICE Producer(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_first()) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// The next chunk of each lane that is `on`.
-  template <bool PACED> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
-    constexpr u32 HALF = kRings / 2;
-    if constexpr (PACED) {
-      u32 partner = shuffle_xor(chunk, HALF);
-      issue_lanes<true>(on && lane() < HALF, partner, from, bytes);
-      partner = shuffle_xor(chunk, HALF);
-      issue_lanes<true>(on && lane() >= HALF, partner, from, bytes);
-    } else {
-      issue_lanes<false>(on, 0, from, bytes);
+  /// The next chunk of each lane that is `on`, of GROUPS groups of rings one after the other; more than one are paced: each waits for what the one after it had in flight.
+  template <u32 GROUPS> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
+    constexpr u32 RINGS = kRings / GROUPS;
+#pragma unroll
+    for (u32 group = 0; group < GROUPS; group++) {
+      const u32 others = GROUPS > 1 ? shuffle(chunk, (lane() + RINGS) % kRings) : 0;
+      issue_lanes<GROUPS>(on && (GROUPS == 1 || lane() / RINGS == group), others, from, bytes);
     }
   }
   /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product: to the leaf that comes first in the ring.
@@ -53,9 +52,10 @@ struct Producer {
     ahead = product + (u64)tile * P::steps * kFragment + lane() * leaf_bytes;
     ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0 : leaf_bytes < kAheadBytes ? leaf_bytes : kAheadBytes;
   }
-  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending.
-  template <class P, bool PACED> LP_DEVICE void stream(const u8* product) {
+  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. The first PACED chunks of each ring in GROUPS groups.
+  template <class P, u32 GROUPS = 1, u32 PACED = kEveryChunk> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
+    u32 issued = 0;  // of each ring
     for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
       const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * kFragment);
       // Leaves of the second tile of a set with ways follow those of the first.
@@ -66,8 +66,14 @@ struct Producer {
         const int part_end = k / kPartSteps * kPartSteps + kPartSteps, leaf_end = part_end < P::leaf_steps ? part_end : P::leaf_steps;
         steps = leaf_end - k < chunk_steps ? leaf_end - k : chunk_steps;
 #pragma unroll
-        for (u32 w = 0; w < kRingWarps; w++)
-          issue<PACED>(P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end), leaf + (k + w * kRings * P::leaf_steps) * width * kFragment, steps * width * kFragment);
+        for (u32 w = 0; w < kRingWarps; w++) {
+          const bool has = P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end);
+          const u8* from = leaf + (k + w * kRings * P::leaf_steps) * width * kFragment;
+          const u32 bytes = steps * width * kFragment;
+          if (PACED == kEveryChunk || issued < PACED) issue<GROUPS>(has, from, bytes);
+          else issue<1>(has, from, bytes);
+          issued++;
+        }
       }
     }
     ahead_bytes = 0;
@@ -76,7 +82,7 @@ struct Producer {
  private:
   LP_DEVICE bool landed(u32 ring, u32 chunk) const { return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk)); }
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
-  template <bool PACED> LP_DEVICE void issue_lanes(bool todo, u32 partner, const u8* from, u32 bytes) {
+  template <u32 GROUPS> LP_DEVICE void issue_lanes(bool todo, u32 others, const u8* from, u32 bytes) {
     const u32 ring = lane();
     const Clocks begun = clocks();
     while (any_lane(todo)) {
@@ -92,7 +98,7 @@ struct Producer {
         continue;
       }
       if (chunk > 0 && !landed(ring, chunk - 1)) continue;
-      if (PACED && partner > 0 && !landed(ring ^ (kRings / 2), partner - 1)) continue;
+      if (GROUPS > 1 && others > 0 && !landed((ring + kRings / GROUPS) % kRings, others - 1)) continue;
       const u32 barrier = full_barrier(shared, ring, chunk);
       mbarrier_expect(barrier, bytes);
       bulk_load(slot_address(shared, ring, chunk), from, bytes, barrier, policy);

@@ -1,6 +1,7 @@
 // The machine under the kernel's headers, on a host: a thread stands for a lane, mbarriers are one atomic word, bulk copies are made by a thread of
 // their own after a while. Barriers order what the GPU's order and nothing else, so that ThreadSanitizer sees what the protocol forgets.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -48,12 +49,16 @@ inline u32 exchanged(u32 mine, int from) {
   warp.meet.arrive_and_wait();
   return value;
 }
+inline u32 shuffle(u32 v, int lane) { return exchanged(v, lane); }
 inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, lane_index() ^ mask); }
+/// How often lanes have met in `any_lane`.
+inline std::atomic<u32> lanes_met{0};
 inline bool any_lane(bool v) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return v;
   warp.values[lane_index()] = v;
   warp.meet.arrive_and_wait();
+  if (lane_index() == 0) lanes_met++;
   bool any = false;
   for (int lane = 0; lane < warp.lanes; lane++) any |= warp.values[lane] != 0;
   warp.meet.arrive_and_wait();
@@ -198,11 +203,12 @@ struct Copies {
   struct Copy {
     u32 to;
     const u8* from;
-    u32 bytes, barrier;
+    u32 bytes, barrier, asked;  // when: `lanes_met`
   };
   std::mutex lock;
   std::condition_variable more;
   std::deque<Copy> queue;
+  std::atomic<u32> under_way{0};
   bool over = false;
   void run() {
     while (true) {
@@ -214,16 +220,22 @@ struct Copies {
         copy = queue.front();
         queue.pop_front();
       }
+      // Not before all lanes have been where one asked for it, so what may be in flight together is; they may be through with everything.
+      for (int ms = 0; lanes_met == copy.asked && ms < 5; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       stumble();
       std::memcpy(shared_bytes + copy.to, copy.from, copy.bytes);
+      under_way--;
       mbarrier_change(copy.barrier, 0, -(long long)copy.bytes);
     }
   }
 };
 inline Copies copies;
+/// Most copies that were under way when this thread began one.
+inline thread_local u32 most_under_way = 0;
 inline void bulk_load(u32 to, const u8* from, u32 bytes, u32 barrier, u64) {
   std::lock_guard held(copies.lock);
-  copies.queue.push_back({to, from, bytes, barrier});
+  most_under_way = std::max(most_under_way, ++copies.under_way);
+  copies.queue.push_back({to, from, bytes, barrier, lanes_met});
   copies.more.notify_one();
 }
 

@@ -27,6 +27,7 @@ words=(-DLP_LAYERS=2 -DLP_COLUMNS=8 -DLP_HIDDEN=192 -DLP_HEADS=4 -DLP_KV_HEADS=4
 build shared stream.cpp "${shared[@]}"
 build own stream.cpp "${own[@]}"
 build early stream.cpp "${shared[@]}" -DLP_RELEASE_EARLY
+build unpaced stream.cpp "${shared[@]}" -DLP_UNPACED
 idle=(-DLP_LAYERS=3 -DLP_COLUMNS=8 -DLP_HIDDEN=48 -DLP_HEADS=4 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=33 -DLP_BLOCKS=4)
 build words words.cpp "${words[@]}"
 build idle words.cpp "${idle[@]}"
@@ -42,6 +43,7 @@ for _ in 1 2 3; do
     "$out/idle"
 done
 noticed "slots given back before they are read" early "data race" "saw other fragments"
+noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"

@@ -1,6 +1,6 @@
 // The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer warp gets the fragments that
 // the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY` is the negative control: slots are given back before
-// they are read. What full rings bring into L2 is what they were told to look ahead to. See run.sh.
+// they are read. What full rings bring into L2 is what they were told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -34,6 +34,12 @@ template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
   }
 }
 
+#ifdef LP_UNPACED
+constexpr u32 kQuarters = 1;
+#else
+constexpr u32 kQuarters = 4;
+#endif
+
 int main() {
   static u32 report[16];
   Launch launch{};
@@ -54,7 +60,7 @@ int main() {
   }
 
   const u32 block = kBlocks - 1;
-  std::atomic<int> wrong{0};
+  std::atomic<int> wrong{0}, crowded{0};
   std::vector<std::thread> threads;
   std::thread copier([] { copies.run(); });
   Warp producer(kRings);
@@ -68,11 +74,15 @@ int main() {
       Producer stream(launch, 0);
       for (int round = 0; round < kRounds; round++) {
         stream.look_ahead<Qkv>(weights.data(), 1);
-        stream.stream<Qkv, false>(weights.data());
+        most_under_way = 0;
+        stream.stream<Qkv, kQuarters>(weights.data());
+        crowded += most_under_way > kRings / 4 * 3;
         stream.look_ahead<GateUp>(weights.data() + kGateUpOffset, 0);
-        stream.stream<O, true>(weights.data() + kOOffset);
-        stream.stream<GateUp, false>(weights.data() + kGateUpOffset);
-        stream.stream<Down, false>(weights.data() + kDownOffset);
+        most_under_way = 0;
+        stream.stream<O, 2>(weights.data() + kOOffset);
+        crowded += most_under_way > kRings / 2;
+        stream.stream<GateUp, kQuarters, Shared::slots>(weights.data() + kGateUpOffset);
+        stream.stream<Down>(weights.data() + kDownOffset);
       }
       for (const auto& [from, bytes] : ahead) {
         const u64 at = from - weights.data();
@@ -131,7 +141,7 @@ int main() {
     copies.more.notify_all();
   }
   copier.join();
-  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's; %u bytes brought into L2 ahead\n", (int)kRings, Shared::slots, kSlotBytes, kRounds,
-              wrong.load(), brought_ahead.load());
-  return wrong != 0 || brought_ahead == 0;
+  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's; %d times too many rings had chunks in flight; %u bytes brought into L2 ahead\n", (int)kRings, Shared::slots, kSlotBytes,
+              kRounds, wrong.load(), crowded.load(), brought_ahead.load());
+  return wrong != 0 || crowded != 0 || brought_ahead == 0;
 }

@@ -40,7 +40,11 @@ LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::la
 ///   is these and the first chunks of gate and up. Smaller shares leave room for more of gate and up, which is then late; larger ones do not fit.
 /// - Where o does not fit into the rings: of o, while attention is waited for, which are three exchanges in a row.
 constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes, kAttentionBytes = (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
+#ifdef LP_PACED
+constexpr bool kAttentionFills = true;  // shapes that are too small for it
+#else
 constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes && kAttentionBytes + kRings * kSlotBytes > kRingBytes;
+#endif
 constexpr u32 kOutGroups = kAttentionFills ? 4 : O::bytes / kBlocks > kRingBytes ? 2 : 1;
 constexpr u32 kQkvGroups = kAttentionFills ? 4 : 1, kGateUpGroups = kAttentionFills ? 4 : 1;
 

@@ -202,7 +202,7 @@ fn delays_on_every_rank_change_nothing_but_time() {
         return;
     }
     let requests: Vec<_> = (0..3u32).map(|i| Request::greedy(&(i..20 + i * 30).collect::<Vec<u32>>(), 12)).collect();
-    let options = Options { defines: vec![("LP_DELAYS", 3)], ..Options::default() };
+    let options = Options { defines: vec![("LP_DELAYS", 3), ("LP_PACED", 1)], ..Options::default() };
     check(&MODELS[..1], &requests, &Way { options, ..Way::default() }, true);
 }
 
@@ -268,7 +268,8 @@ fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
     let (plans, sequences) = random_load(100_000);
     let calm = yields(load_rank(&request("llama-gqa"), &Options::default()), plans.clone(), sequences, true);
     assert!(calm.iter().map(Vec::len).sum::<usize>() >= 100_000);
-    let options = Options { defines: vec![("LP_DELAYS", 7), ("LP_DELAYS_ONE_IN", 4096)], ..Options::default() };
+    let options =
+        Options { defines: vec![("LP_DELAYS", 7), ("LP_DELAYS_ONE_IN", 4096), ("LP_PACED", 1)], ..Options::default() };
     let got =
         group_yields(group(&request("llama-gqa"), 4, &Way { options, ..Way::default() }), &plans, sequences, true);
     assert!(got == calm);

@@ -39,6 +39,7 @@ struct Producer {
   /// The next chunk of each lane that is `on`, of GROUPS groups of rings one after the other; more than one are paced: each waits for what the one after it had in flight.
   template <u32 GROUPS> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
     constexpr u32 RINGS = kRings / GROUPS;
+    static_assert(RINGS * GROUPS == kRings, "groups of as many rings");
 #pragma unroll
     for (u32 group = 0; group < GROUPS; group++) {
       const u32 others = GROUPS > 1 ? shuffle(chunk, (lane() + RINGS) % kRings) : 0;

@@ -56,7 +56,7 @@ struct Producer {
   /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. The first PACED chunks of each ring in GROUPS groups.
   template <class P, u32 GROUPS = 1, u32 PACED = kEveryChunk> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
-    u32 issued = 0;  // of each ring
+    u32 issued = 0;  // chunks of each ring, whether it has a leaf or not
     for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
       const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * kFragment);
       // Leaves of the second tile of a set with ways follow those of the first.

@@ -54,6 +54,7 @@ class Run:
 RUNS = [
     Run("70b", 4), Run("70b", 4, "16,32,64"), Run("70b", 2), Run("8b", 2), Run("8b", 4), Run("8b", 4, "32"), Run("llama-1b", 4),
     Run("8b", 1), Run("llama-1b", 1), Run("llama-1b", 2), Run("8b", 4, shards=16), Run("70b", 4, shards=16),
+    Run("70b", 2, shards=8), Run("8b", 2, shards=8),
 ]
 
 

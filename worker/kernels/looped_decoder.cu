@@ -36,14 +36,16 @@
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 
 /// What is waited for queues behind the bytes in flight, so where the stream has time there are fewer: groups of rings (sync/ring.cuh).
-/// - Of ranks whose rings q, k, v and o of the fullest block fill to within a chunk each: of all that the rings take while the sums of down, attention and the sums of o are waited for, and that
-///   is these and the first chunks of gate and up. Smaller shares leave room for more of gate and up, which is then late; larger ones do not fit.
+/// - Of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: of all that the rings take while the sums of down, attention and the sums of o are waited for, and that
+///   is these and the first chunks of gate and up. With less of q, k, v and o there is room for more of gate and up, which is then late; more does not fit. Where gate and up are less than two
+///   rings full, their first chunks are most of them, and late, too.
 /// - Where o does not fit into the rings: of o, while attention is waited for, which are three exchanges in a row.
 constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes, kAttentionBytes = (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
+constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::steps * kFragment;
 #ifdef LP_PACED
 constexpr bool kAttentionFills = true;  // shapes that are too small for it
 #else
-constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes && kAttentionBytes + kRings * kSlotBytes > kRingBytes;
+constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes && kAttentionBytes + kRings * kSlotBytes > kRingBytes && kGateUpBytes >= 2 * kRingBytes;
 #endif
 constexpr u32 kOutGroups = kAttentionFills ? 4 : O::bytes / kBlocks > kRingBytes ? 2 : 1;
 constexpr u32 kQkvGroups = kAttentionFills ? 4 : 1, kGateUpGroups = kAttentionFills ? 4 : 1;

@@ -52,4 +52,4 @@ pub use load::{CudaDecoder, Options, check, load, load_with};
 pub use random::NormalSource;
 pub use read_limit::ReadLimit;
 pub use trace::{Phase, PhaseTime, Trace};
-pub use variants::LoopMode;
+pub use variants::{LoopMode, check_shape};

@@ -12,9 +12,10 @@ use serde::Deserialize;
 
 pub use fit::{Measured, fit};
 pub use model::{Costs, Cut, MOST_ROWS, Machine};
-pub use report::{Compared, Predicted, Refused, Report};
+pub use report::{Compared, Predicted, Refused, Report, Uncomputed};
 
 use crate::bench::Shape;
+use crate::cuda::check_shape;
 use crate::model::ModelConfig;
 
 /// Groups of up to so many GPUs are fitted on; all others are predicted.
@@ -155,8 +156,11 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
             Err(reason) => refused.push(Refused { model: model.clone(), ranks, reason }),
         }
     }
+    let uncomputed = models.iter().filter_map(|(model, config)| {
+        check_shape(config).err().map(|error| Uncomputed { model: model.clone(), reason: error.to_string() })
+    });
     compared.sort_by_cached_key(|of| (of.ranks, of.model.clone(), of.shard_of, of.measured.batch));
-    Ok(Report { costs, machine, context: args.context, compared, predicted, refused })
+    Ok(Report { costs, machine, context: args.context, compared, predicted, refused, uncomputed: uncomputed.collect() })
 }
 
 /// Looped steps of at most [`MOST_ROWS`] rows in a file of the bench.

@@ -23,6 +23,8 @@ pub struct Report {
     pub predicted: Vec<Predicted>,
     /// Groups of which none can be.
     pub refused: Vec<Refused>,
+    /// Models that are only calculated.
+    pub uncomputed: Vec<Uncomputed>,
 }
 
 /// A step that was measured.
@@ -69,6 +71,15 @@ pub struct Refused {
     /// GPUs.
     pub ranks: usize,
     /// Why.
+    pub reason: String,
+}
+
+/// A model that the GPU backend does not compute: its steps are a calculation alone.
+#[derive(Debug, Clone)]
+pub struct Uncomputed {
+    /// Name of the shape, or the model's directory.
+    pub model: String,
+    /// What the backend says of it.
     pub reason: String,
 }
 
@@ -160,6 +171,7 @@ impl Report {
         });
         let refused =
             self.refused.iter().map(|of| json!({"model": of.model, "tensor_parallel": of.ranks, "reason": of.reason}));
+        let uncomputed = self.uncomputed.iter().map(|of| json!({"model": of.model, "reason": of.reason}));
         json!({
             "read_gb_s": self.machine.read_gb_s,
             "costs": {
@@ -173,6 +185,7 @@ impl Report {
             "compared": compared.collect::<Vec<_>>(),
             "predicted": predicted.collect::<Vec<_>>(),
             "refused": refused.collect::<Vec<_>>(),
+            "uncomputed": uncomputed.collect::<Vec<_>>(),
         })
     }
 }
@@ -229,7 +242,10 @@ impl Display for Report {
             )?;
         }
         for Refused { model, ranks, reason } in &self.refused {
-            write!(f, "\n{model} on {ranks} GPUs: {reason}")?;
+            write!(f, "\n{model} on {ranks} GPU{}: {reason}", if *ranks == 1 { "" } else { "s" })?;
+        }
+        for Uncomputed { model, reason } in &self.uncomputed {
+            write!(f, "\n{model} is a calculation alone: {reason}")?;
         }
         Ok(())
     }

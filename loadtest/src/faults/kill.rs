@@ -244,7 +244,13 @@ pub(super) mod tests {
     pub fn stand_in(server: u32, rank: u32) -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "read never", "worker", "--socket", "s", "--rank", &rank.to_string()]);
-        command.args(["--parent", &server.to_string()]).stdin(Stdio::piped()).spawn().expect("a shell")
+        command.args(["--parent", &server.to_string()]).stdin(Stdio::piped());
+        let child = command.spawn().expect("a shell");
+        // The system lets `spawn` go on before it has put the new program's command line in its place.
+        while fs::read(format!("/proc/{}/cmdline", child.id())).expect("it runs").is_empty() {
+            std::thread::yield_now();
+        }
+        child
     }
 
     #[tokio::test]

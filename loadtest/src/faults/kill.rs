@@ -245,9 +245,10 @@ pub(super) mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "read never", "worker", "--socket", "s", "--rank", &rank.to_string()]);
         command.args(["--parent", &server.to_string()]).stdin(Stdio::piped());
-        let child = command.spawn().expect("a shell");
+        let mut child = command.spawn().expect("a shell");
         // The system lets `spawn` go on before it has put the new program's command line in its place.
-        while fs::read(format!("/proc/{}/cmdline", child.id())).expect("it runs").is_empty() {
+        while fs::read(format!("/proc/{}/cmdline", child.id())).expect("it is not reaped").is_empty() {
+            assert_eq!(child.try_wait().expect("it is this process's"), None, "the shell has ended");
             std::thread::yield_now();
         }
         child

@@ -13,7 +13,7 @@ use clap::{Arg, Args, Command, ValueEnum, builder::Resettable};
 use looplane_proto::worker::v1::load_request;
 
 use crate::{
-    group::{GroupConfig, Waits},
+    group::{GroupConfig, Timeouts},
     sched::Limits,
     serve::ServeOptions,
 };
@@ -261,10 +261,10 @@ impl ServeArgs {
                 },
                 unlooped: self.loop_mode == LoopMode::Off,
                 max_context: self.max_context,
-                waits: Waits {
+                timeouts: Timeouts {
                     step: Duration::from_secs(self.step_limit_seconds.into()),
                     drain: Duration::from_secs(self.drain_seconds.into()),
-                    ..Waits::default()
+                    ..Timeouts::default()
                 },
                 ..GroupConfig::new(model_dir, tp)
             },

@@ -14,7 +14,7 @@ use crate::{
         EngineHandle, EngineState, FinishReason, ModelInfo, SequenceEvent, SequenceStream, SubmitError, Unwanted,
     },
     metrics::FrontMetrics,
-    request::{FieldError, RawRequest, RequestError, ValidRequest, validate},
+    request::{RawRequest, RequestError, ValidRequest, validate},
     text::{OutputText, Piece, Text},
 };
 
@@ -56,7 +56,8 @@ impl GenerateError {
         match self {
             GenerateError::Request(error) => error.code(),
             GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => "rate_limit_exceeded",
-            GenerateError::Submit(SubmitError::TooLarge { .. }) => "request_too_large",
+            GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => "request_too_large",
+            GenerateError::Submit(SubmitError::Quarantined { .. }) => "request_quarantined",
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
             GenerateError::ShuttingDown => "shutting_down",
             GenerateError::Failed(_) => "generation_failed",
@@ -167,42 +168,22 @@ impl Frontend {
             let task = tokio::task::spawn_blocking(move || validate(raw, &model, &text));
             task.await.map_err(|error| GenerateError::Internal(format!("preparing the prompt: {error}")))??
         };
-        let mut choices: Vec<Choice> = Vec::new();
         let given_up = self.closing.child_token();
-        let count = valid.sequences().count() as u64;
-        for (index, (request, start)) in valid.sequences().enumerate() {
-            let stop_tokens = request.stop_tokens.clone();
-            let stream = match self.engine.submit(request).await {
-                Ok(stream) => stream,
-                Err(error) => {
-                    choices.iter_mut().for_each(|choice| choice.let_go(Unwanted::Refused));
-                    return Err(too_many(error, count));
-                }
-            };
-            choices.push(Choice {
-                index: index as u32,
-                stream: Some(stream),
-                output: OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone()),
-                stop_tokens,
-                finish: None,
-                completion_tokens: 0,
-                given_up: given_up.clone(),
-            });
-        }
+        let (requests, starts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
+        let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
+        let streams = self.engine.submit(requests).await?;
+        let choices = streams.into_iter().zip(starts).zip(stop_tokens).zip(0..);
+        let choices = choices.map(|(((stream, start), stop_tokens), index)| Choice {
+            index,
+            stream: Some(stream),
+            output: OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone()),
+            stop_tokens,
+            finish: None,
+            completion_tokens: 0,
+            given_up: given_up.clone(),
+        });
+        let choices = choices.collect();
         Ok(Generation { request: valid, model, choices, permit })
-    }
-}
-
-/// A full queue is for later; a request that is longer than the whole queue is for never.
-fn too_many(error: SubmitError, count: u64) -> GenerateError {
-    match error {
-        SubmitError::QueueFull { limit, what: "sequences", .. } if count > limit => {
-            let message = format!(
-                "prompts times n make {count} sequences, and the queue takes {limit} at most (--max-queued-requests)"
-            );
-            RequestError::field("n", FieldError::Value, message).into()
-        }
-        error => error.into(),
     }
 }
 

@@ -7,7 +7,9 @@ use crate::{engine::SubmitError, generate::GenerateError, request::RequestError}
 pub(super) fn status(error: GenerateError) -> Status {
     let code = match &error {
         GenerateError::Request(RequestError::ModelNotFound { .. }) => Code::NotFound,
-        GenerateError::Request(_) | GenerateError::Submit(SubmitError::TooLarge { .. }) => Code::InvalidArgument,
+        GenerateError::Request(_)
+        | GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => Code::InvalidArgument,
+        GenerateError::Submit(SubmitError::Quarantined { .. }) => Code::FailedPrecondition,
         GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => Code::ResourceExhausted,
         GenerateError::Submit(SubmitError::Unavailable(_))
         | GenerateError::NotReady(_)

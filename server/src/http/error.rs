@@ -61,7 +61,11 @@ impl From<GenerateError> for ApiError {
             GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => {
                 new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1)
             }
-            GenerateError::Submit(SubmitError::TooLarge { .. }) => new(StatusCode::BAD_REQUEST),
+            GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
+                new(StatusCode::BAD_REQUEST)
+            }
+            // Clients repeat what is answered with 429 and 5xx by themselves: this is not to be.
+            GenerateError::Submit(SubmitError::Quarantined { .. }) => new(StatusCode::UNPROCESSABLE_ENTITY),
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => {
                 new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5)
             }

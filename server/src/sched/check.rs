@@ -21,6 +21,9 @@ impl Scheduler {
         let fresh_tokens: u64 = self.fresh.iter().map(|id| self.sequences[id].request.prompt.len() as u64).sum();
         hold(self.fresh_tokens == fresh_tokens, "the prompt tokens that wait are counted")?;
         hold(self.fresh.len() as u64 <= self.limits.max_waiting_requests, "the queue is bounded")?;
+        hold(self.trials.are_known(|id| self.sequences.contains_key(&id)), "suspects have not ended")?;
+        let alone = self.trials.on_trial().is_none_or(|id| self.running.iter().eq([&id]) && self.leaving.is_empty());
+        hold(alone, "who is on trial runs alone")?;
         let unstarted = self.pipeline.unstarted().count();
         hold(unstarted <= self.limits.plans_ahead as usize, "the plans ahead are bounded")?;
         hold(self.group_up || self.running.is_empty() && self.leaving.is_empty(), "nothing runs without a group")?;

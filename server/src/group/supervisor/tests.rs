@@ -1,19 +1,20 @@
-//! A burst of reports that is longer than what the driver takes at once.
+//! A burst of reports that is longer than what the supervisor takes at once.
 
 use looplane_proto::worker::v1::Finish;
 
 use super::super::fake::{FakeLauncher, Script};
-use super::super::start::{GroupFacts, RankEvent};
+use super::super::start::{GroupFacts, Traffic};
 use super::*;
-use crate::engine::{EngineHandle, FinishReason};
-use crate::sched::Limits;
+use crate::engine::{EngineHandle, FinishReason, SequenceEvent};
+use crate::metrics::EngineMetrics;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
+use crate::sched::{Limits, Scheduler};
 
 const SHAPE: Shape = Shape { max_slots: 4, max_batch_tokens: 8, kv_pages: 256, page_positions: 4 };
 
-/// A driver, what the front end holds of it, and the streams of a group of one rank, whose ends the test holds.
+/// A supervisor, what the front end holds of it, and the streams of a group of one rank, whose ends the test holds.
 struct Bench {
-    driver: Driver,
+    supervisor: Supervisor,
     handle: EngineHandle,
     link: Link,
     workers: Workers,
@@ -38,7 +39,7 @@ fn bench() -> Bench {
     let (model, model_receiver) = watch::channel(None);
     let metrics = Arc::new(EngineMetrics::default());
     let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
-    let channels = Channels { commands, commands_back, state, model, metrics, stop: CancellationToken::new(), alive };
+    let channels = Channels { commands, state, model, stop: CancellationToken::new(), alive };
     let (plan_sender, plans) = mpsc::channel(4);
     let (event_sender, events) = mpsc::channel(4 * BURST);
     let model = ModelInfo {
@@ -54,23 +55,24 @@ fn bench() -> Bench {
     let link =
         Link { facts, plans: vec![plan_sender], events, health: Vec::new(), _readers: tokio::task::JoinSet::new() };
     let scheduler = Scheduler::new(config.limits.clone()).unwrap();
-    let mut driver = Driver::new(config, launcher, scheduler, channels);
-    driver.announce(&link).unwrap();
-    Bench { driver, handle, link, workers, plans, events: event_sender }
+    let delivery = Delivery::new(scheduler, commands_back, metrics, config.timeouts.quarantine);
+    let mut supervisor = Supervisor::new(config, launcher, delivery, channels);
+    supervisor.announce(&link).unwrap();
+    Bench { supervisor, handle, link, workers, plans, events: event_sender }
 }
 
 #[tokio::test]
 async fn every_report_of_a_burst_is_handled() {
-    let Bench { mut driver, handle, mut link, mut workers, mut plans, events } = bench();
+    let Bench { mut supervisor, handle, mut link, mut workers, mut plans, events } = bench();
     let request = request(1, 5, 2 * BURST as u32 + 100, vec![]);
     let work = async {
-        let mut stream = handle.submit(request.clone()).await.unwrap();
+        let mut stream = handle.submit(vec![request.clone()]).await.unwrap().remove(0);
         let mut worker = FakeWorker::new(SHAPE);
         worker.receive(plans.recv().await.unwrap());
         let mut reports = 0;
         while !worker.rests() {
             if let Some(outcome) = worker.run(worker.last_version()) {
-                // On one thread, and without waiting: the driver finds all of them at once.
+                // On one thread, and without waiting: the supervisor finds all of them at once.
                 events.try_send(RankEvent::Outcome { rank: 0, outcome }).unwrap();
                 reports += 1;
             }
@@ -86,7 +88,7 @@ async fn every_report_of_a_burst_is_handled() {
     };
     let (tokens, end) = tokio::select! {
         output = work => output,
-        ended = driver.serve(&mut link, &mut workers) => panic!("the group is lost: {:?}", ended.err().map(|f| f.words)),
+        ended = supervisor.feed(&mut link, &mut workers) => panic!("the group is lost: {:?}", ended.err().map(|f| f.words)),
     };
     let (wanted, finish) = expected(&request);
     assert_eq!((tokens, finish), (wanted, Finish::Length));

@@ -1,0 +1,15 @@
+//! The product as processes: the binary that users run, with real workers, asked as clients ask it. `plans` alone starts none: it
+//! joins two crates that do not know each other.
+
+mod bits;
+mod common;
+mod demo;
+mod golden;
+mod loadtest;
+mod metrics;
+mod plans;
+mod process;
+mod refusals;
+#[path = "../../server/tests/common/scrape.rs"]
+mod scrape;
+mod sweep;

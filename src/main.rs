@@ -2,6 +2,7 @@
 
 mod log;
 mod output;
+mod progress;
 mod scaling;
 mod serve;
 mod signals;
@@ -11,15 +12,15 @@ use std::{env, ffi::OsString, path::PathBuf, process::ExitCode};
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use looplane_loadtest::{LoadtestArgs, LoadtestCommand, sweep::Machine};
-use looplane_server::config::{Device, ServeArgs, demo_model, file_arguments, without_empty_variables};
+use looplane_server::config::{LogFormat, ServeArgs, demo_model, file_arguments, without_empty_variables};
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
 use tokio::runtime::Runtime;
 
-use output::{finish, report, say};
+use output::{EXIT_FAILURE, finish, report, say};
 
 /// Exit code where the options cannot work, as clap has it.
 const EXIT_USAGE: u8 = 2;
-/// Threads for work that would hold up the async ones, such as tokenising long prompts.
+/// Threads for work that would hold up the async ones: files, and what starts workers again.
 const MAX_BLOCKING_THREADS: usize = 4;
 
 /// Serves large language models over tensor-parallel workers.
@@ -50,12 +51,16 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report(&error, EXIT_USAGE),
     };
-    log::start(matches!(cli.command, Command::Worker(_)));
+    let log = match &cli.command {
+        Command::Worker(_) => log::start_in_worker(),
+        Command::Serve(args) => log::start(args.log),
+        Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
+    };
+    if let Err(error) = log {
+        return report(&error, EXIT_USAGE);
+    }
     match cli.command {
-        Command::Serve(args) => match with_gpu(*args).check() {
-            Ok(config) => finish(runtime().and_then(|runtime| runtime.block_on(serve::run(config)))),
-            Err(error) => report(&error.into(), EXIT_USAGE),
-        },
+        Command::Serve(args) => run_server(*args),
         Command::Worker(args) => {
             // `ps` would show "exe", after the link that the server started it by.
             if let Err(error) = rustix::thread::set_name(c"looplane") {
@@ -86,12 +91,20 @@ fn parse() -> anyhow::Result<Cli> {
     Ok(Cli::from_arg_matches(&command.get_matches_from(words)).unwrap_or_else(|error| error.exit()))
 }
 
-/// A GPU that nobody has ruled out computes the model alone, unless the group's size is given.
-fn with_gpu(mut args: ServeArgs) -> ServeArgs {
-    if args.device == Device::Auto && args.tp.is_none() && looplane_worker::cuda::probe(0).is_ok() {
-        args.tp = Some(1);
+fn run_server(args: ServeArgs) -> ExitCode {
+    let format = args.log;
+    let ended = args.check(serve::group_size).map_err(|error| (error.into(), EXIT_USAGE)).and_then(|config| {
+        let served = runtime().and_then(|runtime| runtime.block_on(serve::run(config, format)));
+        served.map_err(|error| (error, EXIT_FAILURE))
+    });
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err((error, code)) if format == LogFormat::Json => {
+            tracing::error!("{error:#}");
+            ExitCode::from(code)
+        }
+        Err((error, code)) => report(&error, code),
     }
-    args
 }
 
 /// A sweep starts servers of this program, and learns here what it cannot see from outside.

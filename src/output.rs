@@ -6,6 +6,9 @@ use std::{
     process::ExitCode,
 };
 
+/// Exit code of a command that failed.
+pub const EXIT_FAILURE: u8 = 1;
+
 /// A line for the user.
 pub fn say(line: &str) {
     let _ = writeln!(io::stdout(), "{line}");
@@ -15,7 +18,7 @@ pub fn say(line: &str) {
 pub fn finish(result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => report(&error, 1),
+        Err(error) => report(&error, EXIT_FAILURE),
     }
 }
 

@@ -12,4 +12,5 @@ mod process;
 mod refusals;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
+mod start;
 mod sweep;

@@ -122,7 +122,7 @@ fn sweep_at_its_second_size(out: &Path) -> (Child, Vec<u32>) {
     let child = sweep(out, line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     let begun = Instant::now();
     let log = out.join("tp2.log");
-    while !fs::read_to_string(&log).is_ok_and(|said| said.contains("\nListening ")) {
+    while !fs::read_to_string(&log).is_ok_and(|said| said.contains(" Listening ")) {
         assert!(begun.elapsed() < Duration::from_secs(120), "the second server is not ready");
         std::thread::sleep(Duration::from_millis(20));
     }

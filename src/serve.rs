@@ -58,7 +58,8 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
     tokio::spawn(progress::show(engine.watch_state(), format));
-    tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url));
+    let example = http::example(&url, &config.serve.model_id, text.template.is_some());
+    tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = serve(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
@@ -74,7 +75,7 @@ fn counted(count: u32, one: &str, several: &str) -> String {
 }
 
 /// Says what was loaded and how to use it, once it can be used.
-async fn announce(engine: EngineHandle, id: String, url: String) {
+async fn announce(engine: EngineHandle, id: String, url: String, example: String) {
     let mut state = engine.watch_state();
     if state.wait_for(|state| *state == EngineState::Ready).await.is_err() {
         return;
@@ -90,7 +91,7 @@ async fn announce(engine: EngineHandle, id: String, url: String) {
         model.bit_domain,
     );
     tracing::info!(target: BANNER, "Listening {url} (HTTP and gRPC; open it in a browser to chat)");
-    tracing::info!(target: BANNER, "Try {}", http::example(&url, &id));
+    tracing::info!(target: BANNER, "Try {example}");
 }
 
 #[cfg(test)]

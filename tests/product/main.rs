@@ -2,6 +2,9 @@
 //! joins two crates that do not know each other.
 
 mod bits;
+#[path = "../../loadtest/tests/pages/browser.rs"]
+mod browser;
+mod chat_page;
 mod common;
 mod demo;
 mod golden;

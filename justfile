@@ -63,6 +63,10 @@ tsan:
 ci:
     bash .ci/run
 
+# Licences, sources and arrows between crates, by deny.toml; `just deny advisories` asks for known flaws, whose database it fetches.
+deny *CHECKS="licenses bans sources":
+    "$(.ci/deny)" check {{CHECKS}}
+
 # Format and lint.
 lint:
     cargo fmt --all

@@ -1,15 +1,12 @@
 //! `looplane serve`'s options: from the command line, `LOOPLANE_` variables and a TOML file, once, into a checked [`Config`].
 
 use std::{
-    env,
-    ffi::OsStr,
-    fs,
     path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
-use clap::{Arg, Args, Command, ValueEnum, builder::Resettable};
+use clap::{Args, ValueEnum};
 use looplane_proto::worker::v1::load_request;
 
 use crate::{
@@ -18,10 +15,11 @@ use crate::{
     serve::ServeOptions,
 };
 
-/// Where the demo model lies, from the root of the source tree or from the folder of the binary.
-const DEMO_MODEL: &str = "deploy/demo/model";
-/// The demo model's name in requests.
-const DEMO_ID: &str = "looplane-demo";
+mod file;
+mod model;
+
+pub use file::{file_arguments, without_empty_variables};
+pub use model::demo_model;
 
 /// Options of `looplane serve`. The command line wins over variables, and those over the file.
 #[derive(Debug, Clone, Args)]
@@ -31,15 +29,17 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", env = "LOOPLANE_CONFIG")]
     pub config: Option<PathBuf>,
 
-    /// Model directory as Hugging Face lays it out [default: the demo model that comes with Looplane]
+    /// Model directory as Hugging Face lays it out, or the name (ORG/NAME) of one that is in Hugging Face's cache on this machine
+    /// [default: the demo model that comes with Looplane]
     #[arg(long, value_name = "DIR", env = "LOOPLANE_MODEL")]
     pub model: Option<PathBuf>,
 
-    /// Name of the model in requests [default: the directory's name]
+    /// Name of the model in requests [default: the directory's name, or ORG/NAME]
     #[arg(long, value_name = "NAME", env = "LOOPLANE_SERVED_MODEL_NAME")]
     pub served_model_name: Option<String>,
 
-    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16) [default: 2 on CPUs, 1 on a GPU]
+    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16) [default: 1 on a GPU; on CPUs 2, or 1 where
+    /// the model's heads cannot be shared by 2]
     #[arg(long, value_name = "N", env = "LOOPLANE_TP")]
     pub tp: Option<u32>,
 
@@ -116,9 +116,23 @@ pub struct ServeArgs {
     #[arg(long, value_name = "S", default_value_t = 30, env = "LOOPLANE_DRAIN_SECONDS")]
     pub drain_seconds: u32,
 
+    /// Format of all that the server says: lines of text, or a JSON object a line. What is said is filtered by LOOPLANE_LOG, or
+    /// else RUST_LOG (such as `warn` or `info,looplane_server=debug`)
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LogFormat::Text, env = "LOOPLANE_LOG_FORMAT")]
+    pub log: LogFormat,
+
     /// Stop when standard input ends: with the process that started this one
     #[arg(long, hide = true)]
     pub until_stdin_closes: bool,
+}
+
+/// How what the server says is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// Time, level, place and words.
+    Text,
+    /// An object a line.
+    Json,
 }
 
 /// Where the workers compute.
@@ -173,10 +187,10 @@ pub enum ConfigError {
     /// The model directory is none.
     #[error("--model {}: {what}", path.display())]
     Model {
-        /// The directory.
+        /// The directory, or a name.
         path: PathBuf,
-        /// What is missing.
-        what: &'static str,
+        /// What is missing, and how to get it.
+        what: String,
     },
     /// An option has a value that cannot work.
     #[error("{option} is {value}, but must be {rule}")]
@@ -191,15 +205,17 @@ pub enum ConfigError {
 }
 
 impl ServeArgs {
-    /// Checks the options and fills in what was left out.
+    /// Checks the options and fills in what was left out. `group_size` says by how many workers the model of a directory is
+    /// computed where `--tp` does not.
     ///
     /// # Errors
     /// Names the option to change.
-    pub fn check(self) -> Result<Config, ConfigError> {
+    pub fn check(self, group_size: impl FnOnce(&Path, Device) -> u32) -> Result<Config, ConfigError> {
         let value = |option, value: &dyn ToString, rule: &str| {
             Err(ConfigError::Value { option, value: value.to_string(), rule: rule.into() })
         };
-        let tp = self.tp.unwrap_or(if self.device == Device::Cuda { 1 } else { 2 });
+        let model = model::find(self.model)?;
+        let tp = self.tp.unwrap_or_else(|| group_size(&model.dir, self.device));
         if !matches!(tp, 1 | 2 | 4 | 8 | 16) {
             return value("--tp", &tp, "1, 2, 4, 8 or 16");
         }
@@ -225,8 +241,7 @@ impl ServeArgs {
             let rule = format!("at least --max-slots, which is {}: raise the one or lower the other", self.max_slots);
             return value("--max-batch-tokens", &self.max_batch_tokens, &rule);
         }
-        let (model_dir, directory_name) = find_model(self.model)?;
-        let model_id = self.served_model_name.unwrap_or(directory_name);
+        let model_id = self.served_model_name.unwrap_or(model.id);
         if model_id.is_empty() || model_id.len() > 256 || model_id.chars().any(char::is_control) {
             let given = if model_id.is_empty() { "empty" } else { &model_id };
             return value("--served-model-name", &given, "1 to 256 printable characters");
@@ -266,86 +281,15 @@ impl ServeArgs {
                     drain: Duration::from_secs(self.drain_seconds.into()),
                     ..Timeouts::default()
                 },
-                ..GroupConfig::new(model_dir, tp)
+                ..GroupConfig::new(model.dir, tp)
             },
         })
     }
 }
 
-/// The options of a TOML file as arguments of `command`, those left out that a variable sets: variables win over the file.
-///
-/// # Errors
-/// Names the file and the key or line that is wrong.
-pub fn file_arguments(command: &Command, path: &Path) -> Result<Vec<String>, ConfigError> {
-    let wrong = |what: String| ConfigError::File { path: path.into(), what };
-    let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
-    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| wrong(error.to_string().trim().into()))?;
-    let mut arguments = Vec::new();
-    for (key, value) in &table {
-        let id = key.replace('-', "_");
-        let option = command.get_arguments().find(|option| option.get_id() == id.as_str() && id != "config");
-        let Some(option) = option else { return Err(wrong(format!("there is no option {key:?}"))) };
-        let value = match value {
-            toml::Value::String(text) => text.clone(),
-            toml::Value::Integer(number) => number.to_string(),
-            other => {
-                return Err(wrong(format!(
-                    "{key} is of type {}, but must be a text or a whole number",
-                    other.type_str()
-                )));
-            }
-        };
-        if option.get_env().is_none_or(|name| env::var_os(name).is_none_or(|value| value.is_empty())) {
-            let long = option.get_long().expect("every option of this program has a long name");
-            arguments.push(format!("--{long}={value}"));
-        }
-    }
-    Ok(arguments)
-}
-
-/// `command` and its subcommands without the variables that are set to nothing: as in `LOOPLANE_TP=` of a service file,
-/// that means the default.
-pub fn without_empty_variables(command: Command) -> Command {
-    let is_empty = |name: &OsStr| env::var_os(name).is_some_and(|value| value.is_empty());
-    let forget = |option: Arg| match option.get_env().is_some_and(is_empty) {
-        true => option.env(Resettable::Reset),
-        false => option,
-    };
-    command.mut_args(forget).mut_subcommands(without_empty_variables)
-}
-
-/// The model directory and its name.
-fn find_model(given: Option<PathBuf>) -> Result<(PathBuf, String), ConfigError> {
-    let Some(path) = given else {
-        return demo_model().map(|path| (path, DEMO_ID.into()));
-    };
-    let wrong = |what| Err(ConfigError::Model { path: path.clone(), what });
-    let Ok(dir) = path.canonicalize() else { return wrong("there is no such directory") };
-    if !dir.is_dir() {
-        return wrong("this is not a directory");
-    }
-    if !dir.join("config.json").is_file() {
-        return wrong("there is no config.json in this directory");
-    }
-    let name = dir.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
-    Ok((dir, name))
-}
-
-/// The demo model: in the source tree that this binary was built from, or else beside the binary.
-///
-/// # Errors
-/// It is in neither.
-pub fn demo_model() -> Result<PathBuf, ConfigError> {
-    let in_sources = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(|root| root.join(DEMO_MODEL));
-    let beside_binary = env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(DEMO_MODEL)));
-    let places: Vec<PathBuf> = [in_sources, beside_binary].into_iter().flatten().collect();
-    let found = places.iter().find(|place| place.join("config.json").is_file()).cloned();
-    found.ok_or_else(|| ConfigError::NoDemoModel(places.into_iter().next().unwrap_or_else(|| DEMO_MODEL.into())))
-}
-
 #[cfg(test)]
 mod tests {
-    use clap::FromArgMatches;
+    use clap::{Command, FromArgMatches};
 
     use super::*;
 
@@ -353,25 +297,40 @@ mod tests {
         format!("{}/../worker/tests/fixtures/llama-gqa", env!("CARGO_MANIFEST_DIR"))
     }
 
-    fn parse(arguments: &[&str]) -> ServeArgs {
+    pub(super) fn parse(arguments: &[&str]) -> ServeArgs {
         let command = ServeArgs::augment_args(Command::new("serve"));
         let matches = command.try_get_matches_from([&["serve"], arguments].concat()).unwrap();
         ServeArgs::from_arg_matches(&matches).unwrap()
     }
 
+    fn check(arguments: &[&str]) -> Result<Config, ConfigError> {
+        parse(&[&["--model", &fixture()], arguments].concat()).check(|_, _| 8)
+    }
+
     #[test]
     fn the_name_is_the_directorys_unless_another_is_given() {
-        let config = parse(&["--model", &fixture()]).check().unwrap();
+        let config = check(&[]).unwrap();
         assert_eq!((config.serve.model_id.as_str(), config.port), ("llama-gqa", 8000));
-        let config = parse(&["--model", &fixture(), "--served-model-name", "x/y"]).check().unwrap();
+        let config = check(&["--served-model-name", "x/y"]).unwrap();
         assert_eq!(config.serve.model_id, "x/y");
     }
 
     #[test]
-    fn a_gpu_computes_alone_unless_asked_and_keeps_what_memory_is_left() {
-        let group = |options: &[&str]| parse(&[&["--model", &fixture()], options].concat()).check().unwrap().group;
-        let ranks = |options: &[&str]| group(options).tensor_parallel;
-        assert_eq!((ranks(&[]), ranks(&["--device", "cuda"]), ranks(&["--device", "cuda", "--tp", "4"])), (2, 1, 4));
+    fn the_group_is_as_large_as_its_model_and_device_say_unless_its_size_is_given() {
+        let asked = |model: &Path, device| match (model.ends_with("llama-gqa"), device) {
+            (true, Device::Cuda) => 1,
+            (is_model, _) => 8 * u32::from(is_model),
+        };
+        let ranks = |options: &[&str]| {
+            let args = parse(&[&["--model", &fixture()], options].concat());
+            args.check(asked).unwrap().group.tensor_parallel
+        };
+        assert_eq!((ranks(&[]), ranks(&["--device", "cuda"]), ranks(&["--tp", "4"])), (8, 1, 4));
+    }
+
+    #[test]
+    fn what_the_workers_are_told() {
+        let group = |options: &[&str]| check(options).unwrap().group;
         assert_eq!(group(&["--device", "cuda"]).device, load_request::Device::Cuda);
         let unlooped = |options: &[&str]| group(options).unlooped;
         assert!(unlooped(&["--loop", "off"]) && !unlooped(&["--loop", "on"]) && !unlooped(&[]));
@@ -390,32 +349,9 @@ mod tests {
             (["--model", "/nowhere"], "--model /nowhere: there is no such directory"),
             (["--model", "/"], "--model /: there is no config.json in this directory"),
         ] {
-            let model = fixture();
-            let error = parse(&[&["--model", &model], &arguments[..]].concat()).check().unwrap_err().to_string();
+            let error = check(&arguments).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
             assert_eq!(error.lines().count(), 1);
         }
-    }
-
-    #[test]
-    fn the_file_loses_to_the_command_line_and_its_mistakes_are_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("looplane.toml");
-        let command = ServeArgs::augment_args(Command::new("serve"));
-        let with_file = |contents: &str| {
-            fs::write(&path, contents).unwrap();
-            file_arguments(&command, &path).map_err(|error| error.to_string())
-        };
-        let arguments = with_file("max-slots = 32\nmax_batch_tokens = 64\nhost = \"0.0.0.0\"").unwrap();
-        let mut all: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        all.extend(["--max-slots", "16"]);
-        let parsed = parse(&all);
-        assert_eq!((parsed.max_slots, parsed.max_batch_tokens, parsed.host.as_str()), (16, 64, "0.0.0.0"));
-        assert!(with_file("max-slot = 1").unwrap_err().contains("\"max-slot\""));
-        assert!(with_file("config = \"x\"").unwrap_err().contains("\"config\""));
-        assert!(with_file("port = [1]").unwrap_err().contains("port"));
-        assert!(with_file("port = ").unwrap_err().contains("looplane.toml"));
-        fs::remove_file(&path).unwrap();
-        assert!(file_arguments(&command, &path).unwrap_err().to_string().contains("looplane.toml"));
     }
 }

@@ -216,8 +216,9 @@ impl Drop for Child {
 fn ready_address(log: &str) -> Option<String> {
     // The last line may be half written.
     let whole = &log[..=log.rfind('\n')?];
-    let line = whole.lines().find(|line| line.starts_with(READY_LINE))?;
-    line.split_whitespace().nth(1).map(str::to_owned)
+    // Before it in the line are the time and such.
+    let said = &whole[whole.find(READY_LINE)?..];
+    said.split_whitespace().nth(1).map(str::to_owned)
 }
 
 #[cfg(test)]
@@ -302,7 +303,7 @@ mod tests {
     #[test]
     fn a_line_that_is_half_written_names_no_address() {
         assert_eq!(ready_address("Listening http://127.0.0.1:41"), None);
-        assert_eq!(ready_address("x\nListening http://[::1]:4 (HTTP\n").as_deref(), Some("http://[::1]:4"));
+        assert_eq!(ready_address("x\n12:34 INFO Listening http://[::1]:4 (HTTP\n").as_deref(), Some("http://[::1]:4"));
         assert_eq!(ready_address(""), None);
     }
 }

@@ -85,21 +85,30 @@ impl Browser {
         browser
     }
 
-    /// Opens `page` in a window of `width` pixels, dark or light, and returns what `script` evaluates to there, with what
-    /// the page itself complained about: errors of its scripts, and what it could not load.
-    pub fn look(&mut self, page: &Path, width: u32, is_dark: bool, script: &str) -> (Value, Vec<String>) {
+    /// Opens the page at `url` in a window of `width` pixels, dark or light.
+    pub fn open(&mut self, url: &str, width: u32, is_dark: bool) {
         let size = json!({"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false});
         self.call("Emulation.setDeviceMetricsOverride", size);
         let scheme = if is_dark { "dark" } else { "light" };
         let features = json!([{"name": "prefers-color-scheme", "value": scheme}]);
         self.call("Emulation.setEmulatedMedia", json!({"features": features}));
         self.complaints.clear();
-        let opened = self.call("Page.navigate", json!({"url": format!("file://{}", page.display())}));
-        assert!(opened.get("errorText").is_none(), "{} does not open: {opened}", page.display());
+        let opened = self.call("Page.navigate", json!({"url": url}));
+        assert!(opened.get("errorText").is_none(), "{url} does not open: {opened}");
         while self.receive()["method"] != "Page.loadEventFired" {}
-        let evaluated = self.call("Runtime.evaluate", json!({"expression": script, "returnByValue": true}));
+    }
+
+    /// What `script` evaluates to in the open page; a promise, what it comes to.
+    pub fn evaluate(&mut self, script: &str) -> Value {
+        let how = json!({"expression": script, "returnByValue": true, "awaitPromise": true, "userGesture": true});
+        let evaluated = self.call("Runtime.evaluate", how);
         assert!(evaluated.get("exceptionDetails").is_none(), "the script failed: {evaluated:#}");
-        (evaluated["result"]["value"].clone(), self.complaints.clone())
+        evaluated["result"]["value"].clone()
+    }
+
+    /// What the open page itself complained about: errors of its scripts, and what it could not load.
+    pub fn complaints(&self) -> &[String] {
+        &self.complaints
     }
 
     fn call(&mut self, method: &str, parameters: Value) -> Value {

@@ -124,8 +124,8 @@ async fn every_page_can_be_read_in_a_browser() {
 }
 
 fn problems(browser: &mut Browser, page: &Path, width: u32, is_dark: bool) -> Vec<String> {
-    let (seen, mut problems) = browser.look(page, width, is_dark, &format!("({CHECK})({is_dark})"));
+    browser.open(&format!("file://{}", page.display()), width, is_dark);
+    let seen = browser.evaluate(&format!("({CHECK})({is_dark})"));
     let seen: Vec<String> = serde_json::from_value(seen).expect("a list of sentences");
-    problems.extend(seen);
-    problems
+    [browser.complaints(), &seen].concat()
 }

@@ -73,10 +73,16 @@ pub fn router(app: App, grpc: Router) -> Router {
         .layer(from_fn_with_state(frontend, identify))
 }
 
-/// A `curl` to paste.
-pub fn example(base_url: &str, model_id: &str) -> String {
-    let body = json!({"model": model_id, "messages": [{"role": "user", "content": "What is 12 + 30?"}]});
-    format!("curl {base_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+/// A `curl` to paste that the model can answer: it can chat where it has a chat template, and else goes on with a text.
+pub fn example(base_url: &str, model_id: &str, can_chat: bool) -> String {
+    let (path, body) = match can_chat {
+        true => (
+            "/v1/chat/completions",
+            json!({"model": model_id, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}),
+        ),
+        false => ("/v1/completions", json!({"model": model_id, "prompt": "12 + 30 =", "max_tokens": 32})),
+    };
+    format!("curl {base_url}{path} -H 'content-type: application/json' -d '{body}'")
 }
 
 /// Browsers get a page to chat with the model, all others a text that says what is here.
@@ -94,7 +100,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",
-        example(&app.base_url, model_id)
+        example(&app.base_url, model_id, can_chat(&app))
     )
     .into_response()
 }
@@ -112,7 +118,13 @@ async fn model(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Va
 
 fn describe(app: &App) -> Value {
     let Frontend { model_id, started, .. } = &*app.frontend;
-    json!({"id": model_id, "object": "model", "created": started, "owned_by": "looplane"})
+    // `can_chat` is ours: the page at `/` asks by it.
+    json!({"id": model_id, "object": "model", "created": started, "owned_by": "looplane", "can_chat": can_chat(app)})
+}
+
+/// Whether the model has a chat template.
+fn can_chat(app: &App) -> bool {
+    app.frontend.text.template.is_some()
 }
 
 /// The process runs and answers; says nothing of the model.

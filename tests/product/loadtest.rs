@@ -1,13 +1,11 @@
 //! `looplane loadtest` as a process: what needs the binary itself.
 
-mod common;
-
 use std::{
     io::{BufRead, BufReader},
     process::{Command, Stdio},
 };
 
-use common::{Server, fixture};
+use crate::common::{Server, fixture};
 use serde_json::{Value, json};
 
 fn looplane() -> Command {

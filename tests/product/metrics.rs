@@ -1,15 +1,11 @@
 //! `/metrics` of the product as processes: real workers, one of them killed under a stream.
 
-mod common;
-#[path = "common/scrape.rs"]
-mod scrape;
-
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{Server, fixture, signal};
+use crate::common::{Server, fixture, signal};
+use crate::scrape::Scrape;
 use rustix::process::Signal;
-use scrape::Scrape;
 use serde_json::{Value, json};
 
 async fn scrape(server: &Server) -> Scrape {

@@ -1,7 +1,5 @@
 //! Models that cannot be served: one sentence that names what is wrong and where, and an exit code that is not 0.
 
-mod common;
-
 use std::{
     fs,
     path::Path,
@@ -9,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::fixture;
+use crate::common::fixture;
 use serde_json::{Value, json};
 
 /// A copy of a fixture that a test may damage.

@@ -1,11 +1,9 @@
 //! The product as processes: clients that go away, signals, orphans, idleness.
 
-mod common;
-
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{Server, fixture, runs, signal};
+use crate::common::{Server, fixture, runs, signal};
 use rustix::process::Signal;
 use serde_json::json;
 

@@ -1,5 +1,4 @@
 //! Starts the real binary and speaks HTTP to it, as a client would.
-#![allow(dead_code, reason = "every test binary uses its own part of this module")]
 
 use std::{
     io::{BufRead, BufReader},
@@ -23,7 +22,7 @@ const READY_LIMIT: Duration = Duration::from_secs(120);
 
 /// A checkpoint of the worker's fixtures.
 pub fn fixture(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures").join(name);
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("worker/tests/fixtures").join(name);
     assert!(path.is_dir(), "{} is not there", path.display());
     path
 }

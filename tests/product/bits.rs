@@ -1,9 +1,7 @@
 //! Contract 4 through the whole product: the same bits for a request whatever the group size, the batch, the chunking of
 //! the prompt, preemption or a fault.
 
-mod common;
-
-use common::{Server, fixture, runs, signal};
+use crate::common::{Server, fixture, runs, signal};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 

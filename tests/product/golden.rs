@@ -1,8 +1,6 @@
 //! Greedy tokens through the whole product are those that Hugging Face transformers computes, for every architecture.
 
-mod common;
-
-use common::{Server, fixture};
+use crate::common::{Server, fixture};
 use looplane_server::text::Text;
 use serde_json::{Value, json};
 

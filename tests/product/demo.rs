@@ -1,10 +1,8 @@
 //! The demo model answers what it was taught: at least 95 % in every category, on questions that training never saw.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::Server;
+use crate::common::Server;
 use futures::StreamExt;
 use serde_json::{Value, json};
 
@@ -15,7 +13,7 @@ const AT_ONCE: usize = 32;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_demo_model_answers_held_out_questions() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/demo/questions.json");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo/questions.json");
     let file: Value = serde_json::from_slice(&std::fs::read(path).expect("the questions are there")).expect("JSON");
     let questions = file["questions"].as_array().expect("a list of questions");
     let server = Server::start(&[]).await;

@@ -1,7 +1,5 @@
 //! `looplane loadtest sweep` as a process: servers that it starts, and ends.
 
-mod common;
-
 use std::{
     fs,
     net::TcpListener,
@@ -10,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::fixture;
+use crate::common::fixture;
 use looplane_loadtest::sweep::{Scaling, Sweep, predict};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -124,7 +122,7 @@ fn sweep_at_its_second_size(out: &Path) -> (Child, Vec<u32>) {
     let child = sweep(out, line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     let begun = Instant::now();
     let log = out.join("tp2.log");
-    while !fs::read_to_string(&log).is_ok_and(|said| said.contains("\nListening ")) {
+    while !fs::read_to_string(&log).is_ok_and(|said| said.contains(" Listening ")) {
         assert!(begun.elapsed() < Duration::from_secs(120), "the second server is not ready");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -161,7 +159,7 @@ fn stop_a_sweep(signal: Signal) {
 fn sizes_that_a_machine_lacks_are_predicted_from_what_scaling_writes() {
     let out = tempfile::tempdir().expect("a temporary directory");
     let file = out.path().join("scaling.json");
-    let figures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/scaling");
+    let figures = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/scaling");
     let mut command = Command::new(env!("CARGO_BIN_EXE_looplane"));
     command.arg("scaling");
     for run in ["8b_tp1", "8b_tp2", "8b_tp4", "llama-1b_tp1", "llama-1b_tp2"] {

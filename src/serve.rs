@@ -1,0 +1,121 @@
+//! `looplane serve`: the front end, and the workers as processes of this binary, from start to end.
+
+use std::{path::Path, sync::Arc};
+
+use anyhow::Context;
+use looplane_server::{
+    config::{Config, Device, LogFormat},
+    engine::{EngineHandle, EngineState},
+    group::{self, ProcessLauncher},
+    http,
+    serve::{StopSignal, base_url, serve},
+    text::Text,
+};
+use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
+use tokio::net::TcpListener;
+
+use crate::{log::BANNER, progress, signals::Signals};
+
+/// Workers that share a model on CPUs, unless the user says how many.
+const USUAL_GROUP: u32 = 2;
+
+/// How many workers compute a model where the user does not say: a GPU does alone; on CPUs it is the usual number, or what
+/// divides the model.
+pub fn group_size(model: &Path, device: Device) -> u32 {
+    let on_gpu = match device {
+        Device::Cuda => true,
+        Device::Auto => cuda::probe(0).is_ok(),
+        Device::Cpu => false,
+    };
+    // What is wrong with a model that cannot be read, the worker says.
+    let Some(config) = ModelConfig::from_dir(model).ok().filter(|_| !on_gpu) else { return 1 };
+    let divides = |size: &u32| ModelPlan::new(&config, *size as usize).is_ok();
+    (1..=USUAL_GROUP).rev().find(divides).unwrap_or(1)
+}
+
+/// Serves until a signal, or until the workers cannot be had any more.
+///
+/// # Errors
+/// The model or the address cannot be used, the workers fail for good, or a second signal cut requests off.
+pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
+    let signals = Signals::take()?;
+    let text = Arc::new(Text::load(&config.group.model_dir)?);
+    let address = (config.host.as_str(), config.port);
+    let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
+    let url = base_url(listener.local_addr()?);
+    let group = &config.group;
+    tracing::info!(
+        target: BANNER,
+        "Looplane {}: loading {} into {}, {} each",
+        env!("CARGO_PKG_VERSION"),
+        group.model_dir.display(),
+        counted(group.tensor_parallel, "worker process", "worker processes"),
+        counted(group.threads, "compute thread", "compute threads"),
+    );
+
+    let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
+    let (engine, group) = group::spawn(config.group.clone(), launcher)?;
+    let stop = StopSignal::default();
+    tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
+    tokio::spawn(progress::show(engine.watch_state(), format));
+    let example = http::example(&url, &config.serve.model_id, text.template.is_some());
+    tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
+    let served = serve(listener, engine, text, config.serve, stop.clone()).await;
+    group.shutdown_unless(stop.now.cancelled()).await;
+    anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
+    Ok(served?)
+}
+
+fn cannot_listen(config: &Config) -> String {
+    format!("cannot listen on {}:{} (--host, --port)", config.host, config.port)
+}
+
+fn counted(count: u32, one: &str, several: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { several })
+}
+
+/// Says what was loaded and how to use it, once it can be used.
+async fn announce(engine: EngineHandle, id: String, url: String, example: String) {
+    let mut state = engine.watch_state();
+    if state.wait_for(|state| *state == EngineState::Ready).await.is_err() {
+        return;
+    }
+    let Some(model) = engine.model() else { return };
+    tracing::info!(
+        target: BANNER,
+        "Serving {id}: {}, vocabulary {}, context {}, tensor parallelism {}, bits {}",
+        model.architecture,
+        model.vocab_size,
+        model.max_context,
+        model.tensor_parallel,
+        model.bit_domain,
+    );
+    tracing::info!(target: BANNER, "Listening {url} (HTTP and gRPC; open it in a browser to chat)");
+    tracing::info!(target: BANNER, "Try {example}");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_model_that_two_workers_cannot_share_gets_one() {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("worker/tests/fixtures/llama-gqa");
+        assert_eq!(group_size(&fixture, Device::Cpu), 2);
+        assert_eq!(group_size(&fixture, Device::Cuda), 1);
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let config = fs::read_to_string(fixture.join("config.json")).expect("the fixture has one");
+        let mut config: serde_json::Value = serde_json::from_str(&config).expect("it is JSON");
+        // As SmolLM2 135M has them.
+        for (key, value) in
+            [("num_attention_heads", 9), ("num_key_value_heads", 3), ("hidden_size", 576), ("head_dim", 64)]
+        {
+            config[key] = value.into();
+        }
+        fs::write(dir.path().join("config.json"), config.to_string()).expect("writable");
+        ModelConfig::from_dir(dir.path()).expect("a model that can be served");
+        assert_eq!(group_size(dir.path(), Device::Cpu), 1);
+    }
+}

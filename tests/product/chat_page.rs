@@ -1,0 +1,130 @@
+//! The chat page in a browser, against a server that the test plays, and against real ones; and the `curl` that a server suggests.
+
+use std::{fs, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::{
+    browser::{self, Browser},
+    common::{Server, fixture},
+};
+
+/// Stands in for the server once the page is open.
+const PLAYED: &str = include_str!("chat_page.js");
+/// Of the window, in pixels.
+const WIDTH: u32 = 800;
+
+/// A copy of a model without its chat template.
+fn without_template(dir: &Path) {
+    for entry in fs::read_dir(fixture("llama-tied")).expect("the fixture is there").flatten() {
+        fs::copy(entry.path(), dir.join(entry.file_name())).expect("the fixture can be copied");
+    }
+    let path = dir.join("tokenizer_config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).expect("it was copied")).expect("it is JSON");
+    config.as_object_mut().expect("an object").remove("chat_template").expect("the fixture has one");
+    fs::write(path, config.to_string()).expect("the copy can be written");
+}
+
+/// The body of the `curl` that the server suggests, after its path.
+async fn suggested(server: &Server) -> (String, Value) {
+    let (_, text) = server.get("/").await;
+    let text = text.as_str().expect("a text");
+    let curl = text.split_once(&format!("curl {}", server.base())).expect("a curl to this server").1;
+    let (path, rest) = curl.split_once(' ').expect("options follow");
+    let body = rest.split('\'').nth(3).expect("a quoted body after a quoted header");
+    (path.to_owned(), serde_json::from_str(body).expect("JSON"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_server_suggests_can_be_answered() {
+    let bare = tempfile::tempdir().expect("a temporary directory");
+    without_template(bare.path());
+    let with_template = fixture("llama-tied");
+    for (model, wanted) in [(with_template.as_path(), "/v1/chat/completions"), (bare.path(), "/v1/completions")] {
+        let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "1"]).await;
+        let (path, body) = suggested(&server).await;
+        assert_eq!(path, wanted);
+        server.ok(&path, &body).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_keeps_chats_apart_and_is_true() {
+    let Some(browser) = browser::find().map_err(|why| eprintln!("skipped: {why}")).ok() else { return };
+    let server = Server::start(&[]).await;
+    let mut browser = Browser::start(&browser);
+    let open = |browser: &mut Browser| {
+        browser.open(server.base(), WIDTH, false);
+        browser.evaluate("new Promise(done => { (function look() { model ? done() : setTimeout(look, 10) })() })");
+    };
+
+    // The real server, to the end of an answer.
+    open(&mut browser);
+    let asks = "byId('text').value = 'What is 12 + 30?'; byId('send').click()";
+    let ended = "(function look() { chat.stream ? setTimeout(look, 10) : done(byId('log').innerText) })()";
+    let seen = browser.evaluate(&format!("new Promise(done => {{ {asks}; {ended} }})"));
+    let seen = seen.as_str().expect("a text");
+    assert!(seen.contains("12 + 30 = 42.") && seen.contains(" tokens, first after "), "{seen}");
+
+    let mut play = |script: &str| {
+        open(&mut browser);
+        let script = format!("(async () => {{ {PLAYED}\n {script} }})()");
+        let result = browser.evaluate(&script);
+        assert_eq!(browser.complaints(), [""; 0]);
+        result
+    };
+    // A new chat knows nothing of the stream that runs under the old one.
+    let left = play(
+        "type('one'); await settle(); asked[0].piece('old '); await settle(); const before = seen();
+         press('reset'); await settle(); type('two'); await settle(); asked[1].piece('new'); asked[1].end(1); await settle();
+         type('three'); await settle();
+         return { before, aborted: asked[0].aborted, seen: seen(), first: asked[1].body.messages, second: asked[2].body.messages }",
+    );
+    assert!(left["before"].as_str().is_some_and(|seen| seen.contains("old")), "{left}");
+    assert!(left["seen"].as_str().is_some_and(|seen| seen.contains("new") && !seen.contains("old")), "{left}");
+    assert_eq!((&left["aborted"], &left["first"]), (&json!(true), &json!([{"role": "user", "content": "two"}])));
+    let whole = json!([{"role": "user", "content": "two"}, {"role": "assistant", "content": "new"}, {"role": "user", "content": "three"}]);
+    assert_eq!(left["second"], whole);
+
+    // Enter under a stream leaves the stream, and what was typed; Stop ends it, and the next question knows what came.
+    let stopped = play(
+        "const idle = [shown('send'), shown('stop')];
+         type('one'); await settle(); asked[0].piece('part'); await settle(); type('two'); await settle();
+         const during = [asked.length, asked[0].aborted, byId('text').value, shown('send'), shown('stop')];
+         press('stop'); await settle(); const aborted = asked[0].aborted; press('send'); await settle();
+         return { idle, during, aborted, messages: asked[1].body.messages }",
+    );
+    assert_eq!(stopped["idle"], json!([true, false]));
+    assert_eq!(stopped["during"], json!([1, false, "two", false, true]));
+    assert_eq!(stopped["aborted"], true);
+    assert_eq!(stopped["messages"][1], json!({"role": "assistant", "content": "part"}));
+    assert_eq!(stopped["messages"][2]["content"], "two");
+
+    // Tokens a second are those between the first and the last one, and none are told of a burst.
+    let rated = play(
+        "type('one'); await settle(); clock = 300; asked[0].piece('a'); await settle(); clock = 2300; asked[0].piece('b'); await settle();
+         clock = 9000; asked[0].end(101); await settle(); const slow = seen(); press('reset');
+         type('two'); await settle(); asked[1].piece('a'); asked[1].piece('b'); asked[1].end(500); await settle();
+         return { slow, burst: seen() }",
+    );
+    let ends = |name: &str, end: &str| rated[name].as_str().is_some_and(|seen| seen.trim_end().ends_with(end));
+    assert!(ends("slow", "101 tokens, first after 300 ms, 50 tokens/s"), "{rated}");
+    assert!(ends("burst", "500 tokens, first after 0 ms"), "{rated}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_goes_on_with_texts_where_the_model_cannot_chat() {
+    let Some(browser) = browser::find().map_err(|why| eprintln!("skipped: {why}")).ok() else { return };
+    let bare = tempfile::tempdir().expect("a temporary directory");
+    without_template(bare.path());
+    let server = Server::start(&["--model", bare.path().to_str().expect("UTF-8"), "--tp", "1"]).await;
+    let mut browser = Browser::start(&browser);
+    browser.open(server.base(), WIDTH, false);
+    let script = "new Promise(done => {
+        (function ask() { if (!model) return setTimeout(ask, 10); byId('text').value = 'a b c'; byId('send').click(); look() })();
+        function look() { chat.stream ? setTimeout(look, 10) : done(byId('log').innerText) }
+    })";
+    let seen = browser.evaluate(script);
+    let seen = seen.as_str().expect("a text");
+    assert!(seen.starts_with("This model has no chat template") && seen.contains(" tokens, first after "), "{seen}");
+}

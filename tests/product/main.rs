@@ -1,0 +1,19 @@
+//! The product as processes: the binary that users run, with real workers, asked as clients ask it. `plans` alone starts none: it
+//! joins two crates that do not know each other.
+
+mod bits;
+#[path = "../../loadtest/tests/pages/browser.rs"]
+mod browser;
+mod chat_page;
+mod common;
+mod demo;
+mod golden;
+mod loadtest;
+mod metrics;
+mod plans;
+mod process;
+mod refusals;
+#[path = "../../server/tests/common/scrape.rs"]
+mod scrape;
+mod start;
+mod sweep;

@@ -1,5 +1,7 @@
 //! From a load request to a rank that is ready to run.
 
+use std::time::{Duration, Instant};
+
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::attention::MAX_HEAD_DIM;
@@ -20,8 +22,8 @@ use crate::plan::{KvLayout, ModelPlan, PAGE_POSITIONS, RankPlan};
 use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
-/// How often a load tells its progress, in bytes.
-const PROGRESS_BYTES: u64 = if cfg!(test) { 1 } else { 64 << 20 };
+/// How often a load tells its progress. Tests are told everything.
+const PROGRESS_EVERY: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(100) };
 
 /// What a load request leaves open.
 #[derive(Debug, Clone, Default)]
@@ -131,15 +133,15 @@ pub fn load_with(
     let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(format!("{isa}, {} threads, {placed}", request.threads));
     let total = needs.weights;
-    let mut told = 0;
+    let mut told = Instant::now();
     let source: &dyn Source = match (&checkpoint, &options.random) {
         (Some(checkpoint), _) => checkpoint,
         (None, Some(random)) => random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
-        if bytes >= told + PROGRESS_BYTES {
-            told = bytes;
+        if told.elapsed() >= PROGRESS_EVERY {
+            told = Instant::now();
             tell(Phase::PackingWeights, bytes, total);
         }
     })?;
@@ -277,8 +279,6 @@ fn domain_word(domain: &str) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn request() -> LoadRequest {

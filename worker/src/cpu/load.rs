@@ -166,7 +166,7 @@ pub fn load_with(
         model_digest,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
-    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, &team)?;
+    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,

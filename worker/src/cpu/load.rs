@@ -145,6 +145,7 @@ pub fn load_with(
             tell(Phase::PackingWeights, bytes, total);
         }
     })?;
+    checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
 
     tell(Phase::Allocating, 0, 0);
@@ -365,6 +366,24 @@ mod tests {
         let mut wide = options.clone();
         wide.random.as_mut().unwrap().config.head_dim = 512;
         assert!(refusal(&good, &wide).contains("head_dim 512 is over 256"));
+    }
+
+    #[test]
+    fn a_weight_that_is_not_finite_is_refused_at_load() {
+        let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/llama-tied");
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(fixture.join("config.json"), dir.path().join("config.json")).unwrap();
+        let mut bytes = std::fs::read(fixture.join("model.safetensors")).unwrap();
+        let request = LoadRequest { model_dir: dir.path().into(), tensor_parallel: 1, ..request() };
+        let mut load = |last: [u8; 2]| {
+            let end = bytes.len() - 2;
+            bytes[end..].copy_from_slice(&last);
+            std::fs::write(dir.path().join("model.safetensors"), &bytes).unwrap();
+            load_with(&request, &Options { unpinned: true, ..Options::default() }, &mut |_| ()).map(drop)
+        };
+        load([0, 0]).unwrap();
+        let error = load(0x7fc0u16.to_le_bytes()).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors: tensor ") && error.contains(" is NaN in row "), "{error}");
     }
 
     #[test]

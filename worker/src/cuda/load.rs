@@ -133,6 +133,7 @@ pub fn load_with(
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
         tell(Phase::PackingWeights, done, total);
     })?;
+    model.checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
     let seconds = begun.elapsed().as_secs_f64();
     tracing::info!("packed {:.2} GB in {seconds:.2} s on {threads} threads", total as f64 / 1e9);

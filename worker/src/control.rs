@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::batch::PlanFault;
 use crate::convert;
-use crate::cuda::CudaError;
+use crate::cuda::error::CudaError;
 use crate::decoder::{Decoder, Fault, Load, LoadError, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 
 /// Largest plan on the wire: 256 sequences admitted at once with 128k tokens each are under it.

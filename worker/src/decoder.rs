@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault};
-use crate::cuda::CudaError;
+use crate::cuda::error::CudaError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::ConfigError;
 use crate::plan::PlanError;

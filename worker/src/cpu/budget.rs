@@ -1,4 +1,5 @@
-//! Whether a group fits the machine: asked before memory is filled, so that the answer is a sentence and no OOM kill.
+//! Whether a group fits the machine: asked before memory is filled, so that the answer is a sentence and no OOM kill. The KV
+//! cache counts as a whole, though its pages take memory only as sequences come to them.
 
 use std::path::Path;
 
@@ -10,15 +11,15 @@ use crate::decoder::LoadError;
 ///
 /// So the peak memory of a rank is its shard, what its settings ask for (KV cache, activations, exchange memory) and this
 /// constant. Nothing in it grows with the model: mapped weights are given back piece by piece as they are packed, and the
-/// pieces in flight (some tens of rows of a tensor for each thread) are gone before the KV cache is filled.
+/// pieces in flight (some tens of rows of a tensor for each thread) are gone before a sequence comes to the KV cache.
 pub const OVERHEAD_BYTES: u64 = 32 << 20;
 
-/// What one rank is about to fill, in bytes.
+/// What one rank fills at most, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// Packed weights and embedding.
     pub weights: u64,
-    /// KV pages.
+    /// KV pages, all of them.
     pub kv: u64,
     /// Activations and logits of the longest step, its sequences, and what its rows are sampled with.
     pub activations: u64,

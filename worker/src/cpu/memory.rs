@@ -1,5 +1,10 @@
-//! Memory of a worker: large buffers on huge pages, taken once at load, and views that let units of one job write disjoint
+//! Memory of a worker: large buffers on huge pages, mapped once at load, and views that let units of one job write disjoint
 //! parts of a buffer.
+//!
+//! The system gives a mapping its memory page by page, when a page is first written. A load is refused where the machine
+//! has less than all of it (`budget`); what other programs take later, it cannot know. Under strict overcommit
+//! (`vm.overcommit_memory=2`) mappings are reservations and nothing can go wrong any more; else the system kills a process
+//! once memory runs out, and if that is a worker, the server starts its group again.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -26,7 +31,7 @@ pub struct OutOfMemory {
     pub source: std::io::Error,
 }
 
-/// A zeroed slice in a mapping of its own; starts on a page boundary, so 64-byte lines of it are cache lines.
+/// A slice in a mapping of its own, zeros until it is written; starts on a page boundary, so 64-byte lines of it are cache lines.
 #[derive(Debug)]
 pub struct Buffer<T> {
     start: NonNull<T>,

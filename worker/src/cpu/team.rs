@@ -152,11 +152,26 @@ impl Team {
     /// # Panics
     /// If a unit panicked, or a unit calls this.
     pub fn for_each_then(&self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync) {
+        self.fork(units, unit, idle, || ());
+    }
+
+    /// As [`Team::for_each`]; the leader calls `between` after each of its own units.
+    ///
+    /// # Panics
+    /// If a unit panicked, or a unit calls this.
+    pub fn for_each_between(&self, units: usize, unit: impl Fn(usize) + Sync, between: impl FnMut()) {
+        self.fork(units, unit, |_| (), between);
+    }
+
+    fn fork(&self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync, mut between: impl FnMut()) {
         assert!(u32::try_from(units).is_ok(), "{units} units");
         assert!(!self.forked.replace(true), "a unit of work started another job");
         let _joined = Reset(&self.forked);
         if self.helpers.is_empty() || units <= 1 {
-            (0..units).for_each(&unit);
+            (0..units).for_each(|index| {
+                unit(index);
+                between();
+            });
             return idle(0);
         }
         let shared = &*self.shared;
@@ -187,7 +202,11 @@ impl Team {
             }
         }
         let join = JoinOnDrop(shared);
-        body(0);
+        while let Some(next) = shared.take(0) {
+            unit(next);
+            between();
+        }
+        idle(0);
         drop(join);
         assert!(
             !shared.panicked.load(Ordering::Relaxed),

@@ -22,6 +22,7 @@ mod select;
 mod shape;
 #[cfg(test)]
 mod tests;
+mod vectors;
 
 use std::convert::Infallible;
 

@@ -6,7 +6,7 @@
 //! `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
 
 #[cfg(target_arch = "x86_64")]
-use super::pass::wide_vectors;
+use super::vectors::wide_vectors;
 use crate::math::ln_f64;
 
 /// Tokens that share a run of blocks.

@@ -7,6 +7,8 @@ use super::draw::{Cut, Entry, Leaf, TopList, best, draw};
 use super::logprobs::LogSum;
 use super::row::{MAX_LISTED, RowState, Stage};
 use super::select::BINS;
+#[cfg(target_arch = "x86_64")]
+use super::vectors::wide_vectors;
 
 /// What a pass looks for.
 #[derive(Debug, Clone, Copy)]
@@ -82,15 +84,6 @@ impl Found {
             Stage::Done => {}
         }
     }
-}
-
-/// Whether the processor has what the wide version is compiled for. The answer is cached: asking costs a load.
-#[cfg(target_arch = "x86_64")]
-pub(super) fn wide_vectors() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ impl Rank {
         }
     }
 
-    pub async fn load(&mut self, model_dir: &Path, rank: usize, ranks: usize) -> Result<Loaded, Status> {
+    pub async fn load(&mut self, model_dir: &Path, rank: usize, ranks: usize, kv_pages: u32) -> Result<Loaded, Status> {
         let request = LoadRequest {
             model_dir: model_dir.display().to_string(),
             rank: rank as u32,
@@ -43,7 +43,7 @@ impl Rank {
             threads: 1,
             max_slots: 2,
             max_batch_tokens: 64,
-            kv_pages: 4,
+            kv_pages,
             wait_limit_ms: PATIENCE.as_millis() as u32,
             ..Default::default()
         };
@@ -76,13 +76,16 @@ pub struct Generated {
     pub peaks: Vec<u64>,
 }
 
-/// Loads a group and generates 8 greedy tokens for a prompt.
-pub async fn generate(model_dir: &Path, ranks: usize) -> Generated {
+/// KV pages of a rank that wants few.
+pub const FEW_PAGES: u32 = 4;
+
+/// Loads a group, each rank with `kv_pages`, and generates 8 greedy tokens for a prompt, which take one page.
+pub async fn generate(model_dir: &Path, ranks: usize, kv_pages: u32) -> Generated {
     let dir = tempfile::tempdir().unwrap();
     let (mut group, mut loaded) = (Vec::new(), Vec::new());
     for rank in 0..ranks {
         let mut worker = Rank::start(dir.path(), rank).await;
-        loaded.push(worker.load(model_dir, rank, ranks).await.unwrap());
+        loaded.push(worker.load(model_dir, rank, ranks, kv_pages).await.unwrap());
         group.push(worker);
     }
     let handles: Vec<_> = loaded.iter().map(|loaded| loaded.fabric_handle.clone()).collect();

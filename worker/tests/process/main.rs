@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use looplane_worker::{EXIT_FAULT, WorkerArgs};
 
-use group::{Rank, generate};
+use group::{FEW_PAGES, Rank, generate};
 
 const ROLE: &str = "LOOPLANE_TEST_ROLE";
 const SOCKET: &str = "LOOPLANE_TEST_SOCKET";
@@ -60,16 +60,16 @@ fn fixture(name: &str) -> PathBuf {
 #[tokio::test]
 async fn groups_of_processes_generate_the_same_tokens_and_exit_with_0() {
     let model = fixture("llama-gqa");
-    let alone = generate(&model, 1).await.tokens;
+    let alone = generate(&model, 1, FEW_PAGES).await.tokens;
     assert_eq!(alone.len(), 8);
-    assert_eq!(generate(&model, 2).await.tokens, alone);
+    assert_eq!(generate(&model, 2, FEW_PAGES).await.tokens, alone);
 }
 
 #[tokio::test]
 async fn a_refused_model_exits_with_the_fault_code() {
     let dir = tempfile::tempdir().unwrap();
     let mut worker = Rank::start(dir.path(), 0).await;
-    let status = worker.load(&fixture("no-such-model"), 0, 1).await.unwrap_err();
+    let status = worker.load(&fixture("no-such-model"), 0, 1, FEW_PAGES).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::InvalidArgument);
     assert!(status.message().contains("no-such-model/config.json: cannot be read"), "{status}");
     assert_eq!(worker.exit().await.code(), Some(EXIT_FAULT.into()));

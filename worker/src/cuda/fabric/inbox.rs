@@ -15,7 +15,7 @@ use cudarc::driver::sys::{
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::cuda::device::Gpu;
+use crate::cuda::device::gpu::Gpu;
 use crate::cuda::error::{CudaError, checked};
 
 /// How memory is named to other processes. One way so far; ranks on several hosts of one NVLink domain take another:

@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::bench::Shape;
-use crate::cuda::blocks::best_blocks;
-use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
-use crate::cuda::heads::padded;
-use crate::cuda::layout::Layout;
-use crate::cuda::layout::tests::{group, layout};
-use crate::cuda::sampler;
-use crate::cuda::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
+use crate::cuda::kernels::blocks::best_blocks;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Resources};
+use crate::cuda::kernels::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
+use crate::cuda::sampler::kernel as sampler;
+use crate::cuda::weights::heads::padded;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::layout::tests::{group, layout};
 use crate::model::ModelConfig;
 use crate::plan::{Backend, ModelPlan};
 

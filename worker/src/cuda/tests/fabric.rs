@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use cudarc::driver::result;
 
 use super::gpu::gpu;
-use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, Program};
-use crate::cuda::device::{Gpu, Stream};
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::checked;
 use crate::cuda::fabric::{Fabric, Group, MAX_RANKS, survey};
-use crate::cuda::kernel::Module;
-use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, Program};
+use crate::cuda::kernels::module::Module;
 use crate::cuda::{CudaError, probe};
 use crate::decoder::Fault;
 

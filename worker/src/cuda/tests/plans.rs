@@ -4,9 +4,10 @@
 use std::sync::{Arc, Mutex};
 
 use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot};
-use crate::cuda::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::cuda::looped_decoder::{Launcher, LoopedDecoder};
-use crate::cuda::passes::{Passes, Width};
+use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
+use crate::cuda::kernels::variants::Width;
+use crate::cuda::launches::looped_decoder::{Launcher, LoopedDecoder};
+use crate::cuda::launches::passes::Passes;
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::{Sampled, SamplingParams};

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::cuda::blocks::best_blocks;
-use crate::cuda::layout::Layout;
-use crate::cuda::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
-use crate::cuda::panel::Panel;
+use crate::cuda::kernels::blocks::best_blocks;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
+use crate::cuda::weights::panel::Panel;
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, ModelPlan, Product};

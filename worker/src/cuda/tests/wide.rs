@@ -8,8 +8,8 @@ use half::bf16;
 
 use super::gpu::{BROKEN, gpu};
 use super::plans::{Request, drive, plans, replies};
-use crate::cuda::launch::{ROW_SAMPLE, Row};
-use crate::cuda::looped_decoder::Launcher;
+use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
+use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
 use crate::decoder::{Decoder, Device, LoadRequest};
 use crate::model::source::{RandomSource, Source};

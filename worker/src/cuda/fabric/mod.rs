@@ -13,6 +13,7 @@
 //! ```
 
 mod board;
+mod group;
 mod header;
 mod inbox;
 mod meeting;
@@ -22,8 +23,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::device::Gpu;
-use super::error::CudaError;
+use crate::cuda::device::gpu::Gpu;
+use crate::cuda::error::CudaError;
 use crate::decoder::{Fault, LoadError};
 use board::Board;
 use header::Header;
@@ -31,24 +32,12 @@ use inbox::{Inbox, Mapping};
 use meeting::{Arrival, Meeting};
 use topology::Device;
 
+pub use group::{Group, MAX_RANKS};
 pub use topology::survey;
 
-/// Most ranks of a group: the places for peers that a launch has.
-pub const MAX_RANKS: usize = 16;
 /// How long the ranks of a group may join after each other. The server, which lets all of them join at once, waits longer,
 /// so that it hears which rank was missing.
 const JOIN_LIMIT: Duration = Duration::from_secs(20);
-
-/// A rank's place in its group.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Group {
-    /// This rank.
-    pub rank: usize,
-    /// Of how many, at most [`MAX_RANKS`].
-    pub ranks: usize,
-    /// All that has to be the same on every rank, in words of the caller's: model, bit domain, layout of the inbox.
-    pub plan: String,
-}
 
 /// One rank's end of what ties the group together.
 pub struct Fabric {

@@ -1,47 +1,19 @@
 //! What launches need beside the weights: how much of it, whether that fits, and the memory itself.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::budget::{KvWish, Needs};
-use super::device::Gpu;
-use super::error::CudaError;
-use super::kernel::Kernel;
-use super::launch::Row;
-use super::layout::Layout;
-use super::memory::DeviceBuffer;
-use super::sampler::SamplerKernel;
-use super::weights::Weights;
+use crate::cuda::device::gpu::Gpu;
+use crate::cuda::device::memory::DeviceBuffer;
+use crate::cuda::error::CudaError;
+use crate::cuda::kernels::kernel::Kernel;
+use crate::cuda::kernels::launch::Row;
+use crate::cuda::kernels::sizes::Sizes;
+use crate::cuda::sampler::kernel::SamplerKernel;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::upload::Weights;
 use crate::decoder::{LoadError, LoadRequest};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
-
-/// Steps of one launch at most.
-pub const MOST_STEPS: usize = 256;
-
-/// Counts of an engine, fixed at load.
-#[derive(Debug, Clone, Copy)]
-pub struct Sizes {
-    /// This rank.
-    pub rank: usize,
-    /// Of how many.
-    pub ranks: usize,
-    /// Sequences.
-    pub max_slots: usize,
-    /// Rows of a step.
-    pub max_batch_tokens: usize,
-    /// Pages of the longest sequence.
-    pub slot_pages: usize,
-    /// Pages of the pool.
-    pub kv_pages: usize,
-    /// Decoder layers.
-    pub layers: usize,
-    /// Words of attention's items, of all launches that are in the stream together.
-    pub item_words: usize,
-    /// Logits of a row, of all ranks, as the decoder writes and the sampler reads them.
-    pub kernel_vocab: usize,
-    /// Longest time without a token.
-    pub wait_limit: Duration,
-}
 
 /// The GPU memory that only launches use.
 #[derive(Debug)]
@@ -58,7 +30,7 @@ pub struct Pools {
     pub logits: Option<DeviceBuffer>,
     /// `[max_batch_tokens]` rows
     pub rows: DeviceBuffer,
-    /// `[item_words]` u32, as [`super::deal::Deal::of`] makes them
+    /// `[item_words]` u32, as [`crate::cuda::kernels::deal::Deal::of`] makes them
     pub items: DeviceBuffer,
 }
 
@@ -210,18 +182,10 @@ fn page_bytes(layout: &Layout) -> [u64; 2] {
     [positions * c.head_dim * 2 * 2, scales].map(|bytes| bytes as u64)
 }
 
-impl Sizes {
-    /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one step's
-    /// launches, of which the last alone is not full.
-    pub fn ring(&self, columns: usize) -> usize {
-        (MOST_STEPS * columns).max(self.max_batch_tokens + columns)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::layout::tests::{config, group};
     use super::*;
+    use crate::cuda::weights::layout::tests::{config, group};
     use crate::model::ModelConfig;
 
     #[test]

@@ -9,8 +9,8 @@ use bytemuck::Pod;
 use cudarc::driver::result;
 use cudarc::driver::sys;
 
-use super::device::{Gpu, Stream};
-use super::error::{CudaError, checked};
+use super::gpu::{Gpu, Stream};
+use crate::cuda::error::{CudaError, checked};
 
 /// Memory of a GPU. It is given back when it is dropped, which waits for kernels that still run.
 #[derive(Debug)]

@@ -14,8 +14,9 @@ use std::ops::Range;
 
 use serde::Serialize;
 
+use super::phase::Phase;
 use super::roles::ExchangeStages;
-use super::trace::{Phase, Trace};
+use super::trace::Trace;
 
 /// The exchanges of a step between ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -177,9 +178,8 @@ impl Ways {
 
 #[cfg(test)]
 mod tests {
-    use super::super::gauge::STAGES;
     use super::super::roles::{NARROW, Roles, WIDE};
-    use super::super::trace::ENDED;
+    use super::super::trace::{ENDED, STAGES};
     use super::*;
 
     const BLOCKS: usize = 6;

@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::fabric::MAX_RANKS;
+use crate::cuda::fabric::MAX_RANKS;
 
 /// [`Row::flags`]: the row's logits are needed.
 pub const ROW_SAMPLE: u32 = 1;
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn every_site_of_the_kernel_has_a_name() {
-        let source = include_str!("../../kernels/sync/wait.cuh");
+        let source = include_str!("../../../kernels/sync/wait.cuh");
         let sites = source.split_once("enum Site").unwrap().1.split_once('{').unwrap().1.split_once('}').unwrap().0;
         let mut number = 0;
         for site in sites.split(',').map(str::trim).filter(|site| !site.is_empty()) {

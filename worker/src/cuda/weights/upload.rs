@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use half::bf16;
 
-use super::device::{Gpu, Stream};
-use super::error::CudaError;
 use super::layout::Layout;
-use super::memory::{DeviceBuffer, PinnedBuffer};
 use super::pack::{Job, Packer};
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
+use crate::cuda::error::CudaError;
 use crate::model::source::Source;
 use crate::model::{LayerTensor, Tensor};
 use crate::plan::Product;

@@ -3,22 +3,26 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::device::{Gpu, Stream};
-use super::error::CudaError;
-use super::fabric::{Fabric, MAX_RANKS};
-use super::gauge::Gauged;
-use super::kernel::Kernel;
-use super::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name};
 use super::looped_decoder::Launcher;
 use super::mailbox::Mailbox;
-use super::memory::PinnedBuffer;
-use super::passes::{Passes, Width};
-use super::pools::{InboxPlan, MOST_STEPS, Pools, Sizes};
-use super::sampler::{Sampler, SamplerLaunch};
-use super::unlooped::UNLOOPED_STEPS;
-use super::variants::LoopMode;
-use super::weights::Weights;
+use super::passes::Passes;
+use super::pools::{InboxPlan, Pools};
 use crate::batch::Slot;
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::PinnedBuffer;
+use crate::cuda::error::CudaError;
+use crate::cuda::fabric::{Fabric, MAX_RANKS};
+use crate::cuda::kernels::kernel::Kernel;
+use crate::cuda::kernels::launch::{
+    LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, NO_TOKEN, ROW_SAMPLE, Report, Row, site_name,
+};
+use crate::cuda::kernels::sizes::{MOST_STEPS, Sizes};
+use crate::cuda::kernels::unlooped::UNLOOPED_STEPS;
+use crate::cuda::kernels::variants::{LoopMode, Width};
+use crate::cuda::notes::gauge::Gauged;
+use crate::cuda::sampler::draw::Sampler;
+use crate::cuda::sampler::launch::SamplerLaunch;
+use crate::cuda::weights::upload::Weights;
 use crate::decoder::Fault;
 use crate::sampling::Sampled;
 
@@ -79,9 +83,9 @@ pub struct Engine {
     kernels: Vec<Kernel>,
     loop_mode: LoopMode,
     /// Others, while somebody measures.
-    pub(super) gauged: Option<Gauged>,
+    pub(in crate::cuda) gauged: Option<Gauged>,
     /// To the other ranks, if there are any.
-    pub(super) ties: Option<Ties>,
+    pub(in crate::cuda) ties: Option<Ties>,
     sampler: Sampler,
     passes: Passes,
     weights: Weights,
@@ -102,7 +106,7 @@ pub struct Engine {
     items_used: usize,
     tokens_used: usize,
     /// The next tag.
-    pub(super) epoch: u32,
+    pub(in crate::cuda) epoch: u32,
     /// Steps in the life of the worker.
     steps: u64,
     last_step: Duration,

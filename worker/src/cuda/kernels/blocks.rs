@@ -2,9 +2,9 @@
 
 use std::cmp::Reverse;
 
-use super::layout::Layout;
-use super::panel::Panel;
 use super::variants::variants_of;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::panel::Panel;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{ModelPlan, Product};
 
@@ -35,9 +35,9 @@ pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::tests::{group, layout, llama_8b, llama_70b};
     use super::*;
     use crate::bench::Shape;
+    use crate::cuda::weights::layout::tests::{group, layout, llama_8b, llama_70b};
 
     /// Multiprocessors of an H200.
     const SMS: usize = 132;

@@ -10,7 +10,7 @@ use libloading::Library;
 use sha2::{Digest, Sha256};
 
 use super::cache::{Binary, Cache};
-use super::error::CudaError;
+use crate::cuda::error::CudaError;
 
 /// Names the library to compile with.
 pub const NVRTC_VARIABLE: &str = "LOOPLANE_NVRTC";

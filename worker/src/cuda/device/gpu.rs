@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
-use super::error::{CudaError, checked};
+use crate::cuda::error::{CudaError, checked};
 
 /// What a GPU has.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct Gpu {
 /// A queue of work of a GPU.
 #[derive(Debug)]
 pub struct Stream {
-    pub(super) raw: sys::CUstream,
+    pub(in crate::cuda) raw: sys::CUstream,
     gpu: Arc<Gpu>,
 }
 

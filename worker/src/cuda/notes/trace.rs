@@ -3,44 +3,11 @@
 
 use std::io::{self, Write};
 
-use super::gauge::STAGES;
+use super::phase::{Phase, PhaseTime};
 use super::roles::{NARROW, Roles, STEP_BEGUN, Shows, Stages};
 
-/// A part of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// Rows of the embedding. In the loop of narrow passes the first layer's `QueryKeyValue` waits for it.
-    Embed,
-    /// Norm, q, k and v, rotation, append to the KV cache.
-    QueryKeyValue,
-    /// Leaves of attention, and pages out of them.
-    Attend,
-    /// Pages of a head added up; in wide passes a part of `Attend`.
-    Merge,
-    /// Product with what attention gave, and residual.
-    AttentionOut,
-    /// Norm, gate and up, activation.
-    GateUp,
-    /// Down, and residual.
-    Down,
-    /// Norm, LM head.
-    Head,
-    /// The choice of the tokens.
-    Choose,
-}
-
-/// Time of a phase in a step, in all layers.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PhaseTime {
-    /// Which.
-    pub phase: Phase,
-    /// In microseconds: in the loop the mean over all consumer warps, of which each is in one phase at a time; else from the end of the
-    /// launch before to the end of this.
-    pub us: f64,
-    /// How much of it warps waited for what other blocks compute, where that is known.
-    pub wait_us: Option<f64>,
-}
+/// Notes of a warp in a layer.
+pub const STAGES: usize = 16;
 
 /// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes them, and `note_time` what clocks ran at.
 #[derive(Debug, Clone)]
@@ -57,36 +24,6 @@ pub struct Trace {
 const BEGUN: usize = 8;
 pub(super) const ENDED: usize = 10;
 const MULTIPROCESSOR: usize = 12;
-
-impl Phase {
-    /// In the order of a step.
-    pub const ALL: [Self; 9] = [
-        Self::Embed,
-        Self::QueryKeyValue,
-        Self::Attend,
-        Self::Merge,
-        Self::AttentionOut,
-        Self::GateUp,
-        Self::Down,
-        Self::Head,
-        Self::Choose,
-    ];
-
-    /// What tables call it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::QueryKeyValue => "qkv",
-            Self::Attend => "attend",
-            Self::Merge => "merge",
-            Self::AttentionOut => "o",
-            Self::GateUp => "gate/up",
-            Self::Down => "down",
-            Self::Head => "head",
-            Self::Choose => "choose",
-        }
-    }
-}
 
 /// Times of the phases of a step that ran a launch each: `ends` is `[2 steps in turns][layer, LM head][phase]`, when the last block
 /// ended it, in ns. The step before the last says when the last one began.

@@ -6,11 +6,11 @@ use std::ffi::c_void;
 use cudarc::driver::result;
 use cudarc::driver::sys;
 
-use super::device::Stream;
-use super::error::{CudaError, checked};
-use super::kernel::Module;
 use super::launch::Launch;
-use super::memory::DeviceBuffer;
+use super::module::Module;
+use crate::cuda::device::gpu::Stream;
+use crate::cuda::device::memory::DeviceBuffer;
+use crate::cuda::error::{CudaError, checked};
 
 /// Steps that one launch runs at most: nothing stops them once they are in the stream.
 pub const UNLOOPED_STEPS: u32 = 8;

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use super::device::Gpu;
-use super::error::CudaError;
-use super::launch::{REPORT_WORDS, Report};
-use super::memory::PinnedBuffer;
-use super::sampler::RowLogprobs;
+use crate::cuda::device::gpu::Gpu;
+use crate::cuda::device::memory::PinnedBuffer;
+use crate::cuda::error::CudaError;
+use crate::cuda::kernels::launch::{REPORT_WORDS, Report};
+use crate::cuda::sampler::launch::RowLogprobs;
 
 /// Places of `control`.
 const STOP: usize = 0;

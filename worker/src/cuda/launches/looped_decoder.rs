@@ -7,9 +7,9 @@
 
 use std::time::Instant;
 
-use super::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
+use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
 use crate::sampling::{MIN_TEMPERATURE, Sampled};
 

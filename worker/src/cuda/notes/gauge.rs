@@ -3,16 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::device::Gpu;
-use super::error::CudaError;
-use super::kernel::Kernel;
-use super::layout::Layout;
-use super::memory::DeviceBuffer;
-use super::trace::{PhaseTime, Trace, unlooped_phases};
-use super::variants::{LoopMode, Variant, variants_of};
-
-/// Notes of a warp in a layer.
-pub const STAGES: usize = 16;
+use super::phase::PhaseTime;
+use super::roles::Roles;
+use super::trace::{STAGES, Trace, unlooped_phases};
+use crate::cuda::device::gpu::Gpu;
+use crate::cuda::device::memory::DeviceBuffer;
+use crate::cuda::error::CudaError;
+use crate::cuda::kernels::kernel::Kernel;
+use crate::cuda::kernels::variants::{LoopMode, Variant, variants_of};
+use crate::cuda::weights::layout::Layout;
 
 /// The benchmark's end.
 #[derive(Debug, Default)]
@@ -129,7 +128,7 @@ impl Gauged {
         let Some((variant, warps, steps)) = self.noting.take() else { return Ok(()) };
         let mut values = vec![0i64; self.trace.bytes() / 8];
         self.trace.read(0, &mut values)?;
-        let noted = match variant.roles() {
+        let noted = match Roles::of(variant) {
             Some(roles) => {
                 let trace = Trace::new(values, self.blocks, warps, self.layers, roles);
                 Noted { phases: trace.phases(), trace: Some(trace) }

@@ -1,10 +1,9 @@
 //! The kernels of a model: one for each width of a pass, out of two sources.
 
 use super::compile::Program;
-use super::error::CudaError;
-use super::layout::Layout;
-use super::passes::Width;
-use super::roles::{self, Roles};
+use super::sources::{HEADERS, SOURCES, UNLOOPED_SOURCE};
+use crate::cuda::error::CudaError;
+use crate::cuda::weights::layout::Layout;
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{MAX_LEAVES, ROW_TILE};
@@ -14,14 +13,26 @@ use crate::plan::{MAX_LEAVES, ROW_TILE};
 pub struct Variant {
     /// The width of its passes, and what one takes: of Llama 3.1 8B at 512 positions on an H200.
     pub width: Width,
-    design: Design,
+    /// How it works.
+    pub design: Design,
     /// Launches note times, for whoever measures.
     traced: bool,
 }
 
+/// A kernel, as far as the choice of the passes of a step depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Width {
+    /// Rows of a pass at most.
+    pub columns: usize,
+    /// Has an LM head. A kernel without takes only rows that do not sample.
+    pub samples: bool,
+    /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
+    pub time_us: u32,
+}
+
 /// How a kernel works. All compute the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Design {
+pub enum Design {
     /// A block owns rows of every product, with all of K.
     Narrow,
     /// Pairs of blocks own rows of qkv, o and down, and halve K.
@@ -49,46 +60,6 @@ pub enum LoopMode {
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 5] =
     [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(PROMPT_COLUMNS, false, 7230)];
-/// The kernels' sources: narrow, wide.
-pub const SOURCES: [&str; 2] =
-    [include_str!("../../kernels/looped_decoder.cu"), include_str!("../../kernels/wide_decoder.cu")];
-/// The kernels that run a phase each.
-const UNLOOPED_SOURCE: &str = include_str!("../../kernels/unlooped_decoder.cu");
-/// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 32] = [
-    ("ptx/ptx.cuh", include_str!("../../kernels/ptx/ptx.cuh")),
-    ("ptx/wgmma.cuh", include_str!("../../kernels/ptx/wgmma.cuh")),
-    ("layout/shape.cuh", include_str!("../../kernels/layout/shape.cuh")),
-    ("layout/launch.cuh", include_str!("../../kernels/layout/launch.cuh")),
-    ("layout/rows.cuh", include_str!("../../kernels/layout/rows.cuh")),
-    ("layout/words.cuh", include_str!("../../kernels/layout/words.cuh")),
-    ("layout/inbox.cuh", include_str!("../../kernels/layout/inbox.cuh")),
-    ("layout/shared_memory.cuh", include_str!("../../kernels/layout/shared_memory.cuh")),
-    ("sync/wait.cuh", include_str!("../../kernels/sync/wait.cuh")),
-    ("sync/start.cuh", include_str!("../../kernels/sync/start.cuh")),
-    ("sync/reached.cuh", include_str!("../../kernels/sync/reached.cuh")),
-    ("sync/ring.cuh", include_str!("../../kernels/sync/ring.cuh")),
-    ("sync/steps.cuh", include_str!("../../kernels/sync/steps.cuh")),
-    ("sync/turns.cuh", include_str!("../../kernels/sync/turns.cuh")),
-    ("ops/ranks.cuh", include_str!("../../kernels/ops/ranks.cuh")),
-    ("ops/tree_sum.cuh", include_str!("../../kernels/ops/tree_sum.cuh")),
-    ("ops/softmax.cuh", include_str!("../../kernels/ops/softmax.cuh")),
-    ("ops/best.cuh", include_str!("../../kernels/ops/best.cuh")),
-    ("ops/product.cuh", include_str!("../../kernels/ops/product.cuh")),
-    ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
-    ("ops/epilogue.cuh", include_str!("../../kernels/ops/epilogue.cuh")),
-    ("ops/phases.cuh", include_str!("../../kernels/ops/phases.cuh")),
-    ("wide/geometry.cuh", include_str!("../../kernels/wide/geometry.cuh")),
-    ("wide/stream.cuh", include_str!("../../kernels/wide/stream.cuh")),
-    ("wide/product.cuh", include_str!("../../kernels/wide/product.cuh")),
-    ("wide/exchange.cuh", include_str!("../../kernels/wide/exchange.cuh")),
-    ("wide/ranks.cuh", include_str!("../../kernels/wide/ranks.cuh")),
-    ("wide/attention_items.cuh", include_str!("../../kernels/wide/attention_items.cuh")),
-    ("wide/attention_share.cuh", include_str!("../../kernels/wide/attention_share.cuh")),
-    ("wide/attention.cuh", include_str!("../../kernels/wide/attention.cuh")),
-    ("wide/epilogue.cuh", include_str!("../../kernels/wide/epilogue.cuh")),
-    ("wide/head.cuh", include_str!("../../kernels/wide/head.cuh")),
-];
 /// Rows of a pass of prompts.
 const PROMPT_COLUMNS: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
@@ -216,15 +187,6 @@ impl Variant {
         }
     }
 
-    /// What its warps do, where they are of a loop.
-    pub fn roles(&self) -> Option<&'static Roles> {
-        match self.design {
-            Design::Narrow => Some(&roles::NARROW),
-            Design::Wide => Some(&roles::WIDE),
-            Design::Unlooped { .. } => None,
-        }
-    }
-
     /// The kernel's source with its constants for a rank: its own heads and intermediate columns, the model's hidden size and
     /// vocabulary.
     pub fn program(&self, layout: &Layout) -> Program<'static> {
@@ -262,10 +224,10 @@ impl Variant {
 #[cfg(test)]
 mod tests {
     use super::super::blocks::best_blocks;
-    use super::super::gauge::Gauge;
-    use super::super::heads::padded;
-    use super::super::layout::tests::{config, group, layout};
     use super::*;
+    use crate::cuda::notes::gauge::Gauge;
+    use crate::cuda::weights::heads::padded;
+    use crate::cuda::weights::layout::tests::{config, group, layout};
     use crate::plan::Product;
 
     /// Multiprocessors of an H200.

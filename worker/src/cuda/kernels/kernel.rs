@@ -1,6 +1,6 @@
 //! A kernel of the looped decoder for one model: its binary, what it needs, and how it is launched.
 
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
@@ -10,19 +10,13 @@ use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
 use super::deal::Deal;
-use super::device::{Gpu, Stream};
-use super::error::{CudaError, checked};
 use super::launch::Launch;
-use super::layout::Layout;
+use super::module::Module;
 use super::unlooped::Chain;
 use super::variants::Variant;
-
-/// Machine code in a GPU.
-#[derive(Debug)]
-pub struct Module {
-    raw: sys::CUmodule,
-    gpu: Arc<Gpu>,
-}
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::error::{CudaError, checked};
+use crate::cuda::weights::layout::Layout;
 
 /// One variant, loaded.
 #[derive(Debug)]
@@ -78,82 +72,7 @@ pub const NEEDS: usize = size_of::<Needs>() / size_of::<u64>();
 
 // SAFETY: modules and functions are handles that the driver lets every thread use.
 #[allow(unsafe_code)]
-unsafe impl Send for Module {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
 unsafe impl Send for Kernel {}
-
-impl Module {
-    /// Loads machine code.
-    ///
-    /// # Errors
-    /// The driver refuses it.
-    #[allow(unsafe_code)]
-    pub fn load(gpu: &Arc<Gpu>, cubin: &[u8]) -> Result<Self, CudaError> {
-        gpu.make_current()?;
-        // SAFETY: the bytes are a whole cubin, as the compiler made it or the cache's checksum says.
-        let raw = checked("cuModuleLoadData", unsafe { result::module::load_data(cubin.as_ptr().cast::<c_void>()) })?;
-        Ok(Self { raw, gpu: gpu.clone() })
-    }
-
-    /// A kernel in it that may use `shared_bytes` of dynamic shared memory.
-    ///
-    /// # Errors
-    /// It is not there, or may not.
-    #[allow(unsafe_code)]
-    pub fn function(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction, CudaError> {
-        let name = CString::new(name).unwrap_or_default();
-        // SAFETY: the module is loaded for as long as `self` lives.
-        let function = checked("cuModuleGetFunction", unsafe { result::module::get_function(self.raw, name) })?;
-        let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function is of a loaded module.
-        let set = unsafe { result::function::set_function_attribute(function, most, shared_bytes as i32) };
-        checked("cuFuncSetAttribute", set)?;
-        Ok(function)
-    }
-
-    /// The numbers that a kernel tells of itself.
-    ///
-    /// # Errors
-    /// They are not there.
-    pub fn needs<T: Pod>(&self, kernel: &str) -> Result<T, CudaError> {
-        self.constant(&format!("{kernel}_needs"))
-    }
-
-    /// What it has under a name.
-    ///
-    /// # Errors
-    /// It is not there.
-    #[allow(unsafe_code)]
-    pub fn constant<T: Pod>(&self, name: &str) -> Result<T, CudaError> {
-        let c_name = CString::new(name).unwrap_or_default();
-        // SAFETY: the module is loaded for as long as `self` lives.
-        let found = unsafe { result::module::get_global(self.raw, c_name) };
-        let (address, bytes) = checked("cuModuleGetGlobal", found)?;
-        let mut value = [T::zeroed()];
-        assert_eq!(bytes, size_of_val(&value), "the source has so many bytes as {name}");
-        // SAFETY: the range is the global's.
-        checked("cuMemcpyDtoH", unsafe { result::memcpy_dtoh_sync(&mut value, address) })?;
-        let [value] = value;
-        Ok(value)
-    }
-
-    /// The GPU that it is in.
-    pub fn gpu(&self) -> &Arc<Gpu> {
-        &self.gpu
-    }
-}
-
-impl Drop for Module {
-    #[allow(unsafe_code)]
-    fn drop(&mut self) {
-        // SAFETY: loaded in `load`, and nobody else unloads it.
-        let unloaded = self.gpu.make_current().map(|()| unsafe { result::module::unload(self.raw) });
-        if let Ok(Err(error)) = unloaded {
-            tracing::debug!("cuModuleUnload: {error}");
-        }
-    }
-}
 
 impl Kernel {
     /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its blocks run at the same time.
@@ -303,6 +222,6 @@ impl Kernel {
 
     /// The GPU.
     pub fn gpu(&self) -> &Arc<Gpu> {
-        &self.module.gpu
+        self.module.gpu()
     }
 }

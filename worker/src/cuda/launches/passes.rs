@@ -5,16 +5,7 @@
 //! from pass to pass, because a later pass finds K and V of the earlier ones in memory; only the last row of a sequence
 //! samples, so all prompt passes can come first.
 
-/// A kernel, as far as the choice depends on it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Width {
-    /// Rows of a pass at most.
-    pub columns: usize,
-    /// Has an LM head. A kernel without takes only rows that do not sample.
-    pub samples: bool,
-    /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
-    pub time_us: u32,
-}
+use crate::cuda::kernels::variants::Width;
 
 /// The fastest ways to compute any number of rows with given kernels.
 #[derive(Debug, Clone)]

@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use super::trace::Phase;
+use super::phase::Phase;
+use crate::cuda::kernels::variants::{Design, Variant};
 
 /// A phase in a consumer warp's stages: from, where its input is there if that is noted, to.
 pub type Stages = (Phase, usize, Option<usize>, usize);
@@ -150,6 +151,15 @@ pub static WIDE: Roles = Roles {
 };
 
 impl Roles {
+    /// What the warps of a kernel do, where they are of a loop.
+    pub fn of(variant: Variant) -> Option<&'static Self> {
+        match variant.design {
+            Design::Narrow => Some(&NARROW),
+            Design::Wide => Some(&WIDE),
+            Design::Unlooped { .. } => None,
+        }
+    }
+
     /// The phases of a step that its warps tell apart, in order.
     pub fn phases(&self) -> impl Iterator<Item = Phase> {
         let told = self.layer.iter().chain(self.head).map(|stages| stages.0).chain([self.begin.0]);

@@ -7,15 +7,15 @@ use std::time::Duration;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent_flags};
 
-use super::cache::Cache;
-use super::compile::{Compiler, Program};
-use super::device::{Gpu, Stream};
-use super::error::{CudaError, checked};
-use super::kernel::Module;
-use super::memory::DeviceBuffer;
-use super::variants::HEADERS;
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::DeviceBuffer;
+use crate::cuda::error::{CudaError, checked};
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, Program};
+use crate::cuda::kernels::module::Module;
+use crate::cuda::kernels::sources::HEADERS;
 
-const SOURCE: &str = include_str!("../../kernels/read_limit.cu");
+const SOURCE: &str = include_str!("../../../kernels/read_limit.cu");
 /// Bytes of a bulk copy, and copies that the kernel has room for.
 const CHUNK: usize = 16 << 10;
 const SLOTS: u32 = 12;

@@ -167,9 +167,9 @@ impl Worked {
         (worked, client)
     }
 
-    /// Well before `LAST_WORDS_LIMIT`: whatever the client still holds open, the process must end.
+    /// Well before `FLUSH_TIMEOUT`: whatever the client still holds open, the process must end.
     async fn end(self) -> Result<(), Fault> {
-        tokio::time::timeout(LAST_WORDS_LIMIT / 2, self.served).await.expect("the worker ends").unwrap()
+        tokio::time::timeout(FLUSH_TIMEOUT / 2, self.served).await.expect("the worker ends").unwrap()
     }
 }
 

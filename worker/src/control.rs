@@ -29,8 +29,8 @@ use crate::decoder::{Decoder, Fault, Load, LoadError, Outcome, PlanFeed, Vitals,
 const MAX_PLAN_BYTES: usize = 256 << 20;
 /// Load events that wait for the server; further progress is dropped, the end is not.
 const LOAD_EVENTS: usize = 64;
-/// Once the decoder has ended, how long the last outcomes and the status may take to leave.
-const LAST_WORDS_LIMIT: Duration = Duration::from_secs(10);
+/// Once the decoder has ended, how long the last outcomes and the status may take to be sent.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves one worker on `listener` until its run ends: `Ok` after a drain.
 ///
@@ -54,8 +54,8 @@ pub async fn serve(listener: UnixListener, rank: usize, load: Arc<Load>) -> Resu
         result = end.recv() => result.expect("the service, which lives as long as its server, holds a sender"),
     };
     drop(stop);
-    if tokio::time::timeout(LAST_WORDS_LIMIT, server).await.is_err() {
-        tracing::warn!(rank, limit = ?LAST_WORDS_LIMIT, "the server did not take the last outcomes in time");
+    if tokio::time::timeout(FLUSH_TIMEOUT, server).await.is_err() {
+        tracing::warn!(rank, limit = ?FLUSH_TIMEOUT, "the server did not take the last outcomes in time");
     }
     result
 }
@@ -319,7 +319,7 @@ fn fault_status(fault: &Fault) -> Status {
     match fault {
         Fault::Load(error) => load_status(error),
         Fault::Plan(_) => Status::invalid_argument(fault.to_string()),
-        Fault::WaitLimit { .. } | Fault::KernelWait { .. } | Fault::KernelSilent { .. } => {
+        Fault::WaitLimit { .. } | Fault::KernelWait { .. } | Fault::KernelTimeout { .. } => {
             Status::deadline_exceeded(fault.to_string())
         }
         _ => Status::internal(fault.to_string()),

@@ -248,7 +248,7 @@ pub enum Fault {
     },
     /// The GPU's kernel neither delivers nor fails.
     #[error("rank {rank}, step {step}: the GPU delivered nothing for {waited_ms} ms")]
-    KernelSilent {
+    KernelTimeout {
         /// This rank.
         rank: usize,
         /// Step in the life of the worker.

@@ -23,7 +23,7 @@ use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
 /// How often a load tells its progress. Tests are told everything.
-const PROGRESS_EVERY: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(100) };
+const PROGRESS_INTERVAL: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(100) };
 
 /// What a load request leaves open.
 #[derive(Debug, Clone, Default)]
@@ -140,7 +140,7 @@ pub fn load_with(
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
-        if told.elapsed() >= PROGRESS_EVERY {
+        if told.elapsed() >= PROGRESS_INTERVAL {
             told = Instant::now();
             tell(Phase::PackingWeights, bytes, total);
         }

@@ -12,7 +12,7 @@ use looplane_proto::worker::v1::{
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use super::{PATIENCE, command};
+use super::{TIMEOUT, command};
 
 /// A worker and a client of it.
 pub struct Rank {
@@ -29,7 +29,7 @@ impl Rank {
         loop {
             match endpoint.connect().await {
                 Ok(channel) => return Self { process, client: WorkerClient::new(channel) },
-                Err(error) => assert!(begun.elapsed() < PATIENCE, "{error}"),
+                Err(error) => assert!(begun.elapsed() < TIMEOUT, "{error}"),
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -44,7 +44,7 @@ impl Rank {
             max_slots: 2,
             max_batch_tokens: 64,
             kv_pages,
-            wait_limit_ms: PATIENCE.as_millis() as u32,
+            wait_limit_ms: TIMEOUT.as_millis() as u32,
             ..Default::default()
         };
         let mut events = self.client.load(request).await?.into_inner();
@@ -62,7 +62,7 @@ impl Rank {
             if let Some(status) = self.process.try_wait().unwrap() {
                 return status;
             }
-            assert!(begun.elapsed() < PATIENCE, "the worker does not exit");
+            assert!(begun.elapsed() < TIMEOUT, "the worker does not exit");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }

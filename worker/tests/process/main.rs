@@ -20,7 +20,7 @@ const SOCKET: &str = "LOOPLANE_TEST_SOCKET";
 const RANK: &str = "LOOPLANE_TEST_RANK";
 const PARENT: &str = "LOOPLANE_TEST_PARENT";
 /// Far more than any of this takes on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn command(role: &str, socket: &Path, rank: usize, parent: u32) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -42,7 +42,7 @@ fn a_part_in_another_test() {
         // Starts a worker, says its process id, and waits to be killed.
         let mut worker = command("worker", &socket, 0, std::process::id()).spawn().unwrap();
         println!("worker {}", worker.id());
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(TIMEOUT);
         worker.kill().unwrap();
         worker.wait().unwrap();
         return;
@@ -102,7 +102,7 @@ fn a_worker_dies_with_its_server() {
     let worker = Path::new("/proc").join(pids.next().expect("the server says the worker's process id"));
     let begun = Instant::now();
     while !socket.exists() {
-        assert!(begun.elapsed() < PATIENCE, "the worker does not listen");
+        assert!(begun.elapsed() < TIMEOUT, "the worker does not listen");
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(alive(&worker));
@@ -110,7 +110,7 @@ fn a_worker_dies_with_its_server() {
     server.wait().unwrap();
     let begun = Instant::now();
     while alive(&worker) {
-        assert!(begun.elapsed() < PATIENCE, "the worker lives on");
+        assert!(begun.elapsed() < TIMEOUT, "the worker lives on");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

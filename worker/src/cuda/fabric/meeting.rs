@@ -11,7 +11,7 @@
 //! Nobody waits for an answer, so the order in which ranks join does not matter, but all have to join at some time.
 //!
 //! The sockets have abstract names: they leave no files behind and vanish with their process, however it ends. A name holds
-//! 128 random bits, and each end of a connection sees to it that the other is a process of its own user.
+//! 128 random bits, and each end of a connection checks that the other is a process of its own user.
 
 use std::fmt::Write;
 use std::fs::File;

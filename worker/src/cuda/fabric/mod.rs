@@ -36,8 +36,8 @@ pub use group::{Group, MAX_RANKS};
 pub use topology::survey;
 
 /// How long the ranks of a group may join after each other. The server, which lets all of them join at once, waits longer,
-/// so that it hears which rank was missing.
-const JOIN_LIMIT: Duration = Duration::from_secs(20);
+/// so that it is told which rank was missing.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One rank's end of what ties the group together.
 pub struct Fabric {
@@ -99,7 +99,7 @@ impl Fabric {
     pub fn join(&mut self, handles: &[String]) -> Result<(), Fault> {
         let rank = self.group.rank;
         let meeting = self.meeting.take().expect(NOT_JOINED);
-        self.meet(meeting, handles, JOIN_LIMIT).map_err(|problem| Fault::Join { rank, problem })
+        self.meet(meeting, handles, JOIN_TIMEOUT).map_err(|problem| Fault::Join { rank, problem })
     }
 
     fn meet(&mut self, meeting: Meeting, handles: &[String], limit: Duration) -> Result<(), String> {

@@ -143,8 +143,8 @@ impl Compiler {
             problem,
             log: log.chars().take(LOG_SHOWN).collect(),
         };
-        let silent = |error: NvrtcError| failed(error.to_string(), String::new());
-        let handle = Handle::create(program).map_err(silent)?;
+        let without_log = |error: NvrtcError| failed(error.to_string(), String::new());
+        let handle = Handle::create(program).map_err(without_log)?;
         // SAFETY: the handle is of a program that was created and is not yet destroyed.
         let compiled = unsafe { result::compile_program(handle.0, &self.options()) };
         // SAFETY: as above; a log is there whether or not the compilation went well.
@@ -152,10 +152,10 @@ impl Compiler {
         compiled.map_err(|error| failed(error.to_string(), log.clone()))?;
         let mut size = 0;
         // SAFETY: as above, and the pointer is to a live integer.
-        unsafe { sys::nvrtcGetCUBINSize(handle.0, &mut size) }.result().map_err(silent)?;
+        unsafe { sys::nvrtcGetCUBINSize(handle.0, &mut size) }.result().map_err(without_log)?;
         let mut cubin = vec![0u8; size];
         // SAFETY: as above, and the buffer has the size that the library asked for.
-        unsafe { sys::nvrtcGetCUBIN(handle.0, cubin.as_mut_ptr().cast::<c_char>()) }.result().map_err(silent)?;
+        unsafe { sys::nvrtcGetCUBIN(handle.0, cubin.as_mut_ptr().cast::<c_char>()) }.result().map_err(without_log)?;
         Ok(Binary { cubin, log })
     }
 }

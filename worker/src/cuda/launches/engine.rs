@@ -26,14 +26,14 @@ use crate::cuda::weights::upload::Weights;
 use crate::decoder::Fault;
 use crate::sampling::Sampled;
 
-/// How often a wait asks the driver whether the kernel still runs.
-const ASK_EVERY: Duration = Duration::from_millis(2);
+/// How often a wait polls the driver whether the kernel still runs.
+const DRIVER_POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Share of the time of the last step that a wait for the next one sleeps through, in percent.
 const SLEEP_PERCENT: u32 = 70;
 /// Shorter sleeps than this end late.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(400);
-/// Between two looks at whether passes of prompt tokens have ended, which take milliseconds.
-const LOOK_EVERY: Duration = Duration::from_micros(50);
+/// Between two polls whether passes of prompt tokens have ended, which take milliseconds.
+const STREAM_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Steps of a chain that are in the stream at a time, the one that the host waits for included.
 const STEPS_AHEAD: u32 = 4;
@@ -186,9 +186,9 @@ impl Engine {
         }
     }
 
-    fn silent(&self, waited: Duration) -> Fault {
+    fn timed_out(&self, waited: Duration) -> Fault {
         let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-        Fault::KernelSilent { rank: self.sizes.rank, step: self.steps, waited_ms }
+        Fault::KernelTimeout { rank: self.sizes.rank, step: self.steps, waited_ms }
     }
 
     /// Before a launch of `steps` steps. Tags only count up; before they would wrap, all words start again.
@@ -358,10 +358,10 @@ impl Engine {
         (first..first + ticket.rows).all(|word| self.mailbox.token(word).0 == tag)
     }
 
-    /// Looks again and again, asking the driver now and then; `false` if the kernels ended without it.
+    /// Polls, the driver too now and then; `false` if the kernels ended without it.
     fn wait_until(&self, mut reached: impl FnMut() -> bool, limit: Duration) -> Result<bool, Fault> {
         let begun = Instant::now();
-        let mut asked = begun;
+        let mut polled = begun;
         loop {
             for _ in 0..64 {
                 if reached() {
@@ -369,16 +369,16 @@ impl Engine {
                 }
                 std::hint::spin_loop();
             }
-            if asked.elapsed() > ASK_EVERY {
-                asked = Instant::now();
+            if polled.elapsed() > DRIVER_POLL_INTERVAL {
+                polled = Instant::now();
                 if self.stream.is_done().map_err(|error| self.failed(error))? {
-                    // It may have come between the look and the question.
+                    // It may have come between the two polls.
                     return Ok(reached());
                 }
             }
             let waited = begun.elapsed();
             if waited > limit {
-                return Err(self.silent(waited));
+                return Err(self.timed_out(waited));
             }
             std::thread::yield_now();
         }
@@ -492,11 +492,11 @@ impl Launcher for Engine {
         while !self.stream.is_done().map_err(|error| self.failed(error))? {
             let waited = begun.elapsed();
             if waited > limit {
-                return Err(self.silent(waited));
+                return Err(self.timed_out(waited));
             }
             match waited < SHORTEST_SLEEP {
                 true => std::thread::yield_now(),
-                false => std::thread::sleep(LOOK_EVERY),
+                false => std::thread::sleep(STREAM_POLL_INTERVAL),
             }
         }
         self.finished = true;

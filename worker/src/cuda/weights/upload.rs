@@ -23,7 +23,7 @@ const BUFFERS: usize = 2;
 /// More threads than this only wait for memory.
 const MAX_THREADS: usize = 32;
 /// How often a load tells its progress.
-const PROGRESS_EVERY: Duration = Duration::from_millis(50);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A rank's weights on a GPU.
 #[derive(Debug)]
@@ -125,7 +125,7 @@ fn upload(
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| upload.work(gpu, room))).collect();
         while !workers.iter().all(|worker| worker.is_finished()) {
-            std::thread::sleep(PROGRESS_EVERY);
+            std::thread::sleep(PROGRESS_INTERVAL);
             progress(upload.done.load(Ordering::Relaxed));
         }
     });

@@ -116,6 +116,7 @@ struct World {
     /// Of the last start, and losses since the last that was put down to somebody or computed.
     losses: Vec<Duration>,
     starts: u32,
+    was_up: bool,
     convictions: u32,
 }
 
@@ -162,6 +163,7 @@ impl World {
             failed_starts: 0,
             losses: Vec::new(),
             starts: 1,
+            was_up: false,
             convictions: 0,
         }
     }
@@ -234,7 +236,7 @@ impl World {
                 assert!(asked > limit && [count, tokens].contains(&asked) && count > 1);
             }
             Err(SubmitError::TooLarge { needed, available }) => assert!(needed > available),
-            Err(SubmitError::Unavailable(_)) => assert!(self.starts == 1, "only before the first group"),
+            Err(SubmitError::Unavailable(_)) => assert!(!self.was_up, "only before the first group"),
             Err(error @ SubmitError::Quarantined { .. }) => panic!("the scheduler knows no quarantine: {error}"),
         }
     }
@@ -276,7 +278,7 @@ impl World {
     }
 
     fn group_ready(&mut self) {
-        if self.starts > 1 && self.rng.chance(self.faults.fewer_pages) {
+        if std::mem::replace(&mut self.was_up, true) && self.rng.chance(self.faults.fewer_pages) {
             self.kv_pages = 1 + self.rng.below(self.kv_pages.into()) as u32;
         }
         self.shape.kv_pages = self.kv_pages;

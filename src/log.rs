@@ -9,7 +9,7 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-use anyhow::Context;
+use anyhow::anyhow;
 use looplane_server::config::LogFormat;
 use tracing::Metadata;
 use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
@@ -54,9 +54,9 @@ fn filter(variable: impl Fn(&str) -> Option<OsString>) -> anyhow::Result<EnvFilt
     let given = FILTERS.iter().find_map(|name| Some((name, variable(name).filter(|value| !value.is_empty())?)));
     let Some((name, value)) = given else { return Ok(EnvFilter::new(DEFAULT_FILTER)) };
     let value = value.to_string_lossy();
-    let parsed = EnvFilter::builder().parse(&value);
-    parsed.with_context(|| {
-        format!("{name} is {value:?}, but must be a filter such as warn or info,looplane_server=debug")
+    // The cause's own causes say the same again.
+    EnvFilter::builder().parse(&value).map_err(|why| {
+        anyhow!("{name} is {value:?}, but must be a filter such as warn or info,looplane_server=debug: {why}")
     })
 }
 
@@ -111,6 +111,7 @@ mod tests {
         assert_eq!(of("debug", "a=b=c").as_deref(), Ok("debug"));
         let error = of("looplane=loud", "warn").expect_err("no such level");
         assert!(error.starts_with("LOOPLANE_LOG is \"looplane=loud\", but must be a filter such as"), "{error}");
+        assert_eq!(error.matches("error parsing level filter").count(), 1, "{error}");
         assert!(of("", "a=b=c").expect_err("no filter").starts_with("RUST_LOG is "));
     }
 }

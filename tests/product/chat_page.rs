@@ -1,12 +1,10 @@
 //! The chat page in a browser, against a server that the test plays, and against real ones; and the `curl` that a server suggests.
 
-use std::{fs, path::Path};
-
 use serde_json::{Value, json};
 
 use crate::{
     browser::{self, Browser},
-    common::{Server, fixture},
+    common::{Server, copy_of, edit_json, fixture},
 };
 
 /// Stands in for the server once the page is open.
@@ -14,15 +12,13 @@ const PLAYED: &str = include_str!("chat_page.js");
 /// Of the window, in pixels.
 const WIDTH: u32 = 800;
 
-/// A copy of a model without its chat template.
-fn without_template(dir: &Path) {
-    for entry in fs::read_dir(fixture("llama-tied")).expect("the fixture is there").flatten() {
-        fs::copy(entry.path(), dir.join(entry.file_name())).expect("the fixture can be copied");
-    }
-    let path = dir.join("tokenizer_config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).expect("it was copied")).expect("it is JSON");
-    config.as_object_mut().expect("an object").remove("chat_template").expect("the fixture has one");
-    fs::write(path, config.to_string()).expect("the copy can be written");
+/// A model without a chat template.
+fn bare() -> tempfile::TempDir {
+    let dir = copy_of("llama-tied");
+    edit_json(&dir.path().join("tokenizer_config.json"), |config| {
+        config.as_object_mut().expect("an object").remove("chat_template").expect("the fixture has one");
+    });
+    dir
 }
 
 /// The body of the `curl` that the server suggests, after its path.
@@ -37,8 +33,7 @@ async fn suggested(server: &Server) -> (String, Value) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_server_suggests_can_be_answered() {
-    let bare = tempfile::tempdir().expect("a temporary directory");
-    without_template(bare.path());
+    let bare = bare();
     let with_template = fixture("llama-tied");
     for (model, wanted) in [(with_template.as_path(), "/v1/chat/completions"), (bare.path(), "/v1/completions")] {
         let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "1"]).await;
@@ -115,8 +110,7 @@ async fn the_page_keeps_chats_apart_and_is_true() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_page_goes_on_with_texts_where_the_model_cannot_chat() {
     let Some(browser) = browser::find().map_err(|why| eprintln!("skipped: {why}")).ok() else { return };
-    let bare = tempfile::tempdir().expect("a temporary directory");
-    without_template(bare.path());
+    let bare = bare();
     let server = Server::start(&["--model", bare.path().to_str().expect("UTF-8"), "--tp", "1"]).await;
     let mut browser = Browser::start(&browser);
     browser.open(server.base(), WIDTH, false);

@@ -1,6 +1,7 @@
 //! Starts the real binary and speaks HTTP to it, as a client would.
 
 use std::{
+    fs,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -17,14 +18,32 @@ use hyper_util::{
 };
 use serde_json::Value;
 
-/// Time a small model may take to load on a machine that is busy with other tests.
-const READY_LIMIT: Duration = Duration::from_secs(120);
+/// What takes longer than this does not happen at all: a bound for a machine that is busy with other tests, no expectation.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+/// Between two looks for something that is waited for.
+const LOOK_PERIOD: Duration = Duration::from_millis(10);
 
 /// A checkpoint of the worker's fixtures.
 pub fn fixture(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("worker/tests/fixtures").join(name);
     assert!(path.is_dir(), "{} is not there", path.display());
     path
+}
+
+/// A copy of a checkpoint that a test may damage.
+pub fn copy_of(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    for entry in fs::read_dir(fixture(name)).expect("the fixture is there").flatten() {
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
+    }
+    dir
+}
+
+/// Changes what a file of JSON says.
+pub fn edit_json(path: &Path, edit: impl FnOnce(&mut Value)) {
+    let mut value = serde_json::from_slice(&fs::read(path).expect("the file is there")).expect("it is JSON");
+    edit(&mut value);
+    fs::write(path, value.to_string()).expect("the copy can be written");
 }
 
 /// A running `looplane serve`; killed when dropped.
@@ -35,16 +54,18 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts `looplane serve` on a free port with these further arguments and waits until it is ready.
+    /// Starts `looplane serve` on a free port with a thread a worker and these further arguments, and waits until it is ready.
     pub async fn start(args: &[&str]) -> Self {
         Self::start_binary(Path::new(env!("CARGO_BIN_EXE_looplane")), args).await
     }
 
     /// As [`Server::start`], with a binary of the test's own.
     pub async fn start_binary(binary: &Path, args: &[&str]) -> Self {
+        // Other tests have servers of their own: with a thread each, on any core, they get out of each other's way.
         let mut child = Command::new(binary)
-            .args(["serve", "--port", "0"])
+            .args(["serve", "--port", "0", "--threads", "1"])
             .args(args)
+            .env("LOOPLANE_CPU_PIN", "0")
             .stdout(Stdio::piped())
             .spawn()
             .expect("the binary under test starts");
@@ -59,7 +80,7 @@ impl Server {
                 }
             }
         });
-        let base = base.recv_timeout(READY_LIMIT).expect("the server says where it listens");
+        let base = base.recv_timeout(PATIENCE).expect("the server says where it listens");
         let authority = base.trim_start_matches("http://").split('/').next().expect("split yields at least one part");
         let client = Client::builder(TokioExecutor::new()).build_http();
         let server = Self { base: format!("http://{authority}"), child, client };
@@ -69,15 +90,7 @@ impl Server {
 
     /// Waits until `/health/ready` answers 200.
     pub async fn wait_ready(&self) {
-        let start = Instant::now();
-        loop {
-            let (status, body) = self.get("/health/ready").await;
-            if status == 200 {
-                return;
-            }
-            assert!(start.elapsed() < READY_LIMIT, "not ready in time: {body}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        until("the server is ready", async || self.get("/health/ready").await.0 == 200).await;
     }
 
     /// Its address, `http://HOST:PORT`.
@@ -93,10 +106,10 @@ impl Server {
     /// Process ids of the workers, in rank order (they are started in that order).
     pub fn workers(&self) -> Vec<u32> {
         let children = format!("/proc/{0}/task", self.pid());
-        let mut pids: Vec<u32> = std::fs::read_dir(children)
+        let mut pids: Vec<u32> = fs::read_dir(children)
             .expect("the server runs")
             .flatten()
-            .filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok())
+            .filter_map(|task| fs::read_to_string(task.path().join("children")).ok())
             .flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>())
             .collect();
         pids.sort_unstable();
@@ -115,15 +128,19 @@ impl Server {
     }
 
     /// Waits for the server's end; its exit code.
-    pub fn wait(&mut self, limit: Duration) -> Option<i32> {
-        let start = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().expect("the child is ours") {
-                return status.code();
-            }
-            assert!(start.elapsed() < limit, "the server did not end in {limit:?}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+    pub async fn wait(&mut self) -> Option<i32> {
+        let mut status = None;
+        until("the server ended", async || {
+            status = self.child.try_wait().expect("the child is ours");
+            status.is_some()
+        })
+        .await;
+        status.and_then(|status| status.code())
+    }
+
+    /// Whether it has not ended yet.
+    pub fn still_runs(&mut self) -> bool {
+        self.child.try_wait().expect("the child is ours").is_none()
     }
 
     /// GET; status and body, JSON where it is JSON.
@@ -220,6 +237,15 @@ impl EventStream {
     }
 }
 
+/// Looks again and again until `is_so`; fails with `what` if it never is.
+pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so().await {
+        assert!(start.elapsed() < PATIENCE, "not in {PATIENCE:?}: {what}");
+        tokio::time::sleep(LOOK_PERIOD).await;
+    }
+}
+
 /// Sends a signal to a process of the test.
 pub fn signal(pid: u32, signal: rustix::process::Signal) {
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a pid is a positive i32");
@@ -228,7 +254,7 @@ pub fn signal(pid: u32, signal: rustix::process::Signal) {
 
 /// Whether a process runs (a zombie does not).
 pub fn runs(pid: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
         let state = stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next());
         state.is_some_and(|state| state != 'Z')
     })

@@ -7,17 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::fixture;
+use crate::common::{PATIENCE, copy_of, edit_json, fixture};
 use serde_json::{Value, json};
-
-/// A copy of a fixture that a test may damage.
-fn copy_of(name: &str) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().expect("a temporary directory can be made");
-    for entry in fs::read_dir(fixture(name)).expect("the fixture is there").flatten() {
-        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
-    }
-    dir
-}
 
 /// Runs `serve` on a model that it must refuse; what it said on stderr.
 fn refused(dir: &Path, args: &[&str]) -> String {
@@ -34,7 +25,7 @@ fn refused(dir: &Path, args: &[&str]) -> String {
         if let Some(status) = child.try_wait().expect("the child is ours") {
             break status;
         }
-        if start.elapsed() > Duration::from_secs(60) {
+        if start.elapsed() > PATIENCE {
             let _ = child.kill();
             panic!("it serves, or hangs");
         }
@@ -52,11 +43,7 @@ fn refused(dir: &Path, args: &[&str]) -> String {
 }
 
 fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
-    let path = dir.join("config.json");
-    let mut config: Value =
-        serde_json::from_slice(&fs::read(&path).expect("config.json is there")).expect("it is JSON");
-    edit(&mut config);
-    fs::write(path, config.to_string()).expect("the copy can be written");
+    edit_json(&dir.join("config.json"), edit);
 }
 
 fn check(said: &str, wanted: &[&str]) {
@@ -158,12 +145,11 @@ fn files_that_are_missing_or_damaged() {
 fn a_tokenizer_that_does_not_match_the_vocabulary() {
     // The embedding says 768 rows; the tokenizer gets an id beyond them.
     let dir = copy_of("llama-tied");
-    let path = dir.path().join("tokenizer.json");
-    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).expect("it is there")).expect("it is JSON");
-    tokenizer["added_tokens"].as_array_mut().expect("a list").push(json!({
-        "id": 768, "content": "<|beyond|>", "single_word": false, "lstrip": false, "rstrip": false,
-        "normalized": false, "special": true,
-    }));
-    fs::write(&path, tokenizer.to_string()).expect("the copy can be written");
+    edit_json(&dir.path().join("tokenizer.json"), |tokenizer| {
+        tokenizer["added_tokens"].as_array_mut().expect("a list").push(json!({
+            "id": 768, "content": "<|beyond|>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true,
+        }));
+    });
     check(&refused(dir.path(), &[]), &["768", "tokenizer"]);
 }

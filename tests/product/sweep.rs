@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::fixture;
+use crate::common::{PATIENCE, fixture};
 use looplane_loadtest::sweep::{Scaling, Sweep, predict};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -111,7 +111,7 @@ fn a_sweep_that_is_killed_leaves_no_server() {
     assert!(!child.wait_with_output().expect("it ends").status.success());
     let begun = Instant::now();
     while let Some(process) = processes.iter().find(|process| lives(**process)) {
-        assert!(begun.elapsed() < Duration::from_secs(20), "process {process} lives on");
+        assert!(begun.elapsed() < PATIENCE, "process {process} lives on");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -123,7 +123,7 @@ fn sweep_at_its_second_size(out: &Path) -> (Child, Vec<u32>) {
     let begun = Instant::now();
     let log = out.join("tp2.log");
     while !fs::read_to_string(&log).is_ok_and(|said| said.contains(" Listening ")) {
-        assert!(begun.elapsed() < Duration::from_secs(120), "the second server is not ready");
+        assert!(begun.elapsed() < PATIENCE, "the second server is not ready");
         std::thread::sleep(Duration::from_millis(20));
     }
     let processes = servers_of(child.id());

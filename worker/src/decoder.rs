@@ -306,8 +306,8 @@ pub trait Decoder: Send {
     /// Where other ranks find this rank's exchange memory; opaque.
     fn fabric_handle(&self) -> String;
 
-    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`, and for all ranks at the
-    /// same time: it may wait for the others.
+    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`, and for all ranks at
+    /// the same time: it may wait for the others.
     ///
     /// # Errors
     /// A handle cannot be mapped, or does not fit this rank, or a rank does not join.
@@ -425,9 +425,10 @@ pub fn outcome_stream(vitals: Arc<Vitals>) -> (OutcomeSink, mpsc::Receiver<Outco
 }
 
 impl OutcomeSink {
-    /// Reports a step. Waits only while [`OUTCOMES_AHEAD`] outcomes are unread. That cannot deadlock: outcomes leave through a
-    /// task of their own that depends on nothing but the server reading them, and the server reads outcomes without
-    /// waiting for a plan to be accepted. A server that stopped reading is caught by the other ranks' wait limit.
+    /// Reports a step. Waits only while [`OUTCOMES_AHEAD`] outcomes are unread. That cannot deadlock: outcomes leave
+    /// through a task of their own that depends on nothing but the server reading them, and the server reads outcomes
+    /// without waiting for a plan to be accepted. A server that stopped reading is caught by the other ranks' wait
+    /// limit.
     ///
     /// # Errors
     /// The server is gone.

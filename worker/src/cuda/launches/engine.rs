@@ -55,8 +55,8 @@ impl Ticket {
     }
 }
 
-/// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the next.
-/// The host puts them into the stream some steps ahead, so that nothing waits for it.
+/// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the
+/// next. The host puts them into the stream some steps ahead, so that nothing waits for it.
 struct Chain {
     ticket: Ticket,
     variant: usize,
@@ -275,8 +275,8 @@ impl Launcher for Engine {
         let start = slot as usize * self.sizes.slot_pages + first;
         self.host_pages[start..start + pages.len()].copy_from_slice(pages);
         let entries = &self.host_pages[start..start + pages.len()];
-        // SAFETY: entries are written again only for a slot that was released meanwhile, which takes a plan after a step
-        // of this one, and so a `finish`; or by a copy behind this one, of what then is right.
+        // SAFETY: entries are written again only for a slot that was released meanwhile, which takes a plan after a
+        // step of this one, and so a `finish`; or by a copy behind this one, of what then is right.
         let copied = unsafe { self.pools.page_table.write_async(start * 4, entries, &self.stream) };
         copied.map_err(|error| self.failed(error))
     }
@@ -328,7 +328,8 @@ impl Launcher for Engine {
 
     fn stop(&mut self) {
         self.mailbox.stop();
-        // Ranks must put the same steps, and they agree on the end in the kernel: so they go on by what they have seen, which is the same.
+        // Ranks must put the same steps, and they agree on the end in the kernel: so they go on by what they have seen,
+        // which is the same.
         if let (Some(chain), None) = (&mut self.chain, &self.ties) {
             chain.steps = chain.put;
         }
@@ -381,7 +382,8 @@ impl Engine {
         copied.map_err(|error| self.failed(error))
     }
 
-    /// Fills the words of wide passes with ones, but for those that each launch zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
+    /// Fills the words of wide passes with ones, but for those that each launch zeroes. (Words of narrow passes carry
+    /// tags, and ones would be a newer one.)
     pub fn poison_words(&self) -> Result<(), CudaError> {
         let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
         wide.map(|(_, words)| words).try_for_each(|words| words.fill(0xff))

@@ -11,8 +11,8 @@ use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::SamplerLaunch;
 
 impl Engine {
-    /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain, whose
-    /// tokens the sampler draws.
+    /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain,
+    /// whose tokens the sampler draws.
     #[allow(unsafe_code)]
     pub(super) fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
         if self.finished {
@@ -73,13 +73,14 @@ impl Engine {
             return Ok(self.launches.len() - 1);
         }
         self.chain = None;
-        // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows name
-        // slots and pages that the batch has checked.
+        // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows
+        // name slots and pages that the batch has checked.
         unsafe { run(&mut self.kernels[variant], &mut self.gauged, launch, &self.stream)? };
         Ok(self.launches.len() - 1)
     }
 
-    /// Deals attention to a kernel's blocks; where on the GPU the launch will find that, or 0 if the kernel does so itself.
+    /// Deals attention to a kernel's blocks; where on the GPU the launch will find that, or 0 if the kernel does so
+    /// itself.
     #[allow(unsafe_code)]
     fn put_items(&mut self, variant: usize, rows: &[Row], steps: u32) -> Result<u64, CudaError> {
         let Some(deal) = self.kernels[variant].deal else { return Ok(0) };
@@ -122,7 +123,8 @@ impl Engine {
                 step,
                 ..SamplerLaunch::default()
             };
-            // SAFETY: as for a launch of the decoder alone; logits and rows are those of the launch in front of the sampler's.
+            // SAFETY: as for a launch of the decoder alone; logits and rows are those of the launch in front of the
+            // sampler's.
             unsafe {
                 run(&mut self.kernels[variant], &mut self.gauged, decoder, &self.stream)?;
                 self.sampler.launch(sampler, &self.stream)?;

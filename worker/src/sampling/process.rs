@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::RowInput;
+use super::params::RowInput;
 
 /// Marks of a token: its original logit is kept; it occurs in prompt or output. The rest counts it in the output.
 const CHANGED: u32 = 1 << 31;

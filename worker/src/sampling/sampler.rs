@@ -14,14 +14,15 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::caller::{Exchange, ParallelFor};
 use super::draw::{Cut, Entry, TopList};
 use super::logprobs::LogSum;
+use super::params::{MAX_TOP_LOGPROBS, RowInput, Sampled};
 use super::pass::{Found, Pass};
 use super::process::Processor;
 use super::row::{MAX_LISTED, RowState, Stage, draw_listed};
 use super::select::{BINS, Progress, cut_at, min_p_threshold};
 use super::shape::SamplerShape;
-use super::{Exchange, MAX_TOP_LOGPROBS, ParallelFor, RowInput, Sampled};
 use crate::plan::MAX_LEAVES;
 
 /// Words of an [`Entry`].

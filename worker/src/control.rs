@@ -1,7 +1,8 @@
 //! The worker/v1 service: load, join, run plans, report outcomes, drain. Knows no device.
 //!
-//! Tasks and threads: the gRPC server's tasks on one async thread; a thread that loads; and, while `Run` lasts, the decoder's
-//! thread, fed by one task (plans) and drained by another (outcomes), each through a bounded channel of its own.
+//! Tasks and threads: the gRPC server's tasks on one async thread; a thread that loads; and, while `Run` lasts, the
+//! decoder's thread, fed by one task (plans) and drained by another (outcomes), each through a bounded channel of its
+//! own.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -249,7 +249,8 @@ fn kv_layout(
     Ok(KvLayout::new(plan, rank, pages))
 }
 
-/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of the group on this machine, if there are as many.
+/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of
+/// the group on this machine, if there are as many.
 pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: bool) -> (Placement, bool, String) {
     let group = ranks * threads;
     let cores: Vec<usize> = match sched_getaffinity(None) {

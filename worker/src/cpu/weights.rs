@@ -1,4 +1,5 @@
-//! A rank's shard in memory: every product packed in stream order, in one buffer that the decoder walks from end to end.
+//! A rank's shard in memory: every product packed in stream order, in one buffer that the decoder walks from end to
+//! end.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,7 +78,8 @@ impl Packing<'_> {
 }
 
 impl Weights {
-    /// Reads and packs the shard of `rank`, on all threads. `progress` is told the bytes packed, piece by piece, from the calling thread.
+    /// Reads and packs the shard of `rank`, on all threads. `progress` is told the bytes packed, piece by piece, from
+    /// the calling thread.
     ///
     /// # Errors
     /// There is not so much memory.

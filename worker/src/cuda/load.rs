@@ -69,8 +69,8 @@ struct Model {
     digest: String,
 }
 
-/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving pages
-/// back in between would read them again from the system.
+/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving
+/// pages back in between would read them again from the system.
 struct Mapped<'a>(&'a Checkpoint);
 
 impl Source for Mapped<'_> {

@@ -1,9 +1,9 @@
 //! The looped decoder on a GPU (Hopper): the host's side of the kernel in `worker/kernels`.
 //!
-//! [`load`] opens the GPU ([`device`]), compiles the kernels for the model ([`kernels`], [`sampler`]), packs the weights
-//! ([`weights`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`launches`]). Ranks of a group are tied
-//! together by [`fabric`]; a benchmark reads [`notes`]. The driver is loaded when it is first asked for, so that the same
-//! binary runs on machines that have none.
+//! [`load`] opens the GPU ([`device`]), compiles the kernels for the model ([`kernels`], [`sampler`]), packs the
+//! weights ([`weights`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`launches`]). Ranks of
+//! a group are tied together by [`fabric`]; a benchmark reads [`notes`]. The driver is loaded when it is first asked
+//! for, so that the same binary runs on machines that have none.
 //!
 //! Rooms import downwards only: `load`, `launches`, `notes` and `sampler`, `kernels`, `weights` and `fabric`, `device`,
 //! `error`.

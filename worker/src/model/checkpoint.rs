@@ -52,8 +52,8 @@ struct Place {
 }
 
 impl Checkpoint {
-    /// Maps the weights in `dir` and checks that every tensor of the model is there with its shape, and no more layers. Other
-    /// tensors that the model does not use are not looked at.
+    /// Maps the weights in `dir` and checks that every tensor of the model is there with its shape, and no more layers.
+    /// Other tensors that the model does not use are not looked at.
     ///
     /// # Errors
     /// Names file, tensor and numbers.
@@ -88,8 +88,8 @@ impl Checkpoint {
     }
 
     /// Names the checkpoint in sixteen hexadecimal digits: `config` (the bytes of its config.json), and the header and
-    /// length of every file that is read. The values of the weights are not in it: reading them all would take as long as
-    /// the load itself.
+    /// length of every file that is read. The values of the weights are not in it: reading them all would take as long
+    /// as the load itself.
     pub fn digest(&self, config: &[u8]) -> String {
         let mut hasher = Sha256::new();
         let mut part = |bytes: &[u8]| {
@@ -104,8 +104,8 @@ impl Checkpoint {
         hasher.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads `rows` x `columns` of a tensor (of a vector: its one row) into `out`, `[rows.len(), columns.len()]` bf16 row-major, rounding to nearest
-    /// (ties to even) where the file has f16 or f32.
+    /// Reads `rows` x `columns` of a tensor (of a vector: its one row) into `out`, `[rows.len(), columns.len()]` bf16
+    /// row-major, rounding to nearest (ties to even) where the file has f16 or f32.
     ///
     /// # Panics
     /// If the model has no such tensor, a range leaves it, or `out` has another size.
@@ -150,8 +150,8 @@ impl Checkpoint {
         })
     }
 
-    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called for
-    /// each piece that is read, so that a thread never holds more of the files than one piece.
+    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called
+    /// for each piece that is read, so that a thread never holds more of the files than one piece.
     ///
     /// # Panics
     /// If the model has no such tensor, or the rows leave it.

@@ -1,10 +1,11 @@
 //! The pass of a stage over one leaf, compiled for AVX-512 too.
 //!
-//! Passes are operations on integers and IEEE operations that nothing contracts or reorders: every version has the same bits.
+//! Passes are operations on integers and IEEE operations that nothing contracts or reorders: every version has the same
+//! bits.
 
-use super::MAX_TOP_LOGPROBS;
 use super::draw::{Cut, Entry, Leaf, TopList, best, draw};
 use super::logprobs::LogSum;
+use super::params::MAX_TOP_LOGPROBS;
 use super::row::{MAX_LISTED, RowState, Stage};
 use super::select::BINS;
 #[cfg(target_arch = "x86_64")]

@@ -226,8 +226,8 @@ impl<T: Pod> Deref for PinnedBuffer<T> {
 
     #[allow(unsafe_code)]
     fn deref(&self) -> &[T] {
-        // SAFETY: the allocation holds `len` values, zeros at first, and any bits are a value of a `Pod`. Alignment: the
-        // driver allocates pages.
+        // SAFETY: the allocation holds `len` values, zeros at first, and any bits are a value of a `Pod`. Alignment:
+        // the driver allocates pages.
         unsafe { std::slice::from_raw_parts(self.host, self.len) }
     }
 }

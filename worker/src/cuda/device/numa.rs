@@ -1,8 +1,8 @@
 //! Near which cores a GPU is, on machines whose memory is in several NUMA nodes.
 //!
-//! Linux gives a thread memory of the node on whose core it runs when it first touches a page, and a thread begins on the cores that the one that started
-//! it is bound to. So a rank whose threads are bound to the cores of its GPU's node before they allocate has its buffers there, too, and copies
-//! do not cross from one node to another.
+//! Linux gives a thread memory of the node on whose core it runs when it first touches a page, and a thread begins on
+//! the cores that the one that started it is bound to. So a rank whose threads are bound to the cores of its GPU's node
+//! before they allocate has its buffers there, too, and copies do not cross from one node to another.
 
 use std::fmt;
 use std::path::Path;

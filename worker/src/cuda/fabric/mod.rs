@@ -1,9 +1,9 @@
-//! What ties the ranks of a group together, one process and GPU each: memory that all of them write to, and a board on which
-//! their hosts agree.
+//! What ties the ranks of a group together, one process and GPU each: memory that all of them write to, and a board on
+//! which their hosts agree.
 //!
-//! [`inbox`] is a rank's memory on its GPU: peers map it and their kernels store to it, over NVLink or PCIe, while this rank's
-//! kernel polls it. [`meeting`] hands the ranks each other's descriptors, [`header`] says whose they are, [`topology`] says
-//! which GPUs reach each other. [`board`] is memory of the host. NVLink multicast is never used.
+//! [`inbox`] is a rank's memory on its GPU: peers map it and their kernels store to it, over NVLink or PCIe, while this
+//! rank's kernel polls it. [`meeting`] hands the ranks each other's descriptors, [`header`] says whose they are,
+//! [`topology`] says which GPUs reach each other. [`board`] is memory of the host. NVLink multicast is never used.
 //!
 //! ```text
 //! load    Fabric::new      inbox and board are made, the meeting's socket listens; handle() goes to the server
@@ -35,8 +35,8 @@ use topology::Device;
 pub use group::{Group, MAX_RANKS};
 pub use topology::survey;
 
-/// How long the ranks of a group may join after each other. The server, which lets all of them join at once, waits longer,
-/// so that it is told which rank was missing.
+/// How long the ranks of a group may join after each other. The server, which lets all of them join at once, waits
+/// longer, so that it is told which rank was missing.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One rank's end of what ties the group together.
@@ -88,8 +88,8 @@ impl Fabric {
         self.meeting.as_ref().expect(NOT_JOINED).handle()
     }
 
-    /// Meets the other ranks and maps their memory; handles in rank order. Returns once all have come, so all have to join
-    /// at the same time.
+    /// Meets the other ranks and maps their memory; handles in rank order. Returns once all have come, so all have to
+    /// join at the same time.
     ///
     /// # Errors
     /// A rank does not come, is of another group, or its GPU is not reached.
@@ -146,8 +146,8 @@ impl Fabric {
         self.peers[rank].as_ref().unwrap_or(self.inbox.mapping())
     }
 
-    /// Zeroes the inbox, once no rank's kernel writes to it any more and before one does again: every rank calls it at the same
-    /// place, with no launch under way. `step` is for reports.
+    /// Zeroes the inbox, once no rank's kernel writes to it any more and before one does again: every rank calls it at
+    /// the same place, with no launch under way. `step` is for reports.
     ///
     /// # Errors
     /// A rank did not come within the limit, or the driver refuses.

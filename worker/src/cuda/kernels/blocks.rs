@@ -8,12 +8,12 @@ use crate::cuda::weights::panel::Panel;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{ModelPlan, Product};
 
-/// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase is that
-/// of the block with the most bytes; of a layer of a group, where few tiles are dealt and the ring evens them out, that of the block
-/// with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a time; of a group's rank, whose rings
-/// have to last while it waits for others, all but a few take part. Before that it counts how many kernels take them: passes of many rows
-/// are worth more than an even share (70b on four GPUs: the fullest of 128 blocks has 6 % more than the mean, of 132 1 %; a step of 8 rows
-/// takes no longer on 128).
+/// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase
+/// is that of the block with the most bytes; of a layer of a group, where few tiles are dealt and the ring evens them
+/// out, that of the block with the most in all its phases. Fewer than nine tenths of the SMs cannot ask for enough at a
+/// time; of a group's rank, whose rings have to last while it waits for others, all but a few take part. Before that it
+/// counts how many kernels take them: passes of many rows are worth more than an even share (70b on four GPUs: the
+/// fullest of 128 blocks has 6 % more than the mean, of 132 1 %; a step of 8 rows takes no longer on 128).
 pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
     let panel = |product| Panel::of(plan, &plan.rank(0), product);
     let products = LAYER_PRODUCTS.map(|product| (panel(product), plan.config.num_layers));

@@ -51,8 +51,8 @@ impl Cache {
         Self { folder: Some(folder.into()) }
     }
 
-    /// The entry of a key, or what `build` makes, which is then kept. A folder that cannot be written costs the next start a
-    /// second, so it is logged and nothing more.
+    /// The entry of a key, or what `build` makes, which is then kept. A folder that cannot be written costs the next
+    /// start a second, so it is logged and nothing more.
     ///
     /// # Errors
     /// What `build` reports.

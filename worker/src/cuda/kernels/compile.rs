@@ -24,7 +24,8 @@ const OPTIONS: [&str; 5] = [
     "--device-as-default-execution-space",
     "--ptxas-options=-v",
 ];
-/// From this version on NVRTC keeps binaries in the driver's cache, and gives them back without the log that tells what they spill.
+/// From this version on NVRTC keeps binaries in the driver's cache, and gives them back without the log that tells what
+/// they spill.
 const CACHING_VERSION: (i32, i32) = (12, 9);
 /// Leaves that cache out: [`Cache`] keeps binaries with their logs.
 const NO_CACHE: &str = "--no-cache";

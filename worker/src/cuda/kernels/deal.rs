@@ -1,7 +1,8 @@
 //! Who attends to what in wide passes (kernels/wide/attention_items.cuh).
 //!
-//! An item is what a group, some rows of one sequence, sees of a KV head in one span of pages. All KV heads have the same items and as many
-//! blocks, so one deal serves them all. The longest item comes first, each to the block that has least so far. Who computes an item touches no bit.
+//! An item is what a group, some rows of one sequence, sees of a KV head in one span of pages. All KV heads have the
+//! same items and as many blocks, so one deal serves them all. The longest item comes first, each to the block that has
+//! least so far. Who computes an item touches no bit.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -39,8 +40,9 @@ struct Item {
 }
 
 impl Deal {
-    /// The items of a launch of `steps` steps, as the kernel reads them: `[blocks]` where each block's list begins and where the last one ends,
-    /// then the lists, longest items first. Spans that a row comes to only during the launch are among them, and count by what they are at its end.
+    /// The items of a launch of `steps` steps, as the kernel reads them: `[blocks]` where each block's list begins and
+    /// where the last one ends, then the lists, longest items first. Spans that a row comes to only during the launch
+    /// are among them, and count by what they are at its end.
     pub fn of(&self, rows: &[Row], steps: u32) -> Vec<u32> {
         let groups = (0..rows.len()).filter(|row| self.ends_group(rows, *row));
         let mut items: Vec<Item> = groups.flat_map(|row| self.spans(row, &rows[row], steps)).collect();
@@ -71,7 +73,8 @@ impl Deal {
         active(&this) && ((place + 1).is_multiple_of(self.group_rows) || !rows.get(row + 1).is_some_and(goes_on))
     }
 
-    /// The spans that a group whose last row is `last` sees in any of the steps. They are counted from the first page that it sees.
+    /// The spans that a group whose last row is `last` sees in any of the steps. They are counted from the first page
+    /// that it sees.
     fn spans(&self, row: usize, last: &Row, steps: u32) -> impl Iterator<Item = Item> + use<> {
         let end = (last.position + steps - 1).min(last.last_position) as usize;
         let first_visible = self.window.map_or(0, |window| (end + 1).saturating_sub(window));
@@ -131,7 +134,8 @@ mod tests {
         (0..deal.blocks).map(|block| words[at(block)..at(block + 1)].iter().map(item).collect()).collect()
     }
 
-    /// Rows whose window ends with a page at the end of the launch, and in the steps before reaches into one more: into another span.
+    /// Rows whose window ends with a page at the end of the launch, and in the steps before reaches into one more: into
+    /// another span.
     #[test]
     fn spans_that_a_window_leaves_do_not_all_go_to_one_block() {
         let deal = Deal { group_rows: 1, window: Some(1024), ..DEAL };
@@ -141,7 +145,8 @@ mod tests {
         assert!(lists(&deal, &rows, 9).iter().all(|list| list.len() == 4));
     }
 
-    /// What the kernel has in a step, by the rules of kernels/layout/rows.cuh and wide/attention_items.cuh, written down again: last row and pages of each group.
+    /// What the kernel has in a step, by the rules of kernels/layout/rows.cuh and wide/attention_items.cuh, written
+    /// down again: last row and pages of each group.
     fn groups(deal: &Deal, rows: &[Row], step: u32) -> Vec<(usize, usize)> {
         let active = |row: usize| row < rows.len() && rows[row].position + step <= rows[row].last_position;
         let ends = |row: &usize| {
@@ -257,7 +262,8 @@ mod tests {
         }
     }
 
-    /// As `looplane bench --batch 1,8,32,64` has them: dealt in their order, the fullest block had 26 pages of a mean of 19.
+    /// As `looplane bench --batch 1,8,32,64` has them: dealt in their order, the fullest block had 26 pages of a mean
+    /// of 19.
     #[test]
     fn rows_of_different_lengths_make_nearly_equal_shares() {
         let lengths = [vec![776], vec![646; 7], vec![516; 24]].concat();

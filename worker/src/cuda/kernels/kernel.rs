@@ -75,7 +75,8 @@ pub const NEEDS: usize = size_of::<Needs>() / size_of::<u64>();
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its blocks run at the same time.
+    /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its
+    /// blocks run at the same time.
     ///
     /// # Errors
     /// It does not compile, or does not fit the GPU.
@@ -162,7 +163,8 @@ impl Kernel {
         };
         let config = self.config(std::ptr::null_mut(), &mut cluster);
         let mut clusters = 0;
-        // SAFETY: the function is of a loaded module, the configuration's one attribute and the integer live until the call returns.
+        // SAFETY: the function is of a loaded module, the configuration's one attribute and the integer live until the
+        // call returns.
         let asked = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
         checked("cuOccupancyMaxActiveClusters", asked.result())?;
         Ok(clusters.max(0) as u32 * width)
@@ -195,7 +197,8 @@ impl Kernel {
     pub unsafe fn launch(&mut self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
         if self.needs.zeroed_words > 0 {
             let bytes = self.needs.zeroed_words as usize;
-            // SAFETY: the words are at least as long as the part that is to be zero; the caller vouches for their address.
+            // SAFETY: the words are at least as long as the part that is to be zero; the caller vouches for their
+            // address.
             let zeroed = unsafe { result::memset_d8_async(launch.words, 0, bytes, stream.raw) };
             checked("cuMemsetD8Async", zeroed)?;
         }
@@ -214,7 +217,8 @@ impl Kernel {
             value: sys::CUlaunchAttributeValue { cooperative: 1 },
         };
         let config = self.config(stream.raw, &mut cooperative);
-        // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it points to.
+        // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it
+        // points to.
         let launched =
             unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
         checked("cuLaunchKernelEx", launched.result())

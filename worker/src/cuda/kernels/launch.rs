@@ -17,7 +17,8 @@ const NOBODY: u32 = u32::MAX;
 /// The token of a row that computed nothing in a step.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending; in launches of several steps it has one.
+/// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending; in
+/// launches of several steps it has one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct Row {
@@ -73,7 +74,8 @@ pub struct Launch {
     pub stopped: u64,
     /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
     pub tokens: u64,
-    /// Mapped: `[0]` set by the host to end the launch; `[1]` steps that it runs, once that is known; at the latest when it ends.
+    /// Mapped: `[0]` set by the host to end the launch; `[1]` steps that it runs, once that is known; at the latest
+    /// when it ends.
     pub control: u64,
     /// Mapped: [`REPORT_WORDS`] words, why a wait failed.
     pub report: u64,

@@ -31,8 +31,8 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one step's
-    /// launches, of which the last alone is not full.
+    /// Words of the token ring, with kernels of up to `columns` columns that sample: a launch of many steps, or one
+    /// step's launches, of which the last alone is not full.
     pub fn ring(&self, columns: usize) -> usize {
         (MOST_STEPS * columns).max(self.max_batch_tokens + columns)
     }

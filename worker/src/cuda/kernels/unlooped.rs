@@ -82,13 +82,15 @@ impl Chain {
         let Some((_, graph)) = &self.captured else { unreachable!("captured above") };
         let mut pass = self.pass.address();
         let mut parameters = [(&raw mut launch).cast::<c_void>(), (&raw mut pass).cast::<c_void>()];
-        // SAFETY: the kernel takes a `Launch` and an address, which the call copies; the caller vouches for what they point to.
+        // SAFETY: the kernel takes a `Launch` and an address, which the call copies; the caller vouches for what they
+        // point to.
         let begun = unsafe {
             result::launch_kernel(self.begin, (1, 1, 1), (BEGIN_THREADS, 1, 1), 0, stream.raw, &mut parameters)
         };
         checked("cuLaunchKernel", begun)?;
         for _ in 0..launch.steps {
-            // SAFETY: the graph was instantiated and lives as long as `self`; its launches read what `launch` points to.
+            // SAFETY: the graph was instantiated and lives as long as `self`; its launches read what `launch` points
+            // to.
             checked("cuGraphLaunch", unsafe { result::graph::launch(graph.0, stream.raw) })?;
         }
         Ok(())

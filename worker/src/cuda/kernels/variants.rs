@@ -94,7 +94,8 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Why the wide kernel does not take a model, or a rank of one, on so many blocks, in passes of `columns` rows; the same rule as `kWideFits` in kernels/wide/geometry.cuh.
+/// Why the wide kernel does not take a model, or a rank of one, on so many blocks, in passes of `columns` rows; the
+/// same rule as `kWideFits` in kernels/wide/geometry.cuh.
 ///
 /// # Errors
 /// The condition that is not met.
@@ -187,8 +188,8 @@ impl Variant {
         }
     }
 
-    /// The kernel's source with its constants for a rank: its own heads and intermediate columns, the model's hidden size and
-    /// vocabulary.
+    /// The kernel's source with its constants for a rank: its own heads and intermediate columns, the model's hidden
+    /// size and vocabulary.
     pub fn program(&self, layout: &Layout) -> Program<'static> {
         let (c, rank) = (&layout.plan().config, layout.rank());
         let mut defines: Vec<(&'static str, usize)> = vec![

@@ -2,8 +2,8 @@
 //!
 //! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
 //! tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for each of its
-//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit and
-//! nothing more the decoder draws, else the sampler does.
+//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit
+//! and nothing more the decoder draws, else the sampler does.
 
 use std::time::Instant;
 
@@ -24,15 +24,15 @@ pub trait Launcher: Send {
     /// Sets entries of a slot's page table from `first` on, for launches after this. No launch is under way.
     fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault>;
 
-    /// The newest plan that all ranks have, of which this one has `newest`. Every rank calls it at the same boundaries, and goes on when all
-    /// have. No launch is under way.
+    /// The newest plan that all ranks have, of which this one has `newest`. Every rank calls it at the same boundaries,
+    /// and goes on when all have. No launch is under way.
     fn agree(&mut self, newest: u64) -> Result<u64, Fault>;
 
     /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
 
-    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and none
-    /// is under way. `sampled`: the sampler draws, not the decoder.
+    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and
+    /// none is under way. `sampled`: the sampler draws, not the decoder.
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
 
     /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before.
@@ -59,7 +59,8 @@ pub struct LoopedDecoder<L> {
 }
 
 impl<L: Launcher> LoopedDecoder<L> {
-    /// Runs plans until their stream has ended and nothing is left to compute. Between plans that have work no kernel runs.
+    /// Runs plans until their stream has ended and nothing is left to compute. Between plans that have work no kernel
+    /// runs.
     ///
     /// # Errors
     /// A plan breaks a rule, the GPU fails, or the server is gone.

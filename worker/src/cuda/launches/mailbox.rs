@@ -1,4 +1,5 @@
-//! Memory of the host that a kernel reads and writes while it runs: tokens out, a wish to stop in, and why a wait failed.
+//! Memory of the host that a kernel reads and writes while it runs: tokens out, a wish to stop in, and why a wait
+//! failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -13,7 +14,8 @@ use crate::cuda::sampler::launch::RowLogprobs;
 const STOP: usize = 0;
 const STEPS_RUN: usize = 1;
 
-/// What launches under way and the host tell each other. No reference to the memory is ever taken, only atomic accesses.
+/// What launches under way and the host tell each other. No reference to the memory is ever taken, only atomic
+/// accesses.
 #[derive(Debug)]
 pub struct Mailbox {
     tokens: PinnedBuffer<u64>,
@@ -69,11 +71,12 @@ impl Mailbox {
         ((word >> 32) as u32, word as u32)
     }
 
-    /// The log-probabilities of the token at `index`, once [`Self::token`] has given it: the kernel wrote them before it.
+    /// The log-probabilities of the token at `index`, once [`Self::token`] has given it: the kernel wrote them before
+    /// it.
     #[allow(unsafe_code)]
     pub fn logprobs(&self, index: usize) -> RowLogprobs {
-        // SAFETY: the record is in the buffer; its writer was done before the token, and writes again only after the host has
-        // said that it expects another.
+        // SAFETY: the record is in the buffer; its writer was done before the token, and writes again only after the
+        // host has said that it expects another.
         unsafe { self.logprobs.pointer(index).read_volatile() }
     }
 

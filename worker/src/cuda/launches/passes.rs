@@ -1,9 +1,10 @@
-//! Which rows of a step are computed together: a step has up to hundreds of rows, a launch as many as its kernel has columns.
+//! Which rows of a step are computed together: a step has up to hundreds of rows, a launch as many as its kernel has
+//! columns.
 //!
-//! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight cost
-//! what eight do. Kernels for prompts have no LM head and take only rows that do not sample. Rows of a sequence stay in order
-//! from pass to pass, because a later pass finds K and V of the earlier ones in memory; only the last row of a sequence
-//! samples, so all prompt passes can come first.
+//! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
+//! cost what eight do. Kernels for prompts have no LM head and take only rows that do not sample. Rows of a sequence
+//! stay in order from pass to pass, because a later pass finds K and V of the earlier ones in memory; only the last row
+//! of a sequence samples, so all prompt passes can come first.
 
 use crate::cuda::kernels::variants::Width;
 
@@ -40,8 +41,8 @@ impl Passes {
         self.columns
     }
 
-    /// The passes of a step, in the order in which they run, as indices of its rows; `samples` says of each row whether it
-    /// does.
+    /// The passes of a step, in the order in which they run, as indices of its rows; `samples` says of each row whether
+    /// it does.
     ///
     /// # Panics
     /// If there are more rows than steps have at most.
@@ -133,7 +134,8 @@ mod tests {
         assert_eq!(sizes(&all(), &beside), [128, 128, 128, 64]);
     }
 
-    /// Any step: every row once, each in a pass that may hold it, rows of a sequence in order, and no way that is faster.
+    /// Any step: every row once, each in a pass that may hold it, rows of a sequence in order, and no way that is
+    /// faster.
     #[test]
     fn passes_hold_every_row_in_the_order_of_its_sequence() {
         let mut state = 1u64;

@@ -174,7 +174,8 @@ impl Memory {
     }
 }
 
-/// Bytes of a page in all layers, for the KV heads of the rank: K and V, and the scales of K, where the model normalises heads.
+/// Bytes of a page in all layers, for the KV heads of the rank: K and V, and the scales of K, where the model
+/// normalises heads.
 fn page_bytes(layout: &Layout) -> [u64; 2] {
     let c = &layout.plan().config;
     let positions = c.num_layers * layout.rank().kv_heads.len() * PAGE_POSITIONS;

@@ -1,14 +1,16 @@
 //! How long ranks take to add up what each has of a product, from what all of them noted of a step.
 //!
-//! Timers of different GPUs begin and go as they like, so the notes themselves relate them. A word that rank i pushes and rank j hears takes `least(i, j)` at least: of all layers, blocks and
-//! warps the least that j's timer, when all was heard, is ahead of i's when it was pushed. That is the way of a word and how far j's timer is ahead; both ways together, if the quickest word takes
-//! as long in one direction as in the other,
+//! Timers of different GPUs begin and go as they like, so the notes themselves relate them. A word that rank i pushes
+//! and rank j hears takes `least(i, j)` at least: of all layers, blocks and warps the least that j's timer, when all
+//! was heard, is ahead of i's when it was pushed. That is the way of a word and how far j's timer is ahead; both ways
+//! together, if the quickest word takes as long in one direction as in the other,
 //!
 //!   ahead(i, j) = (least(i, j) - least(j, i)) / 2,    way(i, j) = (least(i, j) + least(j, i)) / 2
 //!
-//! What is wrong with that: without the assumption `ahead` is off by `way` at most, since no word comes before it is pushed. How well it holds the notes tell: ranks that are related through a third one
-//! ([`Exchanges::closure_us`]), and by half of the layers ([`Exchanges::drift_us`]). A stage's own time is as exact as the GPU's timer, which goes on in steps of 64 ns
-//! on an H200: `way`, a least of many, may be too small by up to one of them.
+//! What is wrong with that: without the assumption `ahead` is off by `way` at most, since no word comes before it is
+//! pushed. How well it holds the notes tell: ranks that are related through a third one ([`Exchanges::closure_us`]),
+//! and by half of the layers ([`Exchanges::drift_us`]). A stage's own time is as exact as the GPU's timer, which goes
+//! on in steps of 64 ns on an H200: `way`, a least of many, may be too small by up to one of them.
 
 use std::ops::Range;
 
@@ -23,13 +25,17 @@ use super::trace::Trace;
 pub struct Exchanges {
     /// By the product whose sums they are.
     pub sums: Vec<Exchange>,
-    /// From a push until it has been heard at the quickest, in microseconds: of the two ranks that are nearest to each other.
+    /// From a push until it has been heard at the quickest, in microseconds: of the two ranks that are nearest to each
+    /// other.
     pub nearest_us: f64,
-    /// The same of the two that are farthest apart: the most by which timers that keep their rate can be related wrongly.
+    /// The same of the two that are farthest apart: the most by which timers that keep their rate can be related
+    /// wrongly.
     pub farthest_us: f64,
-    /// Most that a rank's timer differs between what two ranks say directly and what they say through a third, in microseconds; of at least three ranks.
+    /// Most that a rank's timer differs between what two ranks say directly and what they say through a third, in
+    /// microseconds; of at least three ranks.
     pub closure_us: Option<f64>,
-    /// Most that a rank's timer moves from what the first half of the layers says to what the second half says, in microseconds.
+    /// Most that a rank's timer moves from what the first half of the layers says to what the second half says, in
+    /// microseconds.
     pub drift_us: f64,
 }
 
@@ -44,8 +50,9 @@ pub struct Exchange {
     pub push_to_heard: Spread,
     /// The rest of it.
     pub heard_to_use: Spread,
-    /// Of each warp that tells, not of the last alone: from when the last rank has pushed what this warp tells until a rank has heard it. What it takes over `nearest_us` is looks that
-    /// come late, and trips behind the stream of weights.
+    /// Of each warp that tells, not of the last alone: from when the last rank has pushed what this warp tells until a
+    /// rank has heard it. What it takes over `nearest_us` is looks that come late, and trips behind the stream of
+    /// weights.
     pub word: Spread,
 }
 
@@ -61,7 +68,8 @@ pub struct Spread {
 }
 
 impl Exchanges {
-    /// From the notes of all ranks, by rank, of the same step. `None`: there is but one rank, or they note no exchanges.
+    /// From the notes of all ranks, by rank, of the same step. `None`: there is but one rank, or they note no
+    /// exchanges.
     pub fn new(ranks: &[&Trace]) -> Option<Self> {
         let first = ranks.first()?;
         let words: Vec<_> = ranks.iter().map(|trace| Words::new(trace)).collect();
@@ -87,7 +95,8 @@ impl Exchanges {
 }
 
 impl Exchange {
-    /// The exchange number `index` of a layer. `words`: of each rank; `ahead`: of its timer, by how many ns it is ahead of rank 0's.
+    /// The exchange number `index` of a layer. `words`: of each rank; `ahead`: of its timer, by how many ns it is ahead
+    /// of rank 0's.
     fn new(index: usize, ranks: &[&Trace], words: &[Words], ahead: &[f64]) -> Self {
         let roles = ranks[0].roles;
         let ExchangeStages { phase, pushed, heard, used, layers_on } = roles.exchanges[index];
@@ -122,8 +131,8 @@ impl Spread {
     }
 }
 
-/// When a rank's tellers had pushed their sums and heard all ranks', `[layer][exchange][block][teller]` in ns of its own timer, where they took part. What one pushes the same one
-/// of every other rank hears.
+/// When a rank's tellers had pushed their sums and heard all ranks', `[layer][exchange][block][teller]` in ns of its
+/// own timer, where they took part. What one pushes the same one of every other rank hears.
 struct Words(Vec<Option<[f64; 2]>>);
 
 impl Words {
@@ -143,7 +152,8 @@ impl Words {
     }
 }
 
-/// From when the last rank has pushed the word at a place until each has heard it, in us; of none where one has no such word.
+/// From when the last rank has pushed the word at a place until each has heard it, in us; of none where one has no such
+/// word.
 fn waits_us(words: &[Words], ahead: &[f64], place: usize) -> Vec<f64> {
     let times = words.iter().zip(ahead).map(|(words, ahead)| words.0[place].map(|times| times.map(|ns| ns - ahead)));
     let times: Vec<_> = times.collect::<Option<_>>().unwrap_or_default();
@@ -193,7 +203,8 @@ mod tests {
         words: Vec<f64>,
     }
 
-    /// Ranks whose words take `way(from, to)` ns. Their timers differ by seconds and their launches begin and end at other times. After half of the layers rank 1's timer is `late` ns behind.
+    /// Ranks whose words take `way(from, to)` ns. Their timers differ by seconds and their launches begin and end at
+    /// other times. After half of the layers rank 1's timer is `late` ns behind.
     fn group(ranks: usize, way: impl Fn(usize, usize) -> i64, late: i64) -> (Vec<Trace>, Vec<Truth>) {
         let mut random = 1u64;
         let mut up_to = |ns: i64| {

@@ -1,4 +1,5 @@
-//! What a benchmark changes and reads while an engine runs: how phases become launches, and when each of them was where.
+//! What a benchmark changes and reads while an engine runs: how phases become launches, and when each of them was
+//! where.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -99,8 +100,8 @@ impl Gauged {
         self.gauge.setting().mode
     }
 
-    /// What runs in place of a kernel of the engine, for so many steps, and where it is to note times (0: nowhere). `None`: that kernel
-    /// itself runs, as do all whose width the mode does not have.
+    /// What runs in place of a kernel of the engine, for so many steps, and where it is to note times (0: nowhere).
+    /// `None`: that kernel itself runs, as do all whose width the mode does not have.
     ///
     /// # Errors
     /// The driver refuses.

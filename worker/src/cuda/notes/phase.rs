@@ -29,8 +29,8 @@ pub enum Phase {
 pub struct PhaseTime {
     /// Which.
     pub phase: Phase,
-    /// In microseconds: in the loop the mean over all consumer warps, of which each is in one phase at a time; else from the end of the
-    /// launch before to the end of this.
+    /// In microseconds: in the loop the mean over all consumer warps, of which each is in one phase at a time; else
+    /// from the end of the launch before to the end of this.
     pub us: f64,
     /// How much of it warps waited for what other blocks compute, where that is known.
     pub wait_us: Option<f64>,

@@ -111,8 +111,8 @@ impl ReadLimit {
     ) -> Result<Duration, CudaError> {
         self.stream.gpu().make_current()?;
         let [begun, ended] = self.events;
-        // SAFETY: events and stream live as long as `self`; the kernel's parameters have its types, and what they point to is
-        // a buffer of the size they say.
+        // SAFETY: events and stream live as long as `self`; the kernel's parameters have its types, and what they point
+        // to is a buffer of the size they say.
         unsafe {
             checked("cuEventRecord", result::event::record(begun, self.stream.raw))?;
             let launched =

@@ -1,5 +1,5 @@
-//! What the warps of a traced kernel do from one of their stages to the next: the stages of `reached` in looped_decoder.cu and
-//! wide_decoder.cu, in words.
+//! What the warps of a traced kernel do from one of their stages to the next: the stages of `reached` in
+//! looped_decoder.cu and wide_decoder.cu, in words.
 
 use std::ops::Range;
 
@@ -63,8 +63,8 @@ pub struct Track {
 pub enum Shows {
     /// A consumer's phases.
     Phases,
-    /// What it does from each stage of a layer to the next, and from the first to the second of the LM head. What begins with "wait" is one, and in the first
-    /// layer alone.
+    /// What it does from each stage of a layer to the next, and from the first to the second of the LM head. What
+    /// begins with "wait" is one, and in the first layer alone.
     Work(&'static [&'static str], &'static str),
     /// What it publishes at each stage.
     Published(&'static [&'static str]),
@@ -115,7 +115,8 @@ pub static NARROW: Roles = Roles {
     tellers: 17..19,
 };
 
-/// Of wide_decoder.cu: 8 consumers, of which four attend a set of items; two warps that stream, one that fetches activations, one that finds norms.
+/// Of wide_decoder.cu: 8 consumers, of which four attend a set of items; two warps that stream, one that fetches
+/// activations, one that finds norms.
 pub static WIDE: Roles = Roles {
     consumers: 8,
     clocks: 8,

@@ -1,5 +1,5 @@
-//! What traced launches note, and what it says: the time of each phase, and a timeline of every multiprocessor for Perfetto
-//! or chrome://tracing.
+//! What traced launches note, and what it says: the time of each phase, and a timeline of every multiprocessor for
+//! Perfetto or chrome://tracing.
 
 use std::io::{self, Write};
 
@@ -9,7 +9,8 @@ use super::roles::{NARROW, Roles, STEP_BEGUN, Shows, Stages};
 /// Notes of a warp in a layer.
 pub const STAGES: usize = 16;
 
-/// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes them, and `note_time` what clocks ran at.
+/// Notes of a looped launch in its last step. The kernel's `reached` (sync/reached.cuh) writes them, and `note_time`
+/// what clocks ran at.
 #[derive(Debug, Clone)]
 pub struct Trace {
     /// `[block][warp][layer, LM head][STAGES]` ns of the GPU's timer, or clocks; 0: not reached.
@@ -25,8 +26,8 @@ const BEGUN: usize = 8;
 pub(super) const ENDED: usize = 10;
 const MULTIPROCESSOR: usize = 12;
 
-/// Times of the phases of a step that ran a launch each: `ends` is `[2 steps in turns][layer, LM head][phase]`, when the last block
-/// ended it, in ns. The step before the last says when the last one began.
+/// Times of the phases of a step that ran a launch each: `ends` is `[2 steps in turns][layer, LM head][phase]`, when
+/// the last block ended it, in ns. The step before the last says when the last one began.
 pub fn unlooped_phases(ends: &[i64], layers: usize, steps: u32) -> Vec<PhaseTime> {
     let count = Phase::ALL.len();
     let at = |step: u32, layer: usize, phase: Phase| {
@@ -59,7 +60,8 @@ impl Trace {
         (value != 0).then_some(value)
     }
 
-    /// When a warp was at a stage, in ns from when block 0 ended (a double has room for fractions of what is left then); `None`: it was not.
+    /// When a warp was at a stage, in ns from when block 0 ended (a double has room for fractions of what is left
+    /// then); `None`: it was not.
     pub(super) fn reached_ns(&self, block: usize, warp: usize, layer: usize, stage: usize) -> Option<f64> {
         let origin = self.at(0, self.roles.clocks, self.layers, ENDED + 1).unwrap_or(0);
         self.at(block, warp, layer, stage).map(|ns| (ns - origin) as f64)

@@ -1,7 +1,7 @@
 //! The sampler on a GPU: how the tokens of each slot are drawn, and launches that draw them.
 //!
-//! What a sequence asks for is copied to the GPU when it enters its slot, and stays; what it has generated is counted there,
-//! for sequences with penalties.
+//! What a sequence asks for is copied to the GPU when it enters its slot, and stays; what it has generated is counted
+//! there, for sequences with penalties.
 
 use std::ffi::c_void;
 
@@ -112,8 +112,8 @@ impl Sampler {
             bias: list(first_bias),
             suppress: list(first_suppressed),
         };
-        // SAFETY: what is copied is written again only for a slot that was released meanwhile, which takes a plan after a
-        // step of this one, and so a wait for the stream; or before a copy behind this one, of what then is right.
+        // SAFETY: what is copied is written again only for a slot that was released meanwhile, which takes a plan after
+        // a step of this one, and so a wait for the stream; or before a copy behind this one, of what then is right.
         unsafe {
             let (at, of) = (slot * size_of::<RowSampling>(), &self.host_sampling[slot..=slot]);
             self.sampling.write_async(at, of, stream)?;
@@ -154,8 +154,8 @@ impl Sampler {
             (&raw mut count).cast(),
         ];
         let blocks = count.div_ceil(COUNT_THREADS).clamp(1, self.kernel.blocks);
-        // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and tokens are
-        // written again only after the stream was waited for.
+        // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and
+        // tokens are written again only after the stream was waited for.
         let launched = unsafe {
             let (grid, block) = ((blocks, 1, 1), (COUNT_THREADS, 1, 1));
             result::launch_kernel(self.kernel.count, grid, block, 0, stream.raw, &mut parameters)
@@ -163,7 +163,8 @@ impl Sampler {
         checked("cuLaunchKernel", launched)
     }
 
-    /// Puts a launch into the stream, behind that of the decoder whose rows it draws for; fills in where its own memory is.
+    /// Puts a launch into the stream, behind that of the decoder whose rows it draws for; fills in where its own memory
+    /// is.
     ///
     /// # Errors
     /// The driver refuses.
@@ -187,8 +188,8 @@ impl Sampler {
             ..launch
         };
         let mut parameters = [(&raw mut launch).cast::<c_void>()];
-        // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what it
-        // points to.
+        // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what
+        // it points to.
         let launched = unsafe {
             let (grid, block) = ((self.kernel.blocks, 1, 1), (self.kernel.threads, 1, 1));
             result::launch_cooperative_kernel(self.kernel.sample, grid, block, 0, stream.raw, &mut parameters)

@@ -76,7 +76,8 @@ pub struct SamplerLaunch {
     pub logprobs: u64,
     /// Mapped: as [`Launch::control`](crate::cuda::kernels::launch::Launch::control), of a chain.
     pub control: u64,
-    /// u32: not 0 ends the chain: the first word of `control`, or of several ranks what the decoder found all their hosts to want.
+    /// u32: not 0 ends the chain: the first word of `control`, or of several ranks what the decoder found all their
+    /// hosts to want.
     pub stop: u64,
     /// Mapped: why a wait failed.
     pub report: u64,

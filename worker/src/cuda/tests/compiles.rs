@@ -1,7 +1,7 @@
 //! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
 //!
-//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that it was
-//! skipped.
+//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that
+//! it was skipped.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,7 +21,8 @@ use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
-/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the choice of tokens, once a step.
+/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the
+/// choice of tokens, once a step.
 const GROUPS: [(Shape, usize, [u32; 2]); 4] =
     [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 212]), (Shape::B8, 16, [0, 116]), (Shape::B70, 4, [0, 48])];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.

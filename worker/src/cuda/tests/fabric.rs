@@ -28,8 +28,8 @@ const ROUNDS: u32 = 2000;
 const INBOX: usize = 2 * MAX_RANKS * WORDS * 16;
 
 /// Every thread pushes a tagged word to all ranks and takes theirs, round after round, as the looped kernel does.
-/// A thread overwrites in round n + 2 what it pushed in n, after it has seen the words of n + 1 of all ranks, which they
-/// pushed after they had taken those of n.
+/// A thread overwrites in round n + 2 what it pushed in n, after it has seen the words of n + 1 of all ranks, which
+/// they pushed after they had taken those of n.
 const SOURCE: &str = r#"
 struct Peers { unsigned long long inbox[16]; };
 

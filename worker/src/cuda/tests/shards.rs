@@ -79,7 +79,8 @@ fn uneven(layout: &Layout) -> [f64; 2] {
     })
 }
 
-/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The first design's aim was 1.02; ARCHITECTURE.md says why it is not met.
+/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The first design's aim was
+/// 1.02; ARCHITECTURE.md says why it is not met.
 #[test]
 fn the_largest_share_of_a_block_is_what_is_written_here() {
     let shares_8b =

@@ -1,8 +1,8 @@
 //! Heads narrower than the kernel's are padded with zeros: their scores, outputs and norms stay what they are.
 //!
-//! The kernel computes heads of 64 or 128 dimensions. A model with others is read as one with wider heads, whose further rows
-//! of q, k and v, and columns of o_proj, are zero. Rotation pairs dimension i with i + half a head, so the two halves of
-//! q and k are padded each.
+//! The kernel computes heads of 64 or 128 dimensions. A model with others is read as one with wider heads, whose
+//! further rows of q, k and v, and columns of o_proj, are zero. Rotation pairs dimension i with i + half a head, so the
+//! two halves of q and k are padded each.
 
 use std::ops::Range;
 

@@ -1,12 +1,12 @@
 //! Where every weight lies in the packed stream of a GPU, one rank of a group: arithmetic only.
 //!
-//! The stream is one allocation: the products of each layer in order, then the LM head. A product is row tiles of 16 rows
-//! by k16 steps, in *fragments* of 512 bytes: the A operand of `mma.m16n8k16`, lane by lane. Tiles are dealt to thread blocks,
-//! and a block takes its own as *units* of two, or of one: the fragments of a unit lie `[leaf][step][tile]`, so that a run of
-//! steps of a leaf is one contiguous copy.
+//! The stream is one allocation: the products of each layer in order, then the LM head. A product is row tiles of 16
+//! rows by k16 steps, in *fragments* of 512 bytes: the A operand of `mma.m16n8k16`, lane by lane. Tiles are dealt to
+//! thread blocks, and a block takes its own as *units* of two, or of one: the fragments of a unit lie
+//! `[leaf][step][tile]`, so that a run of steps of a leaf is one contiguous copy.
 //!
-//! A rank has the rows of its heads, intermediate columns and vocabulary shard in the products over the hidden size, and its
-//! leaves of K in o_proj and down_proj, whose rows it has all. All ranks' streams have the same shape.
+//! A rank has the rows of its heads, intermediate columns and vocabulary shard in the products over the hidden size,
+//! and its leaves of K in o_proj and down_proj, whose rows it has all. All ranks' streams have the same shape.
 
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ use crate::model::{LayerTensor, Tensor};
 use crate::plan::stream::{LAYER_PRODUCTS, embedding_bytes};
 use crate::plan::{ModelPlan, Product, ROW_TILE, RankPlan};
 
-/// Rows of half a tile: the two rows of a lane are that far apart. They are the two dimensions of a rotation in q and k, and a row
-/// of gate and the same of up.
+/// Rows of half a tile: the two rows of a lane are that far apart. They are the two dimensions of a rotation in q and
+/// k, and a row of gate and the same of up.
 const HALF_TILE: usize = ROW_TILE / 2;
 
 /// Rows of a tile that follow each other in the checkpoint.
@@ -41,7 +41,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The stream of a rank of a model that was planned for GPUs, with heads that are padded from `head_width` dimensions.
+    /// The stream of a rank of a model that was planned for GPUs, with heads that are padded from `head_width`
+    /// dimensions.
     pub fn new(plan: &ModelPlan, rank: usize, blocks: usize, head_width: usize) -> Self {
         assert!(blocks > 0 && head_width <= plan.config.head_dim, "{blocks} blocks, heads of {head_width}");
         Self { plan: plan.clone(), rank: plan.rank(rank), ranks: plan.tensor_parallel, blocks, head_width }
@@ -88,8 +89,8 @@ impl Layout {
         LAYER_PRODUCTS.into_iter().map(|product| self.panel(product).bytes()).sum()
     }
 
-    /// Rows of the embedding that the rank holds beside the stream: those of its vocabulary shard; none where the LM head,
-    /// which is in the stream, is the embedding.
+    /// Rows of the embedding that the rank holds beside the stream: those of its vocabulary shard; none where the LM
+    /// head, which is in the stream, is the embedding.
     pub fn embedding_rows(&self) -> Range<usize> {
         if self.plan.config.tied_embeddings { 0..0 } else { self.rank.real_vocab(&self.plan) }
     }
@@ -117,8 +118,8 @@ impl Layout {
         layer * self.layer_bytes() + before.iter().map(|p| self.panel(*p).bytes()).sum::<usize>()
     }
 
-    /// Which rows of which tensors a tile of a product holds; those that are in no run are zero. `layer` is not looked at for the
-    /// LM head.
+    /// Which rows of which tensors a tile of a product holds; those that are in no run are zero. `layer` is not looked
+    /// at for the LM head.
     pub fn rows(&self, layer: usize, product: Product, tile: usize) -> Vec<RowRun> {
         let c = &self.plan.config;
         let of_layer = |tensor| Tensor::Layer(layer, tensor);
@@ -136,8 +137,8 @@ impl Layout {
         runs
     }
 
-    /// Two tiles have gate and up of a k16 step of down: 0 to 3 and 8 to 11 of it the first, the others the second. So each has the
-    /// whole of what a lane holds of the step's activations.
+    /// Two tiles have gate and up of a k16 step of down: 0 to 3 and 8 to 11 of it the first, the others the second. So
+    /// each has the whole of what a lane holds of the step's activations.
     fn gate_up_rows(&self, layer: usize, tile: usize) -> Vec<RowRun> {
         let (k, column) = (self.plan.intermediate, tile / 2 * ROW_TILE);
         let (leaf, within) = (self.rank.intermediate_leaves.start + column / k.padded, column % k.padded);
@@ -152,8 +153,8 @@ impl Layout {
             .collect()
     }
 
-    /// Of each KV head: its query heads, its k, its v. Tiles of q and k hold the two dimensions of a rotation in rows i and
-    /// i + 8.
+    /// Of each KV head: its query heads, its k, its v. Tiles of q and k hold the two dimensions of a rotation in rows i
+    /// and i + 8.
     fn head_rows(&self, layer: usize, tile: usize) -> Vec<RowRun> {
         let c = &self.plan.config;
         let (heads, kv_heads) = (&self.rank.heads, &self.rank.kv_heads);

@@ -45,8 +45,8 @@ pub struct Packer<'a> {
 }
 
 impl Job {
-    /// Everything to be packed, in stream order, in jobs of up to `most` bytes (or one unit, or one row); the embedding comes
-    /// last.
+    /// Everything to be packed, in stream order, in jobs of up to `most` bytes (or one unit, or one row); the embedding
+    /// comes last.
     pub fn all(layout: &Layout, most: usize) -> Vec<Self> {
         let config = &layout.plan().config;
         let mut jobs = Vec::new();
@@ -187,8 +187,8 @@ mod tests {
         (stream, embedding)
     }
 
-    /// Where the fragment of a tile, of a leaf of the rank and a step of it lies, in elements: written down from the layout's
-    /// definition, and slow.
+    /// Where the fragment of a tile, of a leaf of the rank and a step of it lies, in elements: written down from the
+    /// layout's definition, and slow.
     fn fragment(layout: &Layout, layer: usize, product: Product, tile: usize, [leaf, step]: [usize; 2]) -> usize {
         let c = &layout.plan().config;
         let (panel, blocks) = (layout.panel(product), layout.blocks());
@@ -205,8 +205,8 @@ mod tests {
         }
         let (tiles, others) = (panel.tiles, layout.panel(Product::GateUp).tiles);
         let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
-        // Tiles of each block: of gate and up twos, if the fullest block has no more of them so; of qkv what gate and up leave of an
-        // even share of both, or an even share that is larger first.
+        // Tiles of each block: of gate and up twos, if the fullest block has no more of them so; of qkv what gate and
+        // up leave of an even share of both, or an even share that is larger first.
         let share = |all: usize, s: usize| (s + 1) * all / blocks - s * all / blocks;
         let shares = |own: &dyn Fn(usize) -> usize| (0..blocks).map(own).collect::<Vec<_>>();
         let (twos, ones) = (shares(&|s| 2 * share(others / 2, s)), shares(&|s| share(others, s)));
@@ -322,7 +322,8 @@ mod tests {
 
     #[test]
     fn every_weight_is_where_the_layout_says_and_the_rest_is_zero() {
-        // Leaves that need padding, an odd leaf, a vocabulary that is no multiple of 16, one block and more blocks than tiles.
+        // Leaves that need padding, an odd leaf, a vocabulary that is no multiple of 16, one block and more blocks than
+        // tiles.
         for (dims, blocks, most, hash) in [
             (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16, "746ec42f6ed742ac"),
             (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1, "63838bdd1d4b0e77"),
@@ -339,7 +340,8 @@ mod tests {
         }
     }
 
-    /// KV heads for each rank and fewer, leaves that need padding, a vocabulary of a part of the last shard and of two of 16.
+    /// KV heads for each rank and fewer, leaves that need padding, a vocabulary of a part of the last shard and of two
+    /// of 16.
     fn dims_of_groups() -> [ModelConfig; 2] {
         [
             ModelConfig { hidden_size: 64, head_dim: 16, ..config(16, 4, 400, 1000) },

@@ -1,5 +1,5 @@
-//! A product of a rank in the packed stream: its row tiles, its K, and which tiles a thread block is given. The same arithmetic is in
-//! kernels/layout/shape.cuh.
+//! A product of a rank in the packed stream: its row tiles, its K, and which tiles a thread block is given. The same
+//! arithmetic is in kernels/layout/shape.cuh.
 
 use std::ops::Range;
 
@@ -32,7 +32,8 @@ pub enum Deal {
     Even,
     /// Gate and up: the two tiles of a k16 step of down stay together where no block gets fuller by it.
     Pairs,
-    /// q, k and v of a rank of a group, whose tiles are as long as so many of gate and up: blocks with fewer of those get more.
+    /// q, k and v of a rank of a group, whose tiles are as long as so many of gate and up: blocks with fewer of those
+    /// get more.
     Beside(usize),
 }
 
@@ -48,8 +49,8 @@ impl Panel {
             // The shards of a group are equally long, so they reach past the vocabulary.
             Product::LmHead => if alone { c.vocab_size } else { rank.vocab.len() }.div_ceil(ROW_TILE),
         };
-        // On one GPU each warp of a block has a leaf, and works on two tiles at a time. A rank of a group has fewer leaves than
-        // there are warps: others work on the next tile meanwhile, so each tile comes by itself.
+        // On one GPU each warp of a block has a leaf, and works on two tiles at a time. A rank of a group has fewer
+        // leaves than there are warps: others work on the next tile meanwhile, so each tile comes by itself.
         let unit = if alone || !matches!(product, Product::AttentionOut | Product::Down) { 2 } else { 1 };
         let leaves = product.leaves(plan, rank);
         let deal = match product {
@@ -91,14 +92,14 @@ impl Panel {
         block * (self.tiles + others) / blocks - before_in_pairs(others, block, blocks)
     }
 
-    /// Tiles before a block, if they are spread by themselves: the first blocks of a round have one more, where the last ones have
-    /// more of the other product.
+    /// Tiles before a block, if they are spread by themselves: the first blocks of a round have one more, where the
+    /// last ones have more of the other product.
     fn before_apart(&self, block: usize, blocks: usize) -> usize {
         (block * self.tiles).div_ceil(blocks)
     }
 
-    /// Attention waits for the block with the most tiles of q, k and v: they are dealt apart if that makes them fewer and no
-    /// block fuller, or if together a block would have to give one back.
+    /// Attention waits for the block with the most tiles of q, k and v: they are dealt apart if that makes them fewer
+    /// and no block fuller, or if together a block would have to give one back.
     fn dealt_together(&self, others: usize, blocks: usize) -> bool {
         let most = |before: &dyn Fn(usize) -> usize| (0..blocks).map(|block| before(block + 1) - before(block)).max();
         let fullest = |before: &dyn Fn(usize) -> usize| {

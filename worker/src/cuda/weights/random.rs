@@ -1,4 +1,5 @@
-//! Weights that a benchmark makes up: normally distributed, as models are initialised, and cheap enough to fill a GPU in seconds.
+//! Weights that a benchmark makes up: normally distributed, as models are initialised, and cheap enough to fill a GPU
+//! in seconds.
 
 use std::ops::Range;
 

@@ -222,7 +222,8 @@ fn qk_norm(layout: &Layout, source: &dyn Source) -> Vec<f32> {
     .collect()
 }
 
-/// (cosine, sine) of every angle at every position; padding is not turned. `[real, half]`: angles of a head, and with padding.
+/// (cosine, sine) of every angle at every position; padding is not turned. `[real, half]`: angles of a head, and with
+/// padding.
 fn rope_table(rope: &Rope, [real, half]: [usize; 2], positions: usize, threads: usize) -> Vec<[f32; 2]> {
     let mut table = vec![[1.0, 0.0]; positions * half];
     let share = positions.div_ceil(threads.clamp(1, MAX_THREADS)).max(1);

@@ -150,9 +150,9 @@ fn open_file(path: PathBuf) -> Result<MappedFile, CheckpointError> {
 pub(super) fn map_file(path: &Path) -> std::io::Result<(Mmap, u64)> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
-    // SAFETY: a read-only map of a file that nobody is expected to write while it is loaded. Should someone do so, the worst
-    // is a changed weight, or a SIGBUS that ends this process as any other fault does: no Rust reference to the bytes
-    // is kept beyond a call of `read`, and every bit pattern is a valid value.
+    // SAFETY: a read-only map of a file that nobody is expected to write while it is loaded. Should someone do so, the
+    // worst is a changed weight, or a SIGBUS that ends this process as any other fault does: no Rust reference to the
+    // bytes is kept beyond a call of `read`, and every bit pattern is a valid value.
     let map = unsafe { Mmap::map(&file)? };
     Ok((map, bytes))
 }
@@ -160,8 +160,8 @@ pub(super) fn map_file(path: &Path) -> std::io::Result<(Mmap, u64)> {
 /// Takes the pages of a range out of memory.
 #[allow(unsafe_code)]
 pub(super) fn release(map: &Mmap, bytes: Range<usize>) {
-    // SAFETY: MADV_DONTNEED on a shared read-only map of a file drops nothing but the residency of its pages: the next read
-    // finds the same bytes in the file.
+    // SAFETY: MADV_DONTNEED on a shared read-only map of a file drops nothing but the residency of its pages: the next
+    // read finds the same bytes in the file.
     let released = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
     // Advice that the system does not take costs memory, not correctness.
     if let Err(error) = released {

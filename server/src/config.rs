@@ -14,8 +14,8 @@ use looplane_proto::worker::v1::load_request;
 
 use crate::{
     group::{GroupConfig, Waits},
+    listener::ServeOptions,
     sched::Limits,
-    serve::ServeOptions,
 };
 
 /// Where the demo model lies, from the root of the source tree or from the folder of the binary.

@@ -20,7 +20,7 @@ use looplane_server::{
     engine::{EngineHandle, EngineState},
     group::{self, ProcessLauncher},
     http,
-    serve::{StopSignal, base_url, serve},
+    listener::{self, StopSignal, base_url},
     text::Text,
 };
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
@@ -177,7 +177,7 @@ async fn run_server(config: Config) -> anyhow::Result<()> {
     let stop = StopSignal::default();
     tokio::spawn(follow_signals(signals, config.until_stdin_closes, stop.clone()));
     tokio::spawn(announce(engine.clone(), config.clone(), url));
-    let served = serve(listener, engine, text, config.serve, stop.clone()).await;
+    let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)

@@ -2,7 +2,7 @@
 
 use tonic::{Code, Status};
 
-use crate::{engine::SubmitError, generate::GenerateError, request::RequestError};
+use crate::{engine::SubmitError, frontend::GenerateError, request::RequestError};
 
 pub(super) fn status(error: GenerateError) -> Status {
     let code = match &error {

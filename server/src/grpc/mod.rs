@@ -19,7 +19,7 @@ mod request;
 
 use crate::{
     engine::{EngineState, FinishReason, client_logprob},
-    generate::{ChoiceEvent, Frontend, GenerateError, Generation},
+    frontend::{ChoiceEvent, Frontend, GenerateError, Generation},
     metrics::FrontMetrics,
     text::Piece,
 };

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::{
     engine::SubmitError,
-    generate::GenerateError,
+    frontend::GenerateError,
     request::{FieldError, RequestError},
 };
 

@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
+mod completions;
 mod error;
 mod fields;
-mod generate;
 mod json;
 mod metrics;
 mod parse;
@@ -27,7 +27,7 @@ use error::ErrorCode;
 
 use crate::{
     engine::EngineState,
-    generate::{Frontend, in_words},
+    frontend::{Frontend, in_words},
     request::RequestError,
 };
 
@@ -58,8 +58,8 @@ pub fn router(app: App, grpc: Router) -> Router {
     let (frontend, registry) = (app.frontend.clone(), Arc::new(metrics::registry(&app.frontend)));
     Router::new()
         .route("/", get(welcome))
-        .route("/v1/chat/completions", post(generate::chat))
-        .route("/v1/completions", post(generate::completion))
+        .route("/v1/chat/completions", post(completions::chat))
+        .route("/v1/completions", post(completions::completion))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/health/live", get(live))

@@ -9,16 +9,16 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
+mod defaults;
 mod detokenizer;
-mod generation;
 mod output;
 mod stops;
 mod template;
 mod time;
 mod tokenizer;
 
+pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
-pub use generation::GenerationDefaults;
 pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher};
 pub use template::{ChatMessage, ChatTemplate};
@@ -99,7 +99,7 @@ impl Text {
         };
         let mut defaults = GenerationDefaults::from_json(&generation, config.vocab_size)
             .map_err(|what| TextError::Malformed { path: generation_path, what })?;
-        let config_eos = generation::token_ids(&config.eos_token_id, "eos_token_id", config.vocab_size)
+        let config_eos = defaults::token_ids(&config.eos_token_id, "eos_token_id", config.vocab_size)
             .map_err(|what| TextError::Malformed { path: config_path, what })?;
         defaults.add_eos_tokens(config_eos);
         defaults.add_eos_tokens(eos_token.and_then(|token| tokenizer.id(token)));

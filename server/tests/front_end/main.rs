@@ -13,7 +13,7 @@ mod scrape;
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use looplane_server::{
-    serve::{ServeError, ServeOptions, StopSignal, serve},
+    listener::{self, ServeError, ServeOptions, StopSignal},
     text::Text,
 };
 use tokio::{net::TcpListener, task::JoinHandle};
@@ -54,7 +54,7 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = StopSignal::default();
-        let task = tokio::spawn(serve(listener, handle, text(), options, stop.clone()));
+        let task = tokio::spawn(listener::run(listener, handle, text(), options, stop.clone()));
         (Self { address, stop, task }, script)
     }
 

@@ -5,7 +5,7 @@ use prometheus_client::registry::Registry;
 
 use super::*;
 use crate::engine::Unwanted;
-use crate::generate::{Frontend, GenerateError};
+use crate::frontend::{Frontend, GenerateError};
 use crate::request::{Input, RawRequest};
 use crate::text::Text;
 

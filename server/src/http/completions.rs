@@ -26,7 +26,7 @@ use super::{
     wire::{Api, Usage, WholeChoice, Writer},
 };
 use crate::{
-    generate::{Choice, ChoiceEvent, GenerateError, Generation, unix_seconds},
+    frontend::{Choice, ChoiceEvent, GenerateError, Generation, unix_seconds},
     metrics::FrontMetrics,
 };
 
@@ -38,14 +38,14 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
 pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    generate(app, Api::Chat, request).await
+    answer(app, Api::Chat, request).await
 }
 
 pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    generate(app, Api::Completion, request).await
+    answer(app, Api::Completion, request).await
 }
 
-async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiError> {
+async fn answer(app: App, api: Api, request: Request) -> Result<Response, ApiError> {
     // The place comes first: it also bounds the memory of bodies.
     let permit = app.frontend.enter()?;
     check_content_type(request.headers())?;

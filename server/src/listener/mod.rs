@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     engine::{EngineHandle, EngineState},
-    generate::Frontend,
+    frontend::Frontend,
     grpc,
     http::{self, App},
     text::Text,
@@ -32,7 +32,7 @@ const MAX_STREAMS: u32 = 256;
 const HTTP2_PING: Duration = Duration::from_secs(30);
 /// A client that takes no bytes, or does not acknowledge them, for so long is gone, and its requests are cancelled.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// A silent client's machine is asked after so long whether it still lives, so often at most, and so far apart.
+/// Keepalive probes of an idle connection: the first after so long, so many at most, so far apart.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBES: u32 = 3;
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
@@ -83,7 +83,7 @@ pub enum ServeError {
 ///
 /// # Errors
 /// If the engine fails for good, or the socket does.
-pub async fn serve(
+pub async fn run(
     listener: TcpListener,
     engine: EngineHandle,
     text: Arc<Text>,
@@ -177,7 +177,7 @@ impl Connections {
                     continue;
                 }
             };
-            let connection = run(stream, self.router.clone(), self.finish.clone());
+            let connection = serve_connection(stream, self.router.clone(), self.finish.clone());
             let abort = self.abort.clone();
             tokio::spawn(async move {
                 tokio::select! {
@@ -204,7 +204,7 @@ impl Connections {
 }
 
 /// One connection, to its end. Its errors are the client's: gone, or not speaking HTTP.
-async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
+async fn serve_connection(stream: TcpStream, router: Router, finish: CancellationToken) {
     if let Err(error) = tune(&stream) {
         tracing::debug!(%error, "a connection ended before its first byte");
         return;

@@ -241,6 +241,7 @@ impl ServeArgs {
                 max_concurrent_requests: self.max_concurrent_requests as usize,
                 max_body_bytes: self.max_body_bytes as usize,
                 drain: Duration::from_secs(self.drain_seconds.into()),
+                ..ServeOptions::default()
             },
             group: GroupConfig {
                 threads,

@@ -16,3 +16,4 @@ pub mod metrics;
 pub mod request;
 pub mod sched;
 pub mod text;
+pub mod upload;

@@ -1,6 +1,6 @@
 //! Why a request was not served, and the stable code of each reason.
 
-use crate::{engine::SubmitError, request::RequestError};
+use crate::{engine::SubmitError, request::RequestError, upload::UploadError};
 
 /// Why a request was not served, or not to its end.
 #[derive(Debug, thiserror::Error)]
@@ -8,6 +8,9 @@ pub enum GenerateError {
     /// The request is at fault.
     #[error(transparent)]
     Request(#[from] RequestError),
+    /// Its body was not read to the end.
+    #[error(transparent)]
+    Upload(#[from] UploadError),
     /// The engine did not take it.
     #[error(transparent)]
     Submit(#[from] SubmitError),
@@ -36,7 +39,12 @@ impl GenerateError {
     pub fn code(&self) -> &'static str {
         match self {
             GenerateError::Request(error) => error.code(),
-            GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => "rate_limit_exceeded",
+            GenerateError::Upload(UploadError::TooLarge { .. }) => "body_too_large",
+            GenerateError::Upload(UploadError::Timeout { .. }) => "body_timeout",
+            GenerateError::Upload(UploadError::Broken(_)) => "invalid_body",
+            GenerateError::Upload(UploadError::Crowded { .. })
+            | GenerateError::Submit(SubmitError::QueueFull { .. })
+            | GenerateError::Busy { .. } => "rate_limit_exceeded",
             GenerateError::Submit(SubmitError::TooLarge { .. }) => "request_too_large",
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
             GenerateError::ShuttingDown => "shutting_down",

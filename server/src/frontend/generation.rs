@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use futures::{Stream, stream};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::sync::CancellationToken;
 
-use super::error::GenerateError;
+use super::{error::GenerateError, place::Place, record::Record};
 use crate::{
     engine::{FinishReason, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
     request::ValidRequest,
@@ -23,7 +22,7 @@ pub struct Generation {
     /// One for each sequence, by index.
     pub choices: Vec<Choice>,
     /// Its place among the requests served at one time.
-    pub permit: OwnedSemaphorePermit,
+    pub place: Place,
 }
 
 /// What a choice made known.
@@ -52,6 +51,7 @@ pub struct Choice {
     /// The end, known but not yet told.
     finish: Option<FinishReason>,
     completion_tokens: u32,
+    record: Arc<Record>,
     /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
     /// after an error of one are not taken for the client's going away.
     given_up: CancellationToken,
@@ -63,16 +63,18 @@ impl Choice {
         stream: SequenceStream,
         output: OutputText,
         stop_tokens: Vec<u32>,
+        record: Arc<Record>,
         given_up: CancellationToken,
     ) -> Self {
         let stream = Some(stream);
-        Self { index, stream, output, stop_tokens, finish: None, completion_tokens: 0, given_up }
+        Self { index, stream, output, stop_tokens, finish: None, completion_tokens: 0, record, given_up }
     }
 
     /// What becomes known next; `None` after the end or an error.
     pub async fn next(&mut self) -> Option<Result<ChoiceEvent, GenerateError>> {
         loop {
             if let Some(reason) = self.finish.take() {
+                self.record.finished(reason);
                 let completion_tokens = self.completion_tokens;
                 return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens }));
             }
@@ -102,6 +104,7 @@ impl Choice {
         match event {
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
+                self.record.token();
                 // The stop token that ends the sequence is the last, and not output.
                 if self.stop_tokens.contains(&token.id) {
                     return Ok(Piece::default());
@@ -130,6 +133,7 @@ impl Choice {
 
     /// Ends the choice with an error, and with it its request.
     fn give_up(&mut self, error: GenerateError) -> GenerateError {
+        self.record.failed(error.code());
         self.given_up.cancel();
         self.let_go(Unwanted::GivenUp);
         error

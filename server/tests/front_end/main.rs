@@ -1,10 +1,13 @@
 //! The front end over real sockets, with an engine that the test plays.
 
 mod client;
+mod connections;
 mod engine;
 mod generation;
 mod grpc;
+mod http2;
 mod lifecycle;
+mod log;
 mod metrics;
 mod refusals;
 #[path = "../common/scrape.rs"]
@@ -37,6 +40,7 @@ fn options() -> ServeOptions {
         max_concurrent_requests: 32,
         max_body_bytes: 1 << 20,
         drain: Duration::from_secs(20),
+        ..ServeOptions::default()
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use looplane_server::{
     engine::{EngineState, FinishReason, SequenceEvent, SubmitError, Unwanted},
-    serve::{ServeError, ServeOptions},
+    listener::{ServeError, ServeOptions},
 };
 use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt, net::TcpStream, time::sleep};

@@ -5,9 +5,10 @@ use prometheus_client::registry::Registry;
 
 use super::*;
 use crate::engine::Unwanted;
-use crate::generate::{Frontend, GenerateError};
-use crate::request::{Input, RawRequest};
+use crate::frontend::{Frontend, GenerateError};
+use crate::request::{Input, RawRequest, validate};
 use crate::text::Text;
+use crate::upload::Uploads;
 
 /// The value of a series, labels included, as a scrape shows it.
 fn value(handle: &EngineHandle, series: &str) -> f64 {
@@ -128,9 +129,12 @@ async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
     running.next().await.unwrap();
     let _waiting = submit(&handle, long_request()).await.unwrap();
     let fixture = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
-    let frontend = Frontend::new(handle.clone(), Arc::new(Text::load(&fixture).unwrap()), "fake".into(), 8);
+    let text = Arc::new(Text::load(&fixture).unwrap());
+    let frontend = Frontend::new(handle.clone(), text.clone(), "fake".into(), 8, Uploads::new(1, LIMIT));
     let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
-    let refused = frontend.admit(raw, 1, frontend.enter().unwrap()).await;
+    let model = frontend.model().unwrap();
+    let valid = validate(raw, &model, &text).unwrap();
+    let refused = frontend.admit(valid, model, frontend.enter(&"id".into(), "/").unwrap()).await;
     assert!(matches!(refused, Err(GenerateError::Submit(SubmitError::QueueFull { .. }))), "{refused:?}");
     comes_to(&handle, "num_requests_waiting", 1.0).await;
     for reason in ["stop", "length", "abort", "error"] {

@@ -3,41 +3,31 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::Router;
-use hyper_util::{
-    rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::conn::auto::Builder,
-    service::TowerToHyperService,
-};
-use rustix::net::sockopt;
 use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    net::TcpListener,
+    sync::mpsc,
     time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
+mod connection;
+mod places;
+mod pump;
+
+pub use connection::ClientLimits;
+
+use connection::CLOSE_LIMIT;
+use places::Places;
+
 use crate::{
     engine::{EngineHandle, EngineState},
-    generate::Frontend,
+    frontend::Frontend,
     grpc,
     http::{self, App},
     text::Text,
+    upload::Uploads,
 };
 
-/// A client has so long to send its first byte and, over HTTP/1, each request's headers.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Concurrent requests of one HTTP/2 connection.
-const MAX_STREAMS: u32 = 256;
-/// An idle HTTP/2 connection is asked after so long whether it still lives.
-const HTTP2_PING: Duration = Duration::from_secs(30);
-/// A client that takes no bytes, or does not acknowledge them, for so long is gone, and its requests are cancelled.
-const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// A silent client's machine is asked after so long whether it still lives, so often at most, and so far apart.
-const PROBE_AFTER: Duration = Duration::from_secs(30);
-const PROBES: u32 = 3;
-const PROBE_INTERVAL: Duration = Duration::from_secs(10);
-/// At the end, connections have so long to send what is written.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, such as one for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Failed accepts are told no more often than this.
@@ -48,14 +38,29 @@ const WARN_PAUSE: Duration = Duration::from_secs(10);
 pub struct ServeOptions {
     /// The name that requests call the model by.
     pub model_id: String,
-    /// Connections open at one time; more wait to be accepted.
+    /// Connections open at one time. Beyond it idle ones give way; where none is idle, only probes are answered.
     pub max_connections: usize,
     /// Requests for text served at one time; more are answered with 429.
     pub max_concurrent_requests: usize,
     /// Bytes of one request's body.
     pub max_body_bytes: usize,
+    /// How long clients may take.
+    pub client_limits: ClientLimits,
     /// Running requests have so long to end once `StopSignal::drain` is set.
     pub drain: Duration,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        Self {
+            model_id: String::new(),
+            max_connections: 4096,
+            max_concurrent_requests: 1024,
+            max_body_bytes: 8 << 20,
+            client_limits: ClientLimits::default(),
+            drain: Duration::from_secs(30),
+        }
+    }
 }
 
 /// How the caller ends the service.
@@ -83,7 +88,7 @@ pub enum ServeError {
 ///
 /// # Errors
 /// If the engine fails for good, or the socket does.
-pub async fn serve(
+pub async fn run(
     listener: TcpListener,
     engine: EngineHandle,
     text: Arc<Text>,
@@ -91,13 +96,17 @@ pub async fn serve(
     stop: StopSignal,
 ) -> Result<(), ServeError> {
     let base_url = base_url(listener.local_addr()?).into();
-    let frontend = Arc::new(Frontend::new(engine, text, options.model_id, options.max_concurrent_requests));
-    let grpc = grpc::router(frontend.clone(), options.max_body_bytes);
-    let app = App { frontend: frontend.clone(), max_body_bytes: options.max_body_bytes, base_url };
+    let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
+    let frontend = Frontend::new(engine, text, options.model_id, options.max_concurrent_requests, uploads);
+    let frontend = Arc::new(frontend);
+    let grpc = grpc::router(frontend.clone());
+    let app = App { frontend: frontend.clone(), base_url };
+    let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),
-        open: Arc::new(Semaphore::new(options.max_connections)),
-        max_open: options.max_connections,
+        limits: options.client_limits,
+        places: Arc::new(Places::new(options.max_connections)),
+        open,
         finish: CancellationToken::new(),
         abort: CancellationToken::new(),
     };
@@ -108,7 +117,7 @@ pub async fn serve(
     };
     frontend.draining.cancel();
     frontend.closing.cancel();
-    connections.close().await;
+    connections.close(all_closed).await;
     ended
 }
 
@@ -152,9 +161,10 @@ async fn engine_failed(engine: &EngineHandle) -> String {
 
 struct Connections {
     router: Router,
-    /// A place for each connection, held while it is open.
-    open: Arc<Semaphore>,
-    max_open: usize,
+    limits: ClientLimits,
+    places: Arc<Places>,
+    /// Held by each connection while it is open; nothing is sent.
+    open: mpsc::Sender<()>,
     /// Set: answer what has been asked, then close.
     finish: CancellationToken,
     /// Set: close.
@@ -165,7 +175,6 @@ impl Connections {
     async fn accept(&self, listener: TcpListener) {
         let mut warned: Option<Instant> = None;
         loop {
-            let place = self.open.clone().acquire_owned().await.expect("nobody closes this semaphore");
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
@@ -173,74 +182,38 @@ impl Connections {
                         tracing::warn!("no connection can be accepted: {error}");
                         warned = Some(Instant::now());
                     }
+                    // It may be file descriptors that are wanting.
+                    self.places.give_way();
                     sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
             };
-            let connection = run(stream, self.router.clone(), self.finish.clone());
-            let abort = self.abort.clone();
+            let place = self.places.take();
+            let (open, abort) = (self.open.clone(), self.abort.clone());
+            let served = connection::serve(
+                stream,
+                self.router.clone(),
+                place.connection.clone(),
+                self.limits,
+                self.finish.clone(),
+            );
             tokio::spawn(async move {
                 tokio::select! {
-                    () = connection => {}
+                    () = served => {}
                     () = abort.cancelled() => {}
                 }
-                drop(place);
+                drop((place, open));
             });
         }
     }
 
-    async fn close(&self) {
-        self.finish.cancel();
-        if timeout(CLOSE_TIMEOUT, self.all_closed()).await.is_err() {
-            self.abort.cancel();
-            self.all_closed().await;
+    async fn close(self, mut all_closed: mpsc::Receiver<()>) {
+        let Self { open, finish, abort, .. } = self;
+        drop(open);
+        finish.cancel();
+        if timeout(CLOSE_LIMIT, all_closed.recv()).await.is_err() {
+            abort.cancel();
+            all_closed.recv().await;
         }
     }
-
-    async fn all_closed(&self) {
-        let all = self.open.acquire_many(self.max_open as u32).await;
-        drop(all.expect("nobody closes this semaphore"));
-    }
-}
-
-/// One connection, to its end. Its errors are the client's: gone, or not speaking HTTP.
-async fn run(stream: TcpStream, router: Router, finish: CancellationToken) {
-    if let Err(error) = tune(&stream) {
-        tracing::debug!(%error, "a connection ended before its first byte");
-        return;
-    }
-    tokio::select! {
-        first_byte = timeout(HEADER_TIMEOUT, stream.readable()) => match first_byte {
-            Ok(Ok(())) => {}
-            _ => return,
-        },
-        () = finish.cancelled() => return,
-    }
-    let mut builder = Builder::new(TokioExecutor::new());
-    // Without `half_close`: a client that is gone and one that only sends no more look alike until something is written to
-    // them, which a response that is not streamed is only at its end. A client must keep its side open to be answered.
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).keep_alive_interval(HTTP2_PING);
-    let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    let mut connection = std::pin::pin!(connection);
-    let result = tokio::select! {
-        result = connection.as_mut() => result,
-        () = finish.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = result {
-        tracing::debug!(%error, "a connection ended early");
-    }
-}
-
-fn tune(stream: &TcpStream) -> std::io::Result<()> {
-    // A token is one small write, and must not wait for the next.
-    stream.set_nodelay(true)?;
-    sockopt::set_tcp_user_timeout(stream, SEND_TIMEOUT.as_millis() as u32)?;
-    sockopt::set_tcp_keepidle(stream, PROBE_AFTER)?;
-    sockopt::set_tcp_keepcnt(stream, PROBES)?;
-    sockopt::set_tcp_keepintvl(stream, PROBE_INTERVAL)?;
-    Ok(sockopt::set_socket_keepalive(stream, true)?)
 }

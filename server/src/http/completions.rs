@@ -3,7 +3,8 @@
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
-    body::{Body, HttpBody, to_bytes},
+    Extension,
+    body::Body,
     extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{
@@ -15,7 +16,7 @@ use futures::{
     Stream, StreamExt, TryStreamExt,
     stream::{self, BoxStream, FuturesUnordered, SelectAll},
 };
-use tokio::sync::OwnedSemaphorePermit;
+use http_body_util::{BodyExt, Full};
 use uuid::Uuid;
 
 use super::{
@@ -26,55 +27,74 @@ use super::{
     wire::{Api, Usage, WholeChoice, Writer},
 };
 use crate::{
-    generate::{Choice, ChoiceEvent, GenerateError, Generation, unix_seconds},
+    engine::ModelInfo,
+    frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
+    request::validate,
+    text::Text,
 };
 
 /// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// A client has so long to send its body.
-const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Response header with the seed that was used, drawn or given.
 const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
-pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    generate(app, Api::Chat, request).await
+pub(super) async fn chat(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let place = app.frontend.enter(&id, "/v1/chat/completions")?;
+    answer(app, Api::Chat, place, request).await
 }
 
-pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    generate(app, Api::Completion, request).await
+pub(super) async fn completion(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let place = app.frontend.enter(&id, "/v1/completions")?;
+    answer(app, Api::Completion, place, request).await
 }
 
-async fn generate(app: App, api: Api, request: Request) -> Result<Response, ApiError> {
-    // The place comes first: it also bounds the memory of bodies.
-    let permit = app.frontend.enter()?;
+/// The place comes first: it also bounds the memory of bodies.
+async fn answer(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+    let record = place.record.clone();
+    generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
+}
+
+async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+    let frontend = &app.frontend;
     check_content_type(request.headers())?;
-    let body = read_body(request.into_body(), app.max_body_bytes).await?;
-    let json = json::parse(&body)?;
-    let HttpRequest { model, raw, stream, include_usage } = match api {
-        Api::Chat => parse::chat(json)?,
-        Api::Completion => parse::completion(json)?,
+    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (bytes, checking) = (body.bytes.len(), frontend.clone());
+    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
+        let json = json::parse(&body.bytes)?;
+        let HttpRequest { model: asked, raw, stream, include_usage } = match api {
+            Api::Chat => parse::chat(json)?,
+            Api::Completion => parse::completion(json)?,
+        };
+        checking.check_model(&asked)?;
+        Ok((validate(raw, model, text)?, stream, include_usage))
     };
-    app.frontend.check_model(&model)?;
-    let generation = app.frontend.admit(raw, body.len(), permit).await?;
+    let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
+    let (valid, stream, include_usage) = prepared;
+    let generation = frontend.admit(valid, model, place).await?;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
     let writer = Writer {
         api,
         id: format!("{prefix}-{}", Uuid::new_v4()),
         created: unix_seconds(),
-        model: app.frontend.model_id.clone(),
+        model: frontend.model_id.clone(),
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
         include_usage,
-        tokenizer: Arc::clone(&app.frontend.text.tokenizer),
+        tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
-    let mut response = if stream {
-        streamed(generation, writer, app.frontend.metrics.clone())
-    } else {
-        whole(generation, writer).await?
-    };
+    let mut response =
+        if stream { streamed(generation, writer, frontend.metrics.clone()) } else { whole(generation, writer).await? };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -95,42 +115,20 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     }
 }
 
-async fn read_body(body: Body, limit: usize) -> Result<bytes::Bytes, ApiError> {
-    let too_large = || {
-        let message = format!("the body has more than the {limit} bytes allowed (--max-body-bytes)");
-        Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message))
-    };
-    // What content-length announces need not be waited for.
-    if body.size_hint().lower() > limit as u64 {
-        return too_large();
-    }
-    match tokio::time::timeout(BODY_TIMEOUT, to_bytes(body, limit)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) if is_over_limit(&error) => too_large(),
-        Ok(Err(error)) => {
-            let message = format!("the body could not be read: {error}");
-            Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", message))
-        }
-        Err(_) => {
-            let message = format!("the body did not arrive within {} s", BODY_TIMEOUT.as_secs());
-            Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", message))
-        }
-    }
-}
-
-fn is_over_limit(error: &axum::Error) -> bool {
-    std::error::Error::source(error).is_some_and(|source| source.is::<http_body_util::LengthLimitError>())
-}
-
 /// Waits for all choices. The client going away drops this future, and with it the sequences.
 async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiError> {
-    let Generation { request, choices, permit: _permit, .. } = generation;
+    let Generation { request, choices, place, .. } = generation;
     // Side by side, so that a stop text or an error of any of them is noticed as it comes.
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
     let body = writer.whole(&wholes, Usage::new(request.prompt_tokens(), completion_tokens));
+    // A long answer keeps the place until it is sent, as its memory does.
+    let body = Body::new(Full::from(body).map_frame(move |frame| {
+        let _ = &place;
+        frame
+    }));
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
@@ -171,7 +169,7 @@ struct EventStream {
     completion_tokens: u64,
     ended: bool,
     metrics: FrontMetrics,
-    _permit: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 impl EventStream {
@@ -180,7 +178,7 @@ impl EventStream {
         writer: Writer,
         metrics: FrontMetrics,
     ) -> impl Stream<Item = Result<Event, Infallible>> {
-        let Generation { request, choices, permit, .. } = generation;
+        let Generation { request, choices, place, .. } = generation;
         let events = Self {
             ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
             writer,
@@ -189,7 +187,7 @@ impl EventStream {
             completion_tokens: 0,
             ended: false,
             metrics,
-            _permit: permit,
+            _place: place,
         };
         stream::unfold(events, |mut events| async move {
             let data = events.next().await?;

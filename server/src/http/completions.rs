@@ -69,7 +69,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
-        let json = json::parse(&body.bytes)?;
+        let json = json::parse(&body.bytes, model.max_context)?;
         let HttpRequest { model: asked, raw, stream, include_usage } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,

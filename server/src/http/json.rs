@@ -3,27 +3,65 @@
 use std::{cell::RefCell, fmt};
 
 use axum::http::StatusCode;
-use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
 use super::error::ApiError;
+use crate::request::{FieldError, MAX_MESSAGES, RequestError};
 
-/// Reads a whole body.
+/// Reads a whole body for a context of `max_context` tokens. Values take many times the memory of their text, so a list or
+/// an object is not kept when it gets longer than any can be that is valid.
 ///
 /// # Errors
-/// 400: what is no JSON, or which key stands twice.
-pub(super) fn parse(body: &[u8]) -> Result<Value, ApiError> {
-    let duplicate = RefCell::new(None);
+/// 400: what is no JSON, which key stands twice, or which list or object is too long.
+pub(super) fn parse(body: &[u8], max_context: u32) -> Result<Value, ApiError> {
+    let found = RefCell::new(None);
     let mut deserializer = serde_json::Deserializer::from_slice(body);
-    let root = Unique { at: &Place::Root, duplicate: &duplicate };
+    let rules = Rules { max_items: MAX_MESSAGES.max(max_context as usize), found: &found };
+    let root = Checked { at: &Place::Root, rules: &rules };
     let value = root.deserialize(&mut deserializer).and_then(|value| deserializer.end().map(|()| value));
-    value.map_err(|error| match duplicate.take() {
-        Some(key) => {
+    value.map_err(|error| match found.take() {
+        Some(Breach::Duplicate(key)) => {
             let message = format!("{key}: this key is given twice; leave one out");
             ApiError { param: Some(key), ..ApiError::new(StatusCode::BAD_REQUEST, "duplicate_key", message) }
         }
+        Some(Breach::Tokens { field, count }) => {
+            RequestError::ContextLength { field, prompt_tokens: count as u64, asked: 1, max_context }.into()
+        }
+        Some(Breach::Items { field, count }) => {
+            let message = format!("{count} entries are more than it can have");
+            RequestError::field(field, FieldError::Value, message).into()
+        }
         None => ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not valid JSON: {error}")),
     })
+}
+
+/// What is looked for while a body is read.
+struct Rules<'a> {
+    /// Most items of a list, or fields of an object.
+    max_items: usize,
+    found: &'a RefCell<Option<Breach>>,
+}
+
+/// A rule that is broken, and where.
+enum Breach {
+    Duplicate(String),
+    /// Numbers, as token ids are.
+    Tokens {
+        field: String,
+        count: usize,
+    },
+    Items {
+        field: String,
+        count: usize,
+    },
+}
+
+impl Rules<'_> {
+    fn broken<E: Error>(&self, breach: Breach) -> E {
+        *self.found.borrow_mut() = Some(breach);
+        E::custom("a rule of this server is broken")
+    }
 }
 
 /// Where a value stands; written out only for an error.
@@ -44,13 +82,13 @@ impl fmt::Display for Place<'_> {
     }
 }
 
-/// Reads the value at a place; a key that stands twice is an error and its path goes into `duplicate`.
-struct Unique<'a> {
+/// Reads the value at a place, by the rules.
+struct Checked<'a> {
     at: &'a Place<'a>,
-    duplicate: &'a RefCell<Option<String>>,
+    rules: &'a Rules<'a>,
 }
 
-impl<'de> DeserializeSeed<'de> for Unique<'_> {
+impl<'de> DeserializeSeed<'de> for Checked<'_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
@@ -58,7 +96,7 @@ impl<'de> DeserializeSeed<'de> for Unique<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Unique<'_> {
+impl<'de> Visitor<'de> for Checked<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -95,11 +133,25 @@ impl<'de> Visitor<'de> for Unique<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
         let mut list = Vec::new();
-        let duplicate = self.duplicate;
-        while let Some(item) = items.next_element_seed(Unique { at: &Place::Item(self.at, list.len()), duplicate })? {
-            list.push(item);
+        let rules = self.rules;
+        while list.len() < rules.max_items {
+            match items.next_element_seed(Checked { at: &Place::Item(self.at, list.len()), rules })? {
+                Some(item) => list.push(item),
+                None => return Ok(Value::Array(list)),
+            }
         }
-        Ok(Value::Array(list))
+        let mut count = list.len();
+        while items.next_element::<IgnoredAny>()?.is_some() {
+            count += 1;
+        }
+        if count == list.len() {
+            return Ok(Value::Array(list));
+        }
+        let field = self.at.to_string();
+        Err(rules.broken(match list.first() {
+            Some(Value::Number(_)) => Breach::Tokens { field, count },
+            _ => Breach::Items { field, count },
+        }))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Value, A::Error> {
@@ -107,10 +159,13 @@ impl<'de> Visitor<'de> for Unique<'_> {
         while let Some(name) = fields.next_key::<String>()? {
             let at = Place::Field(self.at, &name);
             if map.contains_key(&name) {
-                *self.duplicate.borrow_mut() = Some(at.to_string());
-                return Err(A::Error::custom("a key is given twice"));
+                return Err(self.rules.broken(Breach::Duplicate(at.to_string())));
             }
-            let value = fields.next_value_seed(Unique { at: &at, duplicate: self.duplicate })?;
+            if map.len() >= self.rules.max_items {
+                let (field, count) = (self.at.to_string(), map.len() + 1);
+                return Err(self.rules.broken(Breach::Items { field, count }));
+            }
+            let value = fields.next_value_seed(Checked { at: &at, rules: self.rules })?;
             map.insert(name, value);
         }
         Ok(Value::Object(map))
@@ -121,6 +176,25 @@ impl<'de> Visitor<'de> for Unique<'_> {
 mod tests {
     use super::*;
 
+    const CONTEXT: u32 = 4096;
+
+    #[test]
+    fn lists_and_objects_are_kept_up_to_a_length() {
+        let ids = |count: usize| format!("{{\"prompt\": [[1], {:?}]}}", vec![7; count]);
+        assert!(parse(ids(4096).as_bytes(), CONTEXT).is_ok());
+        let error = parse(ids(9000).as_bytes(), CONTEXT).unwrap_err();
+        assert_eq!((error.code, error.param.as_deref()), ("context_length_exceeded", Some("prompt[1]")));
+        assert!(error.message.contains("9000"), "{}", error.message);
+        // Below, every other rule has its say first.
+        assert!(parse(ids(2000).as_bytes(), 512).is_ok());
+        let texts = format!("{{\"stop\": {:?}}}", vec!["x"; 4097]);
+        let fields: String = (0..4097).map(|key| format!("\"{key}\": 1, ")).collect();
+        for (body, param) in [(texts, "stop"), (format!("{{\"logit_bias\": {{{fields}\"x\": 1}}}}"), "logit_bias")] {
+            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
+            assert_eq!((error.code, error.param.as_deref()), ("invalid_value", Some(param)));
+        }
+    }
+
     #[test]
     fn what_has_every_key_once_is_read_as_serde_json_does() {
         for body in [
@@ -128,7 +202,7 @@ mod tests {
             "7",
             " [ ] ",
         ] {
-            assert_eq!(parse(body.as_bytes()).unwrap(), serde_json::from_str::<Value>(body).unwrap());
+            assert_eq!(parse(body.as_bytes(), CONTEXT).unwrap(), serde_json::from_str::<Value>(body).unwrap());
         }
     }
 
@@ -144,7 +218,7 @@ mod tests {
             (r#"{"logit_bias": {"5": 1, "\u0035": 2}}"#, "logit_bias.5"),
             (r#"[[{"a": 1}, {"a": 1, "a": 1}]]"#, "[0][1].a"),
         ] {
-            let error = parse(body.as_bytes()).unwrap_err();
+            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
             assert_eq!((error.code, error.param.as_deref()), ("duplicate_key", Some(key)), "{body}");
             assert!(error.message.contains(key), "{}", error.message);
         }
@@ -153,7 +227,7 @@ mod tests {
     #[test]
     fn what_is_no_json_is_told_with_its_place() {
         for body in ["", "{", "{} {}", "{\"a\": NaN}", "[1e999]", "{\"a\" 1}", "\"\\ud800\"", &"[".repeat(10_000)] {
-            let error = parse(body.as_bytes()).unwrap_err();
+            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
             assert_eq!((error.code, error.param), ("invalid_json", None), "{body:.20}");
             assert!(error.message.contains("column"), "{}", error.message);
         }

@@ -79,15 +79,8 @@ pub(super) async fn serve(
     tokio::select! {
         () = exchange(stream, router, &connection, limits, finish) => {}
         () = ends => {}
-        () = must_close(&connection) => {}
+        () = connection.gave_way() => {}
     }
-}
-
-/// Returns once it has to give way and no request is being served.
-async fn must_close(connection: &Connection) {
-    connection.close.cancelled().await;
-    // One that came in the same moment is served.
-    connection.idle().await;
 }
 
 async fn exchange(

@@ -23,22 +23,29 @@ const RESERVED: usize = 64;
 pub(super) struct Connection {
     /// It was taken beyond the limit: only probes are answered.
     pub(super) reserved: bool,
-    /// Set: give way, unless a request is being served.
+    /// Set: give way.
     pub(super) close: CancellationToken,
     opened: Instant,
-    /// Requests being served, probes apart.
-    requests: watch::Sender<usize>,
+    requests: watch::Sender<Requests>,
     /// Whether a request has ever come.
     used: AtomicBool,
     /// When it opened, or its last request came or ended: in ms after `opened`.
     last_use_ms: AtomicU64,
 }
 
+/// Requests being served.
+#[derive(Debug, Clone, Copy, Default)]
+struct Requests {
+    all: usize,
+    /// Of these, probes: they do not keep their connection from giving way.
+    probes: usize,
+}
+
 /// A request that is being served; dropped at its end.
 #[derive(Debug)]
 pub(super) struct InProgress {
     connection: Arc<Connection>,
-    counts: bool,
+    probe: bool,
 }
 
 impl Connection {
@@ -47,37 +54,39 @@ impl Connection {
             reserved,
             close: CancellationToken::new(),
             opened: Instant::now(),
-            requests: watch::Sender::new(0),
+            requests: watch::Sender::default(),
             used: AtomicBool::new(false),
             last_use_ms: AtomicU64::new(0),
         }
     }
 
-    /// A request has come. A probe does not keep its connection from giving way.
+    /// A request has come.
     pub(super) fn begin(self: &Arc<Self>, probe: bool) -> InProgress {
         self.used.store(true, Relaxed);
         self.touch();
-        if !probe {
-            self.requests.send_modify(|requests| *requests += 1);
-        }
-        InProgress { connection: self.clone(), counts: !probe }
+        self.requests.send_modify(|requests| {
+            requests.all += 1;
+            requests.probes += usize::from(probe);
+        });
+        InProgress { connection: self.clone(), probe }
     }
 
-    /// Whether no request is being served, probes apart.
+    /// Whether no request is being served.
     pub(super) fn is_idle(&self) -> bool {
-        *self.requests.borrow() == 0
+        self.requests.borrow().all == 0
     }
 
-    /// Returns when it is idle.
-    pub(super) async fn idle(&self) {
-        // The sender is `self`, so there is no error.
-        let _ = self.requests.subscribe().wait_for(|requests| *requests == 0).await;
+    /// Returns when it must close: it has to give way, and no request but probes is being served.
+    pub(super) async fn gave_way(&self) {
+        self.close.cancelled().await;
+        // A request that came in the same moment is served.
+        self.no_requests(Requests::only_probes).await;
     }
 
     /// Returns when it has been idle for `idle`, or, if no request has ever come, for `first_request`.
     pub(super) async fn idle_for(&self, first_request: Duration, idle: Duration) {
         loop {
-            self.idle().await;
+            self.no_requests(|requests| requests.all == 0).await;
             let limit = if self.used.load(Relaxed) { idle } else { first_request };
             let left = limit.saturating_sub(self.last_use().elapsed());
             if left.is_zero() {
@@ -85,6 +94,11 @@ impl Connection {
             }
             sleep(left).await;
         }
+    }
+
+    async fn no_requests(&self, wanted: impl Fn(&Requests) -> bool) {
+        // The sender is `self`, so there is no error.
+        let _ = self.requests.subscribe().wait_for(wanted).await;
     }
 
     fn last_use(&self) -> Instant {
@@ -96,12 +110,19 @@ impl Connection {
     }
 }
 
+impl Requests {
+    fn only_probes(&self) -> bool {
+        self.all == self.probes
+    }
+}
+
 impl Drop for InProgress {
     fn drop(&mut self) {
         self.connection.touch();
-        if self.counts {
-            self.connection.requests.send_modify(|requests| *requests -= 1);
-        }
+        self.connection.requests.send_modify(|requests| {
+            requests.all -= 1;
+            requests.probes -= usize::from(self.probe);
+        });
     }
 }
 
@@ -166,7 +187,7 @@ impl Places {
 
 impl Open {
     fn give_way(&mut self) -> bool {
-        let idle = self.regular.iter().filter(|(_, connection)| connection.is_idle());
+        let idle = self.regular.iter().filter(|(_, connection)| connection.requests.borrow().only_probes());
         let Some((&id, _)) = idle.min_by_key(|(_, it)| (it.used.load(Relaxed), it.last_use())) else { return false };
         if let Some(connection) = self.regular.remove(&id) {
             connection.close.cancel();

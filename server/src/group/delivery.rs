@@ -17,9 +17,9 @@ use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler};
 
 /// A reader with so many tokens yet to take is behind: its sequence gives up its slot to those who wait.
-const BEHIND: usize = 64;
+const BEHIND: usize = 32;
 /// It has caught up once it has no more than this.
-const CAUGHT_UP: usize = 16;
+const CAUGHT_UP: usize = 8;
 
 /// The delivery's end of a sequence.
 #[derive(Debug)]

@@ -9,6 +9,7 @@ use hyper_util::{
     server::conn::auto::Builder,
 };
 use rustix::net::sockopt;
+use socket2::SockRef;
 use tokio::{
     io::{AsyncReadExt, join},
     net::TcpStream,
@@ -32,6 +33,8 @@ const HTTP2_SEND_BYTES: usize = 8 << 10;
 const HTTP1_BUFFER_BYTES: usize = 64 << 10;
 /// Bytes that the kernel holds for a client that does not read. (It takes twice as much memory.)
 const SOCKET_SEND_BYTES: usize = 128 << 10;
+/// Of them, bytes that are not on their way yet: few, so that the scheduler soon knows whose reader is behind.
+const UNSENT_BYTES: u32 = 16 << 10;
 /// Keepalive probes of an idle connection: the first after so long, so many at most, so far apart.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBES: u32 = 3;
@@ -182,6 +185,7 @@ fn tune(stream: &TcpStream, progress: Duration) -> io::Result<()> {
     // A client that takes no bytes, or does not acknowledge them, for so long is gone.
     sockopt::set_tcp_user_timeout(stream, progress.as_millis() as u32)?;
     sockopt::set_socket_send_buffer_size(stream, SOCKET_SEND_BYTES)?;
+    SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
     sockopt::set_tcp_keepidle(stream, PROBE_AFTER)?;
     sockopt::set_tcp_keepcnt(stream, PROBES)?;
     sockopt::set_tcp_keepintvl(stream, PROBE_INTERVAL)?;

@@ -486,6 +486,18 @@ fn only_the_culprit_of_a_crowd_fails() {
         _ => None,
     });
     assert_eq!(failed.collect::<Vec<_>>(), [(culprit, true)]);
+    // Nobody waits for the whole of another's answer.
+    let first_end = actions.iter().position(|action| matches!(action, Action::Finished { .. })).unwrap();
+    let mut begun: Vec<u64> = actions[..first_end]
+        .iter()
+        .filter_map(|action| match action {
+            Action::Token { sequence, .. } => Some(*sequence),
+            _ => None,
+        })
+        .collect();
+    begun.sort_unstable();
+    begun.dedup();
+    assert_eq!(begun.len(), 20);
     for (sequence, request) in (1..).zip(&requests).filter(|(sequence, _)| *sequence != culprit) {
         let tokens = actions.iter().filter_map(|action| match action {
             Action::Token { sequence: of, token } if *of == sequence => Some(token.id),

@@ -3,22 +3,33 @@
 //! The server is whoever listens at the target's address, and a worker is a process that was started as
 //! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
 
+use std::fmt::{self, Display};
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio_util::sync::CancellationToken;
 
-use crate::record::Clock;
-
-use super::KillAt;
+use crate::client::record::Clock;
+use crate::text::parse_duration;
 
 /// State of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
+
+/// A worker to kill, written `1@5s`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KillAt {
+    /// Its rank.
+    pub rank: u32,
+    /// When, from the start of the run.
+    pub at: Duration,
+}
 
 /// Why a worker cannot be killed.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +92,22 @@ pub struct Killer {
     stop: CancellationToken,
     /// Each kill, right after it was done.
     pub strikes: mpsc::UnboundedReceiver<Strike>,
+}
+
+impl FromStr for KillAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("'{text}' is not of the form RANK@TIME, such as 1@5s");
+        let (rank, time) = text.split_once('@').ok_or_else(malformed)?;
+        Ok(Self { rank: rank.trim().parse().map_err(|_| malformed())?, at: parse_duration(time)? })
+    }
+}
+
+impl Display for KillAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{:?}", self.rank, self.at)
+    }
 }
 
 impl LocalServer {
@@ -236,7 +263,7 @@ fn socket_address(text: &str) -> Option<(IpAddr, u16)> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
 

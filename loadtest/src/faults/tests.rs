@@ -1,10 +1,17 @@
-use super::*;
-use crate::client::Client;
-use crate::markup::{Element, elements};
-use crate::measure::tests::run_against;
-use crate::mock::{Fault, Mock};
-use crate::record::{Clock, RequestRecord};
+use std::time::Duration;
+
 use serde_json::{Value, json};
+
+use crate::client::http::Client;
+use crate::client::record::{Clock, Failure, RequestRecord};
+use crate::faults::args::{FaultArgs, FaultError};
+use crate::faults::kill::{self, KillAt};
+use crate::faults::report::FaultReport;
+use crate::load::conduct::{Conduct, Conducts, ShareAt};
+use crate::run::mock::{Fault, Mock};
+use crate::testing::markup::{Element, elements};
+use crate::testing::records::{MS, record};
+use crate::testing::runs::{run_against, run_line};
 
 const HTTP: &str = "http://h:1";
 
@@ -264,16 +271,13 @@ async fn streams_that_do_not_survive_a_kill_and_other_texts_are_told() {
 /// Its last token came within half a second of the kill, its end 35 ms later.
 #[test]
 fn streams_that_end_well_soon_after_a_kill_are_no_bad_finding() {
-    const MS: u64 = 1_000_000;
-    for (failure, bad) in [(None, [false, false]), (Some(crate::record::Failure::Truncated), [true, true])] {
+    for (failure, bad) in [(None, [false, false]), (Some(Failure::Truncated), [true, true])] {
         let kill = "1@1s".parse().expect("valid");
         let mut report = FaultReport::of(&FaultArgs { kill_worker: vec![kill], ..FaultArgs::default() });
         report.kills[0].strike(Ok((1000 * MS, 7)));
-        let mut record = RequestRecord::new(0, 800 * MS, 800 * MS);
-        (record.chunks_ns, record.ended_ns) = (vec![1002 * MS, 1010 * MS], 1045 * MS);
-        record.failure = failure;
+        let record = RequestRecord { ended_ns: 1045 * MS, failure, ..record(800, 800, &[1002, 1010]) };
         report.count(&record);
-        let findings = report.findings();
+        let findings = report.findings().lines;
         assert_eq!(findings.iter().map(|finding| finding.is_bad).collect::<Vec<_>>(), bad, "{findings:?}");
     }
 }
@@ -282,8 +286,7 @@ fn streams_that_end_well_soon_after_a_kill_are_no_bad_finding() {
 async fn a_worker_that_is_not_there_is_told_before_the_run() {
     let mock = Mock::default().serve().await;
     let refused = async |line: &str| {
-        let line = format!("loadtest --target {} {line}", mock.base);
-        let refusal = crate::measure::tests::run_line(&line).await.expect_err("no worker");
+        let refusal = run_line(&format!("--target {} {line}", mock.base)).await.expect_err("no worker");
         format!("{refusal:#}")
     };
     let refusal = refused("--kill-worker 90@1s").await;

@@ -10,9 +10,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use super::child::Child;
-use super::figures::{Device, Traffic};
-use super::predict::{MOST_STREAMS, Scaling};
+use crate::sweep::child::Child;
+use crate::sweep::figures::{Device, Traffic};
+use crate::sweep::predict::{MOST_STREAMS, Scaling};
 
 /// Steps of each batch: on CPUs, and on a GPU, where they are a launch.
 const STEPS: [u32; 2] = [16, 64];

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::{Child as Process, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
 
-use crate::record::printable;
+use crate::text::printable;
 
 /// How often a log is looked at for the line that says that its server is ready.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);

@@ -4,8 +4,8 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::calibrate::TOLERATED_MS;
-use crate::server_side::times;
+use crate::figures::server_side::times;
+use crate::run::calibrate::TOLERATED_MS;
 
 /// Where the servers of a sweep compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

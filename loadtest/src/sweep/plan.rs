@@ -8,11 +8,11 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, ensure};
 use clap::builder::Resettable;
 
-use super::bench::Commands;
-use super::figures::{Device, LoadPoint, Sweep};
-use crate::args::LoadArgs;
-use crate::json::utc_date;
-use crate::report::Window;
+use crate::figures::tally::Window;
+use crate::measure::args::LoadArgs;
+use crate::sweep::bench::Commands;
+use crate::sweep::figures::{Device, LoadPoint, Sweep};
+use crate::text::utc_date;
 
 /// How long each load is sent where neither `--duration` nor `--requests` says.
 const LOAD_LENGTH: Duration = Duration::from_secs(30);

@@ -7,7 +7,7 @@
 
 use serde::Deserialize;
 
-use super::figures::{Prediction, Size, Sweep};
+use crate::sweep::figures::{Prediction, Size, Sweep};
 
 /// Sizes that predictions are fitted on; the scaling model's, too.
 pub const FITTED: [u32; 2] = [1, 2];

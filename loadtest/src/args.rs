@@ -1,8 +1,7 @@
 //! The command line of the load tester: the rooms' own options, put together.
 
-use std::path::PathBuf;
-
 use crate::measure::args::LoadArgs;
+use crate::report::compare::CompareArgs;
 use crate::run::calibrate::CalibrateArgs;
 use crate::run::mock::MockArgs;
 use crate::saturate::search::SaturateArgs;
@@ -34,16 +33,4 @@ pub enum LoadtestCommand {
     Calibrate(CalibrateArgs),
     /// Serve made-up text at a fixed pace, for trying load testers out
     Mock(MockArgs),
-}
-
-/// Two reports.
-#[derive(Debug, Clone, clap::Args)]
-pub struct CompareArgs {
-    /// Report that is compared against
-    #[arg(value_name = "A.json")]
-    pub a: PathBuf,
-
-    /// Report that is compared
-    #[arg(value_name = "B.json")]
-    pub b: PathBuf,
 }

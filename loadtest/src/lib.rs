@@ -53,7 +53,7 @@ pub async fn run(args: LoadtestArgs) -> anyhow::Result<()> {
     match &args.command {
         None => until_signal(async |stop| measure::run::run(&args.load, stop).await).await,
         Some(LoadtestCommand::Compare(files)) => {
-            let comparison = Comparison::read(&files.a, &files.b)?.to_string();
+            let comparison = Comparison::read(files)?.to_string();
             io::stdout().write_all(comparison.as_bytes()).context("cannot print the comparison")
         }
         Some(LoadtestCommand::Saturate(args)) => {

@@ -161,33 +161,15 @@ fn within(centre: f64, below: f64, above: f64, low: u32, high: u32) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::samples::{KS_CRITICAL, ks_statistic, mean_and_variance};
     use rand::SeedableRng;
 
-    const SAMPLES: u64 = 20_000;
-    /// Kolmogorov's critical value for rejecting one true hypothesis in a thousand, to be divided by sqrt(n).
-    const KS_CRITICAL: f64 = 1.95;
+    const SAMPLES: u64 = 5_000;
 
     fn draws(text: &str) -> Vec<f64> {
         let prompt: Lengths = text.parse().expect(text);
         let mut rng = StdRng::seed_from_u64(5);
         (0..SAMPLES).map(|_| f64::from(prompt.draw(&mut rng))).collect()
-    }
-
-    fn mean_and_variance(draws: &[f64]) -> (f64, f64) {
-        let mean = draws.iter().sum::<f64>() / draws.len() as f64;
-        (mean, draws.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (draws.len() - 1) as f64)
-    }
-
-    /// Largest distance between the share of draws up to each whole number and `cdf`, times sqrt(n). For discrete
-    /// lengths Kolmogorov's value is on the safe side.
-    fn ks_statistic(draws: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
-        let (low, high) = draws.iter().fold((f64::MAX, 0.0f64), |(low, high), &x| (low.min(x), high.max(x)));
-        let n = draws.len() as f64;
-        let distance = (low as u32..=high as u32).map(|length| {
-            let share = draws.iter().filter(|&&x| x <= f64::from(length)).count() as f64 / n;
-            (share - cdf(f64::from(length))).abs()
-        });
-        distance.fold(0.0, f64::max) * n.sqrt()
     }
 
     #[test]
@@ -197,10 +179,12 @@ mod tests {
         let want = (192.0f64.powi(2) - 1.0) / 12.0;
         assert!((mean - 159.5).abs() < 5.0 * (want / SAMPLES as f64).sqrt(), "{mean}");
         assert!((variance / want - 1.0).abs() < 5.0 * (0.8 / SAMPLES as f64).sqrt(), "{variance}");
-        let ks = ks_statistic(&draws, |x| (x - 63.0) / 192.0);
+        // The law of the lengths as if each were spread over the unit below it; so are the draws.
+        let spread: Vec<f64> = (0..).zip(&draws).map(|(index, x)| x - f64::from(index * 617 % 1000) / 1000.0).collect();
+        let ks = ks_statistic(&spread, |x| ((x - 63.0) / 192.0).clamp(0.0, 1.0));
         assert!(ks < KS_CRITICAL, "{ks}");
-        // Control: one length too many in the law is noticed.
-        assert!(ks_statistic(&draws, |x| (x - 63.0) / 200.0) > KS_CRITICAL);
+        // Control: eight lengths too many in the law are noticed.
+        assert!(ks_statistic(&spread, |x| ((x - 63.0) / 200.0).clamp(0.0, 1.0)) > KS_CRITICAL);
     }
 
     #[test]

@@ -5,12 +5,12 @@
 
 use std::fmt::{self, Display};
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context, ensure};
 use serde_json::{Map, Value};
 
-use crate::stats::bootstrap::{CONFIDENCE, MIN_BEYOND, Statistic, interval_of_ratio};
+use crate::stats::bootstrap::{CONFIDENCE, MIN_BEYOND, Statistic, intervals_of_ratio};
 use crate::text::printable;
 
 /// Width of the column of names.
@@ -54,28 +54,16 @@ const SETTINGS: [&str; 9] = [
     "ignore_eos",
 ];
 
-/// A file that cannot be compared.
-#[derive(Debug, thiserror::Error)]
-pub enum CompareError {
-    /// The file cannot be read.
-    #[error("cannot read {path}")]
-    Read {
-        /// File.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The file holds no JSON object.
-    #[error("{path} is no report of --json")]
-    Form {
-        /// File.
-        path: PathBuf,
-        /// Why.
-        source: serde_json::Error,
-    },
-    /// The file is JSON, but has none of a report's figures.
-    #[error("{0} is no report of --json: it has no request_throughput")]
-    NoReport(PathBuf),
+/// Two reports.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CompareArgs {
+    /// Report that is compared against
+    #[arg(value_name = "A.json")]
+    a: PathBuf,
+
+    /// Report that is compared
+    #[arg(value_name = "B.json")]
+    b: PathBuf,
 }
 
 /// Two runs; prints as a table, see [`Display`].
@@ -93,9 +81,9 @@ impl Comparison {
     /// Reads the reports of the run compared against and the one compared.
     ///
     /// # Errors
-    /// [`CompareError`] for files that are no reports.
-    pub fn read(a: &Path, b: &Path) -> Result<Self, CompareError> {
-        Ok(Self { a: Run::read(a)?, b: Run::read(b)? })
+    /// Files that cannot be read, or are no reports.
+    pub fn read(args: &CompareArgs) -> anyhow::Result<Self> {
+        Ok(Self { a: Run::read(&args.a)?, b: Run::read(&args.b)? })
     }
 }
 
@@ -117,9 +105,10 @@ impl Display for Comparison {
         }
         for (title, key) in TIMES {
             writeln!(f, "{title}, ms")?;
-            for (figure, statistic) in STATISTICS {
-                let title = format!("  {figure}");
-                self.row(f, &title, &format!("{figure}_{key}_ms"), Some((key, statistic)))?;
+            let times = self.a.sampled(key).zip(self.b.sampled(key));
+            let intervals = times.map(|(a, b)| intervals_of_ratio(&a, &b, STATISTICS.map(|(_, statistic)| statistic)));
+            for ((figure, _), interval) in STATISTICS.into_iter().zip(intervals.unwrap_or_default()) {
+                self.row(f, &format!("  {figure}"), &format!("{figure}_{key}_ms"), interval)?;
             }
         }
         writeln!(f)?;
@@ -128,14 +117,8 @@ impl Display for Comparison {
 }
 
 impl Comparison {
-    /// One figure of both runs; with an interval where `times` names the kind of time and its statistic.
-    fn row(
-        &self,
-        f: &mut fmt::Formatter<'_>,
-        title: &str,
-        name: &str,
-        times: Option<(&str, Statistic)>,
-    ) -> fmt::Result {
+    /// One figure of both runs, with the interval of its ratio.
+    fn row(&self, f: &mut fmt::Formatter<'_>, title: &str, name: &str, interval: Option<(f64, f64)>) -> fmt::Result {
         let (a, b) = (self.a.figure(name), self.b.figure(name));
         let shown = |figure: Option<f64>| figure.map_or_else(|| "-".into(), |figure| format!("{figure:.2}"));
         write!(f, "{title:<NAME_WIDTH$}{:>FIGURE_WIDTH$}{:>FIGURE_WIDTH$}", shown(a), shown(b))?;
@@ -143,8 +126,6 @@ impl Comparison {
             Some(ratio) => write!(f, "{ratio:>10.3}")?,
             None => write!(f, "{:>10}", "-")?,
         }
-        let interval = times
-            .and_then(|(key, statistic)| interval_of_ratio(&self.a.sampled(key)?, &self.b.sampled(key)?, statistic));
         match interval {
             Some((low, high)) if low > 1.0 || high < 1.0 => writeln!(f, "   {low:.3} to {high:.3}"),
             Some((low, high)) => writeln!(f, "   {low:.3} to {high:.3}  holds 1"),
@@ -207,19 +188,15 @@ impl Comparison {
 }
 
 impl Run {
-    fn read(path: &Path) -> Result<Self, CompareError> {
-        let path = path.to_owned();
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(source) => return Err(CompareError::Read { path, source }),
-        };
-        let run = match serde_json::from_str(&text) {
-            Ok(fields) => Self { path, fields },
-            Err(source) => return Err(CompareError::Form { path, source }),
-        };
-        if run.figure("request_throughput").is_none() {
-            return Err(CompareError::NoReport(run.path));
-        }
+    fn read(path: &Path) -> anyhow::Result<Self> {
+        let shown = path.display();
+        let text = fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let fields = serde_json::from_str(&text).with_context(|| format!("{shown} is no report of --json"))?;
+        let run = Self { path: path.to_owned(), fields };
+        ensure!(
+            run.figure("request_throughput").is_some(),
+            "{shown} is no report of --json: it has no request_throughput"
+        );
         Ok(run)
     }
 

@@ -25,7 +25,7 @@ pub struct Meter {
 }
 
 /// What arrived between two looks.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Arrivals {
     /// Requests that ended well.
     pub answers: u64,
@@ -35,6 +35,12 @@ pub struct Arrivals {
     pub first_token: Distribution,
     /// Between two chunks of a stream.
     pub gaps: Distribution,
+}
+
+impl Default for Arrivals {
+    fn default() -> Self {
+        Self { answers: 0, chunks: 0, first_token: Distribution::coarse(), gaps: Distribution::coarse() }
+    }
 }
 
 impl Meter {

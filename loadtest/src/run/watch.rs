@@ -62,8 +62,12 @@ impl Before {
 
     /// Goes on asking while the run is on whose clock this is.
     pub fn watch(self, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
+        self.watch_each(PERIOD, clock, read_limit_gb_s)
+    }
+
+    fn watch_each(self, period: Duration, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
         let over = CancellationToken::new();
-        let task = tokio::spawn(follow(self, clock, read_limit_gb_s, over.clone()));
+        let task = tokio::spawn(follow(self, period, clock, read_limit_gb_s, over.clone()));
         Watch { over, task }
     }
 }
@@ -78,6 +82,7 @@ impl Watch {
 
 async fn follow(
     Before(before): Before,
+    mut period: Duration,
     clock: Clock,
     read_limit_gb_s: Option<f64>,
     over: CancellationToken,
@@ -87,7 +92,6 @@ async fn follow(
         Err(why) => return ServerSide::Unknown(why),
     };
     let mut series = Series { said: vec![(0.0, first)], missed: 0, read_limit_gb_s };
-    let mut period = PERIOD;
     let mut due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
     due.set_missed_tick_behavior(MissedTickBehavior::Skip);
     loop {

@@ -104,7 +104,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
         next_index += step.tally.completed + step.tally.failed + step.tally.interrupted + step.tally.excluded;
         writeln!(out, "{}", step.line())?;
         search.learn(rate_per_s, step.verdict == Verdict::KeepsUp);
-        if step.verdict != Verdict::KeepsUp {
+        if step.verdict != Verdict::KeepsUp && search.next_rate(args.precision).is_some() {
             tokio::time::sleep(RECOVERY).await;
         }
         steps.push(step);

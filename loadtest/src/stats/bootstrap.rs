@@ -52,31 +52,36 @@ impl Statistic {
     }
 }
 
-/// The interval that holds [`CONFIDENCE`] of the ratios B over A of `statistic`, were the times drawn again from those
-/// that were seen. None where there are too few times or a ratio is no number. The same times give the same interval.
-pub fn interval_of_ratio(a: &[f64], b: &[f64], statistic: Statistic) -> Option<(f64, f64)> {
-    if !statistic.is_told_by(a.len()) || !statistic.is_told_by(b.len()) {
-        return None;
-    }
+/// For each of `statistics` the interval that holds [`CONFIDENCE`] of its ratios B over A, were the times drawn again from
+/// those that were seen; none where there are too few times or a ratio is no number. The same times give the same interval.
+pub fn intervals_of_ratio<const N: usize>(a: &[f64], b: &[f64], statistics: [Statistic; N]) -> [Option<(f64, f64)>; N] {
     let sorted = |times: &[f64]| {
         let mut times = times.to_vec();
         times.sort_by(f64::total_cmp);
         times
     };
-    let (a, b) = (sorted(a), sorted(b));
-    let mut rng = StdRng::seed_from_u64(0);
-    let mut drawn = |times: &[f64]| {
-        let mut counts = vec![0; times.len()];
-        times.iter().for_each(|_| counts[rng.random_range(0..times.len())] += 1);
-        statistic.of(times, &counts)
-    };
-    let mut ratios: Vec<f64> = (0..RESAMPLES).map(|_| drawn(&b) / drawn(&a)).collect();
-    if !ratios.iter().all(|ratio| ratio.is_finite()) {
-        return None;
+    let is_told = statistics.map(|statistic| statistic.is_told_by(a.len()) && statistic.is_told_by(b.len()));
+    let mut ratios = [const { Vec::new() }; N];
+    if is_told.contains(&true) {
+        let (a, b) = (sorted(a), sorted(b));
+        let mut rng = StdRng::seed_from_u64(0);
+        let mut draw = |times: &[f64]| {
+            let mut counts = vec![0; times.len()];
+            times.iter().for_each(|_| counts[rng.random_range(0..times.len())] += 1);
+            statistics.map(|statistic| statistic.of(times, &counts))
+        };
+        for _ in 0..RESAMPLES {
+            let (of_b, of_a) = (draw(&b), draw(&a));
+            ratios.iter_mut().enumerate().for_each(|(place, ratios)| ratios.push(of_b[place] / of_a[place]));
+        }
     }
-    ratios.sort_by(f64::total_cmp);
     let left_out = ((1.0 - CONFIDENCE) / 2.0 * RESAMPLES as f64) as usize;
-    Some((ratios[left_out], ratios[RESAMPLES - 1 - left_out]))
+    let mut told = is_told.into_iter();
+    ratios.map(|mut ratios| {
+        let is_told = told.next().unwrap_or(false) && ratios.iter().all(|ratio: &f64| ratio.is_finite());
+        ratios.sort_by(f64::total_cmp);
+        is_told.then(|| (ratios[left_out], ratios[RESAMPLES - 1 - left_out]))
+    })
 }
 
 #[cfg(test)]
@@ -97,13 +102,17 @@ mod tests {
         assert_eq!(Statistic::Percentile(51.0).of(&sorted, &counts), 10.0);
     }
 
+    fn interval(a: &[f64], b: &[f64], statistic: Statistic) -> Option<(f64, f64)> {
+        intervals_of_ratio(a, b, [statistic])[0]
+    }
+
     /// The mean of n exponential times has a relative standard error of 1 / sqrt(n); that of a ratio of two such means
     /// is sqrt(2 / n), and 1.96 of those either way is the interval.
     #[test]
     fn a_mean_has_the_interval_that_theory_gives_it() {
-        let (a, b) = (times(1, 1000, 1.0), times(2, 1000, 1.5));
-        let (low, high) = interval_of_ratio(&a, &b, Statistic::Mean).expect("enough times");
-        let want = 2.0 * 1.96 * 1.5 * (2.0f64 / 1000.0).sqrt();
+        let (a, b) = (times(1, 400, 1.0), times(2, 400, 1.5));
+        let (low, high) = interval(&a, &b, Statistic::Mean).expect("enough times");
+        let want = 2.0 * 1.96 * 1.5 * (2.0f64 / 400.0).sqrt();
         assert!(((high - low) / want - 1.0).abs() < 0.2, "{} for {want}", high - low);
     }
 
@@ -111,23 +120,24 @@ mod tests {
     /// the seeds are fixed.
     #[test]
     fn intervals_hold_the_true_ratio_as_often_as_they_say() {
-        for statistic in [Statistic::Mean, Statistic::Percentile(50.0)] {
-            let holds = |seed: &u64| {
-                let (a, b) = (times(2 * seed, 60, 1.0), times(2 * seed + 1, 60, 2.0));
-                let (low, high) = interval_of_ratio(&a, &b, statistic).expect("enough times");
-                (low..=high).contains(&2.0)
-            };
-            let held = (0..40).filter(holds).count();
-            assert!(held >= 34, "{held} of 40 for {statistic:?}");
+        let mut held = [0; 2];
+        for seed in 0..40 {
+            let (a, b) = (times(2 * seed, 40, 1.0), times(2 * seed + 1, 40, 2.0));
+            let intervals = intervals_of_ratio(&a, &b, [Statistic::Mean, Statistic::Percentile(50.0)]);
+            for (held, interval) in held.iter_mut().zip(intervals) {
+                let (low, high) = interval.expect("enough times");
+                *held += u32::from((low..=high).contains(&2.0));
+            }
         }
+        assert!(held.iter().all(|&held| held >= 34), "{held:?} of 40, mean and median");
     }
 
     #[test]
     fn too_few_times_have_no_interval() {
-        let (a, b) = (times(1, 999, 1.0), times(2, 1000, 1.0));
-        assert_eq!(interval_of_ratio(&a, &b, Statistic::Percentile(99.0)), None);
-        assert!(interval_of_ratio(&b, &b, Statistic::Percentile(99.0)).is_some());
-        assert_eq!(interval_of_ratio(&[], &b, Statistic::Mean), None);
-        assert_eq!(interval_of_ratio(&[0.0; 20], &b, Statistic::Mean), None, "a ratio to nothing");
+        let (a, b) = (times(1, 99, 1.0), times(2, 100, 1.0));
+        assert_eq!(interval(&a, &b, Statistic::Percentile(90.0)), None);
+        assert!(interval(&b, &b, Statistic::Percentile(90.0)).is_some());
+        assert_eq!(interval(&[], &b, Statistic::Mean), None);
+        assert_eq!(interval(&[0.0; 20], &b, Statistic::Mean), None, "a ratio to nothing");
     }
 }

@@ -4,3 +4,4 @@ pub mod markup;
 pub mod records;
 pub mod reports;
 pub mod runs;
+pub mod samples;

@@ -163,7 +163,7 @@ fn runtime() -> tokio::runtime::Runtime {
 /// The mock allows as many streams a connection as the client uses: none of 150 waits for another to end.
 #[tokio::test]
 async fn more_streams_than_a_connection_carries_open_another() {
-    let mock = Mock { ttft: Duration::from_millis(1500), ..Mock::new(Fault::None) };
+    let mock = Mock { ttft: Duration::from_millis(700), ..Mock::new(Fault::None) };
     let client = GrpcClient::new(&mock.serve().await, None, Duration::from_secs(20)).expect("valid");
     let clock = Clock::start();
     let records = futures::future::join_all((0..150).map(|index| {
@@ -178,7 +178,7 @@ async fn more_streams_than_a_connection_carries_open_another() {
         }
     }))
     .await;
-    assert!(records.iter().all(|record| record.failure.is_none() && record.ended_ns < 2_900_000_000));
+    assert!(records.iter().all(|record| record.failure.is_none() && record.ended_ns < 1_400_000_000));
     let connections = client.connections.lock().expect("no holder panics");
     assert_eq!(connections.len(), 2);
     assert!(connections.iter().all(|connection| connection.streams.load(Ordering::Relaxed) == 0));

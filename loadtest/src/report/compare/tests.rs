@@ -25,7 +25,7 @@ fn compared(a: &Value, b: &Value) -> String {
         fs::write(&path, report.to_string()).expect("writable");
         path
     });
-    Comparison::read(&files[0], &files[1]).expect("two reports").to_string()
+    Comparison::read(&CompareArgs { a: files[0].clone(), b: files[1].clone() }).expect("two reports").to_string()
 }
 
 /// The words of the row `figure` under the heading `kind`.
@@ -37,7 +37,7 @@ fn row<'a>(table: &'a str, kind: &str, figure: &str) -> Vec<&'a str> {
 
 #[test]
 fn a_known_ratio_is_found_and_its_interval_holds_it() {
-    let table = compared(&report(250, 1.0), &report(250, 1.5));
+    let table = compared(&report(200, 1.0), &report(200, 1.5));
     for kind in ["time to first token", "per output token", "end to end,"] {
         for figure in ["mean", "median", "p95"] {
             let words = row(&table, kind, figure);
@@ -47,7 +47,7 @@ fn a_known_ratio_is_found_and_its_interval_holds_it() {
             let (low, high) = (number(3), number(5));
             assert!((1.2..=1.5).contains(&low) && (1.5..1.8).contains(&high), "{kind} {figure}: {words:?}");
         }
-        assert_eq!(row(&table, kind, "p99")[3], "-", "two requests of 250 lie beyond p99");
+        assert_eq!(row(&table, kind, "p99")[3], "-", "two requests of 200 lie beyond p99");
     }
     assert_eq!(row(&table, "between tokens (ITL)", "mean")[2..], ["1.500", "-"]);
     assert_eq!(row(&table, "requests a second", "requests a second")[2..], ["0.667", "-"]);
@@ -55,7 +55,7 @@ fn a_known_ratio_is_found_and_its_interval_holds_it() {
 
 #[test]
 fn a_run_beside_itself_differs_in_nothing() {
-    let same = report(200, 1.0);
+    let same = report(100, 1.0);
     let table = compared(&same, &same);
     let words = row(&table, "time to first token", "mean");
     assert_eq!((words[2], &words[6..]), ("1.000", &["holds", "1"][..]));
@@ -96,7 +96,12 @@ fn a_run_without_success_compares_without_nan() {
 fn files_that_are_no_reports_are_refused_by_name() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("x.json");
-    let refusal = || Comparison::read(&path, &path).map(|_| ()).expect_err("no report").to_string();
+    let refusal = || {
+        Comparison::read(&CompareArgs { a: path.clone(), b: path.clone() })
+            .map(|_| ())
+            .expect_err("no report")
+            .to_string()
+    };
     assert!(refusal().starts_with("cannot read ") && refusal().contains("x.json"));
     for text in ["", "[]", "{\"a\": 1}"] {
         fs::write(&path, text).expect("writable");

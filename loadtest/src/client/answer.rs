@@ -49,9 +49,6 @@ impl<'a> Answer<'a> {
     }
 
     /// Takes the data of one event that arrived at `now_ns`.
-    ///
-    /// # Errors
-    /// [`Failure`] where the event is unreadable, reports an error, or is one chunk too many.
     pub fn take_event(&mut self, event: &[u8], now_ns: u64) -> Result<(), Failure> {
         if self.done {
             return Ok(());

@@ -47,9 +47,6 @@ struct Place(Connection);
 impl GrpcClient {
     /// A client of the server at `authority` (`HOST:PORT`), whose requests each end within `timeout`. Opens no
     /// connection yet.
-    ///
-    /// # Errors
-    /// [`TargetError`] for an address or key that cannot be used.
     pub fn new(authority: &str, api_key: Option<&str>, timeout: Duration) -> Result<Self, TargetError> {
         let base = format!("grpc://{authority}");
         let malformed = || TargetError::Form(printable(&base, 200));
@@ -79,9 +76,6 @@ impl GrpcClient {
     }
 
     /// The id of the model that is served.
-    ///
-    /// # Errors
-    /// [`Failure`] as of any request.
     pub async fn model(&self) -> Result<String, Failure> {
         let place = self.place();
         let request = self.request(GetModelRequest::default());

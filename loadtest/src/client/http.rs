@@ -32,13 +32,10 @@ const CLOSING_GRACE: Duration = Duration::from_secs(1);
 /// An address that cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// Not a URL with scheme and host.
     #[error("the target '{0}' is not of the form http://HOST:PORT or grpc://HOST:PORT")]
     Form(String),
-    /// TLS is not built in.
     #[error("the target '{0}' needs TLS, which the load tester does not speak: give the server's plain http address")]
     Https(String),
-    /// The key cannot be sent in a header.
     #[error("the API key holds characters that an HTTP header cannot carry")]
     ApiKey,
 }
@@ -49,7 +46,6 @@ type Http = legacy::Client<HttpConnector, Full<Bytes>>;
 #[derive(Debug)]
 pub struct Client {
     http: Http,
-    /// For requests whose client reads slowly.
     slow_http: Http,
     /// Scheme, host and path prefix, without the trailing `/v1`.
     base: String,
@@ -60,9 +56,6 @@ pub struct Client {
 impl Client {
     /// A client of the server at `target` (`http://host:port`, with or without `/v1`), whose requests each end within
     /// `timeout`. Opens no connection yet.
-    ///
-    /// # Errors
-    /// [`TargetError`] for an address or key that cannot be used.
     pub fn new(target: &str, api_key: Option<&str>, timeout: Duration) -> Result<Self, TargetError> {
         let base = base_of(target)?;
         let authorization = api_key
@@ -111,9 +104,6 @@ impl Client {
     }
 
     /// The id of the first model that `/v1/models` lists.
-    ///
-    /// # Errors
-    /// [`Failure`] as of any request; [`Failure::BadJson`] where no model is listed.
     pub async fn first_model(&self) -> Result<String, Failure> {
         let ask = async {
             let response = self.send(&self.http, Method::GET, "/v1/models", Bytes::new()).await?;
@@ -126,9 +116,6 @@ impl Client {
     }
 
     /// The text of `/metrics`, or as much of it as is read of any answer.
-    ///
-    /// # Errors
-    /// [`Failure`] as of any request.
     pub async fn metrics(&self) -> Result<String, Failure> {
         let ask = async {
             let response = self.send(&self.http, Method::GET, "/metrics", Bytes::new()).await?;

@@ -3,47 +3,32 @@
 /// What is read of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Field {
-    /// Sequences in the batch.
     Running,
-    /// Sequences that wait for it.
     Waiting,
     /// Share of the KV cache in use, 0 to 1.
     KvUsage,
     /// Steps so far, and all that follows is so far, too.
     Steps,
-    /// Seconds in steps.
     StepSeconds,
     /// Of these, waiting for other ranks.
     WaitSeconds,
-    /// Rows (tokens) computed.
     Rows,
     /// Of these, to decode.
     DecodeRows,
     /// Bytes that steps had to read at least, on all ranks.
     ReadBytes,
-    /// Tokens generated.
     GenerationTokens,
-    /// Tokens of prompts.
     PromptTokens,
-    /// Sequences that got their first token.
     FirstTokens,
-    /// The seconds that these took.
     FirstTokenSeconds,
-    /// Gaps between tokens.
     Gaps,
-    /// Their seconds.
     GapSeconds,
-    /// Sequences that entered the batch.
     Queued,
     /// The seconds that they had waited for it.
     QueueSeconds,
-    /// Times a sequence lost its place for lack of KV pages.
     Preemptions,
-    /// Groups of workers lost.
     WorkerLosses,
-    /// Groups that took over from one that was lost.
     Recoveries,
-    /// The seconds that that took.
     RecoverySeconds,
 }
 
@@ -81,7 +66,6 @@ const MOST: f64 = 1e24;
 /// What a server said at one moment; none of what it does not say.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Snapshot {
-    /// Whose names it speaks.
     pub dialect: &'static str,
     values: [Option<f64>; NAMES.len()],
 }

@@ -68,9 +68,7 @@ pub struct RequestRecord {
     pub turn: u32,
     /// What the server answered; kept only where a later turn or a comparison needs it.
     pub text: Option<String>,
-    /// How the client behaved.
     pub conduct: Conduct,
-    /// What went wrong, or none.
     pub failure: Option<Failure>,
     /// Who is told of each chunk as it comes; none where nobody looks on.
     pub watch: Option<Arc<dyn Watch>>,
@@ -146,78 +144,43 @@ impl RequestRecord {
     }
 }
 
-/// Why a request failed.
+/// Why a request failed. What servers said, codes and messages, is made safe to print.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// No connection: refused, unreachable, unknown host, out of sockets.
     #[error("no connection: {0}")]
     Connect(String),
-    /// The connection broke before the answer was complete.
     #[error("connection lost: {0}")]
     ConnectionLost(String),
-    /// The request took longer than its time limit.
     #[error("no complete answer within the time limit")]
     Timeout,
-    /// The server answered with a status other than 200.
     #[error("HTTP {status}: {message}")]
-    Status {
-        /// HTTP status.
-        status: StatusCode,
-        /// The error body's `code` (or `type`), made safe to print.
-        code: Option<String>,
-        /// The error body's message, made safe to print.
-        message: String,
-    },
-    /// The gRPC call ended with a code other than OK.
+    Status { status: StatusCode, code: Option<String>, message: String },
     #[error("gRPC {code:?}: {message}")]
-    Grpc {
-        /// The call's code.
-        code: Code,
-        /// The call's message, made safe to print.
-        message: String,
-    },
-    /// A gRPC message of the answer that holds none of the events that this client knows.
+    Grpc { code: Code, message: String },
     #[error("a message of the answer holds no event that this load tester knows: it is older than the server")]
     BadMessage,
-    /// Status 200 with a body that is no event stream.
     #[error("the answer's content type is '{0}', not text/event-stream")]
     NotAnEventStream(String),
-    /// The server's first bytes are no HTTP.
     #[error("the server does not speak HTTP: {0}")]
     NotHttp(String),
-    /// An event or body that is no JSON of the expected form.
     #[error("unreadable answer: {0}")]
     BadJson(String),
-    /// An event longer than [`crate::client::sse::MAX_EVENT_BYTES`].
     #[error("{0}")]
     EventTooLong(#[from] crate::client::sse::EventTooLong),
-    /// More than [`MAX_CHUNKS`] chunks.
     #[error("more than {MAX_CHUNKS} chunks in one answer")]
     TooManyChunks,
-    /// More than [`MAX_TEXT_BYTES`] of text that were to be kept.
     #[error("more than {MAX_TEXT_BYTES} bytes of text in one answer")]
     TextTooLong,
-    /// The server reported an error inside the stream.
     #[error("error in the stream: {message}")]
-    StreamError {
-        /// The error's `code` (or `type`), made safe to print.
-        code: Option<String>,
-        /// The error's message, made safe to print.
-        message: String,
-    },
-    /// The stream ended in order, but without a finish reason and `[DONE]`.
+    StreamError { code: Option<String>, message: String },
     #[error("the stream ended before the answer did")]
     Truncated,
-    /// `[DONE]` without a finish reason: the server gave the answer up, as some do in favour of another request.
     #[error("[DONE] came without a finish reason: the server cut the answer off")]
     NoFinishReason,
-    /// The request was due, but could not be sent in time because too many others were in flight.
     #[error("not sent: --max-in-flight others were unanswered for the whole time limit")]
     NotSent,
-    /// The client hung up on purpose (`--cancel`). Counted apart from failures.
     #[error("cancelled by the client")]
     Cancelled,
-    /// The run was stopped before the request ended. Counted apart from failures.
     #[error("stopped by the user")]
     Interrupted,
 }

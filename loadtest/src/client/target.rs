@@ -24,9 +24,7 @@ pub enum Target {
 
 /// A request made ready beforehand, so that nothing but sending it is measured.
 pub enum Ready<'a> {
-    /// A JSON body for a path.
     Http(&'a Client, &'static str, Bytes),
-    /// A message.
     Grpc(&'a GrpcClient, Box<GenerateRequest>),
 }
 
@@ -37,9 +35,6 @@ pub fn is_grpc(address: &str) -> bool {
 
 impl Target {
     /// A client of the server at `address`, whose requests each end within `timeout`. Opens no connection yet.
-    ///
-    /// # Errors
-    /// [`TargetError`] for an address or key that cannot be used.
     pub fn new(address: &str, api_key: Option<&str>, timeout: Duration) -> Result<Self, TargetError> {
         match address.trim().strip_prefix(GRPC) {
             Some(authority) => GrpcClient::new(authority.trim_end_matches('/'), api_key, timeout)
@@ -65,9 +60,6 @@ impl Target {
     }
 
     /// The id of the first model that the server names.
-    ///
-    /// # Errors
-    /// [`Failure`] as of any request.
     pub async fn first_model(&self) -> Result<String, Failure> {
         match self {
             Self::Http(client) => client.first_model().await,

@@ -20,7 +20,6 @@ const LISTENED: Duration = Duration::from_secs(600);
 /// One kill and what came of it.
 #[derive(Debug)]
 pub struct Aftermath {
-    /// What was asked for.
     pub kill: KillAt,
     /// When it was done in nanoseconds of the run, and to which process; none before that is known.
     pub struck: Option<Result<(u64, u32), KillError>>,
@@ -29,11 +28,9 @@ pub struct Aftermath {
     silence: Silence,
     /// Streams that were live at the kill and came to their end.
     pub lived: u64,
-    /// Those that did not.
     pub failed: Kinds,
     /// Longest time between two tokens of one of them that ended after the kill.
     pub longest_gap: Option<Duration>,
-    /// Texts of some that lived.
     texts: Vec<(u64, String)>,
     /// What the same prompts were answered after the run.
     pub compared: Compared,
@@ -42,11 +39,8 @@ pub struct Aftermath {
 /// Answers to prompts of streams that lived through a kill, asked again after the run.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Compared {
-    /// With the same text.
     pub same: u64,
-    /// With another one.
     pub other: u64,
-    /// Not at all.
     pub unanswered: u64,
 }
 

@@ -43,13 +43,10 @@ pub struct FaultArgs {
 /// Faults that cannot all be had.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum FaultError {
-    /// A request has one fault at most.
     #[error("--cancel, --slow-readers and --broken ask for {:.0} % of the requests: 100 % at most are there", 100.0 * .0)]
     Shares(f64),
-    /// They are of HTTP.
     #[error("--slow-readers, --broken and --half-open are of HTTP: give an http:// target, or leave them out")]
     NeedsHttp,
-    /// It would not happen.
     #[error("--kill-worker {0} is not due before the end of --duration")]
     KillAfterEnd(KillAt),
 }
@@ -65,9 +62,6 @@ impl FaultArgs {
     }
 
     /// Whether all of them can be had together, of this target and in a run of this length, if it is known.
-    ///
-    /// # Errors
-    /// [`FaultError`] where not.
     pub fn check(&self, target: &str, duration: Option<Duration>) -> Result<(), FaultError> {
         let needs_http = self.slow_readers.is_some() || self.broken.is_some() || self.half_open.is_some();
         if needs_http && is_grpc(target) {
@@ -84,9 +78,6 @@ impl FaultArgs {
     }
 
     /// The server at `address` (`HOST:PORT`) whose workers are to be killed, if any are: all of them are there.
-    ///
-    /// # Errors
-    /// [`KillError`] where one of them cannot be found.
     pub async fn victim(&self, address: &str) -> Result<Option<LocalServer>, KillError> {
         if self.kill_worker.is_empty() {
             return Ok(None);

@@ -38,7 +38,6 @@ pub struct HalfOpenEnds {
     pub statuses: BTreeMap<u16, u64>,
     /// Those that were open when the run ended.
     pub open: u64,
-    /// How long they were watched.
     pub watched: Duration,
 }
 

@@ -25,7 +25,6 @@ const LISTENING: &str = "0A";
 /// A worker to kill, written `1@5s`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KillAt {
-    /// Its rank.
     pub rank: u32,
     /// When, from the start of the run.
     pub at: Duration,
@@ -34,41 +33,20 @@ pub struct KillAt {
 /// Why a worker cannot be killed.
 #[derive(Debug, thiserror::Error)]
 pub enum KillError {
-    /// Its processes are elsewhere.
     #[error("--kill-worker needs a server on this machine, which {0} is not")]
     Elsewhere(String),
-    /// The server's process is not known.
     #[error("no process that this user may look into listens at {0}: run as the server's user, or give --server-pid")]
     NobodyListens(String),
-    /// Which of them would have answered cannot be known.
     #[error("processes {pids:?} all listen at {address}: say which one is the server (--server-pid)")]
-    SeveralListen {
-        /// Where.
-        address: SocketAddr,
-        /// All of them.
-        pids: Vec<u32>,
-    },
-    /// The process is no server of Looplane's, or has fewer workers.
+    SeveralListen { address: SocketAddr, pids: Vec<u32> },
     #[error(
         "process {server} has no worker of rank {rank}: --kill-worker needs `looplane serve` with more ranks, or its process id (--server-pid)"
     )]
-    NoWorker {
-        /// The server.
-        server: u32,
-        /// The rank that was asked for.
-        rank: u32,
-    },
-    /// Processes cannot be looked at.
+    NoWorker { server: u32, rank: u32 },
     #[error("processes cannot be found ({0}): --kill-worker needs Linux with /proc")]
     Proc(io::Error),
-    /// The process may not be killed.
     #[error("process {pid} cannot be killed: {source}")]
-    Kill {
-        /// The worker.
-        pid: u32,
-        /// Why.
-        source: io::Error,
-    },
+    Kill { pid: u32, source: io::Error },
 }
 
 /// A server on this machine.
@@ -117,9 +95,6 @@ impl LocalServer {
     }
 
     /// The process that listens at `address` (`HOST:PORT`).
-    ///
-    /// # Errors
-    /// [`KillError`] for an address that is not of this machine, and where not exactly one is seen to listen.
     pub async fn behind(address: &str) -> Result<Self, KillError> {
         // An unknown host has no addresses.
         let mut found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();

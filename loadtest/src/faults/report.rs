@@ -18,7 +18,6 @@ use crate::report::contents::{Finding, Findings};
 /// What became of the faults that were asked for.
 #[derive(Debug, Default)]
 pub struct FaultReport {
-    /// Requests that the client hung up.
     cancel: Option<(ShareAt, Ends)>,
     /// Those whose answers it read slowly, and the longest time that one took.
     slow_readers: Option<(ShareAt, Ends, Duration)>,

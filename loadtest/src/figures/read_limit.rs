@@ -17,22 +17,10 @@ pub enum ReadLimitArg {
 /// A file that holds no read limit.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadLimitError {
-    /// It cannot be read.
     #[error("--read-limit: cannot read {}: {source}", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// It is something else.
+    Unreadable { path: PathBuf, source: std::io::Error },
     #[error("--read-limit: {} is no report of looplane bench --json (no {field} in it)", path.display())]
-    NoReport {
-        /// The file.
-        path: PathBuf,
-        /// What it lacks.
-        field: &'static str,
-    },
+    NoReport { path: PathBuf, field: &'static str },
 }
 
 impl FromStr for ReadLimitArg {
@@ -49,9 +37,6 @@ impl FromStr for ReadLimitArg {
 
 impl ReadLimitArg {
     /// In GB/s (10^9), of all memory that the group's ranks read.
-    ///
-    /// # Errors
-    /// [`ReadLimitError`] for a file that does not say it.
     pub fn gb_s(&self) -> Result<f64, ReadLimitError> {
         match self {
             Self::GbPerS(gb_s) => Ok(*gb_s),

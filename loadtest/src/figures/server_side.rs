@@ -19,7 +19,6 @@ pub struct Range {
 pub struct Figures {
     /// Length of the part that the counts are of, in seconds: from the last look before it to the first after it.
     pub length_s: f64,
-    /// Mean time of a step.
     pub mean_step_ms: Option<f64>,
     pub steps_per_s: Option<f64>,
     /// Share of the time that was spent in steps.

@@ -12,7 +12,6 @@ use crate::text::parse_duration;
 pub struct Slo {
     /// From when the request was due to its first token.
     pub ttft: Option<Duration>,
-    /// Longest gap between two chunks.
     pub itl: Option<Duration>,
     /// Mean time of a token after the first.
     pub tpot: Option<Duration>,

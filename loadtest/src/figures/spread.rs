@@ -7,9 +7,7 @@ use crate::figures::tally::Tally;
 /// One figure of every run.
 #[derive(Debug, Clone)]
 pub struct Figure {
-    /// Name for people, with its unit.
     pub title: &'static str,
-    /// Name in JSON.
     pub key: &'static str,
     /// Its value in each run that has it, in the order of the runs.
     pub values: Vec<f64>,
@@ -20,7 +18,6 @@ pub struct Figure {
 pub struct Spread {
     /// How many runs there were.
     pub runs: usize,
-    /// Their main figures.
     pub figures: Vec<Figure>,
 }
 

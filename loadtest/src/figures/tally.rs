@@ -20,7 +20,6 @@ pub const PERCENTILES: [(&str, f64); 5] = [("p50", 50.0), ("p90", 90.0), ("p95",
 /// The part of a run that its figures are of: requests that were due in it, and tokens and ends that came in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// Start in nanoseconds of the run.
     pub from_ns: u64,
     /// End in nanoseconds of the run, not included.
     pub to_ns: u64,
@@ -43,7 +42,6 @@ impl Window {
 #[derive(Debug, Default)]
 pub struct Tally {
     window: Window,
-    /// Limits that requests are held to.
     pub slo: Option<Slo>,
     good: u64,
     /// Requests due outside of the counted part, and how many of them failed or were stopped.
@@ -76,15 +74,12 @@ pub struct Tally {
     client_delay: Distribution,
     client_lag: Distribution,
     pub finish_reasons: BTreeMap<String, u64>,
-    /// Kinds of failure.
     pub errors: Kinds,
     /// Output tokens that arrived in each second of the run.
     tokens_in_second: Vec<f64>,
     timeline: Timeline,
     timeline_ended_ns: u64,
-    /// Times of single requests that succeeded.
     pub sample: Sample,
-    /// Most requests in flight at once.
     pub peak_in_flight: usize,
 }
 
@@ -93,11 +88,8 @@ pub type Kinds = BTreeMap<String, (u64, String)>;
 
 /// One kind of time in the report.
 pub struct Metric<'a> {
-    /// Name for people.
     pub title: &'static str,
-    /// Name within JSON fields.
     pub key: &'static str,
-    /// Its times.
     pub times: &'a Distribution,
 }
 

@@ -26,7 +26,6 @@ pub struct Moment {
     pub from_s: f64,
     /// End of the interval in seconds of the run.
     pub to_s: f64,
-    /// Mean number of requests in flight.
     pub in_flight: f64,
     /// Output tokens a second.
     pub tokens_per_s: f64,

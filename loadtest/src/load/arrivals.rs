@@ -23,7 +23,6 @@ pub struct Rate {
     pub from_per_s: f64,
     /// From [`Self::over`] on; between the two the rate changes evenly.
     pub to_per_s: f64,
-    /// How long the change takes.
     pub over: Duration,
 }
 
@@ -65,10 +64,8 @@ pub enum ArrivalProcess {
 /// A rate or burstiness that no schedule can be made from.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ArrivalError {
-    /// The rate is outside [`RATE_RANGE`] or not a number.
     #[error("a rate of {0} requests a second is not possible: give one from 0.001 to 100000")]
     Rate(f64),
-    /// The burstiness is outside [`BURSTINESS_RANGE`] or not a number.
     #[error("a burstiness of {0} is not possible: give one from 0.01 (bursty) to 1000 (nearly constant)")]
     Burstiness(f64),
 }
@@ -94,9 +91,6 @@ enum Gaps {
 
 impl Arrivals {
     /// A schedule of `rate`; the same seed gives the same schedule.
-    ///
-    /// # Errors
-    /// [`ArrivalError`] for a rate or burstiness out of range.
     pub fn new(process: ArrivalProcess, rate: Rate, seed: u64) -> Result<Self, ArrivalError> {
         for per_s in [rate.from_per_s, rate.to_per_s] {
             if !RATE_RANGE.contains(&per_s) {

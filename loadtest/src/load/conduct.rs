@@ -18,7 +18,6 @@ const CONDUCT_STREAM: u64 = 0x6661_756c_7473;
 pub struct ShareAt {
     /// Share of requests, over 0 up to 1.
     pub share: f64,
-    /// The time.
     pub time: Duration,
 }
 

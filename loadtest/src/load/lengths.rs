@@ -15,35 +15,23 @@ pub const MAX_TOKENS: u32 = 1_000_000;
 /// `lognormal:MEDIAN,SIGMA,LOW..HIGH`. Bounds are included; a draw outside of them is drawn again.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Lengths {
-    /// Always this.
     Constant(u32),
     /// Every length between the bounds equally often.
     Uniform {
-        /// Least length.
         low: u32,
-        /// Greatest length.
         high: u32,
     },
-    /// Normal, cut at its bounds.
     Normal {
-        /// Before the cut.
         mean: f64,
-        /// Standard deviation before the cut.
         deviation: f64,
-        /// Least length.
         low: u32,
-        /// Greatest length.
         high: u32,
     },
-    /// Log-normal, cut at its bounds.
     LogNormal {
-        /// Before the cut.
         median: f64,
         /// Standard deviation of the logarithm before the cut.
         sigma: f64,
-        /// Least length.
         low: u32,
-        /// Greatest length.
         high: u32,
     },
 }
@@ -51,7 +39,6 @@ pub enum Lengths {
 /// Lengths of one request, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Length of the prompt.
     pub prompt_tokens: u32,
     /// Most tokens of the answer.
     pub max_tokens: u32,

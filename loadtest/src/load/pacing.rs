@@ -11,7 +11,6 @@ use clap::ValueEnum;
 pub struct RateArg {
     /// At the start, in requests a second.
     pub from_per_s: f64,
-    /// At the end.
     pub to_per_s: f64,
 }
 
@@ -32,13 +31,8 @@ pub type Schedule = Box<dyn Iterator<Item = Duration> + Send>;
 /// How requests are paced.
 pub enum Pacing {
     /// So many at a time, each slot sending its next request when the last one ended.
-    Closed {
-        /// Requests in flight.
-        concurrency: usize,
-    },
-    /// As the schedule says.
+    Closed { concurrency: usize },
     Open {
-        /// Due times.
         arrivals: Schedule,
         /// Most requests in flight: what bounds the sockets and memory of the load tester.
         max_in_flight: usize,
@@ -48,7 +42,6 @@ pub enum Pacing {
 /// When to stop sending.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Extent {
-    /// After so many requests.
     Requests(u64),
     /// With the last request due before this time; those in flight are waited for.
     Duration(Duration),

@@ -14,20 +14,13 @@ use crate::load::trace::Trace;
 pub enum Shapes {
     /// Drawn; the same seed and index give the same lengths.
     Drawn {
-        /// Lengths of prompts.
         prompt: Lengths,
         /// Most tokens of answers.
         output: Lengths,
-        /// Seed of both.
         seed: u64,
     },
     /// As recorded, request `first_index` as the first one, and again from there after the last.
-    Trace {
-        /// The recording.
-        trace: Arc<Trace>,
-        /// Index of the run's first request.
-        first_index: u64,
-    },
+    Trace { trace: Arc<Trace>, first_index: u64 },
 }
 
 impl Shapes {

@@ -14,25 +14,10 @@ const MAX_TIME_S: f64 = 86_400.0;
 /// A file that is no trace.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// Not readable.
     #[error("cannot read the trace {path}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// A line that says no request.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("line {line} of the trace {path} is no request: {why}")]
-    Line {
-        /// The file.
-        path: PathBuf,
-        /// From 1.
-        line: usize,
-        /// What is wrong.
-        why: String,
-    },
-    /// No request at all.
+    Line { path: PathBuf, line: usize, why: String },
     #[error("the trace {0} holds no request")]
     Empty(PathBuf),
 }
@@ -57,9 +42,6 @@ pub struct Trace {
 impl Trace {
     /// Reads a file of JSON lines with `time_s` (seconds since the start), `prompt_tokens` and `output_tokens`, or
     /// `timestamp` (milliseconds), `input_length` and `output_length`.
-    ///
-    /// # Errors
-    /// [`TraceError`] for a file that cannot be read or holds anything else.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let text = std::fs::read_to_string(path).map_err(|source| TraceError::Read { path: path.into(), source })?;
         let mut requests = Vec::new();

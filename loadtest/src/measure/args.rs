@@ -170,39 +170,27 @@ pub struct LoadArgs {
 /// Options that contradict each other.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ArgsError {
-    /// A shape without a distribution that has one.
     #[error("--burstiness needs --rate and --arrivals gamma: other arrivals have no shape to set")]
     BurstinessWithoutGamma,
-    /// Turns of a chat follow each other, and only a chat has any.
     #[error("--turns needs a closed loop (--concurrency) and --endpoint chat")]
     TurnsWithoutChat,
-    /// A change without a length.
     #[error("a --rate of {0} needs --duration, over which it changes")]
     RampWithoutDuration(RateArg),
-    /// A run whose end is not known beforehand.
     #[error("--exclude-end needs --duration: without it nobody knows when the run will end")]
     EndOfOpenRun,
-    /// Nothing left to count.
     #[error("--exclude-start and --exclude-end leave nothing of --duration")]
     NothingCounted,
-    /// Arrivals out of range.
     #[error(transparent)]
     Arrivals(#[from] ArrivalError),
 }
 
 impl LoadArgs {
     /// The trace to replay, if one is to be.
-    ///
-    /// # Errors
-    /// [`TraceError`] for a file that is none.
     pub fn read_trace(&self) -> Result<Option<Trace>, TraceError> {
         self.trace.as_deref().map(Trace::read).transpose()
     }
 
     /// How requests of run number `run` (from 0) are paced where no trace says it: each run has a seed of its own.
-    ///
-    /// # Errors
-    /// [`ArgsError`] for options that make no sense together or are out of range.
     pub fn pacing(&self, run: u32) -> Result<Pacing, ArgsError> {
         if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalsArg::Gamma) {
             return Err(ArgsError::BurstinessWithoutGamma);
@@ -238,9 +226,6 @@ impl LoadArgs {
     }
 
     /// The part of a run that is counted.
-    ///
-    /// # Errors
-    /// [`ArgsError`] for a part that is empty or has no known end.
     pub fn window(&self) -> Result<Window, ArgsError> {
         let from = self.exclude_start.unwrap_or_default();
         // Without --exclude-end the answers that the end is waited for count, too.

@@ -39,9 +39,7 @@ const MAX_CALIBRATION_STREAMS: usize = 1000;
 
 /// A server that is ready to be measured.
 pub struct Prepared {
-    /// What requests ask.
     pub workload: Arc<Workload>,
-    /// The head of the report.
     pub setup: Setup,
 }
 

@@ -12,23 +12,17 @@ use crate::run::watch::ServerSide;
 /// What was run, for the head of the report.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// Address of the server.
     pub target: String,
     /// Interface in vLLM's words, `openai-chat` or `openai`; over gRPC `looplane-grpc-chat` or `looplane-grpc`.
     pub backend: &'static str,
-    /// Model id.
     pub model: String,
-    /// Arrivals in words, for people.
     pub pacing: String,
     /// Rate of an open loop that is not a trace's.
     pub rate: Option<RateArg>,
     /// Shape of the gaps of an open loop: 1 is Poisson; none where gaps are constant.
     pub burstiness: Option<f64>,
-    /// Most requests in flight.
     pub max_concurrency: usize,
-    /// Seed of schedule and prompts.
     pub seed: u64,
-    /// Lengths asked for.
     pub shapes: Shapes,
     /// Least output tokens asked for.
     pub min_tokens: Option<u32>,
@@ -47,9 +41,7 @@ pub struct Setup {
 /// One line on the faults of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// Of what.
     pub name: String,
-    /// What was found.
     pub text: String,
     /// Whether a server should have done better.
     pub is_bad: bool,
@@ -68,9 +60,7 @@ pub struct Findings {
 
 /// A run, or the one that stands for several.
 pub struct Report {
-    /// What was run.
     pub setup: Setup,
-    /// What came out.
     pub tally: Tally,
     /// How much this and the other runs differ, where there were several.
     pub spread: Option<Spread>,

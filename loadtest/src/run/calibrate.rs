@@ -72,7 +72,6 @@ pub struct CalibrateArgs {
 /// What the load tester measured of a server whose times are known.
 #[derive(Debug, Clone)]
 pub struct Calibration {
-    /// Streams that were to be open.
     pub streams: u32,
     /// Tokens a second that all of them asked for.
     pub tokens_per_s_asked: f64,

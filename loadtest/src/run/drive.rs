@@ -26,9 +26,7 @@ const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(50);
 
 /// One run of requests.
 pub struct Load {
-    /// Pace.
     pub pacing: Pacing,
-    /// Length.
     pub extent: Extent,
     /// Index of the first request, so that two runs need not send the same prompts.
     pub first_index: u64,

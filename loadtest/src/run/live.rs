@@ -29,7 +29,6 @@ const TEMPLATE: &str = "{prefix} [{bar:24}] {msg}";
 /// Where runs are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Screen {
-    /// Nowhere.
     Quiet,
     /// In lines on standard error, each of which stays.
     Lines,
@@ -39,7 +38,6 @@ pub enum Screen {
 
 /// A run that is shown until this is dropped.
 pub struct View {
-    /// Dropped to end the thread.
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }

@@ -27,13 +27,10 @@ pub struct Meter {
 /// What arrived between two looks.
 #[derive(Debug, Clone)]
 pub struct Arrivals {
-    /// Requests that ended well.
     pub answers: u64,
-    /// Chunks of text.
     pub chunks: u64,
     /// From when a request was due to its first chunk.
     pub first_token: Distribution,
-    /// Between two chunks of a stream.
     pub gaps: Distribution,
 }
 

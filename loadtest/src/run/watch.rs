@@ -23,9 +23,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The server's own side of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServerSide {
-    /// Nothing, for this reason.
     Unknown(String),
-    /// What it said.
     Seen(Series),
 }
 

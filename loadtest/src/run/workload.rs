@@ -23,15 +23,10 @@ pub enum Endpoint {
 /// What each request asks, and of whom.
 #[derive(Debug)]
 pub struct Workload {
-    /// The server.
     pub target: Target,
-    /// Interface asked.
     pub endpoint: Endpoint,
-    /// Model id.
     pub model: String,
-    /// Prompt of each request.
     pub prompts: Prompts,
-    /// Lengths of each request.
     pub shapes: Shapes,
     /// Least tokens to generate, for requests that may be so long (an extension of OpenAI's interface).
     pub min_tokens: Option<u32>,
@@ -46,7 +41,6 @@ pub struct Workload {
 /// A question and its answer: what the next turn of a chat is sent after.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
-    /// What was asked.
     pub user: String,
     /// What the server answered.
     pub assistant: String,

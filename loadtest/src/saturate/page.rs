@@ -23,7 +23,6 @@ pub struct Page<'a> {
     pub notes: &'a [String],
     /// Steps and what was asked for, in words.
     pub what: String,
-    /// In the order of their rates.
     pub steps: &'a [Step],
     /// The highest rate that the server keeps up with, and the lowest at which it falls behind.
     pub keeps_up_with: Option<f64>,

@@ -15,7 +15,6 @@ pub const MIN_BEYOND: f64 = 10.0;
 /// A figure of a set of times.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Statistic {
-    /// Sum over count.
     Mean,
     /// The least time that this many percent of the times do not exceed.
     Percentile(f64),

@@ -5,7 +5,6 @@
 pub struct Line {
     pub mean: f64,
     pub slope: f64,
-    /// Standard error of the slope.
     pub slope_error: f64,
 }
 

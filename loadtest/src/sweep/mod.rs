@@ -1,12 +1,12 @@
 //! What more sockets buy: the same loads on servers of several sizes, as one report.
 
-pub mod bench;
-pub mod child;
-pub mod figures;
+mod bench;
+mod child;
+mod figures;
 mod page;
-pub mod plan;
+pub(crate) mod plan;
 mod predict;
-pub mod run;
+pub(crate) mod run;
 mod table;
 
 pub use figures::Sweep;

@@ -84,11 +84,8 @@ pub struct Machine {
 pub struct Plan {
     /// What the product says of itself beside the servers; none where the model's directory is not known.
     pub commands: Option<Commands>,
-    /// The program that serves.
     pub looplane: PathBuf,
-    /// Where the report goes.
     pub out: PathBuf,
-    /// Where the workers compute.
     pub device: Device,
     /// Arguments of `serve` beside the size.
     pub serve: Vec<OsString>,

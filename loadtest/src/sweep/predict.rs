@@ -35,7 +35,6 @@ struct Compared {
 struct Step {
     tensor_parallel: u32,
     batch: u32,
-    /// That a GPU reads.
     bytes: f64,
     step_ms: f64,
 }

@@ -5,13 +5,10 @@ use std::time::Duration;
 
 use futures::future::join_all;
 
-use crate::drive::Workload;
-use crate::record::{Clock, Failure, RequestRecord};
-use crate::report::count_failure;
-
-use super::KillAt;
-use super::kill::KillError;
-use super::report::Kinds;
+use crate::client::record::{Clock, Failure, RequestRecord};
+use crate::faults::kill::{KillAt, KillError};
+use crate::figures::tally::{Kinds, count_failure};
+use crate::run::workload::Workload;
 
 /// Most streams of a kill whose prompts are asked again after the run, to compare the texts.
 const MAX_COMPARED: usize = 16;
@@ -22,8 +19,7 @@ const LISTENED: Duration = Duration::from_secs(600);
 
 /// One kill and what came of it.
 #[derive(Debug)]
-pub(super) struct Aftermath {
-    /// What was asked for.
+pub struct Aftermath {
     pub kill: KillAt,
     /// When it was done in nanoseconds of the run, and to which process; none before that is known.
     pub struck: Option<Result<(u64, u32), KillError>>,
@@ -32,11 +28,9 @@ pub(super) struct Aftermath {
     silence: Silence,
     /// Streams that were live at the kill and came to their end.
     pub lived: u64,
-    /// Those that did not.
     pub failed: Kinds,
     /// Longest time between two tokens of one of them that ended after the kill.
     pub longest_gap: Option<Duration>,
-    /// Texts of some that lived.
     texts: Vec<(u64, String)>,
     /// What the same prompts were answered after the run.
     pub compared: Compared,
@@ -44,12 +38,9 @@ pub(super) struct Aftermath {
 
 /// Answers to prompts of streams that lived through a kill, asked again after the run.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Compared {
-    /// With the same text.
+pub struct Compared {
     pub same: u64,
-    /// With another one.
     pub other: u64,
-    /// Not at all.
     pub unanswered: u64,
 }
 

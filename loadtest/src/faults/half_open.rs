@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::client::Client;
+use crate::client::http::Client;
 
 /// How long a connection may take to be made.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
@@ -27,7 +27,7 @@ pub struct HalfOpen {
 
 /// What became of them.
 #[derive(Debug, Default)]
-pub(super) struct HalfOpenEnds {
+pub struct HalfOpenEnds {
     /// Connections asked for.
     pub asked: u32,
     /// Those that could not be made, and why the first could not.
@@ -38,7 +38,6 @@ pub(super) struct HalfOpenEnds {
     pub statuses: BTreeMap<u16, u64>,
     /// Those that were open when the run ended.
     pub open: u64,
-    /// How long they were watched.
     pub watched: Duration,
 }
 

@@ -3,61 +3,50 @@
 //! The server is whoever listens at the target's address, and a worker is a process that was started as
 //! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
 
+use std::fmt::{self, Display};
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio_util::sync::CancellationToken;
 
-use crate::record::Clock;
-
-use super::KillAt;
+use crate::client::record::Clock;
+use crate::text::parse_duration;
 
 /// State of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
 
+/// A worker to kill, written `1@5s`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KillAt {
+    pub rank: u32,
+    /// When, from the start of the run.
+    pub at: Duration,
+}
+
 /// Why a worker cannot be killed.
 #[derive(Debug, thiserror::Error)]
 pub enum KillError {
-    /// Its processes are elsewhere.
     #[error("--kill-worker needs a server on this machine, which {0} is not")]
     Elsewhere(String),
-    /// The server's process is not known.
     #[error("no process that this user may look into listens at {0}: run as the server's user, or give --server-pid")]
     NobodyListens(String),
-    /// Which of them would have answered cannot be known.
     #[error("processes {pids:?} all listen at {address}: say which one is the server (--server-pid)")]
-    SeveralListen {
-        /// Where.
-        address: SocketAddr,
-        /// All of them.
-        pids: Vec<u32>,
-    },
-    /// The process is no server of Looplane's, or has fewer workers.
+    SeveralListen { address: SocketAddr, pids: Vec<u32> },
     #[error(
         "process {server} has no worker of rank {rank}: --kill-worker needs `looplane serve` with more ranks, or its process id (--server-pid)"
     )]
-    NoWorker {
-        /// The server.
-        server: u32,
-        /// The rank that was asked for.
-        rank: u32,
-    },
-    /// Processes cannot be looked at.
+    NoWorker { server: u32, rank: u32 },
     #[error("processes cannot be found ({0}): --kill-worker needs Linux with /proc")]
     Proc(io::Error),
-    /// The process may not be killed.
     #[error("process {pid} cannot be killed: {source}")]
-    Kill {
-        /// The worker.
-        pid: u32,
-        /// Why.
-        source: io::Error,
-    },
+    Kill { pid: u32, source: io::Error },
 }
 
 /// A server on this machine.
@@ -83,6 +72,22 @@ pub struct Killer {
     pub strikes: mpsc::UnboundedReceiver<Strike>,
 }
 
+impl FromStr for KillAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("'{text}' is not of the form RANK@TIME, such as 1@5s");
+        let (rank, time) = text.split_once('@').ok_or_else(malformed)?;
+        Ok(Self { rank: rank.trim().parse().map_err(|_| malformed())?, at: parse_duration(time)? })
+    }
+}
+
+impl Display for KillAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{:?}", self.rank, self.at)
+    }
+}
+
 impl LocalServer {
     /// The server of this process id.
     pub fn of_pid(pid: u32) -> Self {
@@ -90,9 +95,6 @@ impl LocalServer {
     }
 
     /// The process that listens at `address` (`HOST:PORT`).
-    ///
-    /// # Errors
-    /// [`KillError`] for an address that is not of this machine, and where not exactly one is seen to listen.
     pub async fn behind(address: &str) -> Result<Self, KillError> {
         // An unknown host has no addresses.
         let mut found: Vec<SocketAddr> = tokio::net::lookup_host(address).await.into_iter().flatten().collect();
@@ -236,7 +238,7 @@ fn socket_address(text: &str) -> Option<(IpAddr, u16)> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
 

@@ -3,29 +3,30 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use hyper::StatusCode;
 use serde_json::{Map, Value, json};
 
-use crate::record::{Failure, RequestRecord};
-use crate::report::count_failure;
-
-use super::aftermath::{Aftermath, Compared};
-use super::broken::{Breakage, is_refusal};
-use super::half_open::HalfOpenEnds;
-use super::{Conduct, FaultArgs, ShareAt};
+use crate::client::record::{Failure, RequestRecord};
+use crate::faults::aftermath::{Aftermath, Compared};
+use crate::faults::args::FaultArgs;
+use crate::faults::half_open::HalfOpenEnds;
+use crate::figures::tally::{Kinds, count_failure, worst};
+use crate::load::broken::Breakage;
+use crate::load::conduct::{Conduct, ShareAt};
+use crate::report::contents::{Finding, Findings};
 
 /// What became of the faults that were asked for.
 #[derive(Debug, Default)]
 pub struct FaultReport {
-    /// Requests that the client hung up.
     cancel: Option<(ShareAt, Ends)>,
     /// Those whose answers it read slowly, and the longest time that one took.
     slow_readers: Option<(ShareAt, Ends, Duration)>,
     /// Those with broken bodies, as [`Breakage::ALL`] has them.
     broken: Option<(f64, [Ends; Breakage::ALL.len()])>,
     /// Connections with half a request.
-    pub(super) half_open: Option<HalfOpenEnds>,
+    pub half_open: Option<HalfOpenEnds>,
     /// Workers that were killed, or were to be.
-    pub(super) kills: Vec<Aftermath>,
+    pub kills: Vec<Aftermath>,
 }
 
 /// How the requests of one fault ended. Those that the user stopped are not counted.
@@ -39,20 +40,6 @@ struct Ends {
     timed_out: u64,
     /// In another way: kinds with their counts and one message of each.
     otherwise: Kinds,
-}
-
-/// Kinds of failure with their counts and one message of each.
-pub(super) type Kinds = BTreeMap<String, (u64, String)>;
-
-/// One line of the report.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Finding {
-    /// Of what.
-    pub name: String,
-    /// What was found.
-    pub text: String,
-    /// Whether a server should have done better.
-    pub is_bad: bool,
 }
 
 impl Ends {
@@ -85,7 +72,7 @@ impl Ends {
 
 impl FaultReport {
     /// The report of the faults that `args` ask for, before anything happened.
-    pub(super) fn of(args: &FaultArgs) -> Self {
+    pub fn of(args: &FaultArgs) -> Self {
         Self {
             cancel: args.cancel.map(|cancel| (cancel, Ends::default())),
             slow_readers: args.slow_readers.map(|slow| (slow, Ends::default(), Duration::ZERO)),
@@ -96,7 +83,7 @@ impl FaultReport {
     }
 
     /// Counts one request.
-    pub(super) fn count(&mut self, record: &RequestRecord) {
+    pub fn count(&mut self, record: &RequestRecord) {
         match record.conduct {
             Conduct::Usual => self.kills.iter_mut().for_each(|kill| kill.observe(record)),
             Conduct::HangUp(_) => {
@@ -126,9 +113,7 @@ impl FaultReport {
 
     /// The most frequent way in which requests that were touched ended otherwise: kind, count and one message.
     pub fn worst(&self) -> Option<(&str, u64, &str)> {
-        let kinds = self.touched().flat_map(|ends| &ends.otherwise);
-        let worst = kinds.max_by_key(|(_, (count, _))| count);
-        worst.map(|(kind, (count, example))| (kind.as_str(), *count, example.as_str()))
+        worst(self.touched().flat_map(|ends| &ends.otherwise))
     }
 
     fn touched(&self) -> impl Iterator<Item = &Ends> {
@@ -137,19 +122,19 @@ impl FaultReport {
         cancelled.chain(slow).chain(self.broken.iter().flat_map(|(_, ends)| ends))
     }
 
-    /// Every finding, in the order of the options.
-    pub fn findings(&self) -> Vec<Finding> {
-        let mut findings = Vec::new();
-        findings.extend(self.cancel.as_ref().map(cancel_finding));
-        findings.extend(self.slow_readers.as_ref().map(slow_finding));
-        findings.extend(self.broken.as_ref().map(|(_, ends)| broken_finding(ends)));
-        findings.extend(self.half_open.as_ref().map(half_open_finding));
-        findings.extend(self.kills.iter().flat_map(kill_findings));
-        findings
+    /// All of it for a report.
+    pub fn findings(&self) -> Findings {
+        let mut lines = Vec::new();
+        lines.extend(self.cancel.as_ref().map(cancel_finding));
+        lines.extend(self.slow_readers.as_ref().map(slow_finding));
+        lines.extend(self.broken.as_ref().map(|(_, ends)| broken_finding(ends)));
+        lines.extend(self.half_open.as_ref().map(half_open_finding));
+        lines.extend(self.kills.iter().flat_map(kill_findings));
+        Findings { lines, events: self.events(), json: self.to_json() }
     }
 
     /// What stands on a timeline of the run: seconds, and what happened then.
-    pub fn events(&self) -> Vec<(f64, String)> {
+    fn events(&self) -> Vec<(f64, String)> {
         let (mut kills, mut recoveries) = (Vec::new(), Vec::new());
         for kill in &self.kills {
             let Some(Ok((at_ns, _))) = kill.struck else { continue };
@@ -165,7 +150,7 @@ impl FaultReport {
     }
 
     /// The same as one JSON object with a field for each fault that was asked for; times in milliseconds.
-    pub fn to_json(&self) -> Value {
+    fn to_json(&self) -> Value {
         let mut fields = Map::new();
         let mut put = |name: &str, value: Option<Value>| {
             if let Some(value) = value {
@@ -180,6 +165,11 @@ impl FaultReport {
         put("killed_workers", (!kills.is_empty()).then(|| json!(kills)));
         Value::Object(fields)
     }
+}
+
+/// Whether a server that fails a broken body so does right: 400, with an error that names its code or type.
+fn is_refusal(failure: &Failure) -> bool {
+    matches!(failure, Failure::Status { status: StatusCode::BAD_REQUEST, code: Some(_), .. })
 }
 
 /// What is to say of `requests` that a fault was drawn for.
@@ -387,4 +377,21 @@ fn counts(kinds: &Kinds) -> Value {
 
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_400_that_says_what_is_wrong_is_right() {
+        let failure = |status: u16, code: Option<&str>| Failure::Status {
+            status: StatusCode::from_u16(status).expect("valid"),
+            code: code.map(str::to_owned),
+            message: "m".into(),
+        };
+        assert!(is_refusal(&failure(400, Some("invalid_json"))));
+        assert!(!is_refusal(&failure(400, None)) && !is_refusal(&failure(500, Some("oops"))));
+        assert!(!is_refusal(&Failure::Timeout));
+    }
 }

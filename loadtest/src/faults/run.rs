@@ -3,14 +3,13 @@
 use futures::future::join_all;
 use tokio_util::sync::CancellationToken;
 
-use crate::drive::Workload;
-use crate::record::{Clock, RequestRecord};
-use crate::target::Target;
-
-use super::FaultArgs;
-use super::half_open::HalfOpen;
-use super::kill::{Killer, LocalServer};
-use super::report::FaultReport;
+use crate::client::record::{Clock, RequestRecord};
+use crate::client::target::Target;
+use crate::faults::args::FaultArgs;
+use crate::faults::half_open::HalfOpen;
+use crate::faults::kill::{Killer, LocalServer};
+use crate::faults::report::FaultReport;
+use crate::run::workload::Workload;
 
 /// The faults of a run under way.
 pub struct FaultRun {

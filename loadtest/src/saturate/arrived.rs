@@ -3,12 +3,12 @@
 //! A step in which the server falls behind is ended with many requests unanswered. Figures of those that were answered
 //! in time would be the figures of the lucky ones, and look the better the more the server is overloaded.
 
-use crate::distribution::Distribution;
-use crate::record::{Failure, RequestRecord};
+use crate::client::record::{Failure, RequestRecord};
+use crate::stats::distribution::Distribution;
 
 /// Times and tokens of a step, of requests that succeeded or were cut off.
 #[derive(Debug, Default)]
-pub(super) struct Arrived {
+pub struct Arrived {
     /// A request that was cut off without a token counts with the time that it had waited.
     ttft: Distribution,
     ttft_from_intended: Distribution,

@@ -10,9 +10,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use super::child::Child;
-use super::figures::{Device, Traffic};
-use super::predict::{MOST_STREAMS, Scaling};
+use crate::sweep::child::Child;
+use crate::sweep::figures::{Device, Traffic};
+use crate::sweep::predict::{MOST_STREAMS, Scaling};
 
 /// Steps of each batch: on CPUs, and on a GPU, where they are a launch.
 const STEPS: [u32; 2] = [16, 64];
@@ -24,13 +24,9 @@ const MOST_SEQUENCES: u32 = 64;
 /// Where this program runs its own other commands.
 #[derive(Debug, Clone)]
 pub struct Commands {
-    /// The program.
     pub looplane: PathBuf,
-    /// Where their logs and files go.
     pub folder: PathBuf,
-    /// The model's directory.
     pub model: PathBuf,
-    /// Where it is computed.
     pub device: Device,
     /// Compute threads of each worker, on CPUs.
     pub threads: Option<u32>,
@@ -39,7 +35,6 @@ pub struct Commands {
 /// What `looplane bench --json` wrote, as far as it is looked at.
 #[derive(Debug, Deserialize)]
 pub struct Bench {
-    /// The processor's name.
     pub processor: Option<String>,
     read: Read,
     batches: Vec<Batch>,

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::{Child as Process, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
 
-use crate::record::printable;
+use crate::text::printable;
 
 /// How often a log is looked at for the line that says that its server is ready.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);
@@ -29,51 +29,16 @@ const QUOTED_CHARS: usize = 300;
 /// Why a process was of no use.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
-    /// Its log cannot be written.
     #[error("cannot write the log {}: {source}", path.display())]
-    Log {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// It was not started.
+    Log { path: PathBuf, source: io::Error },
     #[error("cannot start {name}: {source}")]
-    Start {
-        /// What it is.
-        name: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// It ended when it should not have, or in failure.
+    Start { name: String, source: io::Error },
     #[error("{name} ended with {status}; its log, {}, ends with:{last_lines}", log.display())]
-    Ended {
-        /// What it is.
-        name: String,
-        /// Its exit code or signal.
-        status: ExitStatus,
-        /// Everything that it said.
-        log: PathBuf,
-        /// The end of that, each line behind a line break.
-        last_lines: String,
-    },
-    /// It cannot be waited for.
+    Ended { name: String, status: ExitStatus, log: PathBuf, last_lines: String },
     #[error("cannot wait for {name}: {source}")]
-    Wait {
-        /// What it is.
-        name: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// It took too long to become ready.
+    Wait { name: String, source: io::Error },
     #[error("{name} is not ready after {} minutes; its log is {}", READY_LIMIT.as_secs() / 60, log.display())]
-    NotReady {
-        /// What it is.
-        name: String,
-        /// Everything that it said.
-        log: PathBuf,
-    },
-    /// The user ended the sweep.
+    NotReady { name: String, log: PathBuf },
     #[error("stopped by the user")]
     Stopped,
 }

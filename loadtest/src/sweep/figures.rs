@@ -4,8 +4,8 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::calibrate::TOLERATED_MS;
-use crate::server_side::times;
+use crate::figures::server_side::times;
+use crate::run::calibrate::TOLERATED_MS;
 
 /// Where the servers of a sweep compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -49,9 +49,7 @@ pub struct Sweep {
 /// One of the loads of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadPoint {
-    /// Short name, for titles.
     pub name: String,
-    /// The load in words.
     pub pacing: String,
     /// Requests in flight of a closed loop.
     pub streams: Option<u32>,
@@ -60,7 +58,6 @@ pub struct LoadPoint {
 /// A size of the group of workers.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Size {
-    /// Workers that shared the model.
     pub tp: u32,
     /// Why it was not measured, or not under all loads.
     pub not_measured: Option<String>,
@@ -79,23 +76,15 @@ pub struct Size {
 pub struct Level {
     /// Which of [`Sweep::loads`].
     pub load: usize,
-    /// Requests that succeeded.
     pub completed: u64,
-    /// Requests that failed.
     pub failed: u64,
     /// Answers a second.
     pub request_throughput: f64,
-    /// Tokens a second that arrived.
     pub output_throughput: f64,
-    /// Mean time per output token behind the first, in ms.
     pub mean_tpot_ms: Option<f64>,
-    /// Median and 99th percentile of the time to the first token, in ms.
     pub median_ttft_ms: Option<f64>,
-    /// As above.
     pub p99_ttft_ms: Option<f64>,
-    /// 99th percentile of the time between tokens, in ms.
     pub p99_itl_ms: Option<f64>,
-    /// 99th percentile of how late the load tester's own timers were, in ms.
     pub p99_client_lag_ms: Option<f64>,
     /// Groups of workers that the server lost meanwhile; none where it does not say.
     pub worker_losses: Option<f64>,
@@ -110,11 +99,9 @@ pub struct Level {
 pub struct Prediction {
     /// Which of [`Sweep::loads`].
     pub load: usize,
-    /// A step, by the scaling model, in ms.
     pub step_ms: f64,
     /// Tokens a second.
     pub output_throughput: f64,
-    /// Mean time per output token behind the first, in ms.
     pub mean_tpot_ms: f64,
     /// Share of the read limit that steps reach, prompts and front end included.
     pub read_share: f64,
@@ -137,20 +124,16 @@ pub struct Traffic {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum How {
-    /// On as many sockets as workers.
     Measured,
     /// Measured, with more workers than cores: what they cost, not what sockets buy.
     Overhead,
-    /// By calculation.
     Predicted,
 }
 
 /// One size under one load: what tables and plots show of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Row {
-    /// Workers.
     pub tp: u32,
-    /// Where the figures come from.
     pub how: How,
     /// Tokens a second.
     pub tokens_per_s: f64,
@@ -158,21 +141,14 @@ pub struct Row {
     pub speed_up: Option<f64>,
     /// Speed-up over what as many sockets would bring at best.
     pub efficiency: Option<f64>,
-    /// Tokens a second of each socket.
     pub tokens_per_s_a_socket: f64,
-    /// Tokens a second that each user sees behind the first.
     pub tokens_per_s_a_user: Option<f64>,
-    /// Mean time per output token, in ms.
     pub tpot_ms: Option<f64>,
-    /// Median time to the first token, in ms; of measured sizes.
     pub median_ttft_ms: Option<f64>,
-    /// Its 99th percentile.
     pub p99_ttft_ms: Option<f64>,
-    /// Share of the read limit that steps reach.
     pub read_share: Option<f64>,
     /// By how much the model's tokens a second are off, over what was measured.
     pub model_error: Option<f64>,
-    /// Whether the model was fitted on this size.
     pub model_fitted: bool,
 }
 

@@ -8,11 +8,11 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, ensure};
 use clap::builder::Resettable;
 
-use super::bench::Commands;
-use super::figures::{Device, LoadPoint, Sweep};
-use crate::args::LoadArgs;
-use crate::json::utc_date;
-use crate::report::Window;
+use crate::figures::tally::Window;
+use crate::measure::args::LoadArgs;
+use crate::sweep::bench::Commands;
+use crate::sweep::figures::{Device, LoadPoint, Sweep};
+use crate::text::utc_date;
 
 /// How long each load is sent where neither `--duration` nor `--requests` says.
 const LOAD_LENGTH: Duration = Duration::from_secs(30);
@@ -84,11 +84,8 @@ pub struct Machine {
 pub struct Plan {
     /// What the product says of itself beside the servers; none where the model's directory is not known.
     pub commands: Option<Commands>,
-    /// The program that serves.
     pub looplane: PathBuf,
-    /// Where the report goes.
     pub out: PathBuf,
-    /// Where the workers compute.
     pub device: Device,
     /// Arguments of `serve` beside the size.
     pub serve: Vec<OsString>,

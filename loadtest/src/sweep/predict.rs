@@ -7,7 +7,7 @@
 
 use serde::Deserialize;
 
-use super::figures::{Prediction, Size, Sweep};
+use crate::sweep::figures::{Prediction, Size, Sweep};
 
 /// Sizes that predictions are fitted on; the scaling model's, too.
 pub const FITTED: [u32; 2] = [1, 2];
@@ -35,7 +35,6 @@ struct Compared {
 struct Step {
     tensor_parallel: u32,
     batch: u32,
-    /// That a GPU reads.
     bytes: f64,
     step_ms: f64,
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display};
 
-use super::figures::{Device, How, Row, Size, Sweep};
+use crate::sweep::figures::{Device, How, Row, Size, Sweep};
 
 /// Width of the first column, and of the others.
 const SIZE_WIDTH: usize = 6;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use looplane_loadtest::mock::{Fault, Mock};
-use looplane_loadtest::sweep::{Page, Sweep};
+use looplane_loadtest::sweep::{self, Sweep};
 use looplane_loadtest::{LoadtestArgs, run};
 use tokio::net::TcpListener;
 
@@ -38,12 +38,12 @@ async fn page(mock: Mock, folder: &Path, name: &str, line: &str) -> PathBuf {
 }
 
 /// The page of a sweep whose figures are in the repository.
-fn sweep(folder: &Path, name: &str) -> PathBuf {
+fn sweep_page(folder: &Path, name: &str) -> PathBuf {
     let figures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name).with_extension("json");
     let figures = std::fs::read_to_string(&figures).unwrap_or_else(|error| panic!("{}: {error}", figures.display()));
     let sweep: Sweep = serde_json::from_str(&figures).expect("a sweep's figures");
     let file = folder.join(name).with_extension("html");
-    std::fs::write(&file, Page(&sweep).to_string()).expect("writable");
+    std::fs::write(&file, sweep::page(&sweep)).expect("writable");
     file
 }
 
@@ -64,8 +64,8 @@ async fn pages(folder: &Path) -> Vec<PathBuf> {
             "--rate 40 --duration 2s --cancel 20%@30ms --slow-readers 5%@5ms --broken 10% --half-open 4",
         )
         .await,
-        sweep(folder, "sweep-cpu"),
-        sweep(folder, "sweep-gpu"),
+        sweep_page(folder, "sweep-cpu"),
+        sweep_page(folder, "sweep-gpu"),
         page(
             Mock { fault: Fault::Slots(4), ..steady },
             folder,

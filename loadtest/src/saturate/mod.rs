@@ -1,0 +1,6 @@
+//! The rate from which on a server falls behind.
+
+pub mod arrived;
+pub mod page;
+pub mod search;
+pub mod step;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
-use looplane_server::{config::LogFormat, engine::EngineState, generate::in_words};
+use looplane_server::{config::LogFormat, engine::EngineState, frontend::in_words};
 use tokio::{sync::watch, time::interval};
 
 /// Between two looks at the state, each of which is drawn in a terminal.

@@ -8,7 +8,7 @@ use looplane_server::{
     engine::{EngineHandle, EngineState},
     group::{self, ProcessLauncher},
     http,
-    serve::{StopSignal, base_url, serve},
+    listener::{self, StopSignal, base_url},
     text::Text,
 };
 use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
@@ -60,7 +60,7 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     tokio::spawn(progress::show(engine.watch_state(), format));
     let example = http::example(&url, &config.serve.model_id, text.template.is_some());
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
-    let served = serve(listener, engine, text, config.serve, stop.clone()).await;
+    let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)

@@ -2,7 +2,7 @@
 
 use std::{future::pending, io};
 
-use looplane_server::serve::StopSignal;
+use looplane_server::listener::StopSignal;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// SIGINT and SIGTERM of this process, which no longer end it by themselves.

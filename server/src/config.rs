@@ -11,9 +11,9 @@ use clap::{Args, ValueEnum};
 use looplane_proto::worker::v1::load_request;
 
 use crate::{
-    group::{GroupConfig, Waits},
+    group::{GroupConfig, Timeouts},
+    listener::ServeOptions,
     sched::Limits,
-    serve::ServeOptions,
 };
 
 mod error;
@@ -111,8 +111,13 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "LOOPLANE_MAX_BODY_BYTES")]
     pub max_body_bytes: u32,
 
-    /// Longest that one step may take; a worker that takes longer counts as hung, and all are started again. A big
-    /// model on few cores may need more, or a lower --max-batch-tokens
+    /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several times
+    /// what steps have been taking. A machine that stands still for seconds at a time may need more
+    #[arg(long, value_name = "S", default_value_t = 3, env = "LOOPLANE_HANG_LIMIT_SECONDS")]
+    pub hang_limit_seconds: u32,
+
+    /// Longest that any step may take, the first one included. A big model on few cores may need more, or a lower
+    /// --max-batch-tokens
     #[arg(long, value_name = "S", default_value_t = 120, env = "LOOPLANE_STEP_LIMIT_SECONDS")]
     pub step_limit_seconds: u32,
 
@@ -202,6 +207,7 @@ impl ServeArgs {
             ("--max-concurrent-requests", self.max_concurrent_requests.into()),
             ("--max-connections", self.max_connections.into()),
             ("--max-body-bytes", self.max_body_bytes.into()),
+            ("--hang-limit-seconds", self.hang_limit_seconds.into()),
             ("--step-limit-seconds", self.step_limit_seconds.into()),
         ] {
             if count == 0 {
@@ -227,6 +233,7 @@ impl ServeArgs {
                 max_concurrent_requests: self.max_concurrent_requests as usize,
                 max_body_bytes: self.max_body_bytes as usize,
                 drain: Duration::from_secs(self.drain_seconds.into()),
+                ..ServeOptions::default()
             },
             group: GroupConfig {
                 threads,
@@ -247,10 +254,11 @@ impl ServeArgs {
                 },
                 unlooped: self.loop_mode == LoopMode::Off,
                 max_context: self.max_context,
-                waits: Waits {
+                timeouts: Timeouts {
+                    step_floor: Duration::from_secs(self.hang_limit_seconds.into()),
                     step: Duration::from_secs(self.step_limit_seconds.into()),
                     drain: Duration::from_secs(self.drain_seconds.into()),
-                    ..Waits::default()
+                    ..Timeouts::default()
                 },
                 ..GroupConfig::new(model.dir, tp)
             },

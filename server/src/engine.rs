@@ -1,6 +1,6 @@
 //! The seam between the front end and the scheduler: what a request becomes once it is valid, and what comes back.
 //!
-//! `http` and `grpc` hold an [`EngineHandle`]; `group` owns the other end. Neither knows the other.
+//! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an [`EngineHandle`]; `group` owns the other end. Neither knows the other.
 
 use std::sync::Arc;
 
@@ -8,72 +8,13 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use crate::metrics::EngineMetrics;
-
-/// How a token is drawn; meanings and ranges as in worker/v1 `Sampling`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SamplingParams {
-    /// 0: greedy.
-    pub temperature: f32,
-    /// 0: all.
-    pub top_k: u32,
-    /// In (0, 1].
-    pub top_p: f32,
-    /// In [0, 1].
-    pub min_p: f32,
-    /// Key of the random draws; given at admission where the request has none.
-    pub seed: u64,
-    /// In [-2, 2].
-    pub presence_penalty: f32,
-    /// In [-2, 2].
-    pub frequency_penalty: f32,
-    /// Over 0; 1: off.
-    pub repetition_penalty: f32,
-    /// (token, bias), ascending by token, no token twice.
-    pub logit_bias: Vec<(u32, f32)>,
-}
-
-/// One sequence to generate. A request with `n` choices or several prompts becomes several of these.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SequenceRequest {
-    /// At least one token.
-    pub prompt: Vec<u32>,
-    /// Bound on generated tokens, at least 1; prompt and output together fit the context.
-    pub max_tokens: u32,
-    /// Generated tokens before which stop tokens are neither sampled nor obeyed.
-    pub min_tokens: u32,
-    /// Token ids that end the sequence.
-    pub stop_tokens: Vec<u32>,
-    /// How tokens are drawn.
-    pub sampling: SamplingParams,
-    /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
-    pub logprobs: Option<u32>,
-}
-
-/// A token as it comes out of the loop.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GeneratedToken {
-    /// Token id.
-    pub id: u32,
-    /// Log-probability under the raw logits, if asked for.
-    pub logprob: Option<f32>,
-    /// The most likely tokens, most likely first.
-    pub top: Vec<(u32, f32)>,
-}
+pub use crate::sched::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose logit
 /// is no number, OpenAI says -9999.
 pub fn client_logprob(logprob: f32) -> f32 {
     const FLOOR: f32 = -9999.0;
     if logprob.is_finite() { logprob } else { FLOOR }
-}
-
-/// Why a sequence ended by itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FinishReason {
-    /// A stop token was sampled (it is the last token sent).
-    Stop,
-    /// `max_tokens` or the end of the context.
-    Length,
 }
 
 /// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
@@ -85,35 +26,6 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// The sequence was given up; the text says why.
     Failed(String),
-}
-
-/// Why a sequence was not taken.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum SubmitError {
-    /// 429: a bound of the queue is reached.
-    #[error("the queue is full: {waiting} of at most {limit} {what} wait")]
-    QueueFull {
-        /// What waits now.
-        waiting: u64,
-        /// The bound.
-        limit: u64,
-        /// "sequences" or "prompt tokens".
-        what: &'static str,
-    },
-    /// 400: the KV cache as a whole is too small for this sequence.
-    #[error(
-        "the request needs {needed} KV pages, but the whole cache has {available}: lower max_tokens or the prompt, or start \
-         the server with more --kv-pages or --kv-memory-mib"
-    )]
-    TooLarge {
-        /// Pages that prompt and output need.
-        needed: u64,
-        /// Pages in the cache.
-        available: u64,
-    },
-    /// 503: the model is not (or no longer) being served.
-    #[error("the server is {0}")]
-    Unavailable(String),
 }
 
 /// What the front end may say of the model before and while it is served.
@@ -148,21 +60,21 @@ pub struct ModelInfo {
     pub bit_domain: String,
 }
 
-/// A submission on its way to the scheduler.
+/// The sequences of one request on their way to the scheduler.
 #[derive(Debug)]
 pub struct Submission {
-    /// What to generate.
-    pub request: SequenceRequest,
-    /// When it was handed over.
+    /// What to generate, at least one.
+    pub requests: Vec<SequenceRequest>,
+    /// When they were handed over.
     pub submitted: Instant,
-    /// Answered once: admitted to the queue, or why not.
-    pub reply: oneshot::Sender<Result<SequenceStream, SubmitError>>,
+    /// Answered once: all are queued, in this order, or why none is.
+    pub reply: oneshot::Sender<Result<Vec<SequenceStream>, SubmitError>>,
 }
 
 /// What the handle sends to the engine.
 #[derive(Debug)]
 pub enum Command {
-    /// A new sequence.
+    /// A new request.
     Submit(Submission),
     /// Nobody wants the rest of a sequence.
     Cancel {
@@ -180,8 +92,6 @@ pub enum Unwanted {
     Complete,
     /// Its owner went away.
     Abandoned,
-    /// Its request was refused: not all of its sequences were taken.
-    Refused,
     /// The server gives its request up: another of its sequences failed, or the server ends.
     GivenUp,
 }
@@ -252,14 +162,14 @@ impl EngineHandle {
         Self { commands, state, model, metrics }
     }
 
-    /// Queues a sequence.
+    /// Queues the sequences of a request, all of them or none.
     ///
     /// # Errors
     /// Says which bound was reached, or that the server is not serving.
-    pub async fn submit(&self, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
+    pub async fn submit(&self, requests: Vec<SequenceRequest>) -> Result<Vec<SequenceStream>, SubmitError> {
         let (reply, answer) = oneshot::channel();
         let gone = || SubmitError::Unavailable("shutting down".into());
-        let submission = Submission { request, submitted: Instant::now(), reply };
+        let submission = Submission { requests, submitted: Instant::now(), reply };
         self.commands.send(Command::Submit(submission)).map_err(|_| gone())?;
         let unanswered = |_| match self.state() {
             EngineState::Draining => gone(),

@@ -1,18 +1,19 @@
 //! Looplane's front end: requests in over HTTP and gRPC, sequences out to the engine, text back.
 //!
 //! `http` and `grpc` read and write, `request` says what is valid, `text` knows the model's tokenizer and template,
-//! `generate` joins them to the [`engine`] seam, `serve` runs them on a socket. On the other side of the seam `group` feeds
-//! the workers of a replica with what `sched` decides.
+//! `frontend` joins them to the [`engine`] seam, `listener` runs them on a socket. On the other side of the seam `group`
+//! feeds the workers of a replica with what `sched` decides.
 #![forbid(unsafe_code)]
 
 pub mod config;
 pub mod engine;
-pub mod generate;
+pub mod frontend;
 pub mod group;
 pub mod grpc;
 pub mod http;
+pub mod listener;
 pub mod metrics;
 pub mod request;
 pub mod sched;
-pub mod serve;
 pub mod text;
+pub mod upload;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
-use looplane_server::sched::{Action, Event, Limits, Scheduler};
+use looplane_server::sched::{Action, Blame, Event, Limits, Scheduler};
 use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits};
 use looplane_worker::convert;
 use looplane_worker::plan::PAGE_POSITIONS;
@@ -134,7 +134,7 @@ fn run(seed: u64) -> usize {
     let max_context = 2 + rng.below(4 * PAGE_POSITIONS as u64);
     let kv_pages = max_context.div_ceil(PAGE_POSITIONS as u64) + rng.below(4);
     let steps_per_plan = 1 + rng.below(9) as u32;
-    let limits = Limits { max_slots, max_batch_tokens, steps_per_plan, max_losses: 1000, ..Limits::default() };
+    let limits = Limits { max_slots, max_batch_tokens, steps_per_plan, suspect_after: 1000, ..Limits::default() };
     let batch_limits = BatchLimits {
         max_slots: max_slots as usize,
         max_batch_tokens: max_batch_tokens as usize,
@@ -150,27 +150,31 @@ fn run(seed: u64) -> usize {
     let mut events = VecDeque::from([ready()]);
     let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();
     let mut admissions = 0;
+    let mut up = false;
     let sequences = 1 + rng.below(12);
     for round in 0.. {
         assert!(round < 100_000, "no end");
         let arrived = seen.len() as u64;
-        if arrived < sequences && rng.below(4) == 0 {
+        if up && arrived < sequences && rng.below(4) == 0 {
             let request = request(&mut rng, max_context);
-            seen.insert(arrived, Seen { request: Some(request.clone()), ..Seen::default() });
-            events.push_back(Event::Submit { sequence: arrived, request });
+            let number = arrived + 1;
+            seen.insert(number, Seen { request: Some(request.clone()), ..Seen::default() });
+            assert_eq!(scheduler.submit(vec![request]), Ok(number..number + 1));
         }
         if arrived > 0 && rng.below(400) == 0 {
-            let sequence = rng.below(arrived);
+            let sequence = 1 + rng.below(arrived);
             let seen = seen.get_mut(&sequence).unwrap();
             seen.cancelled |= !seen.ended;
             events.push_back(Event::Cancel { sequence });
         }
-        if rng.below(300) == 0 {
+        let mut actions = Vec::new();
+        if up && rng.below(300) == 0 {
             events.retain(|event| !matches!(event, Event::Outcome(_)));
-            events.extend([Event::GroupLost, ready()]);
+            assert_eq!(scheduler.group_lost(&mut actions), Blame::Nobody);
+            events.push_back(ready());
             worker = group();
         }
-        let mut actions = Vec::new();
+        up = true;
         while let Some(event) = events.pop_front() {
             scheduler.apply(event, &mut actions);
         }
@@ -178,7 +182,6 @@ fn run(seed: u64) -> usize {
             match action {
                 Action::Token { sequence, token } => seen.get_mut(&sequence).unwrap().tokens.push(token.id),
                 Action::Finished { sequence, .. } => seen.get_mut(&sequence).unwrap().ended = true,
-                Action::Queued { .. } => {}
                 other => panic!("{other:?}"),
             }
         }

@@ -1,7 +1,7 @@
 //! The sequences of the batch: applies the server's plans at token boundaries and says which rows each step computes.
 //!
-//! Pure and deterministic: every rank runs the same `Batch` over the same plans and the same sampled tokens, so all ranks
-//! admit, cancel and stop at the same token without talking about it. The loop of a decoder:
+//! Pure and deterministic: every rank runs the same `Batch` over the same plans and the same sampled tokens, so all
+//! ranks admit, cancel and stop at the same token without talking about it. The loop of a decoder:
 //!
 //! ```text
 //! agreed = 0
@@ -248,8 +248,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Takes the sampled token of each of the step's `samples`, in that order, and moves to the next step. Returns, in the
-    /// same order, which sequences ended with it.
+    /// Takes the sampled token of each of the step's `samples`, in that order, and moves to the next step. Returns, in
+    /// the same order, which sequences ended with it.
     ///
     /// # Panics
     /// If there was no step, or the number of samples or a token id is not what the step asks for: a broken backend.

@@ -1,7 +1,8 @@
 //! The worker/v1 service: load, join, run plans, report outcomes, drain. Knows no device.
 //!
-//! Tasks and threads: the gRPC server's tasks on one async thread; a thread that loads; and, while `Run` lasts, the decoder's
-//! thread, fed by one task (plans) and drained by another (outcomes), each through a bounded channel of its own.
+//! Tasks and threads: the gRPC server's tasks on one async thread; a thread that loads; and, while `Run` lasts, the
+//! decoder's thread, fed by one task (plans) and drained by another (outcomes), each through a bounded channel of its
+//! own.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,15 +23,15 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::batch::PlanFault;
 use crate::convert;
-use crate::cuda::CudaError;
+use crate::cuda::error::CudaError;
 use crate::decoder::{Decoder, Fault, Load, LoadError, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 
 /// Largest plan on the wire: 256 sequences admitted at once with 128k tokens each are under it.
 const MAX_PLAN_BYTES: usize = 256 << 20;
 /// Load events that wait for the server; further progress is dropped, the end is not.
 const LOAD_EVENTS: usize = 64;
-/// Once the decoder has ended, how long the last outcomes and the status may take to leave.
-const LAST_WORDS_LIMIT: Duration = Duration::from_secs(10);
+/// Once the decoder has ended, how long the last outcomes and the status may take to be sent.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves one worker on `listener` until its run ends: `Ok` after a drain.
 ///
@@ -54,8 +55,8 @@ pub async fn serve(listener: UnixListener, rank: usize, load: Arc<Load>) -> Resu
         result = end.recv() => result.expect("the service, which lives as long as its server, holds a sender"),
     };
     drop(stop);
-    if tokio::time::timeout(LAST_WORDS_LIMIT, server).await.is_err() {
-        tracing::warn!(rank, limit = ?LAST_WORDS_LIMIT, "the server did not take the last outcomes in time");
+    if tokio::time::timeout(FLUSH_TIMEOUT, server).await.is_err() {
+        tracing::warn!(rank, limit = ?FLUSH_TIMEOUT, "the server did not take the last outcomes in time");
     }
     result
 }
@@ -319,7 +320,7 @@ fn fault_status(fault: &Fault) -> Status {
     match fault {
         Fault::Load(error) => load_status(error),
         Fault::Plan(_) => Status::invalid_argument(fault.to_string()),
-        Fault::WaitLimit { .. } | Fault::KernelWait { .. } | Fault::KernelSilent { .. } => {
+        Fault::WaitLimit { .. } | Fault::KernelWait { .. } | Fault::KernelTimeout { .. } => {
             Status::deadline_exceeded(fault.to_string())
         }
         _ => Status::internal(fault.to_string()),

@@ -3,6 +3,8 @@
 //! A backend runs on one OS thread of its own (and whatever team it starts). It never waits for the async side of the
 //! worker, with one exception: a full outcome channel (see [`OutcomeSink::send`]).
 
+mod fault;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,11 +13,9 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault};
-use crate::cuda::CudaError;
-use crate::model::checkpoint::CheckpointError;
-use crate::model::config::ConfigError;
-use crate::plan::PlanError;
 use crate::sampling::Sampled;
+
+pub use fault::{Fault, LoadError};
 
 /// Plans that wait in the worker for their token boundary. The server runs a few plans ahead at most; past this bound
 /// it is the gRPC stream's flow control that waits, never a rank.
@@ -128,144 +128,6 @@ impl Phase {
     }
 }
 
-/// Why a model was not loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    /// config.json is refused.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The weights are refused.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// The model cannot be cut for this group.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// The request contradicts itself.
-    #[error("load: {0}")]
-    Request(String),
-    /// It does not fit into memory.
-    #[error("{what} need {needed} bytes, but {available}")]
-    TooLarge {
-        /// What does not fit.
-        what: &'static str,
-        /// Bytes it needs.
-        needed: u64,
-        /// What there is instead, in words.
-        available: String,
-    },
-    /// The GPU cannot be used, or not for this model.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    /// The machine refused something.
-    #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// What the system said.
-        source: std::io::Error,
-    },
-}
-
-/// Why a worker ends before its time: reported once, then the process exits with [`crate::EXIT_FAULT`].
-#[derive(Debug, thiserror::Error)]
-pub enum Fault {
-    /// The model was not loaded.
-    #[error(transparent)]
-    Load(LoadError),
-    /// The socket that the server speaks through failed.
-    #[error("the worker's socket: {0}")]
-    Socket(String),
-    /// The server sent a plan that breaks a rule.
-    #[error(transparent)]
-    Plan(#[from] PlanFault),
-    /// The stream of plans broke.
-    #[error("the stream of plans broke: {0}")]
-    PlanStream(String),
-    /// Nobody reads outcomes any more.
-    #[error("the server stopped reading outcomes")]
-    ServerGone,
-    /// The exchange memory of the group could not be mapped.
-    #[error("rank {rank}: joining the group: {problem}")]
-    Join {
-        /// This rank.
-        rank: usize,
-        /// What failed, for which handle.
-        problem: String,
-    },
-    /// Another rank did not arrive in time.
-    #[error(
-        "rank {rank} waited {waited_ms} ms for rank {peer} in step {step}, {phase}: expected {expected}, last seen {seen}"
-    )]
-    WaitLimit {
-        /// This rank.
-        rank: usize,
-        /// The rank waited for.
-        peer: usize,
-        /// Step in the life of the worker.
-        step: u64,
-        /// What was being exchanged, such as "layer 3 attention sum".
-        phase: String,
-        /// The epoch waited for.
-        expected: u64,
-        /// The epoch last seen.
-        seen: u64,
-        /// How long.
-        waited_ms: u64,
-    },
-    /// A call of the GPU's driver failed.
-    #[error("rank {rank}, step {step}: {error}")]
-    Cuda {
-        /// This rank.
-        rank: usize,
-        /// Step in the life of the worker.
-        step: u64,
-        /// What failed.
-        error: CudaError,
-    },
-    /// A thread of the GPU's kernel waited past its limit.
-    #[error(
-        "rank {rank}, step {step}: {}block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
-         last seen {seen}",
-        missing.map_or(String::new(), |missing| format!("rank {missing} did not speak; "))
-    )]
-    KernelWait {
-        /// This rank.
-        rank: usize,
-        /// Step in the life of the worker, or one soon after it.
-        step: u64,
-        /// The rank that was waited for, where it was one: look for what its worker logged.
-        missing: Option<u32>,
-        /// Thread block.
-        block: u32,
-        /// Thread in it.
-        thread: u32,
-        /// What was waited for, with the number that the kernel has for it.
-        site: String,
-        /// Tag or parity waited for.
-        expected: u32,
-        /// What was there.
-        seen: u32,
-    },
-    /// The GPU's kernel neither delivers nor fails.
-    #[error("rank {rank}, step {step}: the GPU delivered nothing for {waited_ms} ms")]
-    KernelSilent {
-        /// This rank.
-        rank: usize,
-        /// Step in the life of the worker.
-        step: u64,
-        /// How long.
-        waited_ms: u64,
-    },
-    /// An invariant of the backend broke (a panic in one of its threads).
-    #[error("rank {rank}: the decoder broke: {problem}")]
-    Broken {
-        /// This rank.
-        rank: usize,
-        /// The panic's message.
-        problem: String,
-    },
-}
-
 /// One step was run, or a plan without rows was applied; meanings as in worker/v1 `Outcome`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Outcome {
@@ -306,8 +168,8 @@ pub trait Decoder: Send {
     /// Where other ranks find this rank's exchange memory; opaque.
     fn fabric_handle(&self) -> String;
 
-    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`, and for all ranks at the
-    /// same time: it may wait for the others.
+    /// Maps the exchange memory of every rank; handles in rank order. Called once, before `run`, and for all ranks at
+    /// the same time: it may wait for the others.
     ///
     /// # Errors
     /// A handle cannot be mapped, or does not fit this rank, or a rank does not join.
@@ -320,7 +182,8 @@ pub trait Decoder: Send {
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault>;
 }
 
-/// Loads a rank; runs on a blocking thread. Progress may be reported as often as is convenient.
+/// Loads a rank; runs on a blocking thread. Progress is reported at least twice a second while weights are read and
+/// packed.
 pub type Load = dyn Fn(&LoadRequest, &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> + Send + Sync;
 
 /// The decoder's end of the stream of plans.
@@ -425,9 +288,10 @@ pub fn outcome_stream(vitals: Arc<Vitals>) -> (OutcomeSink, mpsc::Receiver<Outco
 }
 
 impl OutcomeSink {
-    /// Reports a step. Waits only while [`OUTCOMES_AHEAD`] outcomes are unread. That cannot deadlock: outcomes leave through a
-    /// task of their own that depends on nothing but the server reading them, and the server reads outcomes without
-    /// waiting for a plan to be accepted. A server that stopped reading is caught by the other ranks' wait limit.
+    /// Reports a step. Waits only while [`OUTCOMES_AHEAD`] outcomes are unread. That cannot deadlock: outcomes leave
+    /// through a task of their own that depends on nothing but the server reading them, and the server reads outcomes
+    /// without waiting for a plan to be accepted. A server that stopped reading is caught by the other ranks' wait
+    /// limit.
     ///
     /// # Errors
     /// The server is gone.

@@ -62,8 +62,8 @@ impl Golden {
         self.ids.iter().chain(&self.greedy).copied().collect()
     }
 
-    /// For each recorded position, how many of [`Self::tokens`] come before the token that its logits say: the greedy steps
-    /// begin at the prompt's last position again.
+    /// For each recorded position, how many of [`Self::tokens`] come before the token that its logits say: the greedy
+    /// steps begin at the prompt's last position again.
     pub(crate) fn ends(&self) -> impl Iterator<Item = usize> {
         let length = self.ids.len();
         (length + 1 - RECORDED..=length).chain(length..length + self.greedy.len())
@@ -76,8 +76,9 @@ impl Golden {
         errors
     }
 
-    /// The greedy steps whose margin, that of the largest recorded logit over the second, exceeds the largest error of a logit at
-    /// that very step. It takes both logits to be off by half of it, in opposite directions, to turn one of the others.
+    /// The greedy steps whose margin, that of the largest recorded logit over the second, exceeds the largest error of
+    /// a logit at that very step. It takes both logits to be off by half of it, in opposite directions, to turn one of
+    /// the others.
     pub(crate) fn decided(&self, errors: &[Error]) -> Vec<usize> {
         let is_decided = |step: &usize| self.margin[*step] > errors[RECORDED + step].largest;
         (0..self.greedy.len()).filter(is_decided).collect()

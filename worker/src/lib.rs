@@ -1,8 +1,8 @@
 //! One socket's worker: reads its tensor-parallel shard of a checkpoint and runs it in a looped decoder.
 //!
-//! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the server's
-//! plans into the rows of each step, `backend` chooses between `cpu`, which runs the loop with the functions of `math`, and
-//! `cuda`, `sampling` draws the tokens, `control` speaks worker/v1, `bench` measures.
+//! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the
+//! server's plans into the rows of each step, `backend` chooses between `cpu`, which runs the loop with the functions
+//! of `math`, and `cuda`, `sampling` draws the tokens, `control` speaks worker/v1, `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -55,9 +55,9 @@ pub fn run(args: &WorkerArgs) -> ExitCode {
     run_with(args, Arc::new(backend::load))
 }
 
-/// Serves one worker until its run ends and says how the process should exit: 0 after a drain, [`EXIT_FAULT`] after a fault,
-/// which is logged. The worker is killed when the thread that started it ends, so that a dead server leaves no orphan; a
-/// server therefore starts workers from a thread that lives as long as it does.
+/// Serves one worker until its run ends and says how the process should exit: 0 after a drain, [`EXIT_FAULT`] after a
+/// fault, which is logged. The worker is killed when the thread that started it ends, so that a dead server leaves no
+/// orphan; a server therefore starts workers from a thread that lives as long as it does.
 pub fn run_with(args: &WorkerArgs, load: Arc<Load>) -> ExitCode {
     let result = follow_parent(args.parent).and_then(|()| serve(&args.socket, args.rank, load));
     match result {

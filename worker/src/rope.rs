@@ -1,7 +1,7 @@
 //! Rotary position embedding: angles of a position, and the rotation of a head.
 //!
-//! Cosines and sines are computed once a step for each row, in double precision with a library whose bits are the same on
-//! every machine; a table over all positions would cost a long-context model tens of megabytes a rank.
+//! Cosines and sines are computed once a step for each row, in double precision with a library whose bits are the same
+//! on every machine; a table over all positions would cost a long-context model tens of megabytes a rank.
 
 use crate::model::ModelConfig;
 

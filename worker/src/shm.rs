@@ -124,8 +124,8 @@ impl Segment {
     /// `len` fp32 at byte `offset`, for reading.
     ///
     /// # Safety
-    /// The rank that owns the segment does not write them before the returned slice is given up: its flag said that they
-    /// are complete (acquire), and the protocol keeps it from reusing them so long.
+    /// The rank that owns the segment does not write them before the returned slice is given up: its flag said that
+    /// they are complete (acquire), and the protocol keeps it from reusing them so long.
     ///
     /// # Panics
     /// If the range is out of bounds or not aligned.

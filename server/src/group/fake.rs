@@ -1,5 +1,6 @@
 //! Workers inside the test's process that speak worker/v1 over real Unix sockets and do what a script says.
 
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 use std::pin::Pin;
@@ -10,8 +11,8 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use looplane_proto::worker::v1::worker_server::{Worker, WorkerServer};
 use looplane_proto::worker::v1::{
-    HealthRequest, HealthResponse, JoinRequest, JoinResponse, LoadEvent, LoadProgress, LoadRequest, Loaded, Outcome,
-    Plan, load_event,
+    Admit, HealthRequest, HealthResponse, JoinRequest, JoinResponse, LoadEvent, LoadProgress, LoadRequest, Loaded,
+    Outcome, Plan, load_event,
 };
 use tokio::net::UnixListener;
 use tokio::sync::{Barrier, mpsc};
@@ -37,6 +38,8 @@ pub(crate) struct Script {
     pub(crate) step: Duration,
     /// After so many steps: exit, break the stream, say nothing more, or lie.
     pub(crate) after: Option<(u64, Trouble)>,
+    /// Exits in a step that brings a token for a prompt which begins with this one.
+    pub(crate) poison: Option<u32>,
     /// Exits after this time, whatever it does.
     pub(crate) lifetime: Option<Duration>,
     /// Exits instead of opening its socket.
@@ -59,6 +62,8 @@ pub(crate) enum Trouble {
     /// Breaks the stream, and exits [`SLOW_END`] later.
     EndSlowly,
     Hang,
+    /// Takes this much longer, once.
+    Pause(Duration),
     Lie,
 }
 
@@ -72,6 +77,7 @@ impl Default for Script {
             kv_pages: 64,
             step: Duration::from_micros(200),
             after: None,
+            poison: None,
             lifetime: None,
             exits_at_once: false,
             kill_takes: Duration::ZERO,
@@ -264,17 +270,27 @@ async fn run(
     let kv_pages = script.kv_pages + 1;
     let mut worker = FakeWorker::new(Shape { max_slots: 4, max_batch_tokens: 8, kv_pages, page_positions: 4 });
     let mut steps = 0;
+    let mut poisoned = HashSet::new();
+    let receive = |worker: &mut FakeWorker, plan: Plan, poisoned: &mut HashSet<u64>| {
+        let begins = |admit: &&Admit| Some(admit.tokens[0]) == script.poison;
+        poisoned.extend(plan.admit.iter().filter(begins).map(|admit| admit.sequence));
+        worker.receive(plan);
+    };
     loop {
         while let Ok(plan) = plans.try_recv() {
-            worker.receive(plan);
+            receive(&mut worker, plan, &mut poisoned);
         }
         if worker.rests() {
             let Some(plan) = plans.recv().await else { break };
-            worker.receive(plan);
+            receive(&mut worker, plan, &mut poisoned);
         }
         let all_hold = exchange.all_hold(rank, worker.last_version()).await;
         let Some(mut outcome) = worker.run(all_hold) else { continue };
         steps += 1;
+        if outcome.tokens.iter().any(|token| poisoned.contains(&token.sequence)) {
+            let _ = exits.send(false);
+            return;
+        }
         if let Some((limit, trouble)) = script.after
             && steps > limit
         {
@@ -295,6 +311,8 @@ async fn run(
                     return;
                 }
                 Trouble::Hang => std::future::pending::<()>().await,
+                Trouble::Pause(time) if steps == limit + 1 => tokio::time::sleep(time).await,
+                Trouble::Pause(_) => {}
                 Trouble::Lie => outcome.version += 7,
             }
         }

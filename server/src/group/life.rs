@@ -69,12 +69,11 @@ impl From<FinishReason> for Ended {
     }
 }
 
-/// How a sequence ended that nobody wants any more; `None` if it does not count, as its request was never taken.
-pub(super) fn unwanted(because: Unwanted) -> Option<Ended> {
+/// How a sequence ended that nobody wants any more.
+pub(super) fn unwanted(because: Unwanted) -> Ended {
     match because {
-        Unwanted::Complete => Some(Ended::Stop),
-        Unwanted::Abandoned => Some(Ended::Abort),
-        Unwanted::Refused => None,
-        Unwanted::GivenUp => Some(Ended::Error),
+        Unwanted::Complete => Ended::Stop,
+        Unwanted::Abandoned => Ended::Abort,
+        Unwanted::GivenUp => Ended::Error,
     }
 }

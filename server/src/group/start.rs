@@ -14,50 +14,16 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use super::GroupConfig;
-use super::launch::{Workers, remove_socket_dir};
+use super::config::{GroupConfig, Timeouts};
+use super::fault::{GRACE, StartError};
+use super::sockets::remove_socket_dir;
+use super::workers::Workers;
 use crate::engine::ModelInfo;
 
 /// Pause between two looks for a worker's socket.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
-/// A worker's answer and its exit come by different ways; how long the one is waited for after the other.
-pub(super) const GRACE: Duration = Duration::from_secs(1);
 /// Outcomes of all ranks on their way to the driver. When it is full the ranks' streams wait, and nothing is lost.
 const EVENTS_BOUND: usize = 256;
-
-/// Why a group did not start.
-#[derive(Debug)]
-pub(super) struct StartError {
-    /// Starting again would end the same way.
-    pub(super) is_final: bool,
-    pub(super) reason: String,
-    /// The rank whose connection broke, perhaps because it ends.
-    ending: Option<u32>,
-}
-
-impl StartError {
-    pub(super) fn fault(reason: String) -> Self {
-        Self { is_final: false, reason, ending: None }
-    }
-
-    pub(super) fn refusal(reason: String) -> Self {
-        Self { is_final: true, reason, ending: None }
-    }
-
-    /// A status that says nothing about the model: the next start may go better.
-    fn status(rank: usize, doing: &str, status: &Status) -> Self {
-        let reason = format!("rank {rank} failed while {doing}: {:?}: {}", status.code(), status.message());
-        Self { ending: Some(rank as u32), ..Self::fault(reason) }
-    }
-
-    /// A status of Load, where some say that the model cannot be served.
-    fn load(rank: usize, status: &Status, is_final: impl Fn(Code) -> bool) -> Self {
-        match is_final(status.code()) {
-            true => Self::refusal(format!("rank {rank}: {}", status.message())),
-            false => Self::status(rank, "loading", status),
-        }
-    }
-}
 
 /// What a rank said.
 #[derive(Debug)]
@@ -154,7 +120,7 @@ async fn bring_up(
 ) -> Result<Link, StartError> {
     let started = Instant::now();
     progress("starting the workers".into());
-    let clients = sockets.iter().enumerate().map(|(rank, socket)| connect(rank, socket, config.waits.start));
+    let clients = sockets.iter().enumerate().map(|(rank, socket)| connect(rank, socket, &config.timeouts));
     let mut clients = try_join_all(clients).await?;
     remove_socket_dir(sockets);
     let loads = clients.iter_mut().enumerate().map(|(rank, client)| load(rank, client, config, progress));
@@ -164,7 +130,7 @@ async fn bring_up(
     let fabric_handles: Vec<String> = loaded.iter().map(|loaded| loaded.fabric_handle.clone()).collect();
     let joins = clients.iter_mut().enumerate().map(|(rank, client)| {
         let request = JoinRequest { fabric_handles: fabric_handles.clone() };
-        let limit = config.waits.start;
+        let limit = config.timeouts.start;
         async move {
             let joined = timeout(limit, client.join(request)).await;
             let joined = joined.map_err(|_| StartError::fault(format!("rank {rank} did not join within {limit:?}")))?;
@@ -176,11 +142,15 @@ async fn bring_up(
     Ok(run(clients, facts, config.limits.plans_ahead))
 }
 
-async fn connect(rank: usize, socket: &Path, limit: Duration) -> Result<WorkerClient<Channel>, StartError> {
+async fn connect(rank: usize, socket: &Path, timeouts: &Timeouts) -> Result<WorkerClient<Channel>, StartError> {
+    let limit = timeouts.start;
     let address = format!("unix://{}", socket.display());
     let endpoint = Endpoint::from_shared(address).map_err(|error| {
         StartError::refusal(format!("the socket path {} cannot be used: {error}", socket.display()))
     })?;
+    // A process that is stopped, or whose machine hangs, keeps its sockets open: only its answers tell.
+    let endpoint =
+        endpoint.http2_keep_alive_interval(timeouts.ping).keep_alive_timeout(timeouts.pong).keep_alive_while_idle(true);
     let connected = timeout(limit, async {
         loop {
             if let Ok(channel) = endpoint.connect().await {
@@ -210,12 +180,12 @@ async fn load(
         max_batch_tokens: limits.max_batch_tokens,
         kv_pages: config.kv_pages,
         kv_bytes_limit: config.kv_bytes_limit,
-        wait_limit_ms: u32::try_from(config.waits.step.as_millis()).unwrap_or(u32::MAX),
+        wait_limit_ms: u32::try_from(config.timeouts.step.as_millis()).unwrap_or(u32::MAX),
         max_context: config.max_context,
         device: config.device.into(),
         unlooped: config.unlooped,
     };
-    let limit = config.waits.load;
+    let limit = config.timeouts.load;
     let silent = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
     // Before the load has begun, what is exhausted is the machine (no thread to load with); later, the model does not fit.
     let refused = |status: Status| StartError::load(rank, &status, |code| code == Code::InvalidArgument);

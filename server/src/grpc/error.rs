@@ -2,13 +2,20 @@
 
 use tonic::{Code, Status};
 
-use crate::{engine::SubmitError, generate::GenerateError, request::RequestError};
+use crate::{engine::SubmitError, frontend::GenerateError, request::RequestError, upload::UploadError};
 
 pub(super) fn status(error: GenerateError) -> Status {
     let code = match &error {
         GenerateError::Request(RequestError::ModelNotFound { .. }) => Code::NotFound,
-        GenerateError::Request(_) | GenerateError::Submit(SubmitError::TooLarge { .. }) => Code::InvalidArgument,
-        GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => Code::ResourceExhausted,
+        GenerateError::Request(_)
+        | GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => Code::InvalidArgument,
+        GenerateError::Submit(SubmitError::Quarantined { .. }) => Code::FailedPrecondition,
+        GenerateError::Upload(UploadError::TooLarge { .. }) => Code::OutOfRange,
+        GenerateError::Upload(UploadError::Timeout { .. }) => Code::DeadlineExceeded,
+        GenerateError::Upload(UploadError::Broken(_)) => Code::Cancelled,
+        GenerateError::Upload(UploadError::Crowded { .. })
+        | GenerateError::Submit(SubmitError::QueueFull { .. })
+        | GenerateError::Busy { .. } => Code::ResourceExhausted,
         GenerateError::Submit(SubmitError::Unavailable(_))
         | GenerateError::NotReady(_)
         | GenerateError::ShuttingDown => Code::Unavailable,

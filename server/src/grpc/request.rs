@@ -35,7 +35,7 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
         seed: request.seed,
         presence_penalty: nonzero(request.presence_penalty),
         frequency_penalty: nonzero(request.frequency_penalty),
-        repetition_penalty: nonzero(request.repetition_penalty).or(Some(1.0)),
+        repetition_penalty: nonzero(request.repetition_penalty),
         logit_bias: request.logit_bias.iter().map(|(token, bias)| (u64::from(*token), f64::from(*bias))).collect(),
         stop: request.stop,
         ignore_eos: request.ignore_eos,
@@ -53,5 +53,36 @@ fn message((index, message): (usize, ProtoMessage)) -> Result<ChatMessage, Reque
             let text = format!("{role:?} is none of system, developer, user, assistant");
             Err(RequestError::field(format!("chat.messages[{index}].role"), FieldError::Value, text))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::{engine::ModelInfo, request::validate, text::Text};
+
+    #[test]
+    fn what_is_left_out_is_as_if_left_out_over_http() {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
+        let mut text = Text::load(&fixture).unwrap();
+        text.defaults.repetition_penalty = 1.25;
+        text.defaults.temperature = 0.5;
+        (text.defaults.top_k, text.defaults.top_p, text.defaults.min_p) = (7, 0.875, 0.0625);
+        let model = ModelInfo {
+            model_digest: String::new(),
+            architecture: String::new(),
+            vocab_size: 768,
+            max_context: 64,
+            tensor_parallel: 1,
+            bit_domain: String::new(),
+        };
+        let input = Some(generate_request::Input::Prompt("Hi".into()));
+        let grpc = raw(GenerateRequest { input, seed: Some(1), ..GenerateRequest::default() }).unwrap();
+        let http = RawRequest { seed: Some(1), ..RawRequest::new("prompt", Input::Texts(vec!["Hi".into()])) };
+        let grpc = validate(grpc, &model, &text).unwrap();
+        assert_eq!(grpc.sampling.repetition_penalty, 1.25);
+        assert_eq!(grpc, validate(http, &model, &text).unwrap());
     }
 }

@@ -9,8 +9,9 @@ use serde_json::{Value, json};
 
 use crate::{
     engine::SubmitError,
-    generate::GenerateError,
+    frontend::GenerateError,
     request::{FieldError, RequestError},
+    upload::UploadError,
 };
 
 /// An error on its way to an HTTP client.
@@ -41,7 +42,7 @@ impl ApiError {
         Self { status, kind, code, param: None, message: message.into(), retry_after_s: None }
     }
 
-    fn retry(self, kind: &'static str, after_s: u32) -> Self {
+    pub(super) fn retry(self, kind: &'static str, after_s: u32) -> Self {
         Self { kind, retry_after_s: Some(after_s), ..self }
     }
 
@@ -58,10 +59,17 @@ impl From<GenerateError> for ApiError {
         let new = |status| ApiError::new(status, code, message);
         match error {
             GenerateError::Request(error) => error.into(),
-            GenerateError::Submit(SubmitError::QueueFull { .. }) | GenerateError::Busy { .. } => {
-                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1)
+            GenerateError::Upload(UploadError::TooLarge { .. }) => new(StatusCode::PAYLOAD_TOO_LARGE),
+            GenerateError::Upload(UploadError::Timeout { .. }) => new(StatusCode::REQUEST_TIMEOUT),
+            GenerateError::Upload(UploadError::Broken(_)) => new(StatusCode::BAD_REQUEST),
+            GenerateError::Upload(UploadError::Crowded { .. })
+            | GenerateError::Submit(SubmitError::QueueFull { .. })
+            | GenerateError::Busy { .. } => new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1),
+            GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
+                new(StatusCode::BAD_REQUEST)
             }
-            GenerateError::Submit(SubmitError::TooLarge { .. }) => new(StatusCode::BAD_REQUEST),
+            // Clients repeat what is answered with 429 and 5xx by themselves: this is not to be.
+            GenerateError::Submit(SubmitError::Quarantined { .. }) => new(StatusCode::UNPROCESSABLE_ENTITY),
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => {
                 new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5)
             }

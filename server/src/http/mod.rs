@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
+mod completions;
 mod error;
 mod fields;
-mod generate;
 mod json;
 mod metrics;
 mod parse;
@@ -27,7 +27,7 @@ use error::ErrorCode;
 
 use crate::{
     engine::EngineState,
-    generate::{Frontend, in_words},
+    frontend::{Frontend, RequestId, in_words},
     request::RequestError,
 };
 
@@ -47,8 +47,6 @@ const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-sr
 pub struct App {
     /// Requests, engine and text.
     pub frontend: Arc<Frontend>,
-    /// Bytes of one request body.
-    pub max_body_bytes: usize,
     /// Where clients reach this server, for the page at `/`.
     pub base_url: Arc<str>,
 }
@@ -58,8 +56,8 @@ pub fn router(app: App, grpc: Router) -> Router {
     let (frontend, registry) = (app.frontend.clone(), Arc::new(metrics::registry(&app.frontend)));
     Router::new()
         .route("/", get(welcome))
-        .route("/v1/chat/completions", post(generate::chat))
-        .route("/v1/completions", post(generate::completion))
+        .route("/v1/chat/completions", post(completions::chat))
+        .route("/v1/completions", post(completions::completion))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/health/live", get(live))
@@ -71,6 +69,20 @@ pub fn router(app: App, grpc: Router) -> Router {
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(frontend, identify))
+}
+
+/// Whether a path is a probe's: answered even where there is no place for anybody else. Reflection and health over gRPC are
+/// no work, either, but those calls may stay open for ever.
+pub fn is_probe(path: &str) -> bool {
+    path == "/metrics" || ["/health/", "/grpc.health.", "/grpc.reflection."].iter().any(|start| path.starts_with(start))
+}
+
+/// The answer to anything but a probe where all connections are taken.
+pub fn too_many_connections() -> Response {
+    let message = "as many connections are open as this server takes (--max-connections), and none is idle";
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message)
+        .retry("service_unavailable_error", 1)
+        .into_response()
 }
 
 /// A `curl` to paste that the model can answer: it can chat where it has a chat template, and else goes on with a text.
@@ -166,21 +178,21 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
 }
 
 /// Gives the request its name, the log its line, and counts its answer.
-async fn identify(State(frontend): State<Arc<Frontend>>, request: Request, next: Next) -> Response {
-    let usable = |id: &&HeaderValue| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len()) && id.to_str().is_ok();
-    let id = match request.headers().get(REQUEST_ID).filter(usable) {
-        Some(id) => id.clone(),
-        None => HeaderValue::from_str(&Uuid::new_v4().to_string()).expect("hexadecimal digits and dashes"),
-    };
+async fn identify(State(frontend): State<Arc<Frontend>>, mut request: Request, next: Next) -> Response {
+    let chosen = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len());
+    let id = chosen.filter(usable).map_or_else(|| Uuid::new_v4().to_string(), str::to_owned);
+    let header = HeaderValue::from_str(&id).expect("a header's text, or hexadecimal digits and dashes");
     let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());
     let matched = request.extensions().get::<MatchedPath>().cloned();
+    request.extensions_mut().insert(RequestId::from(id.as_str()));
     let mut response = next.run(request).await;
     let status = response.status().as_u16();
     frontend.metrics.answered(matched.as_ref().map_or("none", MatchedPath::as_str), status);
     if let Some(ErrorCode(code)) = response.extensions().get() {
         frontend.metrics.failed(code);
     }
-    tracing::debug!(request_id = ?id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
-    response.headers_mut().insert(REQUEST_ID, id);
+    tracing::debug!(request_id = id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
+    response.headers_mut().insert(REQUEST_ID, header);
     response
 }

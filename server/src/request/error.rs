@@ -62,13 +62,13 @@ pub enum RequestError {
     },
     /// A prompt so long that its tokens need not be counted.
     #[error(
-        "{field}: the context has room for {}, and a text of {prompt_bytes} bytes has more; shorten it",
+        "{field}: the context has room for {}, and a text of {prompt_bytes} bytes or more has more; shorten it",
         tokens(*max_context)
     )]
     PromptBytes {
         /// The field of the prompt.
         field: String,
-        /// Bytes of the prompt.
+        /// Bytes of the prompt, as far as they were counted.
         prompt_bytes: usize,
         /// The model's limit on prompt and output together.
         max_context: u32,

@@ -135,18 +135,24 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
             if messages.is_empty() || messages.len() > MAX_MESSAGES {
                 return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {}", messages.len())));
             }
-            let prompt = chat::prompt(&messages, field, text)?;
+            let prompt = chat::prompt(&messages, field, model.max_context, text)?;
             // The template has written the special tokens, the begin token included.
-            let tokens = encode(&prompt, false, field, model, text)?;
+            let tokens = encode(&prompt, false, field, text)?;
             Ok(vec![(tokens, Start::Beginning)])
         }
         Input::Texts(texts) => {
             check_count(texts.len())?;
-            let tokens = |prompt: String| match prompt.is_empty() {
-                true => Err(wrong("a prompt must not be empty".into())),
-                false => Ok((encode(&prompt, true, field, model, text)?, Start::Middle)),
-            };
-            texts.into_iter().map(tokens).collect()
+            if texts.iter().any(String::is_empty) {
+                return Err(wrong("a prompt must not be empty".into()));
+            }
+            // All lengths are checked before any text is tokenised.
+            let max_context = model.max_context;
+            let max_bytes = text.tokenizer.max_text_bytes(max_context);
+            if let Some(prompt_bytes) = texts.iter().map(String::len).find(|bytes| *bytes > max_bytes) {
+                return Err(RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context });
+            }
+            let tokens = |prompt: &String| Ok((encode(prompt, true, field, text)?, Start::Middle));
+            texts.iter().map(tokens).collect()
         }
         Input::Tokens(lists) => {
             check_count(lists.len())?;
@@ -163,11 +169,7 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
     }
 }
 
-fn encode(prompt: &str, special: bool, field: &str, model: &ModelInfo, text: &Text) -> Result<Vec<u32>, RequestError> {
-    if text.tokenizer.surely_exceeds(prompt, model.max_context) {
-        let (field, prompt_bytes, max_context) = (field.to_owned(), prompt.len(), model.max_context);
-        return Err(RequestError::PromptBytes { field, prompt_bytes, max_context });
-    }
+fn encode(prompt: &str, special: bool, field: &str, text: &Text) -> Result<Vec<u32>, RequestError> {
     let wrong = |error: TextError| RequestError::field(field, FieldError::Value, error.to_string());
     text.tokenizer.encode(prompt, special).map_err(wrong)
 }

@@ -1,7 +1,5 @@
 //! The invariants of the scheduler, checked after each event in tests and debug builds.
 
-use std::collections::BTreeSet;
-
 use super::sequence::Phase;
 use super::{Scheduler, Sequence};
 
@@ -11,16 +9,23 @@ impl Scheduler {
     /// # Errors
     /// Names the invariant that is broken.
     pub fn check(&self) -> Result<(), String> {
-        let of_phase = |matches: fn(&Phase) -> bool| -> BTreeSet<u64> {
-            self.sequences.iter().filter(|(_, s)| matches(&s.phase)).map(|(&id, _)| id).collect()
-        };
-        hold(self.queue == of_phase(|p| matches!(p, Phase::Waiting)), "the queue holds what waits")?;
-        hold(self.running == of_phase(|p| matches!(p, Phase::Running(_))), "running names what is in a slot")?;
-        hold(self.leaving == of_phase(|p| matches!(p, Phase::Leaving { .. })), "leaving names what was preempted")?;
+        let placed = self.queue.len() + self.running.len() + self.leaving.len();
+        hold(placed == self.sequences.len(), "every sequence waits, is in a slot, or is leaving one")?;
+        for (id, sequence) in &self.sequences {
+            let (index, invariant) = match sequence.phase {
+                Phase::Waiting => (&self.queue, "the queue holds what waits"),
+                Phase::Running(_) => (&self.running, "running names what is in a slot"),
+                Phase::Leaving { .. } => (&self.leaving, "leaving names what was preempted"),
+            };
+            hold(index.contains(id), invariant)?;
+        }
         hold(self.fresh.is_subset(&self.queue), "what was never admitted waits")?;
         let fresh_tokens: u64 = self.fresh.iter().map(|id| self.sequences[id].request.prompt.len() as u64).sum();
         hold(self.fresh_tokens == fresh_tokens, "the prompt tokens that wait are counted")?;
         hold(self.fresh.len() as u64 <= self.limits.max_waiting_requests, "the queue is bounded")?;
+        hold(self.trials.are_known(|id| self.sequences.contains_key(&id)), "suspects have not ended")?;
+        let alone = self.trials.on_trial().is_none_or(|id| self.running.iter().eq([&id]) && self.leaving.is_empty());
+        hold(alone, "who is on trial runs alone")?;
         let unstarted = self.pipeline.unstarted().count();
         hold(unstarted <= self.limits.plans_ahead as usize, "the plans ahead are bounded")?;
         hold(self.group_up || self.running.is_empty() && self.leaving.is_empty(), "nothing runs without a group")?;
@@ -29,10 +34,13 @@ impl Scheduler {
     }
 
     fn check_slots(&self) -> Result<(), String> {
-        let mut slots = self.free_slots.clone();
-        slots.extend(self.running.iter().filter_map(|id| self.sequences[id].running()).map(|running| running.slot));
-        slots.sort_unstable();
-        hold(slots.iter().copied().eq(0..self.limits.max_slots), "every slot is free or has one owner")
+        let mut owned = vec![false; self.limits.max_slots as usize];
+        let in_use = self.running.iter().filter_map(|id| self.sequences[id].running()).map(|running| running.slot);
+        for slot in self.free_slots.iter().copied().chain(in_use) {
+            let first = owned.get_mut(slot as usize).is_some_and(|owned| !std::mem::replace(owned, true));
+            hold(first, "every slot is free or has one owner")?;
+        }
+        hold(owned.iter().all(|&owned| owned), "no slot is lost")
     }
 
     fn check_pages(&self) -> Result<(), String> {

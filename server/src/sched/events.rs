@@ -1,23 +1,23 @@
-//! What goes into the scheduler and what comes out, besides plans.
+//! What goes into the scheduler and what comes out, besides submissions and plans.
 
 use looplane_proto::worker::v1::Outcome;
 
-use crate::engine::{FinishReason, GeneratedToken, SequenceRequest, SubmitError};
+use super::request::{FinishReason, GeneratedToken};
 
 /// What happened.
 #[derive(Debug)]
 pub enum Event {
-    /// A sequence arrived. Answered by [`Action::Queued`] or [`Action::Refused`].
-    Submit {
-        /// Its number, higher than all before.
-        sequence: u64,
-        /// What to generate.
-        request: SequenceRequest,
-    },
     /// Nobody wants the rest of a sequence. Unknown numbers are ignored: it may have ended on the way.
     Cancel {
         /// Its number.
         sequence: u64,
+    },
+    /// The reader of a sequence fell behind, or caught up. Unknown numbers are ignored.
+    Reader {
+        /// The sequence's number.
+        sequence: u64,
+        /// It has many tokens yet to take.
+        behind: bool,
     },
     /// A group is ready for its first plan.
     GroupReady {
@@ -28,25 +28,11 @@ pub enum Event {
     },
     /// The group reported a step.
     Outcome(Outcome),
-    /// The group is gone. Everything that ran waits again.
-    GroupLost,
 }
 
 /// What the owner of the scheduler has to do.
 #[derive(Debug, PartialEq)]
 pub enum Action {
-    /// The submission was taken.
-    Queued {
-        /// Its number.
-        sequence: u64,
-    },
-    /// The submission was not taken; its number is forgotten.
-    Refused {
-        /// Its number.
-        sequence: u64,
-        /// Why.
-        error: SubmitError,
-    },
     /// The next token of a sequence.
     Token {
         /// Its number.
@@ -68,6 +54,24 @@ pub enum Action {
         /// Why, in a sentence.
         reason: String,
     },
-    /// The group broke the protocol, as the text says. Stop it and report [`Event::GroupLost`].
+    /// The group broke the protocol, as the text says. Stop it and call [`super::Scheduler::group_lost`].
     Fault(String),
+}
+
+/// What a loss of the group is put down to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Blame {
+    /// Nothing that is known.
+    Nobody,
+    /// A sequence that was computed alone, on a group that had just proven itself. It has failed.
+    Sequence {
+        /// Its number.
+        sequence: u64,
+        /// [`super::SequenceRequest::fingerprint`] of its request.
+        fingerprint: u64,
+        /// Losses while it was computed, this one included.
+        losses: u32,
+    },
+    /// The group itself: it could not compute the few tokens with which it was to prove itself.
+    Group,
 }

@@ -13,12 +13,11 @@ pub struct Limits {
     pub plans_ahead: u32,
     /// Sequences that wait for their first admission.
     pub max_waiting_requests: u64,
-    /// Prompt tokens of the sequences that wait for their first admission. (A single one may exceed it: the context
-    /// bounds it already.)
+    /// Prompt tokens of the sequences that wait for their first admission. (A request of a single one may exceed it: the
+    /// context bounds it already.)
     pub max_waiting_tokens: u64,
-    /// Losses of the group in a row, without a token in between, after which a sequence that was running each time is
-    /// given up: it may be what kills the workers.
-    pub max_losses: u32,
+    /// Losses of the group after which a sequence that was computed each time is a suspect, and computed alone.
+    pub suspect_after: u32,
 }
 
 impl Default for Limits {
@@ -30,7 +29,7 @@ impl Default for Limits {
             plans_ahead: 2,
             max_waiting_requests: 1024,
             max_waiting_tokens: 1 << 20,
-            max_losses: 3,
+            suspect_after: 2,
         }
     }
 }
@@ -66,7 +65,7 @@ impl Limits {
             ("plans_ahead", u64::from(self.plans_ahead)),
             ("max_waiting_requests", self.max_waiting_requests),
             ("max_waiting_tokens", self.max_waiting_tokens),
-            ("max_losses", u64::from(self.max_losses)),
+            ("suspect_after", u64::from(self.suspect_after)),
         ];
         if let Some((name, _)) = bounds.iter().find(|(_, bound)| *bound == 0) {
             return Err(LimitsError::Zero(name));

@@ -1,9 +1,11 @@
 //! The scheduler: one owner of all sequences, slots and KV pages of a group. Pure: events in, actions and plans out; no IO,
 //! no clock, no async, so that a seed replays every run.
 //!
-//! Its owner feeds it with [`Scheduler::apply`] and asks for plans with [`Scheduler::next_plan`] until there is none. Sequence
-//! numbers ascend in order of arrival, and that order decides everything: the lowest waits least, is admitted first and
-//! never gives up its pages to a higher one, so it always makes progress and nothing starves.
+//! Its owner hands it requests with [`Scheduler::submit`], feeds it with [`Scheduler::apply`], and asks for plans with
+//! [`Scheduler::next_plan`] until there is none. Sequence numbers ascend in order of arrival, and that order decides
+//! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always makes
+//! progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after all others,
+//! and while it is unclear what loses the group, `trial` says who is computed.
 
 mod build;
 mod check;
@@ -13,20 +15,25 @@ pub(crate) mod fake_worker;
 mod limits;
 mod pages;
 mod pipeline;
+mod request;
+mod room;
 mod sequence;
 #[cfg(test)]
 mod tests;
+mod trial;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
 
-use crate::engine::{FinishReason, GeneratedToken, SequenceRequest, SubmitError};
-pub use events::{Action, Event};
+pub use events::{Action, Blame, Event};
 pub use limits::{Limits, LimitsError};
 use pages::PagePool;
 use pipeline::Pipeline;
+pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 use sequence::{Phase, Sequence};
+use trial::Trials;
 
 /// The owner of all sequences of a model replica.
 #[derive(Debug)]
@@ -48,9 +55,13 @@ pub struct Scheduler {
     /// `None` until the first group is ready.
     pages: Option<PagePool>,
     pipeline: Pipeline,
+    trials: Trials,
     /// A group takes plans.
     group_up: bool,
-    last_submitted: Option<u64>,
+    /// The number that the next sequence gets.
+    next_sequence: u64,
+    /// Bound on the rows of prompts in a step, besides that of all rows.
+    max_prompt_rows: u32,
     preemptions: u64,
 }
 
@@ -88,21 +99,43 @@ impl Scheduler {
             releases: Vec::new(),
             pages: None,
             pipeline: Pipeline::new(),
+            trials: Trials::default(),
             group_up: false,
-            last_submitted: None,
+            next_sequence: 1,
+            max_prompt_rows: u32::MAX,
             preemptions: 0,
         })
+    }
+
+    /// Queues the sequences of one request, all or none, and returns their numbers.
+    ///
+    /// # Errors
+    /// Which bound they would exceed, or that there is no group yet.
+    pub fn submit(&mut self, requests: Vec<SequenceRequest>) -> Result<Range<u64>, SubmitError> {
+        self.room_for(&requests)?;
+        let first = self.next_sequence;
+        for request in requests {
+            let id = self.next_sequence;
+            self.next_sequence += 1;
+            self.fresh_tokens += request.prompt.len() as u64;
+            self.sequences.insert(id, Sequence::new(request));
+            self.queue.insert(id);
+            self.fresh.insert(id);
+        }
+        debug_assert_eq!(self.check(), Ok(()));
+        Ok(first..self.next_sequence)
     }
 
     /// Takes note of an event and appends what follows from it to `actions`.
     pub fn apply(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Submit { sequence, request } => actions.push(match self.submit(sequence, request) {
-                Ok(()) => Action::Queued { sequence },
-                Err(error) => Action::Refused { sequence, error },
-            }),
             Event::Cancel { sequence } => {
                 self.remove(sequence);
+            }
+            Event::Reader { sequence, behind } => {
+                if let Some(sequence) = self.sequences.get_mut(&sequence) {
+                    sequence.reader_behind = behind;
+                }
             }
             Event::GroupReady { kv_pages, page_positions } => self.group_ready(kv_pages, page_positions, actions),
             Event::Outcome(outcome) => {
@@ -110,9 +143,13 @@ impl Scheduler {
                     actions.push(Action::Fault(reason));
                 }
             }
-            Event::GroupLost => self.group_lost(actions),
         }
         debug_assert_eq!(self.check(), Ok(()));
+    }
+
+    /// Bounds the rows of prompts in the steps of plans to come, at least 1: long steps delay those who decode.
+    pub fn limit_prompt_rows(&mut self, rows: u32) {
+        self.max_prompt_rows = rows.max(1);
     }
 
     /// No sequence is left, and no plan is on its way.
@@ -142,36 +179,50 @@ impl Scheduler {
         self.pipeline.started().filter(|plan| plan.reported == 1).map_or(0, |plan| plan.prompt_rows)
     }
 
-    /// The group owes an outcome, or will once it hears of a release.
+    /// Rows of the largest step that the group owes a report of, or will once plans that are under way begin.
+    pub fn rows_ahead(&self) -> u32 {
+        self.pipeline.rows_ahead()
+    }
+
+    /// The group owes an outcome, or will once a release reaches it.
     pub fn is_outstanding(&self) -> bool {
         let owes = || self.pipeline.unstarted().next().is_some() || self.steps_left() > 0;
         self.group_up && (!self.releases.is_empty() || owes())
     }
 
-    fn submit(&mut self, id: u64, request: SequenceRequest) -> Result<(), SubmitError> {
-        assert!(self.last_submitted < Some(id), "sequence numbers ascend");
-        self.last_submitted = Some(id);
+    fn room_for(&self, requests: &[SequenceRequest]) -> Result<(), SubmitError> {
         let Some(pages) = &self.pages else {
             return Err(SubmitError::Unavailable("loading the model".into()));
         };
-        let prompt_tokens = request.prompt.len() as u64;
-        let sequence = Sequence::new(request);
-        let needed = pages.pages_for(sequence.positions());
-        if needed > pages.total() {
-            return Err(SubmitError::TooLarge { needed, available: pages.total() });
+        for request in requests {
+            let needed = pages.pages_for(request.positions());
+            if needed > pages.total() {
+                return Err(SubmitError::TooLarge { needed, available: pages.total() });
+            }
         }
-        let waiting = self.fresh.len() as u64;
-        if waiting >= self.limits.max_waiting_requests {
-            return Err(SubmitError::QueueFull { waiting, limit: self.limits.max_waiting_requests, what: "sequences" });
+        let tokens = requests.iter().map(|request| request.prompt.len() as u64).sum();
+        let Limits { max_waiting_requests, max_waiting_tokens, .. } = self.limits;
+        let several = requests.len() > 1;
+        let (sequences, waiting) = (requests.len() as u64, self.fresh.len() as u64);
+        for (what, option, brings, waits, limit, is_bound) in [
+            ("sequences", "--max-queued-requests", sequences, waiting, max_waiting_requests, true),
+            // The context bounds a single prompt, and an empty queue takes it.
+            (
+                "prompt tokens",
+                "--max-queued-tokens",
+                tokens,
+                self.fresh_tokens,
+                max_waiting_tokens,
+                several || waiting > 0,
+            ),
+        ] {
+            if is_bound && waits + brings > limit {
+                return Err(match brings > limit && several {
+                    true => SubmitError::NeverFits { asked: brings, limit, what, option },
+                    false => SubmitError::QueueFull { waiting: waits, limit, what },
+                });
+            }
         }
-        if waiting > 0 && self.fresh_tokens + prompt_tokens > self.limits.max_waiting_tokens {
-            let limit = self.limits.max_waiting_tokens;
-            return Err(SubmitError::QueueFull { waiting: self.fresh_tokens, limit, what: "prompt tokens" });
-        }
-        self.sequences.insert(id, sequence);
-        self.queue.insert(id);
-        self.fresh.insert(id);
-        self.fresh_tokens += prompt_tokens;
         Ok(())
     }
 
@@ -189,10 +240,11 @@ impl Scheduler {
             let reason = format!("the request needs {needed} KV pages, but the cache has only {kv_pages} now");
             actions.push(Action::Failed { sequence, reason });
         }
+        self.queue_self_test();
     }
 
-    /// Every sequence that ran waits again, to be computed from its first position with the tokens that came back.
-    fn group_lost(&mut self, actions: &mut Vec<Action>) {
+    /// Nothing runs any more: what ran waits again.
+    fn forget_group(&mut self) {
         self.group_up = false;
         self.pipeline = Pipeline::new();
         self.releases.clear();
@@ -204,15 +256,7 @@ impl Scheduler {
         for id in std::mem::take(&mut self.leaving) {
             let sequence = self.sequences.get_mut(&id).expect("running and leaving name known sequences");
             sequence.phase = Phase::Waiting;
-            sequence.losses += 1;
-            if sequence.losses >= self.limits.max_losses {
-                let reason =
-                    format!("the workers were lost {} times in a row while they computed this", sequence.losses);
-                self.sequences.remove(&id);
-                actions.push(Action::Failed { sequence: id, reason });
-            } else {
-                self.queue.insert(id);
-            }
+            self.queue.insert(id);
         }
     }
 
@@ -259,29 +303,31 @@ impl Scheduler {
             return Err(format!("sequence {id} goes on past its {} tokens", sequence.request.max_tokens));
         }
         sequence.generated.push(token.token);
-        sequence.losses = 0;
-        actions.push(Action::Token {
-            sequence: id,
-            token: GeneratedToken {
-                id: token.token,
-                logprob: token.logprob,
-                top: token.top.iter().map(|entry| (entry.token, entry.logprob)).collect(),
-            },
-        });
+        // Nobody reads what the group proves itself with.
+        let is_read = self.trials.self_test != Some(id);
+        if is_read {
+            let top = token.top.iter().map(|entry| (entry.token, entry.logprob)).collect();
+            let token = GeneratedToken { id: token.token, logprob: token.logprob, top };
+            actions.push(Action::Token { sequence: id, token });
+        }
+        self.clear_if_due(id);
         let reason = match finish {
             Finish::None => return Ok(()),
             Finish::Stop => FinishReason::Stop,
             Finish::Length => FinishReason::Length,
         };
         self.remove(id);
-        actions.push(Action::Finished { sequence: id, reason });
+        if is_read {
+            actions.push(Action::Finished { sequence: id, reason });
+        }
         Ok(())
     }
 
     /// Forgets a sequence, wherever it is; its slot is released by the next plan.
-    fn remove(&mut self, id: u64) {
-        let Some(sequence) = self.sequences.remove(&id) else { return };
-        match sequence.phase {
+    fn remove(&mut self, id: u64) -> Option<Sequence> {
+        let mut sequence = self.sequences.remove(&id)?;
+        self.trials.end(id);
+        match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
             Phase::Waiting => {
                 self.queue.remove(&id);
                 if self.fresh.remove(&id) {
@@ -296,6 +342,7 @@ impl Scheduler {
                 self.release(running);
             }
         }
+        Some(sequence)
     }
 
     /// Gives back slot and pages; the plan built next tells the workers.

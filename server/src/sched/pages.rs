@@ -36,6 +36,11 @@ impl PagePool {
         self.free.len() as u64
     }
 
+    /// Positions that all pages together hold.
+    pub(super) fn positions(&self) -> u64 {
+        self.total() * u64::from(self.page_positions)
+    }
+
     /// Pages in all.
     pub(super) fn total(&self) -> u64 {
         u64::from(self.total)

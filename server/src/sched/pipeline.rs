@@ -19,6 +19,8 @@ pub(super) struct SentPlan {
     pub(super) idle: bool,
     /// Sequences that get a token in each step.
     pub(super) decode: Vec<u64>,
+    /// Sequences of whose prompts its first step computes a chunk.
+    prefill: Vec<u64>,
     /// Prompt tokens that its first step computes.
     pub(super) prompt_rows: u32,
 }
@@ -41,8 +43,8 @@ impl Pipeline {
         self.next_version
     }
 
-    /// Takes note of a plan that is sent; `decode` names its sequences.
-    pub(super) fn push(&mut self, plan: &Plan, decode: Vec<u64>) {
+    /// Takes note of a plan that is sent; `prefill` and `decode` name its sequences.
+    pub(super) fn push(&mut self, plan: &Plan, prefill: Vec<u64>, decode: Vec<u64>) {
         debug_assert_eq!(plan.version, self.next_version);
         self.next_version += 1;
         self.plans.push_back(SentPlan {
@@ -51,6 +53,7 @@ impl Pipeline {
             reported: 0,
             idle: false,
             decode,
+            prefill,
             prompt_rows: plan.prefill.iter().map(|chunk| chunk.len).sum(),
         });
     }
@@ -102,6 +105,20 @@ impl Pipeline {
         self.plans.iter().filter(|plan| plan.reported == 0)
     }
 
+    /// Whether a step that may be running, or is yet to run, computes `sequence`.
+    pub(super) fn computes(&self, sequence: u64) -> bool {
+        self.plans.iter().any(|plan| {
+            let in_first_step = plan.reported == 0 && plan.prefill.contains(&sequence);
+            in_first_step || (!plan.idle && plan.reported < plan.steps && plan.decode.contains(&sequence))
+        })
+    }
+
+    /// Rows of the largest step that may be running or is yet to run.
+    pub(super) fn rows_ahead(&self) -> u32 {
+        let rows = |plan: &SentPlan| plan.decode.len() as u32 + if plan.reported == 0 { plan.prompt_rows } else { 0 };
+        self.plans.iter().map(rows).max().unwrap_or(0)
+    }
+
     /// Tokens that `sequence` gets at least before a plan sent now takes over: one of each unstarted plan.
     pub(super) fn tokens_ahead(&self, sequence: u64) -> u64 {
         self.unstarted().filter(|plan| plan.decode.contains(&sequence)).count() as u64
@@ -121,7 +138,7 @@ mod tests {
         let mut pipeline = Pipeline::new();
         for &steps in steps {
             let plan = Plan { version: pipeline.next_version(), steps, ..Plan::default() };
-            pipeline.push(&plan, vec![7]);
+            pipeline.push(&plan, vec![], vec![7]);
         }
         pipeline
     }

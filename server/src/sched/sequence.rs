@@ -2,7 +2,7 @@
 
 use looplane_proto::worker::v1::{Admit, LogitBias, Sampling};
 
-use crate::engine::SequenceRequest;
+use super::request::SequenceRequest;
 
 /// A sequence from its submission to its end.
 #[derive(Debug)]
@@ -11,8 +11,12 @@ pub(super) struct Sequence {
     /// Tokens that came back, in order; they outlive preemption and the loss of the group.
     pub(super) generated: Vec<u32>,
     pub(super) phase: Phase,
-    /// Times the group was lost under this sequence since its last token.
+    /// Times the group was lost while it computed this sequence, since the sequence was last cleared of it.
     pub(super) losses: u32,
+    /// Tokens since the group was last lost.
+    pub(super) tokens_since_loss: u32,
+    /// Its reader has many tokens yet to take: others go first.
+    pub(super) reader_behind: bool,
 }
 
 /// Where a sequence is.
@@ -44,13 +48,25 @@ impl Running {
     pub(super) fn decodes(&self) -> bool {
         self.prefilled == self.prefill_end
     }
+
+    /// Positions of the prompt that plans are yet to be sent for.
+    pub(super) fn prompt_left(&self) -> u32 {
+        self.prefill_end - self.prefilled
+    }
 }
 
 impl Sequence {
     /// The request is valid, as the seam promises: a prompt, and at least one token to generate.
     pub(super) fn new(request: SequenceRequest) -> Self {
         assert!(!request.prompt.is_empty() && request.max_tokens > 0, "the front end lets only valid requests pass");
-        Self { request, generated: Vec::new(), phase: Phase::Waiting, losses: 0 }
+        Self {
+            request,
+            generated: Vec::new(),
+            phase: Phase::Waiting,
+            losses: 0,
+            tokens_since_loss: 0,
+            reader_behind: false,
+        }
     }
 
     /// Tokens known: prompt and what came back.
@@ -58,9 +74,9 @@ impl Sequence {
         (self.request.prompt.len() + self.generated.len()) as u64
     }
 
-    /// Positions that prompt and output need in all. The last token sampled is never computed itself.
+    /// As [`SequenceRequest::positions`].
     pub(super) fn positions(&self) -> u64 {
-        self.request.prompt.len() as u64 + u64::from(self.request.max_tokens) - 1
+        self.request.positions()
     }
 
     /// The running part, if it is in a slot.

@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use looplane_proto::worker::v1::{Finish, Outcome, Plan};
 
 use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
-use super::{Action, Event, Limits, LimitsError, Scheduler};
-use crate::engine::{FinishReason, SequenceRequest, SubmitError};
+use super::{Action, Blame, Event, FinishReason, Limits, LimitsError, Scheduler, SequenceRequest, SubmitError};
 
 /// What one run tries.
 #[derive(Debug, Clone)]
@@ -32,7 +31,7 @@ impl Scene {
             plans_ahead: 1 + rng.below(3) as u32,
             max_waiting_requests: 1000,
             max_waiting_tokens: 100_000,
-            max_losses: 1000,
+            suspect_after: 1000,
         };
         let page_positions = 1 + rng.below(5) as u32;
         let (max_prompt, max_output) = (1 + rng.below(20), 1 + rng.below(24));
@@ -127,7 +126,6 @@ impl Run {
         assert_eq!(tokens, wanted, "every token that somebody wants is handed on");
         for action in actions {
             match action {
-                Action::Queued { .. } => {}
                 Action::Token { sequence, token } => {
                     let seen = self.seen.get_mut(&sequence).unwrap();
                     assert!(!seen.cancelled && seen.finish.is_none(), "a token after the end of {sequence}");
@@ -172,7 +170,7 @@ impl Run {
         let stop = (0..self.rng.below(60)).map(|i| (i * 7) as u32).collect();
         let request = request(self.rng.below(1 << 50), prompt, output, stop);
         self.seen.insert(sequence, Seen { request: Some(request.clone()), ..Seen::default() });
-        self.apply(Event::Submit { sequence, request });
+        assert_eq!(self.scheduler.submit(vec![request]), Ok(sequence..sequence + 1));
     }
 
     fn lose_group(&mut self) {
@@ -181,7 +179,9 @@ impl Run {
         self.outcomes.clear();
         self.slots.clear();
         self.worker = FakeWorker::new(self.scene.shape.clone());
-        self.apply(Event::GroupLost);
+        let mut actions = Vec::new();
+        assert_eq!(self.scheduler.group_lost(&mut actions), Blame::Nobody);
+        assert!(actions.is_empty(), "{actions:?}");
     }
 
     fn send_plans(&mut self) {
@@ -326,50 +326,60 @@ fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
     scheduler
 }
 
-fn submit(scheduler: &mut Scheduler, sequence: u64, prompt: u32, output: u32) -> Action {
-    let mut actions = Vec::new();
-    let request = request(sequence, prompt, output, vec![]);
-    scheduler.apply(Event::Submit { sequence, request }, &mut actions);
-    assert_eq!(actions.len(), 1);
-    actions.remove(0)
+/// Submits one sequence; the seed of its request is `seed`.
+fn submit(scheduler: &mut Scheduler, seed: u64, prompt: u32, output: u32) -> Result<u64, SubmitError> {
+    scheduler.submit(vec![request(seed, prompt, output, vec![])]).map(|numbers| numbers.start)
 }
 
 #[test]
 fn bounds_of_the_queue_are_named() {
     let limits = Limits { max_waiting_requests: 3, max_waiting_tokens: 10, ..Limits::default() };
     let mut scheduler = scheduler(limits, 5);
-    let refused = |action| match action {
-        Action::Refused { error, .. } => error,
-        other => panic!("{other:?}"),
-    };
     // 17 positions fit 5 pages of 4; the last token is never computed: 21 do not, 20 do.
-    assert_eq!(submit(&mut scheduler, 1, 12, 9), Action::Queued { sequence: 1 });
-    let error = refused(submit(&mut scheduler, 2, 12, 10));
-    assert_eq!(error, SubmitError::TooLarge { needed: 6, available: 5 });
-    let error = refused(submit(&mut scheduler, 3, 1, 1));
-    assert_eq!(error, SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens" });
+    assert_eq!(submit(&mut scheduler, 1, 12, 9), Ok(1));
+    assert_eq!(submit(&mut scheduler, 2, 12, 10), Err(SubmitError::TooLarge { needed: 6, available: 5 }));
+    let full = SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens" };
+    assert_eq!(submit(&mut scheduler, 3, 1, 1), Err(full));
     scheduler.next_plan().unwrap();
-    for sequence in 4..7 {
-        assert_eq!(submit(&mut scheduler, sequence, 1, 1), Action::Queued { sequence });
+    for number in 2..5 {
+        assert_eq!(submit(&mut scheduler, 4, 1, 1), Ok(number));
     }
-    let error = refused(submit(&mut scheduler, 7, 1, 1));
-    assert_eq!(error, SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" });
-    scheduler.apply(Event::Cancel { sequence: 5 }, &mut Vec::new());
-    assert_eq!(submit(&mut scheduler, 8, 1, 1), Action::Queued { sequence: 8 });
+    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" };
+    assert_eq!(submit(&mut scheduler, 7, 1, 1), Err(full));
+    scheduler.apply(Event::Cancel { sequence: 3 }, &mut Vec::new());
+    assert_eq!(submit(&mut scheduler, 8, 1, 1), Ok(5));
+}
+
+#[test]
+fn the_sequences_of_a_request_are_taken_together_or_not_at_all() {
+    let limits = Limits { max_waiting_requests: 4, max_waiting_tokens: 20, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 100);
+    let choices = |count: u64, prompt| (0..count).map(|seed| request(seed, prompt, 5, vec![])).collect::<Vec<_>>();
+    let never = |asked, limit, what, option| Err(SubmitError::NeverFits { asked, limit, what, option });
+    // However empty the queue is: not a matter of waiting.
+    assert_eq!(scheduler.submit(choices(5, 1)), never(5, 4, "sequences", "--max-queued-requests"));
+    assert_eq!(scheduler.submit(choices(3, 7)), never(21, 20, "prompt tokens", "--max-queued-tokens"));
+    assert!(scheduler.is_idle() && scheduler.next_plan().is_none(), "nothing of them is left behind");
+    assert_eq!(scheduler.submit(choices(3, 5)), Ok(1..4));
+    let full = SubmitError::QueueFull { waiting: 3, limit: 4, what: "sequences" };
+    assert_eq!(scheduler.submit(choices(2, 1)), Err(full));
+    assert_eq!(scheduler.sequences(), 3);
+    // A single prompt is bounded by the context alone.
+    scheduler.next_plan().unwrap();
+    assert_eq!(scheduler.submit(choices(1, 30)), Ok(4..5));
 }
 
 #[test]
 fn nothing_is_taken_before_the_first_group() {
     let mut scheduler = Scheduler::new(Limits::default()).unwrap();
-    let action = submit(&mut scheduler, 1, 1, 1);
-    assert!(matches!(action, Action::Refused { error: SubmitError::Unavailable(_), .. }));
+    assert!(matches!(submit(&mut scheduler, 1, 1, 1), Err(SubmitError::Unavailable(_))));
     assert!(scheduler.is_idle() && scheduler.next_plan().is_none());
 }
 
 #[test]
 fn a_cancel_goes_out_with_the_next_plan() {
     let mut scheduler = scheduler(Limits::default(), 100);
-    submit(&mut scheduler, 1, 3, 50);
+    submit(&mut scheduler, 1, 3, 50).unwrap();
     let plan = scheduler.next_plan().unwrap();
     assert_eq!((plan.version, plan.admit.len(), plan.decode.as_slice()), (1, 1, &[0][..]));
     assert_eq!(scheduler.next_plan(), None, "the steps of plan 1 last");
@@ -384,11 +394,11 @@ fn decode_goes_on_during_prefill() {
     let limits = Limits { max_slots: 4, max_batch_tokens: 4, plans_ahead: 1, ..Limits::default() };
     let mut scheduler = scheduler(limits, 100);
     let mut worker = FakeWorker::new(Shape { max_slots: 4, max_batch_tokens: 4, kv_pages: 100, page_positions: 4 });
-    submit(&mut scheduler, 1, 1, 40);
+    submit(&mut scheduler, 1, 1, 40).unwrap();
     let mut tokens = Vec::new();
     for round in 0..20 {
         if round == 2 {
-            submit(&mut scheduler, 2, 30, 1);
+            submit(&mut scheduler, 2, 30, 1).unwrap();
         }
         if let Some(plan) = scheduler.next_plan() {
             worker.receive(plan);
@@ -406,8 +416,8 @@ fn the_loop_never_waits_for_the_server() {
         let limits = Limits { max_slots: 2, max_batch_tokens: 4, steps_per_plan, ..Limits::default() };
         let mut scheduler = scheduler(limits, 40);
         let mut worker = FakeWorker::new(Shape { max_slots: 2, max_batch_tokens: 4, kv_pages: 40, page_positions: 4 });
-        submit(&mut scheduler, 1, 9, 60);
-        submit(&mut scheduler, 2, 7, 60);
+        submit(&mut scheduler, 1, 9, 60).unwrap();
+        submit(&mut scheduler, 2, 7, 60).unwrap();
         let mut on_the_way = VecDeque::new();
         let (mut plans, mut ended) = (0, 0);
         loop {
@@ -432,28 +442,180 @@ fn the_loop_never_waits_for_the_server() {
     }
 }
 
+/// Steps the group until the scheduler has nothing to send and the group nothing to do; false if it was killed by a step
+/// that computed one of `poison`.
+fn steps(scheduler: &mut Scheduler, worker: &mut FakeWorker, poison: &[u64], actions: &mut Vec<Action>) -> bool {
+    loop {
+        while let Some(plan) = scheduler.next_plan() {
+            worker.receive(plan);
+        }
+        let Some(outcome) = worker.run(u64::MAX) else { return true };
+        if outcome.tokens.iter().any(|token| poison.contains(&token.sequence)) {
+            return false;
+        }
+        scheduler.apply(Event::Outcome(outcome), actions);
+    }
+}
+
 #[test]
-fn what_kills_the_group_each_time_is_given_up() {
-    let mut scheduler = scheduler(Limits { max_losses: 2, ..Limits::default() }, 10);
-    submit(&mut scheduler, 1, 3, 5);
+fn only_the_culprit_of_a_crowd_fails() {
+    let shape = Shape { max_slots: 32, max_batch_tokens: 64, kv_pages: 200, page_positions: 4 };
+    let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 200);
+    let requests: Vec<SequenceRequest> = (1..22).map(|seed| request(seed, 5, 20, vec![])).collect();
+    for request in &requests {
+        scheduler.submit(vec![request.clone()]).unwrap();
+    }
+    let culprit = 11;
     let mut actions = Vec::new();
-    for _ in 0..2 {
+    let mut blames = Vec::new();
+    loop {
+        let mut worker = FakeWorker::new(shape.clone());
+        if steps(&mut scheduler, &mut worker, &[culprit], &mut actions) {
+            break;
+        }
+        blames.push(scheduler.group_lost(&mut actions));
+        scheduler.apply(Event::GroupReady { kv_pages: 200, page_positions: 4 }, &mut actions);
+    }
+    // Twice with all the others, then alone.
+    let fingerprint = requests[culprit as usize - 1].fingerprint();
+    let convicted = Blame::Sequence { sequence: culprit, fingerprint, losses: 3 };
+    assert_eq!(blames, [Blame::Nobody, Blame::Nobody, convicted]);
+    let failed = actions.iter().filter_map(|action| match action {
+        Action::Failed { sequence, reason } => Some((*sequence, reason.contains("lost 3 times"))),
+        _ => None,
+    });
+    assert_eq!(failed.collect::<Vec<_>>(), [(culprit, true)]);
+    for (sequence, request) in (1..).zip(&requests).filter(|(sequence, _)| *sequence != culprit) {
+        let tokens = actions.iter().filter_map(|action| match action {
+            Action::Token { sequence: of, token } if *of == sequence => Some(token.id),
+            _ => None,
+        });
+        assert_eq!(tokens.collect::<Vec<_>>(), expected(request).0, "sequence {sequence}");
+    }
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_group_that_cannot_prove_itself_is_to_blame() {
+    let mut scheduler = scheduler(Limits::default(), 10);
+    submit(&mut scheduler, 1, 3, 5).unwrap();
+    let mut actions = Vec::new();
+    let mut lose = |scheduler: &mut Scheduler| {
+        // It dies in its first step, whatever that computes.
         assert_eq!(scheduler.next_plan().unwrap().version, 1, "versions begin again with the group");
-        assert!(actions.is_empty());
-        scheduler.apply(Event::GroupLost, &mut actions);
+        let blame = scheduler.group_lost(&mut actions);
+        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+        blame
+    };
+    assert_eq!([lose(&mut scheduler), lose(&mut scheduler)], [Blame::Nobody, Blame::Nobody]);
+    for _ in 0..10 {
+        assert_eq!(lose(&mut scheduler), Blame::Group);
+    }
+    assert!(actions.is_empty(), "{actions:?}");
+    assert_eq!(scheduler.sequences(), 2, "the request, and what the group is to prove itself with");
+    scheduler.apply(Event::Cancel { sequence: 1 }, &mut actions);
+    let shape = Shape { max_slots: 64, max_batch_tokens: 512, kv_pages: 10, page_positions: 4 };
+    assert!(steps(&mut scheduler, &mut FakeWorker::new(shape), &[], &mut actions));
+    assert!(scheduler.is_idle() && actions.is_empty());
+}
+
+#[test]
+fn losses_with_progress_in_between_make_no_suspect() {
+    let shape = Shape { max_slots: 64, max_batch_tokens: 512, kv_pages: 10, page_positions: 4 };
+    let mut scheduler = scheduler(Limits::default(), 10);
+    let sequence = submit(&mut scheduler, 1, 3, 36).unwrap();
+    for _ in 0..6 {
+        let mut worker = FakeWorker::new(shape.clone());
+        let plan = scheduler.next_plan().unwrap();
+        assert_eq!(plan.admit[0].sequence, sequence, "it is not computed behind a test of the group");
+        worker.receive(plan);
+        let mut actions = Vec::new();
+        for _ in 0..5 {
+            scheduler.apply(Event::Outcome(worker.run(u64::MAX).unwrap()), &mut actions);
+        }
+        assert_eq!((actions.len(), scheduler.group_lost(&mut actions)), (5, Blame::Nobody));
         scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
     }
-    assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_short_prompt_is_computed_beside_a_long_one() {
+    let limits = Limits { max_slots: 8, max_batch_tokens: 16, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 200);
+    let shape = Shape { max_slots: 8, max_batch_tokens: 16, kv_pages: 200, page_positions: 4 };
+    let mut worker = FakeWorker::new(shape);
+    let long = [submit(&mut scheduler, 1, 300, 2).unwrap(), submit(&mut scheduler, 2, 200, 2).unwrap()];
+    let short: Vec<u64> = [3, 1, 4].map(|prompt| submit(&mut scheduler, 3, prompt, 1).unwrap()).into();
+    let plan = scheduler.next_plan().unwrap();
+    // Half of the rows for those that end, the rest for the oldest.
+    let rows: Vec<(u32, u32)> = plan.prefill.iter().map(|chunk| (chunk.slot, chunk.len)).collect();
+    assert_eq!(rows, [(3, 1), (2, 3), (4, 4), (0, 8)]);
+    worker.receive(plan);
+    let outcome = worker.run(u64::MAX).unwrap();
+    assert_eq!(outcome.tokens.iter().map(|token| token.sequence).collect::<Vec<_>>(), [short[1], short[0], short[2]]);
+    scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+    // Then the oldest has all of them.
+    let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
+    assert_eq!((rows, long), (vec![(0, 16)], [1, 2]));
+    scheduler.limit_prompt_rows(5);
+    let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
+    assert_eq!(rows, [(0, 5)], "the owner bounds the rows of prompts");
+}
+
+#[test]
+fn who_does_not_read_leaves_its_slot_to_those_who_wait() {
+    let shape = Shape { max_slots: 2, max_batch_tokens: 4, kv_pages: 40, page_positions: 4 };
+    let limits = Limits { max_slots: 2, max_batch_tokens: 4, steps_per_plan: 4, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 40);
+    let mut worker = FakeWorker::new(shape);
+    let requests: Vec<SequenceRequest> = (1..4).map(|seed| request(seed, 3, 40, vec![])).collect();
+    let behind = [0, 1].map(|i| scheduler.submit(vec![requests[i].clone()]).unwrap().start);
+    let mut actions = Vec::new();
+    let mut run = |scheduler: &mut Scheduler, steps: usize| {
+        for _ in 0..steps {
+            while let Some(plan) = scheduler.next_plan() {
+                worker.receive(plan);
+            }
+            if let Some(outcome) = worker.run(u64::MAX) {
+                scheduler.apply(Event::Outcome(outcome), &mut actions);
+            }
+        }
+    };
+    run(&mut scheduler, 6);
+    for sequence in behind {
+        scheduler.apply(Event::Reader { sequence, behind: true }, &mut Vec::new());
+    }
+    run(&mut scheduler, 6);
+    assert_eq!(scheduler.load().preemptions, 0, "nobody waits: they go on");
+    let reads = scheduler.submit(vec![requests[2].clone()]).unwrap().start;
+    run(&mut scheduler, 12);
+    assert_eq!((scheduler.load().preemptions, scheduler.load().running), (1, 2), "one makes room for it");
+    let other = submit(&mut scheduler, 9, 3, 5).unwrap();
+    run(&mut scheduler, 12);
+    assert_eq!((scheduler.load().preemptions, scheduler.load().waiting), (2, 1), "and one comes back behind it");
+    // It has caught up: as the earliest of all it is first again.
+    scheduler.apply(Event::Reader { sequence: behind[1], behind: false }, &mut Vec::new());
+    run(&mut scheduler, 200);
     assert!(scheduler.is_idle());
+    for (sequence, request) in behind.into_iter().chain([reads]).zip(&requests) {
+        let tokens = actions.iter().filter_map(|action| match action {
+            Action::Token { sequence: of, token } if *of == sequence => Some(token.id),
+            _ => None,
+        });
+        assert_eq!(tokens.collect::<Vec<_>>(), expected(request).0, "sequence {sequence}");
+    }
+    let finished = actions.iter().position(|a| matches!(a, Action::Finished { sequence, .. } if *sequence == other));
+    assert!(finished.is_some());
 }
 
 #[test]
 fn a_smaller_cache_after_a_loss_fails_what_cannot_fit() {
     let mut scheduler = scheduler(Limits::default(), 10);
-    submit(&mut scheduler, 1, 30, 5);
-    submit(&mut scheduler, 2, 3, 5);
+    submit(&mut scheduler, 1, 30, 5).unwrap();
+    submit(&mut scheduler, 2, 3, 5).unwrap();
     let mut actions = Vec::new();
-    scheduler.apply(Event::GroupLost, &mut actions);
+    scheduler.group_lost(&mut actions);
     scheduler.apply(Event::GroupReady { kv_pages: 5, page_positions: 4 }, &mut actions);
     assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
     assert_eq!(scheduler.next_plan().unwrap().admit[0].sequence, 2);
@@ -472,13 +634,13 @@ fn a_worker_that_breaks_the_protocol_is_a_fault() {
     ];
     for outcome in cases {
         let mut scheduler = scheduler(Limits { max_slots: 1, ..Limits::default() }, 10);
-        submit(&mut scheduler, 1, 3, 1);
-        submit(&mut scheduler, 2, 3, 1);
+        submit(&mut scheduler, 1, 3, 1).unwrap();
+        submit(&mut scheduler, 2, 3, 1).unwrap();
         scheduler.next_plan().unwrap();
         let mut actions = Vec::new();
         scheduler.apply(Event::Outcome(outcome.clone()), &mut actions);
         assert!(matches!(&actions[..], [Action::Fault(_)]), "{outcome:?} gave {actions:?}");
-        scheduler.apply(Event::GroupLost, &mut actions);
+        scheduler.group_lost(&mut actions);
     }
 }
 

@@ -9,16 +9,16 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
+mod defaults;
 mod detokenizer;
-mod generation;
 mod output;
 mod stops;
 mod template;
 mod time;
 mod tokenizer;
 
+pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
-pub use generation::GenerationDefaults;
 pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher};
 pub use template::{ChatMessage, ChatTemplate};
@@ -46,6 +46,12 @@ pub enum TextError {
     /// A text cannot be tokenised.
     #[error("the text cannot be tokenised: {0}")]
     Encode(String),
+    /// The chat template writes more than a prompt may have.
+    #[error("the prompt that the model's chat template writes has more than {max_bytes} bytes")]
+    TooLong {
+        /// The bound.
+        max_bytes: usize,
+    },
     /// The chat template refuses the messages, or fails on them.
     #[error("the model's chat template refuses these messages: {0}")]
     Template(String),
@@ -99,7 +105,7 @@ impl Text {
         };
         let mut defaults = GenerationDefaults::from_json(&generation, config.vocab_size)
             .map_err(|what| TextError::Malformed { path: generation_path, what })?;
-        let config_eos = generation::token_ids(&config.eos_token_id, "eos_token_id", config.vocab_size)
+        let config_eos = defaults::token_ids(&config.eos_token_id, "eos_token_id", config.vocab_size)
             .map_err(|what| TextError::Malformed { path: config_path, what })?;
         defaults.add_eos_tokens(config_eos);
         defaults.add_eos_tokens(eos_token.and_then(|token| tokenizer.id(token)));
@@ -186,7 +192,7 @@ mod tests {
     fn a_model_directory_loads() {
         let text = Text::load(&fixture()).unwrap();
         assert_eq!(text.defaults.eos_tokens, [1, 4]);
-        let prompt = text.template.unwrap().render(&[ChatMessage::new("user", " Hi ")]).unwrap();
+        let prompt = text.template.unwrap().render(&[ChatMessage::new("user", " Hi ")], 1 << 16).unwrap();
         assert_eq!(
             prompt,
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>\
@@ -213,7 +219,10 @@ mod tests {
                 "bos_token": {"content": "<s>", "special": true}, "eos_token": null, "chat_template": chat_template,
             });
             fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-            Text::load(dir.path()).unwrap().template.map(|t| t.render(&[ChatMessage::new("user", "x")]).unwrap())
+            Text::load(dir.path())
+                .unwrap()
+                .template
+                .map(|t| t.render(&[ChatMessage::new("user", "x")], 1 << 16).unwrap())
         };
         assert_eq!(configured(Value::Null), None);
         let named = serde_json::json!([

@@ -68,8 +68,9 @@ impl ChatTemplate {
     /// The prompt for these messages, up to where the assistant's answer starts.
     ///
     /// # Errors
-    /// [`TextError::Template`], in the template's own words where it raises.
-    pub fn render(&self, messages: &[ChatMessage]) -> Result<String, TextError> {
+    /// [`TextError::TooLong`] for a prompt of more than `max_bytes`, of which no more is written; [`TextError::Template`],
+    /// in the template's own words where it raises.
+    pub fn render(&self, messages: &[ChatMessage], max_bytes: usize) -> Result<String, TextError> {
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
             TextError::Template(reason)
@@ -83,7 +84,34 @@ impl ChatTemplate {
             tools => (),
             documents => (),
         };
-        template.render(context).map_err(refused)
+        let mut prompt = Bounded { bytes: Vec::new(), max_bytes, overflowed: false };
+        match template.render_captured_to(context, &mut prompt) {
+            Ok(_) => Ok(String::from_utf8(prompt.bytes).expect("templates write whole texts")),
+            Err(_) if prompt.overflowed => Err(TextError::TooLong { max_bytes }),
+            Err(error) => Err(refused(error)),
+        }
+    }
+}
+
+/// Takes so many bytes and refuses more.
+struct Bounded {
+    bytes: Vec<u8>,
+    max_bytes: usize,
+    overflowed: bool,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > self.max_bytes {
+            self.overflowed = true;
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -185,7 +213,17 @@ mod tests {
 
     fn render(source: &str) -> Result<String, TextError> {
         let messages = [ChatMessage::new("system", "Be brief."), ChatMessage::new("user", "a<b & 'c' é")];
-        ChatTemplate::new(source, "<s>", "</s>").unwrap().render(&messages)
+        ChatTemplate::new(source, "<s>", "</s>").unwrap().render(&messages, usize::MAX)
+    }
+
+    #[test]
+    fn a_prompt_that_grows_too_long_is_not_written_to_its_end() {
+        let template =
+            ChatTemplate::new("{% for _ in range(9) %}{{ messages[0].content }}{% endfor %}", "", "").unwrap();
+        let messages = [ChatMessage::new("user", "é".repeat(5))];
+        assert_eq!(template.render(&messages, 90).unwrap().len(), 90);
+        let error = template.render(&messages, 89).unwrap_err();
+        assert!(matches!(error, TextError::TooLong { max_bytes: 89 }), "{error}");
     }
 
     #[test]

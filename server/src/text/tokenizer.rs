@@ -21,8 +21,8 @@ pub struct Tokenizer {
     /// Tokens that are control, not text, by id.
     special: Vec<bool>,
     leading_space: LeadingSpace,
-    /// Bytes of text that one token may stand for; `None`: any number.
-    max_token_bytes: Option<usize>,
+    /// Bytes of text that a prompt may have for each token of the context.
+    max_token_bytes: usize,
 }
 
 /// A normaliser may shorten a text before it is cut into tokens: Unicode composition makes one character of at most two
@@ -71,14 +71,8 @@ impl Tokenizer {
         let (alphabet, leading_space) = read_decoder(&decoder)?;
         let byte_of = byte_level_table();
 
-        let mut tokenizer = Self {
-            inner,
-            bytes: Vec::new(),
-            ends: Vec::new(),
-            special: Vec::new(),
-            leading_space,
-            max_token_bytes: None,
-        };
+        let mut tokenizer =
+            Self { inner, bytes: Vec::new(), ends: Vec::new(), special: Vec::new(), leading_space, max_token_bytes: 1 };
         let added = tokenizer.inner.get_added_tokens_decoder();
         for id in 0..vocab.values().max().map_or(0, |last| last + 1) {
             if let Some(token) = tokenizer.inner.id_to_token(id) {
@@ -87,18 +81,16 @@ impl Tokenizer {
             tokenizer.ends.push(tokenizer.bytes.len());
             tokenizer.special.push(added.get(&id).is_some_and(|token| token.special));
         }
-        // Only where every byte is a token of its own, if need be, can no "unknown" token swallow a long text.
-        if alphabet == Alphabet::ByteLevel {
-            let shrink = if tokenizer.inner.get_normalizer().is_some() { NORMALIZER_SHRINK } else { 1 };
-            let lens = (0..tokenizer.ends.len()).map(|id| tokenizer.token_bytes(id as u32).len());
-            tokenizer.max_token_bytes = lens.max().map(|longest| longest.max(1) * shrink);
-        }
+        let shrink = if tokenizer.inner.get_normalizer().is_some() { NORMALIZER_SHRINK } else { 1 };
+        let lens = (0..tokenizer.ends.len()).map(|id| tokenizer.token_bytes(id as u32).len());
+        tokenizer.max_token_bytes = lens.max().unwrap_or(0).max(1) * shrink;
         Ok(tokenizer)
     }
 
-    /// Whether a text has more than `limit` tokens, whatever they are: known from its length, where it is known at all.
-    pub fn surely_exceeds(&self, text: &str, limit: u32) -> bool {
-        self.max_token_bytes.is_some_and(|longest| text.len() / longest > limit as usize)
+    /// The most bytes of text that are looked at for a prompt of `tokens` tokens: all of them the longest that there is.
+    /// (A tokenizer that knows less than every byte could make one "unknown" token of more, which nobody needs.)
+    pub fn max_text_bytes(&self, tokens: u32) -> usize {
+        self.max_token_bytes.saturating_mul(tokens as usize)
     }
 
     /// Token ids of a text. `special`: with what the model expects around a plain text, such as a begin token. Control

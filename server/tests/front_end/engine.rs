@@ -1,6 +1,6 @@
 //! An engine played by the test.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
@@ -20,6 +20,8 @@ pub struct Script {
     pub state: watch::Sender<EngineState>,
     pub model: watch::Sender<Option<Arc<ModelInfo>>>,
     next_id: u64,
+    /// Of a request of several sequences: those that the test is yet to take.
+    taken: VecDeque<Sequence>,
 }
 
 /// A sequence that the test generates.
@@ -45,7 +47,7 @@ pub fn script() -> (EngineHandle, Script) {
     let (state, state_receiver) = watch::channel(EngineState::Ready);
     let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
     let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::default());
-    (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1 })
+    (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1, taken: VecDeque::new() })
 }
 
 pub fn token(id: u32) -> SequenceEvent {
@@ -81,7 +83,7 @@ impl Script {
     pub async fn unwanted(&mut self) -> (u64, Unwanted) {
         match self.command().await {
             Command::Cancel { sequence, because } => (sequence, because),
-            Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.request),
+            Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.requests),
         }
     }
 
@@ -91,14 +93,20 @@ impl Script {
         }
     }
 
-    /// Takes the next submission.
+    /// Takes the next sequence: of the request at hand, or else the first of the next.
     pub async fn accept(&mut self) -> Sequence {
-        let Submission { request, reply, .. } = self.submission().await;
-        let id = self.next_id;
-        self.next_id += 1;
-        let (events, receiver) = mpsc::channel(request.max_tokens as usize + 2);
-        let _ = reply.send(Ok(SequenceStream::new(id, receiver, self.commands_back.clone())));
-        Sequence { id, request, events }
+        if self.taken.is_empty() {
+            let Submission { requests, reply, .. } = self.submission().await;
+            let mut streams = Vec::new();
+            for request in requests {
+                let (events, receiver) = mpsc::channel(request.max_tokens as usize + 2);
+                streams.push(SequenceStream::new(self.next_id, receiver, self.commands_back.clone()));
+                self.taken.push_back(Sequence { id: self.next_id, request, events });
+                self.next_id += 1;
+            }
+            let _ = reply.send(Ok(streams));
+        }
+        self.taken.pop_front().expect("a request has a sequence")
     }
 
     /// Refuses the next submission.

@@ -1,20 +1,24 @@
 //! The gRPC interface, on the same port as HTTP.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use looplane_proto::inference::v1::{
     Chat, ChatMessage, GenerateRequest, GenerateResponse, GetModelRequest, TokenIds, generate_request::Input,
     generate_response::Event, inference_client::InferenceClient,
 };
-use looplane_server::engine::{EngineState, FinishReason, GeneratedToken, SequenceEvent, SubmitError};
+use looplane_server::{
+    engine::{EngineState, FinishReason, GeneratedToken, SequenceEvent, SubmitError},
+    listener::{ClientLimits, ServeOptions},
+};
 use tokio_stream::StreamExt;
 use tonic::{Code, Status, transport::Channel};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use crate::{
     Server,
-    client::get,
+    client::{get, post},
     engine::{answer, token},
+    http2::{Connection, grpc_status},
     options,
     scrape::Scrape,
     spell,
@@ -241,4 +245,48 @@ async fn unknown_methods_are_unimplemented_and_http_still_answers() {
     assert_eq!(get(server.address, "/health/live").await.status, 200);
     let scrape = Scrape::parse(&get(server.address, "/metrics").await.body);
     assert_eq!(scrape.value("request_errors_total", &[("code", "not_found")]), 1.0);
+}
+
+const GENERATE: &str = "/looplane.inference.v1.Inference/Generate";
+const GET_MODEL: &str = "/looplane.inference.v1.Inference/GetModel";
+const GRPC: &str = "application/grpc";
+
+/// Field 1 with a length that the message does not have.
+const UNDECODABLE: &[u8] = &[0, 0, 0, 0, 2, 0x0a, 0x7f];
+
+#[tokio::test]
+async fn a_message_that_is_no_protobuf_is_the_clients_fault() {
+    let (server, mut script) = Server::start(options()).await;
+    let mut connection = Connection::open(server.address, None).await;
+    for method in [GENERATE, GET_MODEL] {
+        let response = connection.send(method, GRPC, UNDECODABLE).await;
+        assert_eq!(grpc_status(response).await, Code::InvalidArgument as i32, "{method}");
+    }
+    script.nothing_more();
+}
+
+#[tokio::test]
+async fn a_message_has_a_place_before_it_is_read_and_a_limit_in_time() {
+    let client_limits = ClientLimits { body: Duration::from_millis(300), ..ClientLimits::default() };
+    let (server, mut script) =
+        Server::start(ServeOptions { max_concurrent_requests: 1, client_limits, ..options() }).await;
+    let mut connection = Connection::open(server.address, None).await;
+    let (_frames, slow) = connection.request(GENERATE, GRPC);
+    let slow = tokio::spawn(slow);
+    let crowded = async {
+        loop {
+            let refused = post(server.address, "/v1/completions", &serde_json::json!({"prompt": ""})).await;
+            if refused.status == 429 {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(crate::SOON, crowded).await.expect("the message that does not come has the only place");
+    let response = slow.await.unwrap().unwrap();
+    assert_eq!(grpc_status(response).await, Code::DeadlineExceeded as i32);
+    let (_frames, slow) = connection.request(GET_MODEL, GRPC);
+    assert_eq!(grpc_status(slow.await.unwrap()).await, Code::DeadlineExceeded as i32, "it has no place, but a limit");
+    // The place is free again.
+    let (received, _) = tokio::join!(collect(channel(&server).await, tokens(&[5])), script.play(answer("x")));
+    received.unwrap();
 }

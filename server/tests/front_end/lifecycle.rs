@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use looplane_server::{
     engine::{EngineState, FinishReason, SequenceEvent, SubmitError, Unwanted},
-    serve::{ServeError, ServeOptions},
+    listener::{ServeError, ServeOptions},
 };
 use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt, net::TcpStream, time::sleep};
@@ -64,14 +64,16 @@ async fn a_finished_sequence_is_not_cancelled() {
 }
 
 #[tokio::test]
-async fn a_choice_refused_by_the_engine_cancels_those_before_it() {
+async fn choices_are_handed_over_together() {
     let (server, mut script) = Server::start(options()).await;
     let client = tokio::spawn(async move { post(server.address, COMPLETION, &json!({"prompt": [5], "n": 2})).await });
-    let first = script.accept().await;
-    script.refuse(SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" }).await;
-    assert_eq!(script.unwanted().await, (first.id, Unwanted::Refused));
+    let submission = script.submission().await;
+    assert_eq!(submission.requests.len(), 2);
+    let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" };
+    submission.reply.send(Err(full)).unwrap();
     let response = client.await.unwrap();
     assert_eq!((response.status, response.header("retry-after")), (429, Some("1")));
+    script.nothing_more();
 }
 
 /// The first choice would go on for ever: the end of the second must not wait for it.
@@ -92,28 +94,28 @@ async fn a_choice_that_fails_ends_its_request_at_once() {
 }
 
 #[tokio::test]
-async fn more_choices_than_the_queue_ever_takes_are_refused_for_good() {
+async fn what_the_queue_never_takes_is_refused_for_good() {
     let (server, mut script) = Server::start(options()).await;
-    for (n, status, code, param) in
-        [(4, 400, "invalid_value", json!("n")), (3, 429, "rate_limit_exceeded", Value::Null)]
-    {
-        let request = json!({"prompt": [5], "n": n});
+    let option = "--max-queued-requests";
+    let never = SubmitError::NeverFits { asked: 4, limit: 3, what: "sequences", option };
+    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" };
+    let quarantined = SubmitError::Quarantined { seconds_left: 5 };
+    for (error, status, code) in [
+        (never, 400, "request_too_large"),
+        (full, 429, "rate_limit_exceeded"),
+        (quarantined, 422, "request_quarantined"),
+    ] {
+        let request = json!({"prompt": [5], "n": 3});
         let address = server.address;
         let client = tokio::spawn(async move { post(address, COMPLETION, &request).await });
-        let taken = [script.accept().await.id, script.accept().await.id];
-        script.refuse(SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" }).await;
-        let mut cancelled = [script.cancelled().await, script.cancelled().await];
-        cancelled.sort_unstable();
-        assert_eq!(cancelled, taken);
+        script.refuse(error.clone()).await;
         let response = client.await.unwrap();
-        let error = response.json()["error"].clone();
-        assert_eq!((response.status, &error["code"], &error["param"]), (status, &json!(code), &param), "{error}");
-        assert_eq!(response.header("retry-after").is_some(), status == 429);
+        let body = response.json()["error"].clone();
+        assert_eq!((response.status, &body["code"]), (status, &json!(code)), "{body}");
+        assert_eq!(body["message"], json!(error.to_string()));
     }
 }
 
-/// Between a client that has closed its connection and one that has only finished sending there is no difference to see
-/// before something is written to it, which a response that is not streamed never is: both count as gone.
 #[tokio::test]
 async fn a_client_that_half_closes_counts_as_gone() {
     let (server, mut script) = Server::start(options()).await;

@@ -1,10 +1,13 @@
 //! The front end over real sockets, with an engine that the test plays.
 
 mod client;
+mod connections;
 mod engine;
 mod generation;
 mod grpc;
+mod http2;
 mod lifecycle;
+mod log;
 mod metrics;
 mod refusals;
 #[path = "../common/scrape.rs"]
@@ -13,7 +16,7 @@ mod scrape;
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use looplane_server::{
-    serve::{ServeError, ServeOptions, StopSignal, serve},
+    listener::{self, ServeError, ServeOptions, StopSignal},
     text::Text,
 };
 use tokio::{net::TcpListener, task::JoinHandle};
@@ -37,6 +40,7 @@ fn options() -> ServeOptions {
         max_concurrent_requests: 32,
         max_body_bytes: 1 << 20,
         drain: Duration::from_secs(20),
+        ..ServeOptions::default()
     }
 }
 
@@ -54,7 +58,7 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = StopSignal::default();
-        let task = tokio::spawn(serve(listener, handle, text(), options, stop.clone()));
+        let task = tokio::spawn(listener::run(listener, handle, text(), options, stop.clone()));
         (Self { address, stop, task }, script)
     }
 

@@ -202,8 +202,8 @@ impl Slot {
         })
     }
 
-    /// The last position that can be computed: the token sampled there is the last of the output or of the context, or the
-    /// next position has no page.
+    /// The last position that can be computed: the token sampled there is the last of the output or of the context, or
+    /// the next position has no page.
     pub(super) fn last_position(&self, max_context: usize) -> usize {
         // The token sampled at position p is the sequence's (p + 2)th.
         let longest = (self.prompt_tokens + self.max_tokens).min(max_context);

@@ -36,8 +36,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_BENCH_TP")]
     pub tp: usize,
 
-    /// Cut the model into shards for so many GPUs, of which the --tp of this machine compute the first and exchange with each other: times the stream
-    /// of a larger group
+    /// Cut the model into shards for so many GPUs, of which the --tp of this machine compute the first and exchange
+    /// with each other: times the stream of a larger group
     #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_SHARD_OF", conflicts_with = "model")]
     pub shard_of: Option<usize>,
 
@@ -96,7 +96,8 @@ pub struct BenchArgs {
     )]
     pub loop_modes: Vec<LoopMode>,
 
-    /// Write a timeline of what every multiprocessor did in one step of the first batch, looped: JSON for Perfetto or chrome://tracing
+    /// Write a timeline of what every multiprocessor did in one step of the first batch, looped: JSON for Perfetto or
+    /// chrome://tracing
     #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_TRACE")]
     pub trace: Option<PathBuf>,
 

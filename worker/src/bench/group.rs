@@ -56,7 +56,8 @@ pub struct Setup<'a> {
     pub prompt: Option<u32>,
 }
 
-/// What decoding reads from one memory: of one rank on GPUs, which have a memory each, of all ranks on CPU sockets of one machine.
+/// What decoding reads from one memory: of one rank on GPUs, which have a memory each, of all ranks on CPU sockets of
+/// one machine.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Traffic {
     /// Bytes of weights that stream in one step.

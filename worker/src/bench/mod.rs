@@ -1,7 +1,7 @@
 //! `looplane bench`: how fast a group of ranks decodes, as a share of the read bandwidth measured in the same run.
 //!
-//! Steps run through the loop as plans make them run: LM head, sampling and appending K and V included. Machines are noisy,
-//! so steps of every batch and read passes take turns, in rounds.
+//! Steps run through the loop as plans make them run: LM head, sampling and appending K and V included. Machines are
+//! noisy, so steps of every batch and read passes take turns, in rounds.
 
 mod args;
 mod group;

@@ -23,7 +23,8 @@ pub struct Report {
     pub processor: Option<String>,
     /// Ranks.
     pub tensor_parallel: usize,
-    /// Shards that the model was cut into, where the ranks are only some of a group's: its tokens are none of the model.
+    /// Shards that the model was cut into, where the ranks are only some of a group's: its tokens are none of the
+    /// model.
     pub shard_of: Option<usize>,
     /// Compute threads of each rank.
     pub threads: usize,
@@ -102,7 +103,8 @@ pub struct BatchReport {
     pub times_batch_1: Option<f64>,
     /// `step_ms` over that of the same batch in the loop, where that was measured.
     pub times_looped: Option<f64>,
-    /// Clock of a GPU's multiprocessors while `phases` was noted, in MHz: it moves with power and temperature, and what waits takes with it; looped only.
+    /// Clock of a GPU's multiprocessors while `phases` was noted, in MHz: it moves with power and temperature, and what
+    /// waits takes with it; looped only.
     pub sm_mhz: Option<f64>,
     /// What its time goes into, on a GPU: of one step, that notes times and takes a little longer for it.
     pub phases: Vec<PhaseReport>,
@@ -117,7 +119,8 @@ pub struct PhaseReport {
     pub phase: Phase,
     /// Bytes of weights, or K and V, that it reads.
     pub bytes: u64,
-    /// Its time, in microseconds. In the loop that of consumer warps in the mean: what a phase streams may have come before it.
+    /// Its time, in microseconds. In the loop that of consumer warps in the mean: what a phase streams may have come
+    /// before it.
     pub us: f64,
     /// How much of it they waited for what other blocks compute, in microseconds; looped only.
     pub wait_us: Option<f64>,

@@ -31,6 +31,8 @@ enum Script {
     /// Waits until this many plans are there before the first step.
     WaitForPlans(u64),
     FailJoin,
+    /// The first step takes so long.
+    LongStep(Duration),
 }
 
 impl Decoder for Scripted {
@@ -72,6 +74,9 @@ impl Decoder for Scripted {
                 Boundary::Step => {
                     if self.script == Script::PanicInStep(steps) {
                         panic!("scripted panic");
+                    }
+                    if let (Script::LongStep(time), 0) = (self.script, steps) {
+                        std::thread::sleep(time);
                     }
                     outcomes.send(step(&mut batch))?;
                     steps += 1;
@@ -162,9 +167,9 @@ impl Worked {
         (worked, client)
     }
 
-    /// Well before `LAST_WORDS_LIMIT`: whatever the client still holds open, the process must end.
+    /// Well before `FLUSH_TIMEOUT`: whatever the client still holds open, the process must end.
     async fn end(self) -> Result<(), Fault> {
-        tokio::time::timeout(LAST_WORDS_LIMIT / 2, self.served).await.expect("the worker ends").unwrap()
+        tokio::time::timeout(FLUSH_TIMEOUT / 2, self.served).await.expect("the worker ends").unwrap()
     }
 }
 
@@ -261,6 +266,37 @@ async fn a_worker_loads_joins_runs_and_drains() {
         drained.push((outcome.version, outcome.tokens[0].token));
     }
     assert_eq!(drained, [(3, 15), (3, 16)]);
+    worked.end().await.unwrap();
+}
+
+#[tokio::test]
+async fn pings_and_health_are_answered_while_a_step_runs_and_while_nothing_does() {
+    const STEP: Duration = Duration::from_secs(2);
+    const PING_INTERVAL: Duration = Duration::from_millis(20);
+    // A ping that has no answer for so long breaks the connection, and with it every call on it.
+    const TIMEOUT: Duration = Duration::from_millis(500);
+    let worked = Worked::start(Script::LongStep(STEP));
+    let endpoint = Endpoint::from_shared(format!("unix://{}", worked.socket.display())).unwrap();
+    let pinging =
+        endpoint.http2_keep_alive_interval(PING_INTERVAL).keep_alive_timeout(TIMEOUT).keep_alive_while_idle(true);
+    let mut client = WorkerClient::new(pinging.connect().await.unwrap());
+    // Nothing but pings for a while.
+    tokio::time::sleep(2 * TIMEOUT).await;
+    load(&mut client, "model").await.unwrap();
+    client.join(v1::JoinRequest { fabric_handles: vec!["scripted:0".into()] }).await.unwrap();
+    let (plans, stream) = mpsc::channel(4);
+    let mut outcomes = client.run(ReceiverStream::new(stream)).await.unwrap().into_inner();
+    plans.send(admit_plan(1, 100)).await.unwrap();
+    let begun = std::time::Instant::now();
+    while begun.elapsed() < STEP / 2 {
+        let health =
+            tokio::time::timeout(TIMEOUT, client.health(v1::HealthRequest {})).await.expect("an answer at once");
+        assert_eq!(health.unwrap().into_inner().steps, 0, "the step is under way");
+        tokio::time::sleep(PING_INTERVAL).await;
+    }
+    assert!(outcomes.message().await.unwrap().unwrap().ran_step);
+    drop(plans);
+    assert!(outcomes.message().await.unwrap().is_none());
     worked.end().await.unwrap();
 }
 

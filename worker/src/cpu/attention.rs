@@ -2,10 +2,11 @@
 //! `o = sum_j softmax_j(q . k_j / sqrt(head_dim)) v_j` over the positions that the token sees.
 //!
 //! A page of 64 positions is a leaf: its scores, their maximum m, `p_j = e^(s_j - m)`, the sum l and the output o are
-//! computed by themselves, and pages merge in index order. All of it is fp32: a score ascends the dimensions, an output the
-//! positions, each in one accumulator, with a rounding after every product and sum, so that all instruction sets agree. Positions outside the token's view weigh exactly
-//! nothing: their scores are replaced before anything looks at them, and their values are never read, so that memory nobody
-//! has written may hold NaN. One token's arithmetic does not depend on which tokens are computed beside it.
+//! computed by themselves, and pages merge in index order. All of it is fp32: a score ascends the dimensions, an output
+//! the positions, each in one accumulator, with a rounding after every product and sum, so that all instruction sets
+//! agree. Positions outside the token's view weigh exactly nothing: their scores are replaced before anything looks at
+//! them, and their values are never read, so that memory nobody has written may hold NaN. One token's arithmetic does
+//! not depend on which tokens are computed beside it.
 #![allow(unsafe_code)]
 #![allow(clippy::needless_range_loop, reason = "kernels name tile and column by index, like the arithmetic they state")]
 
@@ -51,8 +52,8 @@ impl View {
     }
 }
 
-/// Attends with `queries`, `[group][head_dim]` fp32, and hands each one's output to `write`, with the place of its first
-/// element in `[group][head_dim]`. `page(i)` is the page of positions `64 i` and up.
+/// Attends with `queries`, `[group][head_dim]` fp32, and hands each one's output to `write`, with the place of its
+/// first element in `[group][head_dim]`. `page(i)` is the page of positions `64 i` and up.
 ///
 /// # Panics
 /// If lengths do not fit, or the head is wider than [`MAX_HEAD_DIM`].

@@ -1,24 +1,26 @@
 //! Whether a group fits the machine: asked before memory is filled, so that the answer is a sentence and no OOM kill.
+//! The KV cache counts as a whole, though its pages take memory only as sequences come to them.
 
 use std::path::Path;
 
 use crate::decoder::LoadError;
 
-/// The most that a rank has in resident memory beside its [`Needs`]: the program and its libraries, its threads' stacks, what
-/// moves messages, the headers of the checkpoint, and the rounding of buffers to huge pages. Measured: 11 to 14 MB
-/// with one thread.
+/// The most that a rank has in resident memory beside its [`Needs`]: the program and its libraries, its threads'
+/// stacks, what moves messages, the headers of the checkpoint, and the rounding of buffers to huge pages. Measured: 11
+/// to 14 MB with one thread.
 ///
-/// So the peak memory of a rank is its shard, what its settings ask for (KV cache, activations, exchange memory) and this
-/// constant. Nothing in it grows with the model: mapped weights are given back piece by piece as they are packed, and the
-/// pieces in flight (some tens of rows of a tensor for each thread) are gone before the KV cache is filled.
+/// So the peak memory of a rank is its shard, what its settings ask for (KV cache, activations, exchange memory) and
+/// this constant. Nothing in it grows with the model: mapped weights are given back piece by piece as they are packed,
+/// and the pieces in flight (some tens of rows of a tensor for each thread) are gone before a sequence comes to the KV
+/// cache.
 pub const OVERHEAD_BYTES: u64 = 32 << 20;
 
-/// What one rank is about to fill, in bytes.
+/// What one rank fills at most, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// Packed weights and embedding.
     pub weights: u64,
-    /// KV pages.
+    /// KV pages, all of them.
     pub kv: u64,
     /// Activations and logits of the longest step, its sequences, and what its rows are sampled with.
     pub activations: u64,

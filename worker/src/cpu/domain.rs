@@ -1,8 +1,9 @@
 //! What the kernels of this build compute on this processor, in eight digits of the bit domain.
 //!
 //! The name of an instruction set does not decide bits: processors order the two halves of `VDPBF16PS` differently, and
-//! compilers and libraries are free to change theirs. So every kernel runs here on inputs whose results show the order of
-//! operations, single or double rounding and the treatment of denormals, and the domain names the hash of what came out.
+//! compilers and libraries are free to change theirs. So every kernel runs here on inputs whose results show the order
+//! of operations, single or double rounding and the treatment of denormals, and the domain names the hash of what came
+//! out.
 
 use half::bf16;
 use sha2::{Digest, Sha256};
@@ -43,8 +44,8 @@ fn probe(isa: Isa) -> Vec<u32> {
     bits
 }
 
-/// Several tiles, columns and leaves, inputs rounded once and split in two, over values of many scales that cancel; the last
-/// column's are hardly above nothing.
+/// Several tiles, columns and leaves, inputs rounded once and split in two, over values of many scales that cancel; the
+/// last column's are hardly above nothing.
 fn products(isa: Isa) -> Vec<f32> {
     let (tiles, leaves, leaf_pairs, count) = (7, 8, 24, 5);
     let k = 2 * leaves * leaf_pairs;
@@ -62,8 +63,8 @@ fn products(isa: Isa) -> Vec<f32> {
     results
 }
 
-/// Three queries over a page and a bit. Two neighbouring positions have the same key and opposite values: what remains of
-/// their sum is rounding alone.
+/// Three queries over a page and a bit. Two neighbouring positions have the same key and opposite values: what remains
+/// of their sum is rounding alone.
 fn attention(isa: Isa) -> Vec<f32> {
     let block = HEAD_DIM * PAGE_POSITIONS;
     let (mut keys, mut values) = (vec![0.0; 2 * block], vec![0.0; 2 * block]);

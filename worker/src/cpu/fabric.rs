@@ -1,21 +1,23 @@
 //! The exchange between the ranks of a group, through shared memory: sums inside the loop, and words for the sampler.
 //!
-//! Every rank writes its own outbox and reads everybody's (its own included: one code path for 1 to 16 ranks). An exchange
-//! has a number, its *epoch*. Its values are cut in slices; a slice is published by storing the epoch to its flag:
+//! Every rank writes its own outbox and reads everybody's (its own included: one code path for 1 to 16 ranks). An
+//! exchange has a number, its *epoch*. Its values are cut in slices; a slice is published by storing the epoch to its
+//! flag:
 //!
 //! ```text
 //! producer: writes the slice, then stores flag = epoch (release)     orders the values before the flag, between processes
 //! consumer: loads flag (acquire) until it is not behind the epoch, then reads the slice
 //! ```
 //!
-//! Two buffers, by the epoch's parity, suffice. Rank A overwrites in epoch e + 2 what it published in e. It begins e + 2
-//! after it has consumed all of e + 1, so it has seen a flag of e + 1 of every rank B. B stored that flag after it had begun
-//! e + 1, which it does after all its threads have consumed all of e (the team joins in between). So B's reads of A's
-//! epoch e happen before A's writes of e + 2. The same holds for words, which have boxes and flags of their own. For the same
-//! reason a flag runs at most one epoch ahead of a waiting reader, and a flag that is ahead still means that e is complete.
+//! Two buffers, by the epoch's parity, suffice. Rank A overwrites in epoch e + 2 what it published in e. It begins e +
+//! 2 after it has consumed all of e + 1, so it has seen a flag of e + 1 of every rank B. B stored that flag after it
+//! had begun e + 1, which it does after all its threads have consumed all of e (the team joins in between). So B's
+//! reads of A's epoch e happen before A's writes of e + 2. The same holds for words, which have boxes and flags of
+//! their own. For the same reason a flag runs at most one epoch ahead of a waiting reader, and a flag that is ahead
+//! still means that e is complete.
 //!
-//! Epochs wrap around and are compared by signed difference. They start a thousand before the wrap, so that every run of
-//! the program passes it.
+//! Epochs wrap around and are compared by signed difference. They start a thousand before the wrap, so that every run
+//! of the program passes it.
 
 mod layout;
 #[cfg(test)]
@@ -212,7 +214,8 @@ impl Fabric {
         failure.into_result()
     }
 
-    /// Gives `mine` to all ranks and returns everybody's words, concatenated in rank order. All ranks give equally many.
+    /// Gives `mine` to all ranks and returns everybody's words, concatenated in rank order. All ranks give equally
+    /// many.
     ///
     /// # Errors
     /// A rank did not publish within the wait limit.
@@ -248,15 +251,16 @@ impl Fabric {
 
     #[allow(unsafe_code, clippy::mut_from_ref)]
     fn own_slice(&self, slice: usize) -> &mut [f32] {
-        // SAFETY: each slice is produced by one unit of one exchange, and by the argument at the top of the file no rank
-        // still reads what it held two epochs ago; nobody reads it before its flag, which is stored after this unit.
+        // SAFETY: each slice is produced by one unit of one exchange, and by the argument at the top of the file no
+        // rank still reads what it held two epochs ago; nobody reads it before its flag, which is stored after this
+        // unit.
         unsafe { self.own.write(self.slice_offset(slice), self.shape.slice_len()) }
     }
 
     #[allow(unsafe_code)]
     fn read_slice(&self, rank: usize, slice: usize) -> &[f32] {
-        // SAFETY: `await_slice` saw the flags of all ranks (acquire), and by the argument at the top of the file the owner
-        // does not write the slice again before this exchange has been consumed here.
+        // SAFETY: `await_slice` saw the flags of all ranks (acquire), and by the argument at the top of the file the
+        // owner does not write the slice again before this exchange has been consumed here.
         unsafe { self.segment(rank).read(self.slice_offset(slice), self.shape.slice_len()) }
     }
 

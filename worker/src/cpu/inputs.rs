@@ -8,8 +8,8 @@ use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::product::{Columns, MAX_COLUMNS};
 use crate::plan::rounding::RoundingPoint;
 
-/// `[rows][parts]` vectors of `len` bf16, a cache line apart: widths are powers of two, and the vectors of eight rows would
-/// fall into the same few sets of the first cache. What nobody writes, such as the padding of leaves, is zero.
+/// `[rows][parts]` vectors of `len` bf16, a cache line apart: widths are powers of two, and the vectors of eight rows
+/// would fall into the same few sets of the first cache. What nobody writes, such as the padding of leaves, is zero.
 #[derive(Debug)]
 pub struct Inputs {
     values: Buffer<u16>,

@@ -1,8 +1,10 @@
-//! Which instructions compute: found at run time, named in the bit domain, and the floating-point mode that goes with it.
+//! Which instructions compute: found at run time, named in the bit domain, and the floating-point mode that goes with
+//! it.
 
 use std::fmt;
 
-/// An instruction set the kernels are compiled for. Results of different sets may differ in bits: a group never mixes them.
+/// An instruction set the kernels are compiled for. Results of different sets may differ in bits: a group never mixes
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
     /// AVX-512 with `VDPBF16PS`.
@@ -134,8 +136,8 @@ mod control {
     }
 
     pub(super) fn write(mode: u32) {
-        // SAFETY: only the flush bits change against the mode in force; rounding and exception masks stay. Arithmetic the
-        // compiler moves across this line differs at most in how it treats denormals.
+        // SAFETY: only the flush bits change against the mode in force; rounding and exception masks stay. Arithmetic
+        // the compiler moves across this line differs at most in how it treats denormals.
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, preserves_flags)) };
     }
 }

@@ -1,7 +1,7 @@
 //! Sixteen fp32 lanes: the few vector operations the kernels are written in, for each instruction set.
 //!
-//! Lanes are rows of a weight tile, or positions of a KV page, or columns of a value row: they never mix, so there is no
-//! horizontal sum anywhere. Kernels are generic over [`Lanes`], inlined into one `#[target_feature]` entry per set.
+//! Lanes are rows of a weight tile, or positions of a KV page, or columns of a value row: they never mix, so there is
+//! no horizontal sum anywhere. Kernels are generic over [`Lanes`], inlined into one `#[target_feature]` entry per set.
 #![allow(unsafe_code)]
 
 /// Lanes of an accumulator.
@@ -30,8 +30,9 @@ pub trait Lanes {
     unsafe fn line(line: *const u16) -> Self::Line;
     /// Reads two bf16 at `pair`.
     unsafe fn pair(pair: *const u16) -> Self::Pair;
-    /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`. [`Portable`] and AVX2 add k first, then k + 1; `VDPBF16PS` adds
-    /// k + 1 first, then k, on processors of AMD, and is not relied on for either: the bit domain names what it does.
+    /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`. [`Portable`] and AVX2 add k first, then k + 1; `VDPBF16PS`
+    /// adds k + 1 first, then k, on processors of AMD, and is not relied on for either: the bit domain names what it
+    /// does.
     unsafe fn dot(acc: Self::Acc, line: Self::Line, pair: Self::Pair) -> Self::Acc;
     /// `acc + weight * row`, where `row` points to 16 fp32. Rounds twice, the product and the sum, in every set.
     unsafe fn axpy(acc: Self::Acc, weight: f32, row: *const f32) -> Self::Acc;
@@ -41,9 +42,9 @@ pub trait Lanes {
     unsafe fn prefetch(address: *const u16);
 }
 
-/// Plain Rust. A product of two bf16 is exact in fp32 (8 + 8 significand bits of 24), so a multiplication and an addition
-/// round as one fused operation does, and AVX2 with FMA gives the same bits. (Products under 2^-126 are flushed here and not
-/// inside an FMA: sums that small do not occur beside a weight.)
+/// Plain Rust. A product of two bf16 is exact in fp32 (8 + 8 significand bits of 24), so a multiplication and an
+/// addition round as one fused operation does, and AVX2 with FMA gives the same bits. (Products under 2^-126 are
+/// flushed here and not inside an FMA: sums that small do not occur beside a weight.)
 pub struct Portable;
 
 #[inline(always)]

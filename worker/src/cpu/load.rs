@@ -1,5 +1,7 @@
 //! From a load request to a rank that is ready to run.
 
+use std::time::{Duration, Instant};
+
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::attention::MAX_HEAD_DIM;
@@ -20,8 +22,8 @@ use crate::plan::{KvLayout, ModelPlan, PAGE_POSITIONS, RankPlan};
 use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
 
-/// How often a load tells its progress, in bytes.
-const PROGRESS_BYTES: u64 = if cfg!(test) { 1 } else { 64 << 20 };
+/// How often a load tells its progress. Tests are told everything.
+const PROGRESS_INTERVAL: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(100) };
 
 /// What a load request leaves open.
 #[derive(Debug, Clone, Default)]
@@ -131,18 +133,19 @@ pub fn load_with(
     let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(format!("{isa}, {} threads, {placed}", request.threads));
     let total = needs.weights;
-    let mut told = 0;
+    let mut told = Instant::now();
     let source: &dyn Source = match (&checkpoint, &options.random) {
         (Some(checkpoint), _) => checkpoint,
         (None, Some(random)) => random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
-        if bytes >= told + PROGRESS_BYTES {
-            told = bytes;
+        if told.elapsed() >= PROGRESS_INTERVAL {
+            told = Instant::now();
             tell(Phase::PackingWeights, bytes, total);
         }
     })?;
+    checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
 
     tell(Phase::Allocating, 0, 0);
@@ -164,7 +167,7 @@ pub fn load_with(
         model_digest,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
-    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, &team)?;
+    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -246,7 +249,8 @@ fn kv_layout(
     Ok(KvLayout::new(plan, rank, pages))
 }
 
-/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of the group on this machine, if there are as many.
+/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of
+/// the group on this machine, if there are as many.
 pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: bool) -> (Placement, bool, String) {
     let group = ranks * threads;
     let cores: Vec<usize> = match sched_getaffinity(None) {
@@ -277,8 +281,6 @@ fn domain_word(domain: &str) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn request() -> LoadRequest {
@@ -365,6 +367,24 @@ mod tests {
         let mut wide = options.clone();
         wide.random.as_mut().unwrap().config.head_dim = 512;
         assert!(refusal(&good, &wide).contains("head_dim 512 is over 256"));
+    }
+
+    #[test]
+    fn a_weight_that_is_not_finite_is_refused_at_load() {
+        let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/llama-tied");
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(fixture.join("config.json"), dir.path().join("config.json")).unwrap();
+        let mut bytes = std::fs::read(fixture.join("model.safetensors")).unwrap();
+        let request = LoadRequest { model_dir: dir.path().into(), tensor_parallel: 1, ..request() };
+        let mut load = |last: [u8; 2]| {
+            let end = bytes.len() - 2;
+            bytes[end..].copy_from_slice(&last);
+            std::fs::write(dir.path().join("model.safetensors"), &bytes).unwrap();
+            load_with(&request, &Options { unpinned: true, ..Options::default() }, &mut |_| ()).map(drop)
+        };
+        load([0, 0]).unwrap();
+        let error = load(0x7fc0u16.to_le_bytes()).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors: tensor ") && error.contains(" is NaN in row "), "{error}");
     }
 
     #[test]

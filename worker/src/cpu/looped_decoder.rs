@@ -1,5 +1,5 @@
-//! The loop: plans in, tokens out. One rank's decoder walks all layers, the LM head and the sampler for every step, together
-//! with the other ranks, and returns to the host only through queues.
+//! The loop: plans in, tokens out. One rank's decoder walks all layers, the LM head and the sampler for every step,
+//! together with the other ranks, and returns to the host only through queues.
 
 use std::time::Instant;
 
@@ -135,8 +135,8 @@ impl LoopedDecoder {
     }
 }
 
-/// The sampler's exchange, which also carries the newest plan version that each rank holds. All ranks see the same offers
-/// and so act on the same minimum.
+/// The sampler's exchange, which also carries the newest plan version that each rank holds. All ranks see the same
+/// offers and so act on the same minimum.
 struct Agreement<'a> {
     fabric: &'a mut Fabric,
     place: Place,

@@ -1,5 +1,10 @@
-//! Memory of a worker: large buffers on huge pages, taken once at load, and views that let units of one job write disjoint
-//! parts of a buffer.
+//! Memory of a worker: large buffers on huge pages, mapped once at load, and views that let units of one job write
+//! disjoint parts of a buffer.
+//!
+//! The system gives a mapping its memory page by page, when a page is first written. A load is refused where the
+//! machine has less than all of it (`budget`); what other programs take later, it cannot know. Under strict overcommit
+//! (`vm.overcommit_memory=2`) mappings are reservations and nothing can go wrong any more; else the system kills a
+//! process once memory runs out, and if that is a worker, the server starts its group again.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -26,7 +31,8 @@ pub struct OutOfMemory {
     pub source: std::io::Error,
 }
 
-/// A zeroed slice in a mapping of its own; starts on a page boundary, so 64-byte lines of it are cache lines.
+/// A slice in a mapping of its own, zeros until it is written; starts on a page boundary, so 64-byte lines of it are
+/// cache lines.
 #[derive(Debug)]
 pub struct Buffer<T> {
     start: NonNull<T>,
@@ -97,7 +103,8 @@ pub struct Disjoint<'a, T> {
     _borrowed: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it hands out parts of an exclusively borrowed slice; that parts in use do not overlap is the contract of `part`.
+// SAFETY: it hands out parts of an exclusively borrowed slice; that parts in use do not overlap is the contract of
+// `part`.
 unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 
 impl<'a, T> Disjoint<'a, T> {

@@ -1,5 +1,5 @@
-//! The looped decoder on a CPU socket: a team of threads that streams packed weights, and a fabric of shared memory to the
-//! other ranks.
+//! The looped decoder on a CPU socket: a team of threads that streams packed weights, and a fabric of shared memory to
+//! the other ranks.
 //!
 //! [`load`] packs the shard and takes all memory; [`CpuDecoder`] then runs plans. The loop is [`looped_decoder`]; the
 //! arithmetic is in [`product`], [`attention`], [`norm`] and [`crate::rope`], the machinery in [`team`] and [`fabric`].

@@ -31,7 +31,8 @@ fn inverse_rms(values: &[f32], eps: f32) -> f32 {
     1.0 / (sum_lanes(sums) / values.len() as f32 + eps).sqrt()
 }
 
-/// Normalises a row and hands it to `write` in runs, each with its place among `leaves` as a product over it reads them.
+/// Normalises a row and hands it to `write` in runs, each with its place among `leaves` as a product over it reads
+/// them.
 pub fn rms_norm(row: &[f32], weight: &[f32], eps: f32, leaves: Leaves, mut write: impl FnMut(usize, &[f32])) {
     let inverse = inverse_rms(row, eps);
     for (leaf, (row, weight)) in row.chunks(leaves.len).zip(weight.chunks(leaves.len)).enumerate() {

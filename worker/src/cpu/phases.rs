@@ -1,9 +1,10 @@
 //! The phases of a layer, each cut into units for the team. [`super::looped_decoder`] puts them in order.
-//! Those of [`attention`] and the [`mlp`] have files of their own; here is what they share, and what comes before and after
-//! the layers.
+//! Those of [`attention`] and the [`mlp`] have files of their own; here is what they share, and what comes before and
+//! after the layers.
 //!
-//! Weights stream through units of one head or four row tiles; all rows of the step share a pass over them, in blocks of
-//! [`MAX_COLUMNS`]. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes them.
+//! Weights stream through units of one head or four row tiles; all rows of the step share a pass over them, in blocks
+//! of [`MAX_COLUMNS`]. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes
+//! them.
 #![allow(unsafe_code)]
 
 mod activations;

@@ -1,9 +1,9 @@
 //! `y = W x` over packed tiles: the kernel that weights stream through.
 //!
-//! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32 accumulator (which
-//! of the two comes first is up to the instruction set: see [`Lanes::dot`]); leaves combine as the binary tree of
-//! [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of K adds both, high first. How many
-//! tiles and columns run interleaved changes only
+//! Arithmetic of one output (row, column): each leaf starts from zero and ascends K two at a time in one fp32
+//! accumulator (which of the two comes first is up to the instruction set: see [`Lanes::dot`]); leaves combine as the
+//! binary tree of [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of K adds both,
+//! high first. How many tiles and columns run interleaved changes only
 //! what happens between two operations of one accumulator, never their order: bits do not depend on it.
 #![allow(unsafe_code)]
 
@@ -15,13 +15,14 @@ use crate::plan::MAX_LEAVES;
 
 /// Most columns of one call: a line of weights is loaded once for all of them.
 pub const MAX_COLUMNS: usize = 8;
-/// (tile, column) pairs that run interleaved, where there are fewer columns: enough to hide the latency of a dot product.
-/// More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked for. Measured
-/// on a copy of the kernel over 32 MiB (best tenth of the passes, two cores of an EPYC that read 60 GB/s): 2 columns by 2
-/// tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by 1 and 2: 54 and 48.
+/// (tile, column) pairs that run interleaved, where there are fewer columns: enough to hide the latency of a dot
+/// product. More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked
+/// for. Measured on a copy of the kernel over 32 MiB (best tenth of the passes, two cores of an EPYC that read 60
+/// GB/s): 2 columns by 2 tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by 1 and 2: 54 and 48.
 const MAX_BLOCK: usize = 4;
-/// How far ahead of the line in use a tile's lines are asked for into L2, in elements: farther for one tile than for each of
-/// several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2 KiB.
+/// How far ahead of the line in use a tile's lines are asked for into L2, in elements: farther for one tile than for
+/// each of several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2
+/// KiB.
 const fn prefetch_distance(columns: usize) -> usize {
     if columns < MAX_BLOCK { 1024 } else { 4096 }
 }
@@ -151,7 +152,8 @@ unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mu
     }
 }
 
-/// `T` tiles from `first_tile` by `C` columns of `P` parts. Columns past `x.count` repeat the last one and are not written.
+/// `T` tiles from `first_tile` by `C` columns of `P` parts. Columns past `x.count` repeat the last one and are not
+/// written.
 ///
 /// # Safety
 /// [`Panel::check`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
@@ -163,7 +165,8 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize, const P: usize>(
     out: &mut [f32],
 ) {
     // SAFETY: every line and pair read lies in the ranges `check` asserted: tiles under `panel.tiles`, pairs under
-    // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are unaligned.
+    // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are
+    // unaligned.
     unsafe {
         let mut lines: [*const u16; T] =
             std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_len()));

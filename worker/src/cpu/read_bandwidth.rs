@@ -1,8 +1,8 @@
 //! How fast all threads together can read memory: the limit that decoding is measured against.
 //!
-//! A pass reads a buffer far above the caches from end to end, as the decoder's products do: a contiguous run a thread, whole
-//! cache lines, lines asked for ahead into L2. Processors differ in which pattern they like best: the fastest of several is
-//! found first.
+//! A pass reads a buffer far above the caches from end to end, as the decoder's products do: a contiguous run a thread,
+//! whole cache lines, lines asked for ahead into L2. Processors differ in which pattern they like best: the fastest of
+//! several is found first.
 #![allow(unsafe_code)]
 
 use std::hint::black_box;
@@ -44,8 +44,8 @@ pub struct ReadBandwidth {
 }
 
 impl ReadBandwidth {
-    /// Takes `bytes` of memory (at least 1 MiB), finds the fastest pattern, and starts as many threads, on the cores that a group of ranks with as many
-    /// threads in all would use.
+    /// Takes `bytes` of memory (at least 1 MiB), finds the fastest pattern, and starts as many threads, on the cores
+    /// that a group of ranks with as many threads in all would use.
     ///
     /// # Errors
     /// The memory or the threads are refused.

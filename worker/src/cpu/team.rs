@@ -1,8 +1,9 @@
 //! The team: the threads of one worker. The leader runs the loop; helpers take part in its `for_each`.
 //!
-//! Fork and join go through two counters. `round` (leader writes, helpers read) publishes the job; `busy` (helpers write,
-//! leader reads) counts the helpers that have not left it. A helper touches the job only between seeing a new `round` and
-//! leaving `busy`, and the leader returns only when `busy` is zero: so the job may live on the leader's stack.
+//! Fork and join go through two counters. `round` (leader writes, helpers read) publishes the job; `busy` (helpers
+//! write, leader reads) counts the helpers that have not left it. A helper touches the job only between seeing a new
+//! `round` and leaving `busy`, and the leader returns only when `busy` is zero: so the job may live on the leader's
+//! stack.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, UnsafeCell};
@@ -44,8 +45,8 @@ pub enum TeamError {
     },
 }
 
-/// The units of a job that one thread has not begun yet: `first` in the low half, `end` in the high half. The owner takes
-/// from the front, others from the back, so that a thread streams one contiguous run of the weights.
+/// The units of a job that one thread has not begun yet: `first` in the low half, `end` in the high half. The owner
+/// takes from the front, others from the back, so that a thread streams one contiguous run of the weights.
 #[repr(align(64))]
 struct Run(AtomicU64);
 
@@ -68,8 +69,8 @@ struct Shared {
     crowded: bool,
 }
 
-// SAFETY: `job` is the only field that is not Sync by itself; who touches it when is said at its declaration and enforced
-// by `round` and `busy`. The closure behind it is Sync.
+// SAFETY: `job` is the only field that is not Sync by itself; who touches it when is said at its declaration and
+// enforced by `round` and `busy`. The closure behind it is Sync.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is used only while the leader, whose stack it points to, waits in `for_each`.
 unsafe impl Send for Shared {}
@@ -92,7 +93,8 @@ pub struct Leading {
 impl Team {
     /// Starts `threads - 1` helpers; the caller's thread leads.
     ///
-    /// `crowded`: there are fewer cores than threads on this machine's workers, so that a waiting thread yields at once.
+    /// `crowded`: there are fewer cores than threads on this machine's workers, so that a waiting thread yields at
+    /// once.
     ///
     /// # Errors
     /// The size is out of range, or a thread cannot be started.
@@ -137,8 +139,8 @@ impl Team {
         Leading { _mode: FlushDenormals::enter() }
     }
 
-    /// Runs `unit(i)` once for every `i` under `units`, on all threads, and returns when all are done. Each thread begins
-    /// with a contiguous run of units of its own; who runs out takes from the ends of other runs.
+    /// Runs `unit(i)` once for every `i` under `units`, on all threads, and returns when all are done. Each thread
+    /// begins with a contiguous run of units of its own; who runs out takes from the ends of other runs.
     ///
     /// # Panics
     /// If a unit panicked, or a unit calls this.
@@ -146,17 +148,32 @@ impl Team {
         self.for_each_then(units, unit, |_| ());
     }
 
-    /// As [`Team::for_each`]; a thread that finds no unit left runs `idle(its run's index)` once before the join. Meant for
-    /// prefetching what the thread will need next.
+    /// As [`Team::for_each`]; a thread that finds no unit left runs `idle(its run's index)` once before the join. Meant
+    /// for prefetching what the thread will need next.
     ///
     /// # Panics
     /// If a unit panicked, or a unit calls this.
     pub fn for_each_then(&self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync) {
+        self.fork(units, unit, idle, || ());
+    }
+
+    /// As [`Team::for_each`]; the leader calls `between` after each of its own units.
+    ///
+    /// # Panics
+    /// If a unit panicked, or a unit calls this.
+    pub fn for_each_between(&self, units: usize, unit: impl Fn(usize) + Sync, between: impl FnMut()) {
+        self.fork(units, unit, |_| (), between);
+    }
+
+    fn fork(&self, units: usize, unit: impl Fn(usize) + Sync, idle: impl Fn(usize) + Sync, mut between: impl FnMut()) {
         assert!(u32::try_from(units).is_ok(), "{units} units");
         assert!(!self.forked.replace(true), "a unit of work started another job");
         let _joined = Reset(&self.forked);
         if self.helpers.is_empty() || units <= 1 {
-            (0..units).for_each(&unit);
+            (0..units).for_each(|index| {
+                unit(index);
+                between();
+            });
             return idle(0);
         }
         let shared = &*self.shared;
@@ -172,14 +189,16 @@ impl Team {
             idle(index);
         };
         let job: &(dyn Fn(usize) + Sync) = &body;
-        // SAFETY: only the lifetime changes. Helpers use the job until they leave `busy`; this call returns, or unwinds,
-        // only after `busy` is zero (`JoinOnDrop`), so the job outlives every use. Writing the cell is exclusive: `busy`
-        // is zero here, and helpers read it only once `round` has changed below (release, paired with their acquire).
+        // SAFETY: only the lifetime changes. Helpers use the job until they leave `busy`; this call returns, or
+        // unwinds, only after `busy` is zero (`JoinOnDrop`), so the job outlives every use. Writing the cell is
+        // exclusive: `busy` is zero here, and helpers read it only once `round` has changed below (release, paired with
+        // their acquire).
         unsafe {
             *shared.job.get() = Some(std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job));
         }
         shared.busy.store(self.helpers.len() as u32, Ordering::Relaxed);
-        // SeqCst against `asleep`: either the helper sees the new round before it sleeps, or we see it asleep and wake it.
+        // SeqCst against `asleep`: either the helper sees the new round before it sleeps, or we see it asleep and wake
+        // it.
         shared.round.fetch_add(1, Ordering::SeqCst);
         for (helper, asleep) in self.helpers.iter().zip(&shared.asleep[1..]) {
             if asleep.load(Ordering::SeqCst) {
@@ -187,7 +206,11 @@ impl Team {
             }
         }
         let join = JoinOnDrop(shared);
-        body(0);
+        while let Some(next) = shared.take(0) {
+            unit(next);
+            between();
+        }
+        idle(0);
         drop(join);
         assert!(
             !shared.panicked.load(Ordering::Relaxed),

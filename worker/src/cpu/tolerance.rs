@@ -2,9 +2,9 @@
 
 /// Relative L2 error of a position's logits against transformers computing in fp32 on the same bf16 weights.
 ///
-/// The fixtures' random weights make attention sharp: scores up to 12, so that a relative error of 0.002 in a score moves a
-/// weight by 2 %. So q, K, V and the scores are fp32, and the inputs of products keep 16 bits where the plan splits them.
-/// Largest error of a position, by which inputs are split in two bf16 (all with K and V in fp32):
+/// The fixtures' random weights make attention sharp: scores up to 12, so that a relative error of 0.002 in a score
+/// moves a weight by 2 %. So q, K, V and the scores are fp32, and the inputs of products keep 16 bits where the plan
+/// splits them. Largest error of a position, by which inputs are split in two bf16 (all with K and V in fp32):
 ///
 /// The plan stands at the third column.
 ///
@@ -19,7 +19,7 @@
 /// | mistral-window | 0.0080 | 0.0074 | 0.0073 | 0.0034 | 0.00003 |
 pub const LOGITS_RELATIVE_L2: f64 = 1e-2;
 
-/// Least share of greedy steps that must be decided (their margin exceeds the largest error of their own logits), or the
-/// comparison of tokens would say little. Measured: 0.964 (llama-gqa), 0.969 (mistral-window), 0.979 (llama31-scaled,
-/// llama-tied, llama-mha16, qwen2-bias), 0.995 (qwen3-qknorm).
+/// Least share of greedy steps that must be decided (their margin exceeds the largest error of their own logits), or
+/// the comparison of tokens would say little. Measured: 0.964 (llama-gqa), 0.969 (mistral-window), 0.979
+/// (llama31-scaled, llama-tied, llama-mha16, qwen2-bias), 0.995 (qwen3-qknorm).
 pub const DECIDED_SHARE: f64 = 0.95;

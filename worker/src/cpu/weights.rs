@@ -1,6 +1,8 @@
-//! A rank's shard in memory: every product packed in stream order, in one buffer that the decoder walks from end to end.
+//! A rank's shard in memory: every product packed in stream order, in one buffer that the decoder walks from end to
+//! end.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::bf16;
 
@@ -53,8 +55,31 @@ struct Span {
     leaf_pairs: usize,
 }
 
+/// A load under way.
+struct Packing<'a> {
+    source: &'a dyn Source,
+    rank: &'a RankPlan,
+    team: &'a Team,
+    /// Bytes packed.
+    done: AtomicU64,
+    progress: &'a mut dyn FnMut(u64),
+}
+
+impl Packing<'_> {
+    /// Runs units on all threads, which say how many values they wrote, and tells progress while they run.
+    fn for_each(&mut self, units: usize, unit: impl Fn(usize) -> usize + Sync) {
+        let Self { team, done, progress, .. } = self;
+        let unit = |index: usize| {
+            let bytes = unit(index) * size_of::<u16>();
+            done.fetch_add(bytes as u64, Ordering::Relaxed);
+        };
+        team.for_each_between(units, unit, || progress(done.load(Ordering::Relaxed)));
+    }
+}
+
 impl Weights {
-    /// Reads and packs the shard of `rank`, on all threads. `progress` is told the bytes packed.
+    /// Reads and packs the shard of `rank`, on all threads. `progress` is told the bytes packed, piece by piece, from
+    /// the calling thread.
     ///
     /// # Errors
     /// There is not so much memory.
@@ -85,18 +110,17 @@ impl Weights {
             vocab: rank.real_vocab(plan),
             plan: plan.clone(),
         };
+        let mut packing = Packing { source, rank, team, done: AtomicU64::new(0), progress };
         for layer in 0..plan.config.num_layers {
             weights.layers.push(LayerVectors::read(source, plan, rank, layer));
             for product in LAYER_PRODUCTS {
-                weights.pack(source, rank, layer, product, team);
+                weights.pack(&mut packing, layer, product);
             }
-            progress(weights.bytes_up_to(weights.span(layer, Product::Down)));
         }
-        weights.pack(source, rank, 0, Product::LmHead, team);
+        weights.pack(&mut packing, 0, Product::LmHead);
         if !plan.config.tied_embeddings {
-            weights.embedding = Some(weights.read_embedding(source, team)?);
+            weights.embedding = Some(weights.read_embedding(&mut packing)?);
         }
-        progress(weights.bytes());
         Ok(weights)
     }
 
@@ -156,37 +180,35 @@ impl Weights {
         place.map_or(self.head, |place| self.spans[layer * LAYER_PRODUCTS.len() + place])
     }
 
-    fn bytes_up_to(&self, span: Span) -> u64 {
-        (span.start + span.tiles * span.tile_len) as u64 * 2
-    }
-
     /// Packs a product, a tile a unit: so its pages are first touched by threads of the team, near their cores.
     #[allow(unsafe_code)]
-    fn pack(&mut self, source: &dyn Source, rank: &RankPlan, layer: usize, product: Product, team: &Team) {
+    fn pack(&mut self, packing: &mut Packing<'_>, layer: usize, product: Product) {
         let span = self.span(layer, product);
-        let plan = &self.plan;
+        let (plan, source, rank) = (&self.plan, packing.source, packing.rank);
         let stream = Disjoint::new(&mut self.stream);
-        team.for_each(span.tiles, |index| {
+        packing.for_each(span.tiles, |index| {
             let tile = product.tile(plan, rank, layer, index);
             let start = span.start + index * span.tile_len;
             // SAFETY: each tile is its own range of the stream, and each unit another tile.
             let out = unsafe { stream.part(start..start + span.tile_len) };
             pack_tile(source, plan, rank, product, &tile, out);
+            out.len()
         });
     }
 
     #[allow(unsafe_code)]
-    fn read_embedding(&self, source: &dyn Source, team: &Team) -> Result<Buffer<u16>, OutOfMemory> {
+    fn read_embedding(&self, packing: &mut Packing<'_>) -> Result<Buffer<u16>, OutOfMemory> {
         const ROWS: usize = 64;
         let (hidden, vocab) = (self.plan.config.hidden_size, self.vocab.clone());
         let mut rows = Buffer::zeroed(vocab.len() * hidden, "the embedding")?;
-        let out = Disjoint::<u16>::new(&mut rows);
-        team.for_each(vocab.len().div_ceil(ROWS), |unit| {
+        let (out, source) = (Disjoint::<u16>::new(&mut rows), packing.source);
+        packing.for_each(vocab.len().div_ceil(ROWS), |unit| {
             let part = unit * ROWS..((unit + 1) * ROWS).min(vocab.len());
             // SAFETY: each unit has other rows.
             let out = unsafe { out.part(part.start * hidden..part.end * hidden) };
             let in_tensor = vocab.start + part.start..vocab.start + part.end;
             source.read(Tensor::Embedding, in_tensor, 0..hidden, bytemuck::cast_slice_mut(out));
+            out.len()
         });
         Ok(rows)
     }
@@ -240,4 +262,28 @@ fn vector(source: &dyn Source, tensor: Tensor, range: Range<usize>) -> Vec<f32> 
     let mut values = vec![bf16::ZERO; range.len()];
     source.read(tensor, 0..1, range, &mut values);
     values.into_iter().map(bf16::to_f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::team::Placement;
+    use crate::model::ModelConfig;
+    use crate::model::source::RandomSource;
+
+    #[test]
+    fn progress_is_told_while_a_product_is_packed() {
+        let config = ModelConfig { num_layers: 1, ..crate::plan::tests::config(4, 2, 384, 768) };
+        let plan = ModelPlan::new(&config, 1).unwrap();
+        for threads in [1, 3] {
+            let team = Team::new(threads, Placement::Floating, true).unwrap();
+            let source = RandomSource { config: config.clone(), seed: 1 };
+            let mut told = vec![0];
+            let weights = Weights::load(&source, &plan, &plan.rank(0), &team, &mut |bytes| told.push(bytes)).unwrap();
+            assert!(told.is_sorted() && told.last().is_some_and(|bytes| *bytes <= weights.bytes()));
+            // With one thread a tile or some rows of the embedding at a time; helpers may leave the leader little.
+            let most = told.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+            assert!(threads > 1 || most <= weights.bytes() / 16, "{most} of {} bytes at once", weights.bytes());
+        }
+    }
 }

@@ -6,24 +6,26 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 
-use super::blocks::best_blocks;
-use super::cache::Cache;
-use super::compile::{Compiler, Resources};
-use super::device::{Gpu, probe};
-use super::engine::{Engine, Ties};
+use super::device::gpu::{Gpu, probe};
+use super::device::numa::{self, Home};
 use super::error::CudaError;
 use super::fabric::{self, Fabric, Group};
-use super::gauge::{Gauge, Gauged};
-use super::heads::{PaddedHeads, padded};
-use super::kernel::Kernel;
-use super::layout::Layout;
-use super::looped_decoder::LoopedDecoder;
-use super::numa::{self, Home};
-use super::pools::Memory;
-use super::sampler::{self, Sampler, SamplerKernel};
-use super::trace::Phase as StepPhase;
-use super::variants::{HEADERS, LoopMode, SOURCES, Variant, check_shape, check_wide, variants_of};
-use super::weights::Weights;
+use super::kernels::blocks::best_blocks;
+use super::kernels::cache::Cache;
+use super::kernels::compile::{Compiler, Resources};
+use super::kernels::kernel::Kernel;
+use super::kernels::sources::{HEADERS, SOURCES};
+use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, variants_of};
+use super::launches::engine::{Engine, Ties};
+use super::launches::looped_decoder::LoopedDecoder;
+use super::launches::pools::Memory;
+use super::notes::gauge::{Gauge, Gauged};
+use super::notes::phase::Phase as StepPhase;
+use super::sampler::draw::Sampler;
+use super::sampler::kernel::{self as sampler, SamplerKernel};
+use super::weights::heads::{PaddedHeads, padded};
+use super::weights::layout::Layout;
+use super::weights::upload::Weights;
 use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
@@ -67,8 +69,8 @@ struct Model {
     digest: String,
 }
 
-/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving pages
-/// back in between would read them again from the system.
+/// A checkpoint whose pages stay mapped until it is loaded: a tile is read leaf by leaf, by many threads, and giving
+/// pages back in between would read them again from the system.
 struct Mapped<'a>(&'a Checkpoint);
 
 impl Source for Mapped<'_> {
@@ -131,6 +133,7 @@ pub fn load_with(
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
         tell(Phase::PackingWeights, done, total);
     })?;
+    model.checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
     let seconds = begun.elapsed().as_secs_f64();
     tracing::info!("packed {:.2} GB in {seconds:.2} s on {threads} threads", total as f64 / 1e9);

@@ -1,55 +1,37 @@
 //! The looped decoder on a GPU (Hopper): the host's side of the kernel in `worker/kernels`.
 //!
-//! [`load`] opens the GPU, compiles the kernel for the model ([`compile`]), packs the weights ([`layout`], [`pack`],
-//! [`weights`], [`heads`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`looped_decoder`], [`engine`]). The
-//! driver is loaded when it is first asked for, so that the same binary runs on machines that have none.
+//! [`load`] opens the GPU ([`device`]), compiles the kernels for the model ([`kernels`], [`sampler`]), packs the
+//! weights ([`weights`]) and takes all memory; [`CudaDecoder`] then turns plans into launches ([`launches`]). Ranks of
+//! a group are tied together by [`fabric`]; a benchmark reads [`notes`]. The driver is loaded when it is first asked
+//! for, so that the same binary runs on machines that have none.
+//!
+//! Rooms import downwards only: `load`, `launches`, `notes` and `sampler`, `kernels`, `weights` and `fabric`, `device`,
+//! `error`.
 
-mod blocks;
-mod budget;
-mod cache;
-mod compile;
-mod deal;
 mod device;
-mod engine;
-mod error;
-mod exchange;
+pub(crate) mod error;
 mod fabric;
-mod gauge;
-mod heads;
-mod kernel;
-mod launch;
-mod layout;
+mod kernels;
+mod launches;
 mod load;
-mod looped_decoder;
-mod mailbox;
-mod memory;
-mod numa;
-mod pack;
-mod panel;
-mod passes;
-mod pools;
-mod random;
-mod read_limit;
-mod roles;
+mod notes;
 mod sampler;
 #[cfg(test)]
 mod tests;
-mod trace;
-mod unlooped;
-mod variants;
 mod weights;
 
-pub(crate) use blocks::best_blocks;
-pub use cache::CACHE_VARIABLE;
-pub use compile::{Compiler, NVRTC_VARIABLE};
-pub use device::{Facts, probe};
+pub use device::gpu::{Facts, probe};
 pub use error::CudaError;
-pub use exchange::{Exchange, Exchanges, Spread};
 pub use fabric::survey;
-pub use gauge::{Gauge, Noted};
-pub(crate) use layout::Layout;
+pub(crate) use kernels::blocks::best_blocks;
+pub use kernels::cache::CACHE_VARIABLE;
+pub use kernels::compile::{Compiler, NVRTC_VARIABLE};
+pub use kernels::variants::{LoopMode, check_shape};
 pub use load::{CudaDecoder, Options, check, load, load_with};
-pub use random::NormalSource;
-pub use read_limit::ReadLimit;
-pub use trace::{Phase, PhaseTime, Trace};
-pub use variants::{LoopMode, check_shape};
+pub use notes::exchange::{Exchange, Exchanges, Spread};
+pub use notes::gauge::{Gauge, Noted};
+pub use notes::phase::{Phase, PhaseTime};
+pub use notes::read_limit::ReadLimit;
+pub use notes::trace::Trace;
+pub(crate) use weights::layout::Layout;
+pub use weights::random::NormalSource;

@@ -12,6 +12,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
@@ -31,7 +32,12 @@ pub struct Checkpoint {
     config: ModelConfig,
     files: Vec<MappedFile>,
     tensors: BTreeMap<Tensor, Place>,
+    /// The first weight of those read that is not finite.
+    not_finite: Mutex<Option<Weight>>,
 }
+
+/// A weight: tensor, row, column, and what it is.
+type Weight = (Tensor, usize, usize, bf16);
 
 /// Where a tensor lies.
 #[derive(Debug, Clone)]
@@ -46,8 +52,8 @@ struct Place {
 }
 
 impl Checkpoint {
-    /// Maps the weights in `dir` and checks that every tensor of the model is there with its shape. Tensors that the
-    /// model does not use are not looked at.
+    /// Maps the weights in `dir` and checks that every tensor of the model is there with its shape, and no more layers.
+    /// Other tensors that the model does not use are not looked at.
     ///
     /// # Errors
     /// Names file, tensor and numbers.
@@ -57,7 +63,8 @@ impl Checkpoint {
         for tensor in Tensor::all(config) {
             tensors.insert(tensor, find(&files, &lookup, tensor, config)?);
         }
-        Ok(Self { config: config.clone(), files, tensors })
+        check_layers(&files, config)?;
+        Ok(Self { config: config.clone(), files, tensors, not_finite: Mutex::default() })
     }
 
     /// The dimensions that the tensors were checked against.
@@ -81,8 +88,8 @@ impl Checkpoint {
     }
 
     /// Names the checkpoint in sixteen hexadecimal digits: `config` (the bytes of its config.json), and the header and
-    /// length of every file that is read. The values of the weights are not in it: reading them all would take as long as
-    /// the load itself.
+    /// length of every file that is read. The values of the weights are not in it: reading them all would take as long
+    /// as the load itself.
     pub fn digest(&self, config: &[u8]) -> String {
         let mut hasher = Sha256::new();
         let mut part = |bytes: &[u8]| {
@@ -97,8 +104,8 @@ impl Checkpoint {
         hasher.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads `rows` x `columns` of a tensor (of a vector: its one row) into `out`, `[rows.len(), columns.len()]` bf16 row-major, rounding to nearest
-    /// (ties to even) where the file has f16 or f32.
+    /// Reads `rows` x `columns` of a tensor (of a vector: its one row) into `out`, `[rows.len(), columns.len()]` bf16
+    /// row-major, rounding to nearest (ties to even) where the file has f16 or f32.
     ///
     /// # Panics
     /// If the model has no such tensor, a range leaves it, or `out` has another size.
@@ -114,16 +121,37 @@ impl Checkpoint {
         let value_bytes = place.dtype.bitsize() / 8;
         for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
             let start = row * place.columns;
-            convert(
-                &data[(start + columns.start) * value_bytes..(start + columns.end) * value_bytes],
-                place.dtype,
-                out,
-            );
+            let bytes = &data[(start + columns.start) * value_bytes..(start + columns.end) * value_bytes];
+            if !convert(bytes, place.dtype, out) {
+                self.note_not_finite(tensor, row, columns.start, out);
+            }
         }
     }
 
-    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called for
-    /// each piece that is read, so that a thread never holds more of the files than one piece.
+    #[cold]
+    fn note_not_finite(&self, tensor: Tensor, row: usize, first_column: usize, values: &[bf16]) {
+        let Some((place, value)) = values.iter().enumerate().find(|(_, value)| !value.is_finite()) else { return };
+        let weight = (tensor, row, first_column + place, *value);
+        let mut first = self.not_finite.lock().unwrap_or_else(PoisonError::into_inner);
+        if first.as_ref().is_none_or(|first| (weight.0, weight.1, weight.2) < (first.0, first.1, first.2)) {
+            *first = Some(weight);
+        }
+    }
+
+    /// Whether all weights that were read are finite: asked once a rank has its own.
+    ///
+    /// # Errors
+    /// Names the first that is not, in the order of tensors, rows and columns.
+    pub fn check_finite(&self) -> Result<(), CheckpointError> {
+        let first = *self.not_finite.lock().unwrap_or_else(PoisonError::into_inner);
+        first.map_or(Ok(()), |(tensor, row, column, value)| {
+            let path = self.files[self.place(tensor).file].path.clone();
+            Err(CheckpointError::NotFinite { path, tensor: tensor.name(&self.config), row, column, value })
+        })
+    }
+
+    /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called
+    /// for each piece that is read, so that a thread never holds more of the files than one piece.
     ///
     /// # Panics
     /// If the model has no such tensor, or the rows leave it.
@@ -177,24 +205,40 @@ fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelCon
     Ok(Place { file, bytes, dtype: info.dtype, rows, columns })
 }
 
-/// Little-endian values of `dtype` to bf16. The bytes need not be aligned.
-fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) {
+/// Refuses layers that config.json does not count: the model would run without them, and say nothing of sense.
+fn check_layers(files: &[MappedFile], config: &ModelConfig) -> Result<(), CheckpointError> {
+    let layer_of = |name: &str| name.strip_prefix("model.layers.")?.split_once('.')?.0.parse::<usize>().ok();
+    let all = files.iter().flat_map(|file| file.header.tensors().into_keys().map(move |name| (file, name)));
+    let more = all.filter_map(|(file, name)| Some((layer_of(&name)?, name, file)));
+    let more: Vec<_> = more.filter(|(layer, ..)| *layer >= config.num_layers).collect();
+    let Some((layer, tensor, file)) = more.iter().min_by_key(|(layer, name, _)| (*layer, name)) else { return Ok(()) };
+    Err(CheckpointError::Layers {
+        path: file.path.clone(),
+        tensor: tensor.clone(),
+        layer: *layer,
+        layers: config.num_layers,
+        found: more.iter().map(|(layer, ..)| layer + 1).max().unwrap_or(0),
+    })
+}
+
+/// Little-endian values of `dtype` to bf16, and whether all of these are finite. The bytes need not be aligned.
+fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) -> bool {
     match dtype {
-        Dtype::BF16 => {
-            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *out = bf16::from_le_bytes(*bytes);
-            }
-        }
-        Dtype::F16 => {
-            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *out = bf16::from_f32(f16::from_le_bytes(*bytes).to_f32());
-            }
-        }
-        Dtype::F32 => {
-            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *out = bf16::from_f32(f32::from_le_bytes(*bytes));
-            }
-        }
+        Dtype::BF16 => convert_with(bytes, out, bf16::from_le_bytes),
+        Dtype::F16 => convert_with(bytes, out, |bytes| bf16::from_f32(f16::from_le_bytes(bytes).to_f32())),
+        Dtype::F32 => convert_with(bytes, out, |bytes| bf16::from_f32(f32::from_le_bytes(bytes))),
         other => unreachable!("{other} was refused when the file was opened"),
     }
+}
+
+/// One loop for both, without a branch, so that it vectorises and takes as long as the conversion alone.
+#[inline(always)]
+fn convert_with<const N: usize>(bytes: &[u8], out: &mut [bf16], value: impl Fn([u8; N]) -> bf16) -> bool {
+    const EXPONENT: u16 = 0x7f80;
+    let mut not_finite = 0;
+    for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<N>().0) {
+        *out = value(*bytes);
+        not_finite |= u16::from(out.to_bits() & EXPONENT == EXPONENT);
+    }
+    not_finite == 0
 }

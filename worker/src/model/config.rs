@@ -66,8 +66,8 @@ pub struct ModelConfig {
     pub tied_embeddings: bool,
 }
 
-// Bounds far above any published model: they keep every product of dimensions in range of a usize, and an absurd file from
-// becoming an absurd allocation.
+// Bounds far above any published model: they keep every product of dimensions in range of a usize, and an absurd file
+// from becoming an absurd allocation.
 const MAX_HIDDEN: usize = 1 << 17;
 const MAX_LAYERS: usize = 1 << 10;
 const MAX_HEADS: usize = 1 << 10;

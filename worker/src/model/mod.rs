@@ -1,4 +1,5 @@
-//! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice (or weights made up from a seed).
+//! What a checkpoint is: `config.json` checked into dimensions, and safetensors files read by slice (or weights made up
+//! from a seed).
 
 pub mod checkpoint;
 pub mod config;

@@ -8,8 +8,8 @@ use super::{Checkpoint, LayerTensor, ModelConfig, Tensor};
 
 /// Where weights come from.
 pub trait Source: Sync {
-    /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row. Afterwards the source keeps nothing of
-    /// them in memory, so that packing needs no more than what it packs.
+    /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row. Afterwards the source keeps
+    /// nothing of them in memory, so that packing needs no more than what it packs.
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
 }
 
@@ -20,8 +20,8 @@ impl Source for Checkpoint {
     }
 }
 
-/// Weights that are a function of seed, tensor and place, for benchmarks and tests: uniform, sized so that activations keep
-/// their scale through the layers; norms near 1.
+/// Weights that are a function of seed, tensor and place, for benchmarks and tests: uniform, sized so that activations
+/// keep their scale through the layers; norms near 1.
 #[derive(Debug, Clone)]
 pub struct RandomSource {
     /// Dimensions.

@@ -1,9 +1,10 @@
 //! Where K and V of a position lie in the paged KV cache of a rank: arithmetic only.
 //!
 //! A pool holds, for each layer, page and KV head of this rank, one block of K and one of V. K is
-//! `[head_dim][PAGE_POSITIONS]`, so that positions are the lanes when scores are computed. V is `[PAGE_POSITIONS][head_dim]`:
-//! dimensions are the lanes when outputs are. Both are fp32 on the CPU backend: rounding them to bf16 alone costs the logits
-//! of a model with sharp attention an error of 0.01. The GPU backend brings its own layout, of bf16.
+//! `[head_dim][PAGE_POSITIONS]`, so that positions are the lanes when scores are computed. V is
+//! `[PAGE_POSITIONS][head_dim]`: dimensions are the lanes when outputs are. Both are fp32 on the CPU backend: rounding
+//! them to bf16 alone costs the logits of a model with sharp attention an error of 0.01. The GPU backend brings its own
+//! layout, of bf16.
 
 use super::{ModelPlan, PAGE_POSITIONS, RankPlan};
 

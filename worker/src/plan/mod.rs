@@ -1,8 +1,9 @@
 //! What is cut where, which leaves sum what, in which tree: pure code, shared by every backend.
 //!
-//! Contract 4 (same bits) lives here. A product `y = W x` sums its K dimension in fixed *leaves*, each in ascending order
-//! from zero in fp32; leaves combine as a binary tree of plain fp32 adds over their index; bias and residual are added
-//! after the root. The number of leaves depends on the model alone, so that any tensor-parallel cut owns whole subtrees.
+//! Contract 4 (same bits) lives here. A product `y = W x` sums its K dimension in fixed *leaves*, each in ascending
+//! order from zero in fp32; leaves combine as a binary tree of plain fp32 adds over their index; bias and residual are
+//! added after the root. The number of leaves depends on the model alone, so that any tensor-parallel cut owns whole
+//! subtrees.
 
 use std::ops::Range;
 
@@ -16,8 +17,8 @@ pub mod tree;
 pub use kv::KvLayout;
 pub use stream::{Product, Tile};
 
-/// Positions a KV page holds. Also the attention leaf: scores, maximum, sum and output are computed a page at a time and
-/// merged in page order.
+/// Positions a KV page holds. Also the attention leaf: scores, maximum, sum and output are computed a page at a time
+/// and merged in page order.
 pub const PAGE_POSITIONS: usize = 64;
 /// Rows of a weight tile: the M of the tensor-core instruction, and of a 512-bit register of fp32 lanes.
 pub const ROW_TILE: usize = 16;
@@ -26,8 +27,8 @@ pub const K_STEP: usize = 16;
 /// Most leaves of one product, and most ranks.
 pub const MAX_LEAVES: usize = 16;
 
-/// What computes a plan. Tensor parallelism never cuts the K of the products over the hidden size, so the number of their
-/// leaves is the backend's to choose; so are the places where values round.
+/// What computes a plan. Tensor parallelism never cuts the K of the products over the hidden size, so the number of
+/// their leaves is the backend's to choose; so are the places where values round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     /// A team of threads: one leaf over the hidden size keeps one chain of accumulators in registers.
@@ -137,7 +138,8 @@ impl Leaves {
         Self { count, len, padded: len.next_multiple_of(K_STEP) }
     }
 
-    /// Where column `column` of the unpadded K dimension (0 is the first column of leaf 0) lies in a vector of padded leaves.
+    /// Where column `column` of the unpadded K dimension (0 is the first column of leaf 0) lies in a vector of padded
+    /// leaves.
     pub fn padded_column(&self, column: usize) -> usize {
         column / self.len * self.padded + column % self.len
     }
@@ -221,8 +223,8 @@ impl ModelPlan {
         }
     }
 
-    /// Names the bit domain of results, such as `cpu-avx512bf16-1a2b3c4d-5e6f708192a3`: backend, instruction set, what its
-    /// kernels were found to compute (`arithmetic`), and the hash of this plan.
+    /// Names the bit domain of results, such as `cpu-avx512bf16-1a2b3c4d-5e6f708192a3`: backend, instruction set, what
+    /// its kernels were found to compute (`arithmetic`), and the hash of this plan.
     pub fn bit_domain(&self, backend: &str, isa: &str, arithmetic: &str) -> String {
         let hash = self.hash();
         let hex: String = hash[..6].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -4,9 +4,9 @@ use sha2::{Digest, Sha256};
 
 use super::{Backend, K_STEP, MAX_LEAVES, ModelPlan, PAGE_POSITIONS, ROW_TILE};
 
-/// A place where an fp32 value is rounded to bf16 (to nearest, ties to even): the inputs of the products. Everything else
-/// stays fp32: the residual stream, scores of attention, sums of squares, logits; on CPUs also q, K and V with their pages,
-/// and the probabilities of attention, which on a GPU are inputs of tensor-core products too.
+/// A place where an fp32 value is rounded to bf16 (to nearest, ties to even): the inputs of the products. Everything
+/// else stays fp32: the residual stream, scores of attention, sums of squares, logits; on CPUs also q, K and V with
+/// their pages, and the probabilities of attention, which on a GPU are inputs of tensor-core products too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RoundingPoint {
     /// The normalised hidden state before q, k, v.
@@ -62,8 +62,9 @@ impl Backend {
 }
 
 impl RoundingPoint {
-    /// On CPUs: how many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and `low = bf16(x - high)`, which
-    /// keep 16 bits of its significand; the product adds the terms of both for each k, high first.
+    /// On CPUs: how many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and
+    /// `low = bf16(x - high)`, which keep 16 bits of its significand; the product adds the terms of both for each k,
+    /// high first.
     ///
     /// Split is what the accuracy of the logits asks for (0.01 relative L2, see the decoder's tests): all that bears on
     /// attention, and the LM head. Gate, up and down are three quarters of the weights and round once.
@@ -76,7 +77,8 @@ impl RoundingPoint {
     }
 }
 
-/// Raised by hand when arithmetic changes in a way that neither a dimension nor a run of the kernels on a few vectors shows.
+/// Raised by hand when arithmetic changes in a way that neither a dimension nor a run of the kernels on a few vectors
+/// shows.
 const ARITHMETIC: u32 = 2;
 
 impl ModelPlan {

@@ -1,9 +1,10 @@
-//! The order in which a rank's weights stream: products of a layer in order, row tiles of a product in order, and within
-//! a tile its leaves in order.
+//! The order in which a rank's weights stream: products of a layer in order, row tiles of a product in order, and
+//! within a tile its leaves in order.
 //!
-//! A product's packed weights are `[tiles][leaves of this rank][padded columns][ROW_TILE]` elements in some order that the
-//! backend chooses for the innermost two. A tile never straddles a head, nor the border between q, k and v; gate and up
-//! alternate tile by tile (on a GPU by eight rows), so that whoever streams tile pair i has both factors of the same 16 columns of the product.
+//! A product's packed weights are `[tiles][leaves of this rank][padded columns][ROW_TILE]` elements in some order that
+//! the backend chooses for the innermost two. A tile never straddles a head, nor the border between q, k and v; gate
+//! and up alternate tile by tile (on a GPU by eight rows), so that whoever streams tile pair i has both factors of the
+//! same 16 columns of the product.
 
 use std::ops::Range;
 
@@ -17,7 +18,8 @@ pub enum Product {
     QueryKeyValue,
     /// Rows: hidden. K: heads of this rank, by leaf.
     AttentionOut,
-    /// Row tiles: gate, up, gate, up... of this rank's columns, each padded to whole tiles; on a GPU half a tile of each. K: hidden.
+    /// Row tiles: gate, up, gate, up... of this rank's columns, each padded to whole tiles; on a GPU half a tile of
+    /// each. K: hidden.
     GateUp,
     /// Rows: hidden. K: intermediate columns of this rank, by leaf.
     Down,
@@ -116,8 +118,8 @@ pub fn packed_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
     plan.config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>() + of(Product::LmHead)
 }
 
-/// Bytes (bf16) of the rows of the embedding that a rank holds beside its packed weights: none where the LM head, which is
-/// packed, is the embedding.
+/// Bytes (bf16) of the rows of the embedding that a rank holds beside its packed weights: none where the LM head, which
+/// is packed, is the embedding.
 pub fn embedding_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
     if plan.config.tied_embeddings { 0 } else { rank.real_vocab(plan).len() * plan.config.hidden_size * 2 }
 }

@@ -1,8 +1,8 @@
 //! The binary tree over leaves: plain fp32 adds, left plus right, neighbours first.
 //!
-//! With `n` leaves (a power of two), level by level: leaf 2i + leaf 2i+1, until one sum is left. A rank that owns leaves
-//! `[r n/tp, (r+1) n/tp)` owns a whole subtree, so summing a rank's leaves and then the ranks' sums is the same tree: the
-//! same bits for every group size.
+//! With `n` leaves (a power of two), level by level: leaf 2i + leaf 2i+1, until one sum is left. A rank that owns
+//! leaves `[r n/tp, (r+1) n/tp)` owns a whole subtree, so summing a rank's leaves and then the ranks' sums is the same
+//! tree: the same bits for every group size.
 
 /// Sums leaves of one value each, in tree order.
 ///

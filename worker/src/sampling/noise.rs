@@ -1,12 +1,12 @@
 //! Gumbel noise that is a function of seed, position and token id alone.
 //!
-//! Bits come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy
-//! as 1, 2, 3", SC 2011), with the seed as key, low word first, and (block, position, 0, 0) as counter. A block of four
-//! words serves four tokens: of the `g`-th [`GROUP`] of consecutive ids, block `16 g + b` holds those at `b`, `b + 16`,
-//! `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
+//! Bits come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as
+//! easy as 1, 2, 3", SC 2011), with the seed as key, low word first, and (block, position, 0, 0) as counter. A block of
+//! four words serves four tokens: of the `g`-th [`GROUP`] of consecutive ids, block `16 g + b` holds those at `b`,
+//! `b + 16`, `b + 32` and `b + 48`, so that sixteen blocks fill whole vectors.
 
 #[cfg(target_arch = "x86_64")]
-use super::pass::wide_vectors;
+use super::vectors::wide_vectors;
 use crate::math::ln_f64;
 
 /// Tokens that share a run of blocks.
@@ -88,8 +88,8 @@ pub fn gumbel(bits: u32) -> f32 {
 
 /// Never less than [`gumbel`] of the same bits, at most 0.16 more where the noise is between 2 and 14, and cheap.
 ///
-/// With `v = 1 - u` and as `-ln u >= v`, the noise is at most `-ln v`; and `log2` of a float is at least the straight line
-/// between powers of two, which is its bit pattern read as an integer.
+/// With `v = 1 - u` and as `-ln u >= v`, the noise is at most `-ln v`; and `log2` of a float is at least the straight
+/// line between powers of two, which is its bit pattern read as an integer.
 #[inline(always)]
 pub fn gumbel_bound(bits: u32) -> f32 {
     use std::f32::consts::LN_2;

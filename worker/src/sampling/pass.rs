@@ -1,12 +1,15 @@
 //! The pass of a stage over one leaf, compiled for AVX-512 too.
 //!
-//! Passes are operations on integers and IEEE operations that nothing contracts or reorders: every version has the same bits.
+//! Passes are operations on integers and IEEE operations that nothing contracts or reorders: every version has the same
+//! bits.
 
-use super::MAX_TOP_LOGPROBS;
 use super::draw::{Cut, Entry, Leaf, TopList, best, draw};
 use super::logprobs::LogSum;
+use super::params::MAX_TOP_LOGPROBS;
 use super::row::{MAX_LISTED, RowState, Stage};
 use super::select::BINS;
+#[cfg(target_arch = "x86_64")]
+use super::vectors::wide_vectors;
 
 /// What a pass looks for.
 #[derive(Debug, Clone, Copy)]
@@ -82,15 +85,6 @@ impl Found {
             Stage::Done => {}
         }
     }
-}
-
-/// Whether the processor has what the wide version is compiled for. The answer is cached: asking costs a load.
-#[cfg(target_arch = "x86_64")]
-pub(super) fn wide_vectors() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
 }
 
 #[cfg(test)]

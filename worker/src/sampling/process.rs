@@ -1,12 +1,12 @@
 //! Logit bias, penalties and suppressed tokens, applied to this rank's raw logits.
 //!
-//! In this order: bias is added; logits of tokens in the prompt or the output are divided (if positive) or multiplied (if
-//! not) by the repetition penalty, as Hugging Face does; frequency and presence penalties of tokens in the output are
-//! subtracted, as the OpenAI API defines them; suppressed tokens become minus infinity.
+//! In this order: bias is added; logits of tokens in the prompt or the output are divided (if positive) or multiplied
+//! (if not) by the repetition penalty, as Hugging Face does; frequency and presence penalties of tokens in the output
+//! are subtracted, as the OpenAI API defines them; suppressed tokens become minus infinity.
 
 use std::ops::Range;
 
-use super::RowInput;
+use super::params::RowInput;
 
 /// Marks of a token: its original logit is kept; it occurs in prompt or output. The rest counts it in the output.
 const CHANGED: u32 = 1 << 31;

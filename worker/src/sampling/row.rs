@@ -3,8 +3,8 @@
 use super::draw::{Cut, Entry};
 use super::logprobs::LogSum;
 use super::noise::Noise;
+use super::params::{MIN_TEMPERATURE, RowInput};
 use super::select::{Limit, Selection, mass_of, min_p_threshold, weight};
-use super::{MIN_TEMPERATURE, RowInput};
 
 /// Up to this top_k, ranks exchange their best tokens themselves, which takes one round; above, they count them.
 pub(super) const MAX_LISTED: usize = 64;

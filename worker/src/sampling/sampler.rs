@@ -1,8 +1,8 @@
 //! The sampler of one rank: runs the rows of a step through as many exchanges as their filters need.
 //!
 //! Each row walks through stages. A stage is a pass over the rank's logits, a leaf of one row at a time; then all ranks
-//! exchange what they found, and every rank draws the same conclusion for every row: the token, or the row's next stage.
-//! All rows share each exchange.
+//! exchange what they found, and every rank draws the same conclusion for every row: the token, or the row's next
+//! stage. All rows share each exchange.
 //!
 //! | filters of the row | stages |
 //! |---|---|
@@ -14,14 +14,15 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::caller::{Exchange, ParallelFor};
 use super::draw::{Cut, Entry, TopList};
 use super::logprobs::LogSum;
+use super::params::{MAX_TOP_LOGPROBS, RowInput, Sampled};
 use super::pass::{Found, Pass};
 use super::process::Processor;
 use super::row::{MAX_LISTED, RowState, Stage, draw_listed};
 use super::select::{BINS, Progress, cut_at, min_p_threshold};
 use super::shape::SamplerShape;
-use super::{Exchange, MAX_TOP_LOGPROBS, ParallelFor, RowInput, Sampled};
 use crate::plan::MAX_LEAVES;
 
 /// Words of an [`Entry`].
@@ -88,10 +89,10 @@ impl Sampler {
 
     /// Draws the next token of every row.
     ///
-    /// `logits` is [rows][local vocab] fp32, this rank's share of the raw logits; bias and penalties change it in place.
-    /// All ranks call this with the same rows, and all get the same results, in row order. The number of exchanges follows
-    /// from the rows' parameters alone, but for a top_k that keeps everything: 1 if every row is greedy, unfiltered or has
-    /// a top_k of at most 64; else up to 10.
+    /// `logits` is [rows][local vocab] fp32, this rank's share of the raw logits; bias and penalties change it in
+    /// place. All ranks call this with the same rows, and all get the same results, in row order. The number of
+    /// exchanges follows from the rows' parameters alone, but for a top_k that keeps everything: 1 if every row is
+    /// greedy, unfiltered or has a top_k of at most 64; else up to 10.
     ///
     /// # Errors
     /// What the exchange reports. The step is lost then.

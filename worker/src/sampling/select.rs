@@ -2,9 +2,9 @@
 //!
 //! Each round looks at eight bits of an order-preserving key of the scaled logit, from the top. Every rank adds up, for
 //! each of the 256 digits, the amount (tokens for top_k, integer weights for top_p) of its tokens that share the digits
-//! found so far; all ranks see all sums and so find the digit in which the amount asked for is reached. After four rounds
-//! the value at the threshold is known exactly, and as the sums came rank by rank, so is how many of the tokens tied at it
-//! each rank keeps. Integer sums have no order, hence no rounding that could depend on it.
+//! found so far; all ranks see all sums and so find the digit in which the amount asked for is reached. After four
+//! rounds the value at the threshold is known exactly, and as the sums came rank by rank, so is how many of the tokens
+//! tied at it each rank keeps. Integer sums have no order, hence no rounding that could depend on it.
 
 use super::draw::{Cut, Leaf, any, scaled};
 use super::logprobs::share;
@@ -14,10 +14,11 @@ use super::noise::GROUP;
 pub(super) const DIGITS: u32 = 4;
 /// Values of a digit.
 pub(super) const BINS: usize = 256;
-/// Sets of bins that neighbouring tokens are spread over: tokens often share a bin, and each sum would wait for the last.
+/// Sets of bins that neighbouring tokens are spread over: tokens often share a bin, and each sum would wait for the
+/// last.
 const PARTS: usize = 4;
-/// The weight of the most likely token. Sums over 2^22 tokens stay below 2^63, and tokens less likely by more than e^27.7
-/// weigh nothing.
+/// The weight of the most likely token. Sums over 2^22 tokens stay below 2^63, and tokens less likely by more than
+/// e^27.7 weigh nothing.
 const UNIT_WEIGHT: f32 = (1u64 << 40) as f32;
 
 /// What is counted against the limit.
@@ -75,8 +76,8 @@ impl Selection {
             if !any(&values, |_, value| counts(value)) {
                 continue;
             }
-            // What does not count adds nothing to some bin: a branch for each token would be guessed wrong too often. One
-            // loop a step: so they vectorise.
+            // What does not count adds nothing to some bin: a branch for each token would be guessed wrong too often.
+            // One loop a step: so they vectorise.
             if let Limit::TopP(_) = self.limit {
                 for (share_of, &value) in shares.iter_mut().zip(&values) {
                     *share_of = share(value, self.max);

@@ -20,7 +20,8 @@ pub struct Measured {
 /// Where the search begins: near enough that it finds its way on any group of H200s.
 const START: Costs =
     Costs { reach: 0.98, reach_of_8: 0.95, exchange_us: 1.0, value_us: 0.03, rank_us: 1.0, step_us: 5.0 };
-/// Each cost is tried so many times larger and smaller; the factor shrinks by its root until it changes less than `LAST`.
+/// Each cost is tried so many times larger and smaller; the factor shrinks by its root until it changes less than
+/// `LAST`.
 const FIRST: f64 = 1.5;
 const LAST: f64 = 1.001;
 

@@ -1,5 +1,6 @@
-//! `looplane scaling`: what more GPUs bring, calculated. Reads what `looplane bench` measured, fits the costs of the calculation
-//! ([`model`]) on groups of one and two GPUs alone, sets it beside every step that was measured, and predicts larger groups.
+//! `looplane scaling`: what more GPUs bring, calculated. Reads what `looplane bench` measured, fits the costs of the
+//! calculation ([`model`]) on groups of one and two GPUs alone, sets it beside every step that was measured, and
+//! predicts larger groups.
 
 mod fit;
 mod model;

@@ -1,10 +1,11 @@
 //! The calculation: what a block streams, what it waits for, and how much of the waiting its ring hides.
 //!
-//! A GPU's blocks share its read limit evenly. Each streams its weights, K and V through a ring, like water through a tank: memory fills it at the
-//! block's share of the read limit whenever there is room, and consumers empty it faster than that. A step is a sequence of
-//! phases; before each, consumers wait for an exchange (all blocks have ended the phase before, and their words have come), while
-//! the tank fills. What an exchange costs is therefore what its wait is longer than the tank takes to fill, and that
-//! the tanks of blocks with fewer bytes run full before the fullest block has ended.
+//! A GPU's blocks share its read limit evenly. Each streams its weights, K and V through a ring, like water through a
+//! tank: memory fills it at the block's share of the read limit whenever there is room, and consumers empty it faster
+//! than that. A step is a sequence of phases; before each, consumers wait for an exchange (all blocks have ended the
+//! phase before, and their words have come), while the tank fills. What an exchange costs is therefore what its wait is
+//! longer than the tank takes to fill, and that the tanks of blocks with fewer bytes run full before the fullest block
+//! has ended.
 //!
 //! ```text
 //! layer   qkv <- sums of down (chip and ranks)   K and V <- q (chip)   o <- attention's leaves, its output (2 x chip)
@@ -12,10 +13,11 @@
 //! step    layers, LM head <- sums of down, then: best token, embedding (2 x chip and ranks)
 //! ```
 //!
-//! An exchange over the chip takes `exchange_us` and `value_us` for each thousand values that every block reads: the columns of the pass times the hidden size for x, times a rank's share of
-//! heads and of the intermediate size for the inputs of o and down, nothing for q and attention's leaves, which few blocks read. One
-//! across ranks takes `rank_us` more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`). Microbenchmarks
-//! give the constants of [`Machine`], a fit those of [`Costs`].
+//! An exchange over the chip takes `exchange_us` and `value_us` for each thousand values that every block reads: the
+//! columns of the pass times the hidden size for x, times a rank's share of heads and of the intermediate size for the
+//! inputs of o and down, nothing for q and attention's leaves, which few blocks read. One across ranks takes `rank_us`
+//! more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`).
+//! Microbenchmarks give the constants of [`Machine`], a fit those of [`Costs`].
 
 use crate::cuda::{Layout, best_blocks};
 use crate::model::ModelConfig;
@@ -24,10 +26,12 @@ use crate::plan::{Backend, ModelPlan, PlanError, Product};
 
 /// Rows of the widest pass that is calculated; wider ones exchange in another way.
 pub const MOST_ROWS: u32 = 8;
-/// Bytes that a word between ranks takes for each value of a sum: 16 for two, with a tag, in passes of one row; for four in passes of eight.
+/// Bytes that a word between ranks takes for each value of a sum: 16 for two, with a tag, in passes of one row; for
+/// four in passes of eight.
 const VALUE_BYTES: [f64; 2] = [8.0, 4.0];
 
-/// What microbenchmarks say of GPUs and links. [`Machine::H200`] has their figures; the read limit is measured in each run.
+/// What microbenchmarks say of GPUs and links. [`Machine::H200`] has their figures; the read limit is measured in each
+/// run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Machine {
     /// Multiprocessors of a GPU.
@@ -47,8 +51,9 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// H200s of one host over NVLink. Measured 2026-11-20: plain 16-byte loads; 16 KiB in flight a multiprocessor at 3160 GB/s; a ring consumed
-    /// from L2 at 8400 GB/s; peer writes. The ring is that of kernels/layout/shared_memory.cuh.
+    /// H200s of one host over NVLink. Measured 2026-11-20: plain 16-byte loads; 16 KiB in flight a multiprocessor at
+    /// 3160 GB/s; a ring consumed from L2 at 8400 GB/s; peer writes. The ring is that of
+    /// kernels/layout/shared_memory.cuh.
     pub const H200: Self = Self {
         sms: 132,
         memory_bytes: 143_771.0 * 1024.0 * 1024.0,
@@ -94,7 +99,8 @@ pub struct Cut {
     inputs: [usize; 2],
     /// Thread blocks of a GPU.
     blocks: usize,
-    /// Bytes of qkv, o, gate/up, down and LM head of a block, each as often as once: blocks with the same bytes do the same.
+    /// Bytes of qkv, o, gate/up, down and LM head of a block, each as often as once: blocks with the same bytes do the
+    /// same.
     shares: Vec<[f64; 5]>,
     /// Of a block in the mean.
     mean: [f64; 5],

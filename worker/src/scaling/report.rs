@@ -134,7 +134,8 @@ impl Predicted {
 }
 
 impl Report {
-    /// The largest error over steps that the costs were fitted on, or that they were not (of whole groups), regardless of sign.
+    /// The largest error over steps that the costs were fitted on, or that they were not (of whole groups), regardless
+    /// of sign.
     pub fn worst(&self, fitted: bool) -> Option<f64> {
         let errors = self.compared.iter().filter(|of| of.is_fitted() == fitted && of.shard_of.is_none());
         errors.map(|of| of.measured.error(&self.costs).abs()).reduce(f64::max)

@@ -67,7 +67,8 @@ fn files_that_say_nothing_are_refused_by_name() {
     assert_eq!(missing, "cannot read /nowhere.json");
 }
 
-/// What a bench of a checkpoint says is read as well, and what it predicts of it is that of the shape with its dimensions.
+/// What a bench of a checkpoint says is read as well, and what it predicts of it is that of the shape with its
+/// dimensions.
 #[test]
 fn a_model_directory_is_predicted_as_the_shape_of_its_dimensions() {
     let folder = tempfile::tempdir().unwrap();

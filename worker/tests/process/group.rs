@@ -12,7 +12,7 @@ use looplane_proto::worker::v1::{
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use super::{PATIENCE, command};
+use super::{TIMEOUT, command};
 
 /// A worker and a client of it.
 pub struct Rank {
@@ -29,13 +29,13 @@ impl Rank {
         loop {
             match endpoint.connect().await {
                 Ok(channel) => return Self { process, client: WorkerClient::new(channel) },
-                Err(error) => assert!(begun.elapsed() < PATIENCE, "{error}"),
+                Err(error) => assert!(begun.elapsed() < TIMEOUT, "{error}"),
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
-    pub async fn load(&mut self, model_dir: &Path, rank: usize, ranks: usize) -> Result<Loaded, Status> {
+    pub async fn load(&mut self, model_dir: &Path, rank: usize, ranks: usize, kv_pages: u32) -> Result<Loaded, Status> {
         let request = LoadRequest {
             model_dir: model_dir.display().to_string(),
             rank: rank as u32,
@@ -43,8 +43,8 @@ impl Rank {
             threads: 1,
             max_slots: 2,
             max_batch_tokens: 64,
-            kv_pages: 4,
-            wait_limit_ms: PATIENCE.as_millis() as u32,
+            kv_pages,
+            wait_limit_ms: TIMEOUT.as_millis() as u32,
             ..Default::default()
         };
         let mut events = self.client.load(request).await?.into_inner();
@@ -62,7 +62,7 @@ impl Rank {
             if let Some(status) = self.process.try_wait().unwrap() {
                 return status;
             }
-            assert!(begun.elapsed() < PATIENCE, "the worker does not exit");
+            assert!(begun.elapsed() < TIMEOUT, "the worker does not exit");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -76,13 +76,16 @@ pub struct Generated {
     pub peaks: Vec<u64>,
 }
 
-/// Loads a group and generates 8 greedy tokens for a prompt.
-pub async fn generate(model_dir: &Path, ranks: usize) -> Generated {
+/// KV pages of a rank that wants few.
+pub const FEW_PAGES: u32 = 4;
+
+/// Loads a group, each rank with `kv_pages`, and generates 8 greedy tokens for a prompt, which take one page.
+pub async fn generate(model_dir: &Path, ranks: usize, kv_pages: u32) -> Generated {
     let dir = tempfile::tempdir().unwrap();
     let (mut group, mut loaded) = (Vec::new(), Vec::new());
     for rank in 0..ranks {
         let mut worker = Rank::start(dir.path(), rank).await;
-        loaded.push(worker.load(model_dir, rank, ranks).await.unwrap());
+        loaded.push(worker.load(model_dir, rank, ranks, kv_pages).await.unwrap());
         group.push(worker);
     }
     let handles: Vec<_> = loaded.iter().map(|loaded| loaded.fabric_handle.clone()).collect();

@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 
 use looplane_worker::{EXIT_FAULT, WorkerArgs};
 
-use group::{Rank, generate};
+use group::{FEW_PAGES, Rank, generate};
 
 const ROLE: &str = "LOOPLANE_TEST_ROLE";
 const SOCKET: &str = "LOOPLANE_TEST_SOCKET";
 const RANK: &str = "LOOPLANE_TEST_RANK";
 const PARENT: &str = "LOOPLANE_TEST_PARENT";
 /// Far more than any of this takes on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn command(role: &str, socket: &Path, rank: usize, parent: u32) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -42,7 +42,7 @@ fn a_part_in_another_test() {
         // Starts a worker, says its process id, and waits to be killed.
         let mut worker = command("worker", &socket, 0, std::process::id()).spawn().unwrap();
         println!("worker {}", worker.id());
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(TIMEOUT);
         worker.kill().unwrap();
         worker.wait().unwrap();
         return;
@@ -60,16 +60,16 @@ fn fixture(name: &str) -> PathBuf {
 #[tokio::test]
 async fn groups_of_processes_generate_the_same_tokens_and_exit_with_0() {
     let model = fixture("llama-gqa");
-    let alone = generate(&model, 1).await.tokens;
+    let alone = generate(&model, 1, FEW_PAGES).await.tokens;
     assert_eq!(alone.len(), 8);
-    assert_eq!(generate(&model, 2).await.tokens, alone);
+    assert_eq!(generate(&model, 2, FEW_PAGES).await.tokens, alone);
 }
 
 #[tokio::test]
 async fn a_refused_model_exits_with_the_fault_code() {
     let dir = tempfile::tempdir().unwrap();
     let mut worker = Rank::start(dir.path(), 0).await;
-    let status = worker.load(&fixture("no-such-model"), 0, 1).await.unwrap_err();
+    let status = worker.load(&fixture("no-such-model"), 0, 1, FEW_PAGES).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::InvalidArgument);
     assert!(status.message().contains("no-such-model/config.json: cannot be read"), "{status}");
     assert_eq!(worker.exit().await.code(), Some(EXIT_FAULT.into()));
@@ -102,7 +102,7 @@ fn a_worker_dies_with_its_server() {
     let worker = Path::new("/proc").join(pids.next().expect("the server says the worker's process id"));
     let begun = Instant::now();
     while !socket.exists() {
-        assert!(begun.elapsed() < PATIENCE, "the worker does not listen");
+        assert!(begun.elapsed() < TIMEOUT, "the worker does not listen");
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(alive(&worker));
@@ -110,7 +110,7 @@ fn a_worker_dies_with_its_server() {
     server.wait().unwrap();
     let begun = Instant::now();
     while alive(&worker) {
-        assert!(begun.elapsed() < PATIENCE, "the worker lives on");
+        assert!(begun.elapsed() < TIMEOUT, "the worker lives on");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

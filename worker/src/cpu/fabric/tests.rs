@@ -125,8 +125,8 @@ fn other_groups_are_refused() {
     assert!(first.join(&[]).unwrap_err().to_string().contains("0 handles for 2 ranks"));
 }
 
-/// Rank 0 dawdles before it reads the first epoch; rank 1 goes on as far as the protocol lets it. Returns what rank 0 then
-/// reads of rank 1.
+/// Rank 0 dawdles before it reads the first epoch; rank 1 goes on as far as the protocol lets it. Returns what rank 0
+/// then reads of rank 1.
 fn read_late(one_buffer: bool) -> f32 {
     let mut ranks = group(shape(2, 64), LIMIT);
     let mut second = ranks.pop().unwrap();

@@ -2,12 +2,11 @@
 
 use super::Shard;
 use crate::cpu::inputs::Inputs;
-use crate::cpu::memory::{Buffer, Disjoint, OutOfMemory};
-use crate::cpu::team::Team;
+use crate::cpu::memory::{Buffer, OutOfMemory};
 use crate::plan::rounding::RoundingPoint;
 use crate::plan::{ModelPlan, RankPlan};
 
-/// What a step writes; taken at load for the longest step.
+/// What a step writes; mapped at load for the longest step.
 pub struct Activations {
     /// `[rows, hidden]` fp32: the residual stream.
     pub(super) residual: Buffer<f32>,
@@ -32,12 +31,13 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Buffers for steps of up to `max_rows` rows of which `max_samples` are sampled. The KV pool is filled with NaN: what
-    /// no sequence has written must not count.
+    /// Buffers for steps of up to `max_rows` rows of which `max_samples` are sampled.
+    ///
+    /// The KV pool is address space: a page takes memory when a sequence first writes to it, and keeps it.
     ///
     /// # Errors
     /// There is not so much memory.
-    pub fn new(shard: &Shard, max_rows: usize, max_samples: usize, team: &Team) -> Result<Self, OutOfMemory> {
+    pub fn new(shard: &Shard, max_rows: usize, max_samples: usize) -> Result<Self, OutOfMemory> {
         let (plan, rank) = (&shard.plan, &shard.rank);
         let c = &plan.config;
         let what = "the activations";
@@ -46,13 +46,10 @@ impl Activations {
         let intermediate = plan.intermediate.padded_len(rank.intermediate_leaves.len());
         let pool_len = shard.kv.pool_len().unwrap_or(usize::MAX);
         let mut pool = Buffer::zeroed(pool_len, "the KV cache")?;
-        let pages = Disjoint::new(&mut pool);
-        const PART: usize = 1 << 20;
-        team.for_each(pool_len.div_ceil(PART), |part| {
-            // SAFETY: each unit has another part.
-            let part = unsafe { pages.part(part * PART..((part + 1) * PART).min(pool_len)) };
-            part.fill(f32::NAN);
-        });
+        if cfg!(test) {
+            // What no sequence has written must not count: here every test would see it.
+            pool.fill(f32::NAN);
+        }
         Ok(Self {
             residual: Buffer::zeroed(max_rows * c.hidden_size, what)?,
             attention_input: Inputs::zeroed(RoundingPoint::AttentionInput, max_rows, hidden)?,
@@ -67,7 +64,7 @@ impl Activations {
         })
     }
 
-    /// Bytes that [`Self::new`] takes beside the KV pool.
+    /// Bytes of the buffers beside the KV pool.
     pub fn bytes(plan: &ModelPlan, rank: &RankPlan, max_rows: usize, max_samples: usize) -> u64 {
         let c = &plan.config;
         let hidden = plan.hidden.padded_len(plan.hidden.count);

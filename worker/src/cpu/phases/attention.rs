@@ -19,8 +19,8 @@ impl Pass<'_> {
         normalise(self.shard, self.team, weight, &self.x.residual, rows, |row| row, &mut self.x.attention_input);
     }
 
-    /// q, k, v = W attention_input + bias, heads normalised and rotated; q to the queries, k and v to the sequence's pages. A unit is
-    /// a head.
+    /// q, k, v = W attention_input + bias, heads normalised and rotated; q to the queries, k and v to the sequence's
+    /// pages. A unit is a head.
     pub fn query_key_value(&mut self, layer: usize) {
         let (shard, batch) = (self.shard, self.batch);
         let (rows, d) = (&batch.step().rows[..], shard.plan.config.head_dim);
@@ -44,8 +44,8 @@ impl Pass<'_> {
                 if rotated {
                     rotate(values, &turns[row * d / 2..(row + 1) * d / 2]);
                 }
-                // SAFETY: every (row, head) has its own place: rows of a step have different (slot, position), slots have
-                // different pages (the batch checks it), and units have different heads.
+                // SAFETY: every (row, head) has its own place: rows of a step have different (slot, position), slots
+                // have different pages (the batch checks it), and units have different heads.
                 unsafe {
                     if head < heads {
                         let at = (row * heads + head) * d;

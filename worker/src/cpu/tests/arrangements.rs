@@ -52,8 +52,8 @@ fn group_sizes_give_the_same_bits() {
 
 #[test]
 fn odd_dimensions_give_the_same_bits() {
-    // A hidden size that is no multiple of a slice, leaves of 25 columns, sixteen queries for one KV head, and a vocabulary
-    // that leaves most shards nothing but padding.
+    // A hidden size that is no multiple of a slice, leaves of 25 columns, sixteen queries for one KV head, and a
+    // vocabulary that leaves most shards nothing but padding.
     let mut config = crate::plan::tests::config(16, 1, 400, 20);
     (config.hidden_size, config.head_dim) = (208, 16);
     let random = Some(RandomSource { config, seed: 7 });

@@ -165,8 +165,8 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
     load_with(&request, &options, &mut |_| ()).unwrap()
 }
 
-/// Prompts in chunks, mixed with decoding: in every plan each sequence moves on by a chunk, or decodes a few steps. Pages
-/// are granted from the top down, so that page numbers mean nothing.
+/// Prompts in chunks, mixed with decoding: in every plan each sequence moves on by a chunk, or decodes a few steps.
+/// Pages are granted from the top down, so that page numbers mean nothing.
 fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
     let pages = wave.iter().map(|request| KvLayout::pages_for(request.positions()) as u32);
     let mut next_page = pages.clone().sum::<u32>() + 3;

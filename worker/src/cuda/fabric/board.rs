@@ -7,13 +7,14 @@
 //!            loads every flag (acquire) until it is not behind the round, then reads that rank's offer
 //! ```
 //!
-//! Two places for an offer, by the round's parity, suffice. Rank A overwrites in round n + 2 what it offered in n. It begins
-//! n + 2 after it has ended n + 1, so it has seen the flag n + 1 of every rank B. B stored that flag after it had ended n, in
-//! which it read A's offer. So B's read of A's offer of n happens before A's write of n + 2. For the same reason a flag runs at
-//! most one round ahead of a reader that waits, and a flag that is ahead still means that the offer waited for is there.
+//! Two places for an offer, by the round's parity, suffice. Rank A overwrites in round n + 2 what it offered in n. It
+//! begins n + 2 after it has ended n + 1, so it has seen the flag n + 1 of every rank B. B stored that flag after it
+//! had ended n, in which it read A's offer. So B's read of A's offer of n happens before A's write of n + 2. For the
+//! same reason a flag runs at most one round ahead of a reader that waits, and a flag that is ahead still means that
+//! the offer waited for is there.
 //!
-//! Rounds wrap around and are compared by signed difference. They start a thousand before the wrap, so that every run of the
-//! program passes it.
+//! Rounds wrap around and are compared by signed difference. They start a thousand before the wrap, so that every run
+//! of the program passes it.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -25,7 +26,8 @@ use crate::wait::Backoff;
 
 /// The round before the first.
 const START: u32 = u32::MAX - 1000;
-/// A segment, one cache line: the flag, a word that is not used, the offers [2] u64 in two words each. Offsets in bytes.
+/// A segment, one cache line: the flag, a word that is not used, the offers [2] u64 in two words each. Offsets in
+/// bytes.
 const BYTES: usize = 64;
 const FLAG: usize = 0;
 const OFFERS: usize = 8;
@@ -210,8 +212,8 @@ mod tests {
         }
     }
 
-    /// Rank 0 dawdles before it reads the first round; rank 1 goes on as far as the protocol lets it, which is to post the
-    /// second. Returns what rank 0 takes in the first.
+    /// Rank 0 dawdles before it reads the first round; rank 1 goes on as far as the protocol lets it, which is to post
+    /// the second. Returns what rank 0 takes in the first.
     fn read_late(one_place: bool) -> u64 {
         let mut group = group(2, LIMIT);
         let (mut second, mut first) = (group.pop().unwrap(), group.pop().unwrap());

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use sha2::{Digest, Sha256};
 
-use super::Group;
+use super::group::Group;
 use super::topology::Uuid;
 
 /// Bytes of a header in a message.

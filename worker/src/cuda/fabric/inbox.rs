@@ -1,8 +1,8 @@
 //! Memory of a GPU that other processes map: made, exported, imported.
 //!
 //! The driver's virtual memory management keeps addresses and memory apart: memory lives for as long as anybody has it
-//! mapped or holds a handle or descriptor of it, in whatever process. So a rank that is killed leaves the mappings of the
-//! others whole, and the last of them that ends gives the memory back.
+//! mapped or holds a handle or descriptor of it, in whatever process. So a rank that is killed leaves the mappings of
+//! the others whole, and the last of them that ends gives the memory back.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use cudarc::driver::sys::{
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::cuda::device::Gpu;
+use crate::cuda::device::gpu::Gpu;
 use crate::cuda::error::{CudaError, checked};
 
 /// How memory is named to other processes. One way so far; ranks on several hosts of one NVLink domain take another:
@@ -145,8 +145,8 @@ impl Mapping {
     fn of(memory: &Memory, bytes: usize) -> Result<Self, CudaError> {
         let gpu = &memory.gpu;
         let addresses = Addresses::reserve(gpu, bytes)?;
-        // SAFETY: the addresses are set aside and nothing is mapped there; the memory has that many bytes, or the driver
-        // refuses.
+        // SAFETY: the addresses are set aside and nothing is mapped there; the memory has that many bytes, or the
+        // driver refuses.
         let mapped = unsafe { sys::cuMemMap(addresses.start, bytes, 0, memory.handle, 0) };
         checked("cuMemMap", mapped.result())?;
         let mapping = Self { addresses };
@@ -257,7 +257,8 @@ impl Memory {
         checked("cuMemExportToShareableHandle", exported.result())?;
         // SAFETY: the driver has just opened it, and nobody else has it.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        // A program that this process starts must not keep the memory. A failure would leave it as the driver opened it.
+        // A program that this process starts must not keep the memory. A failure would leave it as the driver opened
+        // it.
         let _ = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
         Ok(descriptor)
     }

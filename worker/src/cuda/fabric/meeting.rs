@@ -1,7 +1,8 @@
-//! The meeting of a group's ranks, once, before they run: each hands every other a header and descriptors of its memory.
+//! The meeting of a group's ranks, once, before they run: each hands every other a header and descriptors of its
+//! memory.
 //!
-//! A rank listens on a socket from the start and names it in its handle. When it joins it sends one message to every other
-//! rank's socket and then takes one from each off its own:
+//! A rank listens on a socket from the start and names it in its handle. When it joins it sends one message to every
+//! other rank's socket and then takes one from each off its own:
 //!
 //! ```text
 //! rank a: connect to b, send {header of a, descriptors of a}, close        for every b; waits for nobody: b listens already,
@@ -10,8 +11,8 @@
 //!
 //! Nobody waits for an answer, so the order in which ranks join does not matter, but all have to join at some time.
 //!
-//! The sockets have abstract names: they leave no files behind and vanish with their process, however it ends. A name holds
-//! 128 random bits, and each end of a connection sees to it that the other is a process of its own user.
+//! The sockets have abstract names: they leave no files behind and vanish with their process, however it ends. A name
+//! holds 128 random bits, and each end of a connection checks that the other is a process of its own user.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -151,8 +152,8 @@ impl Meeting {
         format!("{KIND}{}", self.name)
     }
 
-    /// Hands `descriptors` to all other ranks and takes theirs, in the order in which they come. `handles` are those of all
-    /// ranks, in rank order.
+    /// Hands `descriptors` to all other ranks and takes theirs, in the order in which they come. `handles` are those of
+    /// all ranks, in rank order.
     ///
     /// # Errors
     /// A rank cannot be reached, does not join within `limit`, or is of another group.

@@ -5,7 +5,7 @@ use std::fmt;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_P2PAttribute as Attribute};
 
-use crate::cuda::device::probe;
+use crate::cuda::device::gpu::probe;
 use crate::cuda::error::{CudaError, checked};
 
 /// Names a GPU for good, in every process.

@@ -1,27 +1,28 @@
 //! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
 //!
-//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that it was
-//! skipped.
+//! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that
+//! it was skipped.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::bench::Shape;
-use crate::cuda::blocks::best_blocks;
-use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Resources};
-use crate::cuda::heads::padded;
-use crate::cuda::layout::Layout;
-use crate::cuda::layout::tests::{group, layout};
-use crate::cuda::sampler;
-use crate::cuda::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
+use crate::cuda::kernels::blocks::best_blocks;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Resources};
+use crate::cuda::kernels::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
+use crate::cuda::sampler::kernel as sampler;
+use crate::cuda::weights::heads::padded;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::layout::tests::{group, layout};
 use crate::model::ModelConfig;
 use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
-/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the choice of tokens, once a step.
+/// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the
+/// choice of tokens, once a step.
 const GROUPS: [(Shape, usize, [u32; 2]); 4] =
     [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 212]), (Shape::B8, 16, [0, 116]), (Shape::B70, 4, [0, 48])];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.

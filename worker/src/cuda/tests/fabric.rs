@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use cudarc::driver::result;
 
 use super::gpu::gpu;
-use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, Program};
-use crate::cuda::device::{Gpu, Stream};
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::checked;
 use crate::cuda::fabric::{Fabric, Group, MAX_RANKS, survey};
-use crate::cuda::kernel::Module;
-use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, Program};
+use crate::cuda::kernels::module::Module;
 use crate::cuda::{CudaError, probe};
 use crate::decoder::Fault;
 
@@ -28,8 +28,8 @@ const ROUNDS: u32 = 2000;
 const INBOX: usize = 2 * MAX_RANKS * WORDS * 16;
 
 /// Every thread pushes a tagged word to all ranks and takes theirs, round after round, as the looped kernel does.
-/// A thread overwrites in round n + 2 what it pushed in n, after it has seen the words of n + 1 of all ranks, which they
-/// pushed after they had taken those of n.
+/// A thread overwrites in round n + 2 what it pushed in n, after it has seen the words of n + 1 of all ranks, which
+/// they pushed after they had taken those of n.
 const SOURCE: &str = r#"
 struct Peers { unsigned long long inbox[16]; };
 

@@ -1,5 +1,5 @@
-//! A model of full size against torch: `kernels/tests/full_size.py` makes up the same weights and writes down prompts and what they
-//! yield.
+//! A model of full size against torch: `kernels/tests/full_size.py` makes up the same weights and writes down prompts
+//! and what they yield.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ use crate::bench::Shape;
 use crate::cuda::NormalSource;
 use crate::model::ModelConfig;
 
-/// The file that the script wrote. It takes a GPU and half a minute, so whoever does not name one is told that this was skipped.
+/// The file that the script wrote. It takes a GPU and half a minute, so whoever does not name one is told that this was
+/// skipped.
 const REFERENCE: &str = "LOOPLANE_FULL_SIZE_REFERENCE";
 /// As in the script.
 const SEED: u64 = 1;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::plans::{Request, drive, plans};
 use crate::batch::Plan;
 use crate::cpu::tests::group::{self as cpu, Arrangement};
-use crate::cuda::launch::{ROW_SAMPLE, Row};
-use crate::cuda::looped_decoder::Launcher;
+use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
+use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest};
 use crate::golden;
@@ -19,10 +19,12 @@ use crate::sampling::{Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingP
 
 /// Set: a machine without a GPU fails the tests.
 pub(super) const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
-/// Bound on the relative L2 error of a single position's logits against fp32. Seen: 0.032 (mistral-window). transformers' own bf16 run
-/// has positions of 0.035 there and of 0.050 on llama-tied (bf16.py on a CPU, where its RMS are those of the GPU within 2 %).
+/// Bound on the relative L2 error of a single position's logits against fp32. Seen: 0.032 (mistral-window).
+/// transformers' own bf16 run has positions of 0.035 there and of 0.050 on llama-tied (bf16.py on a CPU, where its RMS
+/// are those of the GPU within 2 %).
 const LOGITS_RELATIVE_L2: f64 = 0.04;
-/// Bound on the difference of log-probabilities, relative to 1 + their size, from a CPU's, which adds up in another order.
+/// Bound on the difference of log-probabilities, relative to 1 + their size, from a CPU's, which adds up in another
+/// order.
 const LOGPROBS_OFF: f32 = 4e-6;
 /// Bound on the root mean square of those errors, over that of transformers' bf16 run.
 const BF16_ERRORS: f64 = 1.1;
@@ -261,8 +263,8 @@ fn delays_and_poison_change_nothing_but_time() {
     }
 }
 
-/// What `just sanitize` runs under compute-sanitizer: passes of either width over two pages, and a launch of several steps, with time for tools
-/// that make a kernel slow.
+/// What `just sanitize` runs under compute-sanitizer: passes of either width over two pages, and a launch of several
+/// steps, with time for tools that make a kernel slow.
 #[test]
 fn sanitized() {
     if !gpu() {
@@ -305,7 +307,8 @@ fn the_wrap_of_the_tags_does_not_touch_a_bit() {
     }
 }
 
-/// Requests that decode together, in launches of many steps or with the sampler drawing for some: each as if it were alone.
+/// Requests that decode together, in launches of many steps or with the sampler drawing for some: each as if it were
+/// alone.
 #[test]
 fn plans_yield_the_tokens_of_teacher_forced_passes() {
     if !gpu() {
@@ -351,7 +354,8 @@ pub(super) fn yields(decoder: CudaDecoder, plans: Vec<Plan>, sequences: usize, e
     replies
 }
 
-/// A launch for each phase, as `--loop off` asks: what the loop yields, whether the sampler draws or nobody wants it to.
+/// A launch for each phase, as `--loop off` asks: what the loop yields, whether the sampler draws or nobody wants it
+/// to.
 #[test]
 fn plans_without_the_loop_yield_the_same_tokens() {
     if !gpu() {
@@ -437,8 +441,8 @@ fn near(a: &Sampled, b: &Sampled) -> bool {
     a.token == b.token && logprob && a.top.len() == b.top.len() && top.all(|(a, b)| a.0 == b.0 && near(a.1, b.1))
 }
 
-/// Chains of steps: the CPU sampler's tokens and log-probabilities, and the same bits whatever the chunks, the length of chains, the
-/// neighbours and the slot, and after a preemption.
+/// Chains of steps: the CPU sampler's tokens and log-probabilities, and the same bits whatever the chunks, the length
+/// of chains, the neighbours and the slot, and after a preemption.
 #[test]
 fn sampled_tokens_are_those_of_the_cpu_sampler() {
     if !gpu() {
@@ -510,8 +514,8 @@ fn a_larger_random_model_agrees_with_the_cpu_backend() {
 /// Set: this process is the one whose kernel fails.
 const CHILD: &str = "LOOPLANE_TEST_KERNEL_FAILS";
 
-/// A row that names another of its sequence in the launch, which is not there: its K and V never come. A failed kernel takes
-/// its process's GPU along, so this is a process of its own.
+/// A row that names another of its sequence in the launch, which is not there: its K and V never come. A failed kernel
+/// takes its process's GPU along, so this is a process of its own.
 #[test]
 fn a_wait_that_fails_is_reported_with_its_place() {
     if !gpu() {
@@ -536,8 +540,8 @@ fn a_wait_that_fails_is_reported_with_its_place() {
     ];
     let fault = engine.launch(&rows, 1, false).and_then(|_| engine.finish()).unwrap_err();
     eprintln!("{fault}");
-    // The wait for K and V, or one of those over the chip that wait for its result, in blocks without a part in what lies between for the
-    // next layer's input: they all begin within microseconds.
+    // The wait for K and V, or one of those over the chip that wait for its result, in blocks without a part in what
+    // lies between for the next layer's input: they all begin within microseconds.
     let sites = 10..=18;
     let of_these = |site: &str| sites.clone().any(|number| site.ends_with(&format!("(site {number})")));
     assert!(matches!(&fault, Fault::KernelWait { site, .. } if of_these(site)), "{fault:?}");

@@ -1,12 +1,13 @@
-//! The loop against a model that is nothing but its page table: what a row finds in the pages of its sequence decides the next
-//! token, so that a wrong page, position, row or order shows.
+//! The loop against a model that is nothing but its page table: what a row finds in the pages of its sequence decides
+//! the next token, so that a wrong page, position, row or order shows.
 
 use std::sync::{Arc, Mutex};
 
 use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot};
-use crate::cuda::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::cuda::looped_decoder::{Launcher, LoopedDecoder};
-use crate::cuda::passes::{Passes, Width};
+use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
+use crate::cuda::kernels::variants::Width;
+use crate::cuda::launches::looped_decoder::{Launcher, LoopedDecoder};
+use crate::cuda::launches::passes::Passes;
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::{Sampled, SamplingParams};
@@ -60,8 +61,8 @@ impl Request {
     }
 }
 
-/// Plans that run all requests, a slot each: chunks of prompts mixed with decoding, then decoding in plans of `steps`. Pages
-/// are dealt from the top down.
+/// Plans that run all requests, a slot each: chunks of prompts mixed with decoding, then decoding in plans of `steps`.
+/// Pages are dealt from the top down.
 pub fn plans(requests: &[Request], chunk: usize, rows: usize, steps: u32) -> Vec<Plan> {
     let mut top: u32 = requests.iter().map(Request::pages).sum();
     let mut computed = vec![0; requests.len()];
@@ -405,7 +406,8 @@ fn decoding_is_one_launch_whoever_draws() {
     suppressed[0].min_tokens = 3;
     let (outcomes, launched) = run(&suppressed, plans(&suppressed, 64, BATCH_TOKENS, 40), false);
     assert_eq!(replies(&outcomes, 1), [expected(&suppressed[0])]);
-    // The first three tokens may not be a stop token: the sampler draws, in as few launches. The first is the prompt's last row's.
+    // The first three tokens may not be a stop token: the sampler draws, in as few launches. The first is the prompt's
+    // last row's.
     let decode: Vec<_> = launched[1..].iter().take(3).map(|of| (of.run, of.sampled)).collect();
     assert_eq!(decode, [(1, true), (10, true), (10, false)]);
 

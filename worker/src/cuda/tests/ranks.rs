@@ -1,4 +1,5 @@
-//! Groups of ranks, as threads: on a GPU each where there are enough, else side by side on one, whose blocks they divide.
+//! Groups of ranks, as threads: on a GPU each where there are enough, else side by side on one, whose blocks they
+//! divide.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +8,8 @@ use super::gpu::{REQUIRE_GPU, choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
 use super::wide::{llama_1b, random, swapped};
 use crate::batch::Plan;
-use crate::cuda::layout::tests::llama_70b;
-use crate::cuda::looped_decoder::Launcher;
+use crate::cuda::launches::looped_decoder::Launcher;
+use crate::cuda::weights::layout::tests::llama_70b;
 use crate::cuda::{CudaDecoder, Options, probe};
 use crate::decoder::{Decoder, Fault, LoadRequest, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
@@ -17,9 +18,11 @@ use crate::sampling::{Sampled, SamplingParams};
 /// Blocks of all ranks that share a GPU.
 const SHARED_BLOCKS: usize = 128;
 
-/// How many kernels a GPU runs side by side, as the driver reads it when it starts: streams share the GPU's queues, and a rank behind another in one queue would be waited for in vain.
+/// How many kernels a GPU runs side by side, as the driver reads it when it starts: streams share the GPU's queues, and
+/// a rank behind another in one queue would be waited for in vain.
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// Models, and into how many ranks they are cut: heads of each kind; KV heads that several ranks have; one and two heads a rank.
+/// Models, and into how many ranks they are cut: heads of each kind; KV heads that several ranks have; one and two
+/// heads a rank.
 const MODELS: [(&str, &[usize]); 5] = [
     ("llama-gqa", &[2, 8]),
     ("llama-mha16", &[8, 16]),
@@ -132,8 +135,8 @@ fn a_group_without_the_loop_yields_the_same() {
     }
 }
 
-/// Log-probabilities show the order of additions: a group has the bits of one GPU with the same weights, and not those of the same model with two leaves in
-/// each other's place.
+/// Log-probabilities show the order of additions: a group has the bits of one GPU with the same weights, and not those
+/// of the same model with two leaves in each other's place.
 #[test]
 fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     if !gpu() || !apart(2) {
@@ -152,9 +155,10 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     assert!(plain.0 != swapped.0);
 }
 
-/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first model is one that wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row
-/// tiles of the residual than passes of prompts take. Of the second, as wide as 70b, it does on a whole GPU, of four with three tiles of
-/// gate and up each; one GPU alone has narrow passes for it, so that both kinds are compared.
+/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first model is one that
+/// wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles of the residual than
+/// passes of prompts take. Of the second, as wide as 70b, it does on a whole GPU, of four with three tiles of gate and
+/// up each; one GPU alone has narrow passes for it, so that both kinds are compared.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {
@@ -206,7 +210,8 @@ fn delays_on_every_rank_change_nothing_but_time() {
     check(&MODELS[..1], &requests, &Way { options, ..Way::default() }, true);
 }
 
-/// What `just sanitize` runs under compute-sanitizer of a group, on a GPU each: narrow and wide passes, some of them sampled.
+/// What `just sanitize` runs under compute-sanitizer of a group, on a GPU each: narrow and wide passes, some of them
+/// sampled.
 #[test]
 fn sanitized() {
     if !gpu() || !apart(2) {
@@ -225,8 +230,8 @@ fn sanitized() {
     assert!(group_yields(two, &plans, requests.len(), true) == one);
 }
 
-/// Waves of requests of random lengths, each in plans of random chunks and steps, with `tokens` tokens to draw in all; and how many requests. Some are sampled, with
-/// log-probabilities.
+/// Waves of requests of random lengths, each in plans of random chunks and steps, with `tokens` tokens to draw in all;
+/// and how many requests. Some are sampled, with log-probabilities.
 fn random_load(tokens: usize) -> (Vec<Plan>, usize) {
     let mut state = 20_261_121u64;
     // The multiplier and increment of Knuth's MMIX; the upper bits are good.
@@ -341,8 +346,9 @@ impl LateRun {
     }
 }
 
-/// A rank that begins a launch late is waited for, by narrow and by wide passes. Where nobody waits for it, as the control has it, a wait fails, and of narrow passes, where a word has one
-/// writer, the report names the rank; kernels fail then, and take their process's GPU along, so that is a process of its own.
+/// A rank that begins a launch late is waited for, by narrow and by wide passes. Where nobody waits for it, as the
+/// control has it, a wait fails, and of narrow passes, where a word has one writer, the report names the rank; kernels
+/// fail then, and take their process's GPU along, so that is a process of its own.
 #[test]
 fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() {
     if !gpu() {

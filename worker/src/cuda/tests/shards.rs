@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::cuda::blocks::best_blocks;
-use crate::cuda::layout::Layout;
-use crate::cuda::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
-use crate::cuda::panel::Panel;
+use crate::cuda::kernels::blocks::best_blocks;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
+use crate::cuda::weights::panel::Panel;
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, ModelPlan, Product};
@@ -79,7 +79,8 @@ fn uneven(layout: &Layout) -> [f64; 2] {
     })
 }
 
-/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The first design's aim was 1.02; ARCHITECTURE.md says why it is not met.
+/// Whole tiles are dealt, so a rank's few of qkv and gate/up do not always come out even. The first design's aim was
+/// 1.02; ARCHITECTURE.md says why it is not met.
 #[test]
 fn the_largest_share_of_a_block_is_what_is_written_here() {
     let shares_8b =

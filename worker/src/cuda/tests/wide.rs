@@ -1,4 +1,5 @@
-//! Passes of every width on a GPU: a sequence has the bits that it has alone in narrow passes, whatever is computed beside it.
+//! Passes of every width on a GPU: a sequence has the bits that it has alone in narrow passes, whatever is computed
+//! beside it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,8 +9,8 @@ use half::bf16;
 
 use super::gpu::{BROKEN, gpu};
 use super::plans::{Request, drive, plans, replies};
-use crate::cuda::launch::{ROW_SAMPLE, Row};
-use crate::cuda::looped_decoder::Launcher;
+use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
+use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
 use crate::decoder::{Decoder, Device, LoadRequest};
 use crate::model::source::{RandomSource, Source};
@@ -104,8 +105,8 @@ impl Model {
         Self { decoder, vocab }
     }
 
-    /// Computes rows (slot, token, position) in one step, those of a slot next to each other, and returns the logits of the
-    /// rows that sample. `most`: rows of a pass, or as the product chooses.
+    /// Computes rows (slot, token, position) in one step, those of a slot next to each other, and returns the logits of
+    /// the rows that sample. `most`: rows of a pass, or as the product chooses.
     pub(super) fn step(&mut self, rows: &[(u32, u32, u32)], samples: &[bool], most: Option<usize>) -> Vec<Bits> {
         let engine = &mut self.decoder.decoder.launcher;
         let passes = match most {
@@ -172,7 +173,8 @@ impl Model {
         rows.chunks(NARROW).flat_map(|rows| self.step(rows, &[true; NARROW][..rows.len()], Some(NARROW))).collect()
     }
 
-    /// Computes a prompt in steps of `chunk` rows; the logits after each. `most`: rows of a pass, or as the product chooses.
+    /// Computes a prompt in steps of `chunk` rows; the logits after each. `most`: rows of a pass, or as the product
+    /// chooses.
     pub(super) fn prompt(&mut self, slot: u32, tokens: &[u32], chunk: usize, most: Option<usize>) -> Vec<Bits> {
         let rows: Vec<_> = (0..).zip(tokens).map(|(position, token)| (slot, *token, position)).collect();
         let last = |rows: &[_]| (1..=rows.len()).map(|row| row == rows.len()).collect::<Vec<_>>();
@@ -414,8 +416,8 @@ fn the_wrap_of_the_tags_does_not_touch_a_bit() {
     }
 }
 
-/// A model whose hidden dimensions of the second and the third leaf have changed places: what it computes is the same, but for the
-/// order in which leaves add up.
+/// A model whose hidden dimensions of the second and the third leaf have changed places: what it computes is the same,
+/// but for the order in which leaves add up.
 struct Swapped(RandomSource);
 
 pub(super) fn swapped(config: &ModelConfig) -> Arc<dyn Source + Send> {
@@ -462,8 +464,8 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     assert!(error > 0.0 && error.sqrt() < 0.01, "relative L2 difference {}", error.sqrt());
 }
 
-/// Greedy requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside them,
-/// and sequences that are taken out and computed again.
+/// Greedy requests of many lengths through the loop: launches of several steps with 64 rows, prompts of any size beside
+/// them, and sequences that are taken out and computed again.
 #[test]
 fn plans_of_many_requests_yield_what_each_yields_alone() {
     if !gpu() {
@@ -502,7 +504,8 @@ fn plans_of_many_requests_yield_what_each_yields_alone() {
     }
 }
 
-/// Requests that the sampler draws for among 64 rows, greedy ones beside them: tokens and log-probabilities of each alone.
+/// Requests that the sampler draws for among 64 rows, greedy ones beside them: tokens and log-probabilities of each
+/// alone.
 #[test]
 fn sampled_requests_yield_among_many_what_each_yields_alone() {
     if !gpu() {

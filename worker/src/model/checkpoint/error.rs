@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use half::bf16;
+
 /// Why the weights of a model are refused: one sentence with file, tensor and numbers.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
@@ -14,10 +16,28 @@ pub enum CheckpointError {
         source: std::io::Error,
     },
     /// No weights in the directory.
-    #[error("{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file", dir.display())]
+    #[error("{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file; {found}", dir.display())]
     NoWeights {
         /// The directory.
         dir: PathBuf,
+        /// What it holds, and what to do.
+        found: String,
+    },
+    /// Weights without model.safetensors or an index lack one of their files.
+    #[error("{}: holds {present}, but not {missing}: download it again", dir.display())]
+    MissingFile {
+        /// The directory.
+        dir: PathBuf,
+        /// A file that is there.
+        present: String,
+        /// The first one that is not.
+        missing: String,
+    },
+    /// A file stands for the weights, as `git clone` without Git LFS leaves it.
+    #[error("{}: is a Git LFS pointer, not the weights: run `git lfs pull` in its directory, or download it", path.display())]
+    Pointer {
+        /// The file.
+        path: PathBuf,
     },
     /// The index is not one.
     #[error("{}: {problem}", path.display())]
@@ -56,6 +76,42 @@ pub enum CheckpointError {
         tensor: String,
         /// Its shape by config.json.
         shape: Vec<usize>,
+    },
+    /// There are more layers than config.json says.
+    #[error(
+        "{}: tensor {tensor} is of layer {layer} (from 0), but by config.json there are {layers}: take the config.json of \
+         these weights, or set num_hidden_layers to {found}",
+        path.display()
+    )]
+    Layers {
+        /// The file.
+        path: PathBuf,
+        /// A tensor of the first layer that is too many.
+        tensor: String,
+        /// That layer.
+        layer: usize,
+        /// Layers by config.json.
+        layers: usize,
+        /// Layers in the files.
+        found: usize,
+    },
+    /// A weight is no number, or none that bf16 holds.
+    #[error(
+        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0, as BF16): download the file again, and if \
+         that does not help, ask whoever made it",
+        path.display()
+    )]
+    NotFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Of the first such weight that was read; 0 in a vector.
+        row: usize,
+        /// As `row`.
+        column: usize,
+        /// NaN, inf or -inf.
+        value: bf16,
     },
     /// A tensor has other dimensions than config.json says.
     #[error("{}: tensor {tensor} has shape {got:?}, but by config.json it is {expected:?}", path.display())]

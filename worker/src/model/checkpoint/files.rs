@@ -12,6 +12,9 @@ use safetensors::tensor::Metadata;
 use super::CheckpointError;
 use super::header::explain;
 
+/// What the files that Git LFS puts in the place of others begin with.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
 /// A file of the checkpoint.
 #[derive(Debug)]
 pub(super) struct MappedFile {
@@ -48,9 +51,13 @@ pub(super) fn open_files(dir: &Path) -> Result<(Vec<MappedFile>, Lookup), Checkp
             }
         }
         paths.sort();
+        let names: Vec<_> = paths.iter().filter_map(|path| path.file_name()?.to_str()).collect();
+        if let Some((present, missing)) = first_missing(&names) {
+            return Err(CheckpointError::MissingFile { dir: dir.into(), present, missing });
+        }
     }
     if paths.is_empty() {
-        return Err(CheckpointError::NoWeights { dir: dir.into() });
+        return Err(CheckpointError::NoWeights { dir: dir.into(), found: found(dir) });
     }
     let files = paths.into_iter().map(open_file).collect::<Result<_, _>>()?;
     Ok((files, Lookup::Search { dir: dir.into() }))
@@ -97,8 +104,42 @@ fn open_indexed(dir: &Path, path: PathBuf) -> Result<(Vec<MappedFile>, Lookup), 
     Ok((files, Lookup::Index { path, files: by_tensor }))
 }
 
+/// Of files that are numbered like `model-00002-of-00004.safetensors`: one that is there, and the first that is not.
+fn first_missing(names: &[&str]) -> Option<(String, String)> {
+    names.iter().find_map(|present| {
+        let (stem, count) = present.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
+        let (prefix, number) = stem.rsplit_once('-')?;
+        let (width, count) = (number.len(), count.parse::<usize>().ok().filter(|_| number.parse::<usize>().is_ok())?);
+        let all = (1..=count).map(|number| format!("{prefix}-{number:0width$}-of-{count:0width$}.safetensors"));
+        // A count of no meaning names files that nobody has: the first of them is missing.
+        let missing = all.into_iter().find(|name| !names.contains(&name.as_str()))?;
+        Some(((*present).to_owned(), missing))
+    })
+}
+
+/// What a directory without weights holds, and what to do.
+fn found(dir: &Path) -> String {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    let of_other_formats = |name: &&String| [".bin", ".pt", ".pth", ".gguf"].iter().any(|end| name.ends_with(end));
+    match (names.iter().find(of_other_formats), names.len()) {
+        (_, 0) => "it is empty: is it the directory of the model?".into(),
+        (Some(weights), _) => format!("it holds {weights}: convert that to safetensors"),
+        (None, count) => {
+            const NAMED: usize = 5;
+            let more = if count > NAMED { format!(" and {} more", count - NAMED) } else { String::new() };
+            let first = names[..count.min(NAMED)].join(", ");
+            format!("it holds {first}{more}: download the weights to it")
+        }
+    }
+}
+
 fn open_file(path: PathBuf) -> Result<MappedFile, CheckpointError> {
     let (map, file_bytes) = map_file(&path).map_err(|source| CheckpointError::Read { path: path.clone(), source })?;
+    if map.starts_with(LFS_POINTER) {
+        return Err(CheckpointError::Pointer { path });
+    }
     match SafeTensors::read_metadata(&map) {
         Ok((header_len, header)) => Ok(MappedFile { path, map, header, data_start: 8 + header_len }),
         Err(error) => Err(CheckpointError::Header { path, problem: explain(&map, &error), file_bytes }),
@@ -109,9 +150,9 @@ fn open_file(path: PathBuf) -> Result<MappedFile, CheckpointError> {
 pub(super) fn map_file(path: &Path) -> std::io::Result<(Mmap, u64)> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
-    // SAFETY: a read-only map of a file that nobody is expected to write while it is loaded. Should someone do so, the worst
-    // is a changed weight, or a SIGBUS that ends this process as any other fault does: no Rust reference to the bytes
-    // is kept beyond a call of `read`, and every bit pattern is a valid value.
+    // SAFETY: a read-only map of a file that nobody is expected to write while it is loaded. Should someone do so, the
+    // worst is a changed weight, or a SIGBUS that ends this process as any other fault does: no Rust reference to the
+    // bytes is kept beyond a call of `read`, and every bit pattern is a valid value.
     let map = unsafe { Mmap::map(&file)? };
     Ok((map, bytes))
 }
@@ -119,8 +160,8 @@ pub(super) fn map_file(path: &Path) -> std::io::Result<(Mmap, u64)> {
 /// Takes the pages of a range out of memory.
 #[allow(unsafe_code)]
 pub(super) fn release(map: &Mmap, bytes: Range<usize>) {
-    // SAFETY: MADV_DONTNEED on a shared read-only map of a file drops nothing but the residency of its pages: the next read
-    // finds the same bytes in the file.
+    // SAFETY: MADV_DONTNEED on a shared read-only map of a file drops nothing but the residency of its pages: the next
+    // read finds the same bytes in the file.
     let released = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
     // Advice that the system does not take costs memory, not correctness.
     if let Err(error) = released {

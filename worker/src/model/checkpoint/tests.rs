@@ -198,8 +198,8 @@ fn missing_and_wrong_tensors_are_refused_with_file_tensor_and_numbers() {
 fn tensors_that_the_model_does_not_use_are_tolerated() {
     let dir = edited(|_, _, _, _| true);
     let config = ModelConfig::from_dir(dir.path()).unwrap();
-    let fewer = ModelConfig { num_layers: 1, tied_embeddings: true, ..config };
-    let checkpoint = Checkpoint::open(dir.path(), &fewer).unwrap();
+    let tied = ModelConfig { tied_embeddings: true, ..config };
+    let checkpoint = Checkpoint::open(dir.path(), &tied).unwrap();
     assert_eq!(whole(&checkpoint, Tensor::LmHead), whole(&checkpoint, Tensor::Embedding));
 }
 
@@ -239,6 +239,83 @@ fn shards_are_found_with_and_without_an_index() {
     std::fs::copy(dir.path().join("model-00004-of-00004.safetensors"), dir.path().join("other.safetensors")).unwrap();
     let error = open(dir.path()).unwrap_err();
     assert!(matches!(&error, CheckpointError::Twice { .. }), "{error}");
+}
+
+#[test]
+fn more_layers_than_config_json_counts_are_refused() {
+    let config = ModelConfig::from_dir(&fixture("llama-gqa")).unwrap();
+    let fewer = ModelConfig { num_layers: 1, ..config };
+    let error = Checkpoint::open(&fixture("llama-gqa"), &fewer).unwrap_err().to_string();
+    assert!(error.contains("tensor model.layers.1.input_layernorm.weight is of layer 1 (from 0)"), "{error}");
+    assert!(error.contains("by config.json there are 1") && error.ends_with("set num_hidden_layers to 2"), "{error}");
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named_by_the_rank_that_reads_them() {
+    let with = |dtype: Dtype, value: &[u8]| {
+        let value = value.to_owned();
+        edited(move |name, of, _, bytes| {
+            if name == "model.layers.1.mlp.up_proj.weight" {
+                let width = value.len();
+                *of = dtype;
+                *bytes = vec![0; 384 * 256 * width];
+                bytes[(3 * 256 + 7) * width..][..width].copy_from_slice(&value);
+                bytes[(9 * 256 + 1) * width..][..width].copy_from_slice(&value);
+            }
+            true
+        })
+    };
+    let up = Tensor::Layer(1, LayerTensor::Up);
+    for (dtype, value, says) in [
+        (Dtype::BF16, &0x7fc0u16.to_le_bytes()[..], "NaN"),
+        (Dtype::BF16, &0xff80u16.to_le_bytes(), "-inf"),
+        (Dtype::F16, &0x7c00u16.to_le_bytes(), "inf"),
+        (Dtype::F32, &f32::NAN.to_le_bytes(), "NaN"),
+        // Finite in fp32, over the largest bf16.
+        (Dtype::F32, &f32::MAX.to_le_bytes(), "inf"),
+    ] {
+        let dir = with(dtype, value);
+        let checkpoint = open(dir.path()).unwrap();
+        let read =
+            |rows: Range<usize>| checkpoint.read(up, rows.clone(), 0..256, &mut vec![bf16::ZERO; rows.len() * 256]);
+        read(0..3);
+        checkpoint.check_finite().unwrap();
+        read(9..20);
+        read(0..9);
+        let error = checkpoint.check_finite().unwrap_err().to_string();
+        let place = format!("model.safetensors: tensor model.layers.1.mlp.up_proj.weight is {says} in row 3, column 7");
+        assert!(error.contains(&place), "{dtype}: {error}");
+    }
+}
+
+#[test]
+fn a_pointer_of_git_lfs_is_named() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2471645608\n";
+    let error = open_bytes(pointer).unwrap_err().to_string();
+    assert!(error.contains("model.safetensors: is a Git LFS pointer, not the weights: run `git lfs pull`"), "{error}");
+}
+
+#[test]
+fn a_file_that_is_missing_beside_others_is_named() {
+    let dir = copy_of("llama-gqa");
+    std::fs::remove_file(dir.path().join("model.safetensors.index.json")).unwrap();
+    std::fs::remove_file(dir.path().join("model-00003-of-00004.safetensors")).unwrap();
+    let error = open(dir.path()).unwrap_err().to_string();
+    let says = "holds model-00001-of-00004.safetensors, but not model-00003-of-00004.safetensors: download it again";
+    assert!(error.ends_with(says), "{error}");
+
+    for entry in std::fs::read_dir(dir.path()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|end| end == "safetensors") {
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+    let error = open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("holds no model.safetensors, no model.safetensors.index.json"), "{error}");
+    assert!(error.contains("it holds config.json, ") && error.ends_with(": download the weights to it"), "{error}");
+    std::fs::write(dir.path().join("pytorch_model.bin"), b"").unwrap();
+    let error = open(dir.path()).unwrap_err().to_string();
+    assert!(error.ends_with("it holds pytorch_model.bin: convert that to safetensors"), "{error}");
 }
 
 #[test]

@@ -1,0 +1,56 @@
+//! Why a request was not served, and the stable code of each reason.
+
+use crate::{engine::SubmitError, request::RequestError, upload::UploadError};
+
+/// Why a request was not served, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerateError {
+    /// The request is at fault.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// Its body was not read to the end.
+    #[error(transparent)]
+    Upload(#[from] UploadError),
+    /// The engine did not take it.
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    /// As many requests are being served as the front end allows.
+    #[error("the limit of {limit} requests at one time is reached (--max-concurrent-requests)")]
+    Busy {
+        /// The bound.
+        limit: usize,
+    },
+    /// No new requests are taken: the server ends.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    /// The model has not been loaded yet, or cannot be.
+    #[error("the server is {0}")]
+    NotReady(String),
+    /// The engine gave the sequence up.
+    #[error("the request was given up: {0}")]
+    Failed(String),
+    /// A bug: the request was not answered.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
+
+impl GenerateError {
+    /// The stable code that clients and operators see.
+    pub fn code(&self) -> &'static str {
+        match self {
+            GenerateError::Request(error) => error.code(),
+            GenerateError::Upload(UploadError::TooLarge { .. }) => "body_too_large",
+            GenerateError::Upload(UploadError::Timeout { .. }) => "body_timeout",
+            GenerateError::Upload(UploadError::Broken(_)) => "invalid_body",
+            GenerateError::Upload(UploadError::Crowded { .. })
+            | GenerateError::Submit(SubmitError::QueueFull { .. })
+            | GenerateError::Busy { .. } => "rate_limit_exceeded",
+            GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => "request_too_large",
+            GenerateError::Submit(SubmitError::Quarantined { .. }) => "request_quarantined",
+            GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
+            GenerateError::ShuttingDown => "shutting_down",
+            GenerateError::Failed(_) => "generation_failed",
+            GenerateError::Internal(_) => "internal_error",
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! A request that the engine has taken: its choices, each on its way from tokens to text.
+
+use std::sync::Arc;
+
+use futures::{Stream, stream};
+use tokio_util::sync::CancellationToken;
+
+use super::{error::GenerateError, place::Place, record::Record};
+use crate::{
+    engine::{FinishReason, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
+    request::ValidRequest,
+    text::{OutputText, Piece},
+};
+
+/// A request whose sequences are queued or running. Dropping it cancels them.
+#[derive(Debug)]
+pub struct Generation {
+    /// What was admitted.
+    pub request: ValidRequest,
+    /// Facts of the model that serves it.
+    pub model: Arc<ModelInfo>,
+    /// One for each sequence, by index.
+    pub choices: Vec<Choice>,
+    /// Its place among the requests served at one time.
+    pub place: Place,
+}
+
+/// What a choice made known.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ChoiceEvent {
+    /// More output.
+    Delta(Piece),
+    /// The end.
+    Finished {
+        /// Why it ended; a stop text counts as [`FinishReason::Stop`].
+        reason: FinishReason,
+        /// All tokens generated, the stop token or the tokens of a stop text included.
+        completion_tokens: u32,
+    },
+}
+
+/// One sequence, on its way to becoming text. Dropping it cancels the sequence.
+#[derive(Debug)]
+pub struct Choice {
+    /// Its number in the response.
+    pub index: u32,
+    /// `None` once it has ended.
+    stream: Option<SequenceStream>,
+    output: OutputText,
+    stop_tokens: Vec<u32>,
+    /// The end, known but not yet told.
+    finish: Option<FinishReason>,
+    completion_tokens: u32,
+    record: Arc<Record>,
+    /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
+    /// after an error of one are not taken for the client's going away.
+    given_up: CancellationToken,
+}
+
+impl Choice {
+    pub(super) fn new(
+        index: u32,
+        stream: SequenceStream,
+        output: OutputText,
+        stop_tokens: Vec<u32>,
+        record: Arc<Record>,
+        given_up: CancellationToken,
+    ) -> Self {
+        let stream = Some(stream);
+        Self { index, stream, output, stop_tokens, finish: None, completion_tokens: 0, record, given_up }
+    }
+
+    /// What becomes known next; `None` after the end or an error.
+    pub async fn next(&mut self) -> Option<Result<ChoiceEvent, GenerateError>> {
+        loop {
+            if let Some(reason) = self.finish.take() {
+                self.record.finished(reason);
+                let completion_tokens = self.completion_tokens;
+                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens }));
+            }
+            let stream = self.stream.as_mut()?;
+            let event = tokio::select! {
+                biased;
+                event = stream.next() => event,
+                () = self.given_up.cancelled() => return Some(Err(self.give_up(GenerateError::ShuttingDown))),
+            };
+            match self.apply(event) {
+                Ok(piece) if piece.is_empty() => {}
+                Ok(piece) => return Some(Ok(ChoiceEvent::Delta(piece))),
+                Err(error) => return Some(Err(error)),
+            }
+        }
+    }
+
+    /// Everything that [`Choice::next`] returns, as a stream with the choice's index.
+    pub fn into_stream(self) -> impl Stream<Item = (u32, Result<ChoiceEvent, GenerateError>)> {
+        stream::unfold(
+            self,
+            |mut choice| async move { choice.next().await.map(|event| ((choice.index, event), choice)) },
+        )
+    }
+
+    fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {
+        match event {
+            Some(SequenceEvent::Token(token)) => {
+                self.completion_tokens += 1;
+                self.record.token();
+                // The stop token that ends the sequence is the last, and not output.
+                if self.stop_tokens.contains(&token.id) {
+                    return Ok(Piece::default());
+                }
+                let (piece, stopped) = self.output.push(token);
+                if stopped {
+                    self.end(FinishReason::Stop);
+                }
+                Ok(piece)
+            }
+            Some(SequenceEvent::Finished(reason)) => {
+                let (piece, stopped) = self.output.finish();
+                self.end(if stopped { FinishReason::Stop } else { reason });
+                Ok(piece)
+            }
+            Some(SequenceEvent::Failed(why)) => Err(self.give_up(GenerateError::Failed(why))),
+            None => Err(self.give_up(GenerateError::Failed("the engine ended".into()))),
+        }
+    }
+
+    /// Lets go of a sequence that has not ended by itself, too: a stop text was found.
+    fn end(&mut self, reason: FinishReason) {
+        self.let_go(Unwanted::Complete);
+        self.finish = Some(reason);
+    }
+
+    /// Ends the choice with an error, and with it its request.
+    fn give_up(&mut self, error: GenerateError) -> GenerateError {
+        self.record.failed(error.code());
+        self.given_up.cancel();
+        self.let_go(Unwanted::GivenUp);
+        error
+    }
+
+    fn let_go(&mut self, because: Unwanted) {
+        if let Some(stream) = self.stream.take() {
+            stream.let_go(because);
+        }
+    }
+}
+
+impl Drop for Choice {
+    fn drop(&mut self) {
+        if self.given_up.is_cancelled() {
+            self.let_go(Unwanted::GivenUp);
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! From a request to running sequences: what HTTP and gRPC share between parsing and writing.
+
+use std::{
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+mod error;
+mod generation;
+mod place;
+mod pool;
+mod record;
+
+pub use error::GenerateError;
+pub use generation::{Choice, ChoiceEvent, Generation};
+pub use place::Place;
+pub use record::{Record, RequestId};
+
+use pool::Pool;
+
+use crate::{
+    engine::{EngineHandle, EngineState, ModelInfo},
+    metrics::FrontMetrics,
+    request::{RequestError, ValidRequest},
+    text::{OutputText, Text},
+    upload::Uploads,
+};
+
+/// Bytes of request body up to which a request is prepared where it was read; more would delay others' tokens.
+const INLINE_BYTES: usize = 4096;
+
+/// What every connection of the front end shares.
+#[derive(Debug)]
+pub struct Frontend {
+    /// The scheduler and its workers.
+    pub engine: EngineHandle,
+    /// The model's text side.
+    pub text: Arc<Text>,
+    /// The name that requests call the model by.
+    pub model_id: String,
+    /// When the front end started, in seconds since 1970.
+    pub started: u64,
+    /// What it counts.
+    pub metrics: FrontMetrics,
+    /// Set: no new requests.
+    pub draining: CancellationToken,
+    /// Set: requests that still run end now, with an error.
+    pub closing: CancellationToken,
+    /// Reads the bodies of requests.
+    pub uploads: Uploads,
+    permits: Arc<Semaphore>,
+    max_concurrent_requests: usize,
+    pool: Pool,
+}
+
+/// What a request became before it is queued.
+#[derive(Debug)]
+pub struct Prepared<T> {
+    /// What the work made of it.
+    pub prepared: T,
+    /// The model that it was made for.
+    pub model: Arc<ModelInfo>,
+    /// Its place among the requests served at one time.
+    pub place: Place,
+}
+
+impl Frontend {
+    /// A front end that serves at most `max_concurrent_requests` (at least 1) at a time.
+    pub fn new(
+        engine: EngineHandle,
+        text: Arc<Text>,
+        model_id: String,
+        max_concurrent_requests: usize,
+        uploads: Uploads,
+    ) -> Self {
+        Self {
+            uploads,
+            pool: Pool::new(),
+            engine,
+            text,
+            model_id,
+            started: unix_seconds(),
+            metrics: FrontMetrics::default(),
+            draining: CancellationToken::new(),
+            closing: CancellationToken::new(),
+            permits: Arc::new(Semaphore::new(max_concurrent_requests)),
+            max_concurrent_requests,
+        }
+    }
+
+    /// Takes a place among the requests served at one time. `route` is one of the server's own.
+    ///
+    /// # Errors
+    /// [`GenerateError::Busy`] if there is none, [`GenerateError::ShuttingDown`] while draining.
+    pub fn enter(&self, request_id: &RequestId, route: &'static str) -> Result<Place, GenerateError> {
+        let record = Record::new(request_id, route);
+        let permit = match self.draining.is_cancelled() {
+            true => Err(GenerateError::ShuttingDown),
+            false => self.permits.clone().try_acquire_owned().map_err(|_| self.busy()),
+        };
+        match permit {
+            Ok(permit) => Ok(Place::new(Arc::new(record), permit)),
+            Err(error) => {
+                record.failed(error.code());
+                Err(error)
+            }
+        }
+    }
+
+    fn busy(&self) -> GenerateError {
+        GenerateError::Busy { limit: self.max_concurrent_requests }
+    }
+
+    /// The engine's state, or that no new requests are taken.
+    pub fn state(&self) -> EngineState {
+        match self.draining.is_cancelled() {
+            true => EngineState::Draining,
+            false => self.engine.state(),
+        }
+    }
+
+    /// Waits until no request is being served.
+    pub async fn idle(&self) {
+        let all = self.max_concurrent_requests as u32;
+        // An error would say that the semaphore is closed, which nobody does.
+        let _ = self.permits.acquire_many(all).await;
+    }
+
+    /// What the served model is.
+    ///
+    /// # Errors
+    /// [`GenerateError::NotReady`] before it has loaded for the first time.
+    pub fn model(&self) -> Result<Arc<ModelInfo>, GenerateError> {
+        self.engine.model().ok_or_else(|| GenerateError::NotReady(in_words(&self.engine.state())))
+    }
+
+    /// Checks that `asked` names the served model; empty does.
+    ///
+    /// # Errors
+    /// [`RequestError::ModelNotFound`].
+    pub fn check_model(&self, asked: &str) -> Result<(), RequestError> {
+        if asked.is_empty() || asked == self.model_id {
+            return Ok(());
+        }
+        Err(RequestError::ModelNotFound { asked: asked.into(), served: self.model_id.clone() })
+    }
+
+    /// Does the work between a request's body and its tokens: `work` on `bytes` bytes, with the model and its text side.
+    /// Much of it is done by the front end's own threads, and not at all if this future is dropped before it begins. The
+    /// place goes with the work.
+    ///
+    /// # Errors
+    /// Those of `work`; [`GenerateError::NotReady`] before the model has loaded; [`GenerateError::Internal`] if it panics.
+    pub async fn prepare<T, E>(
+        &self,
+        place: Place,
+        bytes: usize,
+        work: impl FnOnce(&ModelInfo, &Text) -> Result<T, E> + Send + 'static,
+    ) -> Result<Prepared<T>, E>
+    where
+        T: Send + 'static,
+        E: From<GenerateError> + Send + 'static,
+    {
+        let (model, text) = (self.model()?, self.text.clone());
+        let prepare = move || work(&model, &text).map(|prepared| Prepared { prepared, model, place });
+        if bytes <= INLINE_BYTES {
+            return prepare();
+        }
+        self.pool.run(bytes, prepare).await.unwrap_or_else(|panicked| {
+            let error = GenerateError::Internal(panicked.to_string());
+            Err(error.into())
+        })
+    }
+
+    /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.
+    ///
+    /// # Errors
+    /// As the engine's bounds and the engine's state have it; then no sequence stays queued.
+    pub async fn admit(
+        &self,
+        valid: ValidRequest,
+        model: Arc<ModelInfo>,
+        place: Place,
+    ) -> Result<Generation, GenerateError> {
+        let (record, given_up) = (place.record.clone(), self.closing.child_token());
+        let (requests, starts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
+        let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
+        let streams = self.engine.submit(requests).await?;
+        let parts = streams.into_iter().zip(starts).zip(stop_tokens).zip(0..);
+        let choices = parts.map(|(((stream, start), stop_tokens), index)| {
+            let output = OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone());
+            Choice::new(index, stream, output, stop_tokens, record.clone(), given_up.clone())
+        });
+        let choices: Vec<Choice> = choices.collect();
+        record.accepted(valid.prompt_tokens(), choices.len() as u32);
+        Ok(Generation { request: valid, model, choices, place })
+    }
+}
+
+/// A state as part of a sentence: "the server is ...".
+pub fn in_words(state: &EngineState) -> String {
+    match state {
+        EngineState::Loading(phase) if phase.is_empty() => "loading the model".into(),
+        EngineState::Loading(phase) => format!("loading the model ({phase})"),
+        EngineState::Ready => "ready".into(),
+        EngineState::Recovering(what) => format!("recovering ({what})"),
+        EngineState::Draining => "shutting down".into(),
+        EngineState::Failed(why) => format!("failed ({why})"),
+    }
+}
+
+/// Seconds since 1970.
+pub fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{path::Path, sync::mpsc as blocking, time::Duration};
+
+    use tokio::{
+        sync::{mpsc, oneshot, watch},
+        time::{sleep, timeout},
+    };
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// With one place.
+    fn frontend() -> Frontend {
+        let model = ModelInfo {
+            model_digest: String::new(),
+            architecture: String::new(),
+            vocab_size: 768,
+            max_context: 512,
+            tensor_parallel: 1,
+            bit_domain: String::new(),
+        };
+        let (commands, _) = mpsc::unbounded_channel();
+        let (_, state) = watch::channel(EngineState::Ready);
+        let (_, model) = watch::channel(Some(Arc::new(model)));
+        let engine = EngineHandle::new(commands, state, model, Arc::default());
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
+        let text = Arc::new(Text::load(&fixture).unwrap());
+        Frontend::new(engine, text, "tiny".into(), 1, Uploads::new(1, LIMIT))
+    }
+
+    fn enter(frontend: &Frontend) -> Result<Place, GenerateError> {
+        frontend.enter(&RequestId::from("id"), "/")
+    }
+
+    async fn free_again(frontend: &Frontend) {
+        let free = async {
+            while enter(frontend).is_err() {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(LIMIT, free).await.expect("the place is free again");
+    }
+
+    #[tokio::test]
+    async fn a_place_is_taken_for_as_long_as_work_for_it_runs() {
+        let frontend = Arc::new(frontend());
+        let place = enter(&frontend).unwrap();
+        let (release, released) = blocking::channel::<()>();
+        let (begun_sender, begun) = oneshot::channel();
+        let preparing = tokio::spawn({
+            let frontend = frontend.clone();
+            let work = move |_: &ModelInfo, _: &Text| -> Result<(), GenerateError> {
+                let _ = begun_sender.send(());
+                let _ = released.recv();
+                Ok(())
+            };
+            async move { frontend.prepare(place, INLINE_BYTES + 1, work).await.map(|_| ()) }
+        });
+        begun.await.unwrap();
+        // The client goes away.
+        preparing.abort();
+        assert!(preparing.await.unwrap_err().is_cancelled());
+        assert!(matches!(enter(&frontend), Err(GenerateError::Busy { limit: 1 })));
+        drop(release);
+        free_again(&frontend).await;
+    }
+
+    #[tokio::test]
+    async fn work_that_fails_or_panics_gives_its_place_back() {
+        let frontend = frontend();
+        let refused = frontend.prepare(enter(&frontend).unwrap(), INLINE_BYTES + 1, |_, _| -> Result<(), _> {
+            Err(GenerateError::ShuttingDown)
+        });
+        assert!(matches!(refused.await, Err(GenerateError::ShuttingDown)));
+        free_again(&frontend).await;
+        let panics =
+            frontend.prepare(enter(&frontend).unwrap(), INLINE_BYTES + 1, |_, _| -> Result<(), GenerateError> {
+                panic!("as the test wants")
+            });
+        assert!(matches!(panics.await, Err(GenerateError::Internal(_))));
+        free_again(&frontend).await;
+    }
+
+    #[tokio::test]
+    async fn little_work_is_done_where_it_is_asked_for() {
+        let frontend = frontend();
+        let here = std::thread::current().id();
+        for (bytes, elsewhere) in [(INLINE_BYTES, false), (INLINE_BYTES + 1, true)] {
+            free_again(&frontend).await;
+            let work = move |_: &ModelInfo, _: &Text| Ok::<_, GenerateError>(std::thread::current().id());
+            let prepared = frontend.prepare(enter(&frontend).unwrap(), bytes, work).await.unwrap();
+            assert_eq!(prepared.prepared != here, elsewhere);
+        }
+    }
+}

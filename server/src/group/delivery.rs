@@ -1,0 +1,293 @@
+//! Everything between the front end and the scheduler: submissions and cancels in, plans out to whoever feeds the group,
+//! outcomes in, tokens and ends out to the streams; and what of it is counted.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use looplane_proto::worker::v1::{Outcome, Plan};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::life::{Life, unwanted};
+use super::quarantine::Quarantine;
+use super::start::{GroupFacts, Traffic};
+use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError, Unwanted};
+use crate::metrics::{Ended, EngineMetrics, StepRun};
+use crate::sched::{Action, Blame, Event, Scheduler};
+
+/// A reader with so many tokens yet to take is behind: its sequence gives up its slot to those who wait.
+const BEHIND: usize = 64;
+/// It has caught up once it has no more than this.
+const CAUGHT_UP: usize = 16;
+
+/// The delivery's end of a sequence.
+#[derive(Debug)]
+struct OwnedStream {
+    /// Room for every token and the end, so that sending never waits.
+    events: mpsc::Sender<SequenceEvent>,
+    life: Life,
+}
+
+impl OwnedStream {
+    /// Tokens that the reader is yet to take.
+    fn unread(&self) -> usize {
+        self.events.max_capacity() - self.events.capacity()
+    }
+}
+
+/// The owner of the scheduler and of the streams of its sequences.
+#[derive(Debug)]
+pub(super) struct Delivery {
+    scheduler: Scheduler,
+    streams: HashMap<u64, OwnedStream>,
+    /// Sequences whose readers are behind.
+    behind: BTreeSet<u64>,
+    /// For the streams handed out, which cancel through it.
+    commands: mpsc::UnboundedSender<Command>,
+    metrics: Arc<EngineMetrics>,
+    quarantine: Quarantine,
+    /// What the quarantine counts time from.
+    born: Instant,
+    /// Why nothing is taken any more.
+    closed: Option<String>,
+    /// Of the group at hand.
+    traffic: Traffic,
+    actions: Vec<Action>,
+}
+
+impl Delivery {
+    /// No sequence yet. Streams cancel through `commands`.
+    pub(super) fn new(
+        scheduler: Scheduler,
+        commands: mpsc::UnboundedSender<Command>,
+        metrics: Arc<EngineMetrics>,
+        quarantine: Duration,
+    ) -> Self {
+        Self {
+            scheduler,
+            streams: HashMap::new(),
+            behind: BTreeSet::new(),
+            commands,
+            metrics,
+            quarantine: Quarantine::new(quarantine),
+            born: Instant::now(),
+            closed: None,
+            traffic: Traffic::default(),
+            actions: Vec::new(),
+        }
+    }
+
+    /// What is counted.
+    pub(super) fn metrics(&self) -> &EngineMetrics {
+        &self.metrics
+    }
+
+    /// Sequences that have not ended.
+    pub(super) fn sequences(&self) -> usize {
+        self.scheduler.sequences()
+    }
+
+    /// No sequence is left, and no plan is on its way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.scheduler.is_idle()
+    }
+
+    /// The group owes a report.
+    pub(super) fn is_outstanding(&self) -> bool {
+        self.scheduler.is_outstanding()
+    }
+
+    /// Rows of the largest step that the group is yet to report.
+    pub(super) fn rows_ahead(&self) -> u32 {
+        self.scheduler.rows_ahead()
+    }
+
+    /// As [`Scheduler::limit_prompt_rows`].
+    pub(super) fn limit_prompt_rows(&mut self, rows: u32) {
+        self.scheduler.limit_prompt_rows(rows);
+    }
+
+    /// Takes nothing more, and says why.
+    pub(super) fn close(&mut self, reason: String) {
+        self.closed = Some(reason);
+    }
+
+    /// Does what the front end asks.
+    pub(super) fn command(&mut self, command: Command) {
+        match command {
+            Command::Submit(submission) => self.submit(submission),
+            Command::Cancel { sequence, because } => self.cancel(sequence, because),
+        }
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        let Submission { requests, submitted, reply } = submission;
+        let answer = self.queue(requests, submitted);
+        // Nobody waits for the answer any more: the streams in it cancel their sequences as they are dropped.
+        let _ = reply.send(answer);
+    }
+
+    fn queue(
+        &mut self,
+        requests: Vec<SequenceRequest>,
+        submitted: Instant,
+    ) -> Result<Vec<SequenceStream>, SubmitError> {
+        if let Some(reason) = &self.closed {
+            return Err(SubmitError::Unavailable(reason.clone()));
+        }
+        for request in &requests {
+            if let Some(left) = self.quarantine.left(request.fingerprint(), self.born.elapsed()) {
+                return Err(SubmitError::Quarantined { seconds_left: left.as_secs() + 1 });
+            }
+        }
+        let sizes: Vec<(usize, usize)> =
+            requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
+        let numbers = self.scheduler.submit(requests)?;
+        let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
+            let (events, receiver) = mpsc::channel(max_tokens + 2);
+            let life = Life::new(prompt_tokens, submitted);
+            self.streams.insert(sequence, OwnedStream { events, life });
+            SequenceStream::new(sequence, receiver, self.commands.clone())
+        });
+        let streams = streams.collect();
+        self.metrics.set_load(self.scheduler.load());
+        Ok(streams)
+    }
+
+    fn cancel(&mut self, sequence: u64, because: Unwanted) {
+        if let Some(stream) = self.streams.remove(&sequence) {
+            self.behind.remove(&sequence);
+            stream.life.end(unwanted(because), Instant::now(), &self.metrics);
+        }
+        self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
+    }
+
+    /// A group is ready for its first plan.
+    pub(super) fn group_ready(&mut self, facts: &GroupFacts) {
+        let GroupFacts { kv_pages, page_positions, traffic, .. } = *facts;
+        self.traffic = traffic;
+        self.metrics.kv_bytes.set(traffic.kv_bytes);
+        self.metrics.stream_bytes.set(traffic.stream_bytes);
+        self.apply(Event::GroupReady { kv_pages, page_positions }).expect("a new group has broken no rule");
+    }
+
+    /// The group is gone: what ran waits again. Says what the loss is put down to.
+    pub(super) fn group_lost(&mut self) -> Blame {
+        let mut actions = std::mem::take(&mut self.actions);
+        let blame = self.scheduler.group_lost(&mut actions);
+        self.actions = actions;
+        self.act().expect("the loss of a group is no fault of it");
+        self.metrics.losses.inc();
+        if let Blame::Sequence { fingerprint, .. } = blame {
+            self.quarantine.add(fingerprint, self.born.elapsed());
+        }
+        blame
+    }
+
+    /// The plan to send now, if there is one.
+    pub(super) fn next_plan(&mut self) -> Option<Plan> {
+        let plan = self.scheduler.next_plan()?;
+        let now = Instant::now();
+        self.metrics.plans.inc();
+        for admit in &plan.admit {
+            if let Some(stream) = self.streams.get_mut(&admit.sequence) {
+                stream.life.admitted(now, &self.metrics);
+            }
+        }
+        self.metrics.set_load(self.scheduler.load());
+        Some(plan)
+    }
+
+    /// Takes what rank 0 reports and hands its tokens on; returns the step, if one was run.
+    ///
+    /// # Errors
+    /// A rule of the protocol that the group broke.
+    pub(super) fn outcome(&mut self, outcome: Outcome) -> Result<Option<StepRun>, String> {
+        self.metrics.generation_tokens.inc_by(outcome.tokens.len() as u64);
+        let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
+        let samples = !outcome.tokens.is_empty();
+        let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
+        self.apply(Event::Outcome(outcome))?;
+        self.notice_readers();
+        if !ran_step {
+            return Ok(None);
+        }
+        let prompt_rows = u64::from(self.scheduler.prompt_rows()).min(rows);
+        let Traffic { stream_bytes, head_bytes, position_bytes, .. } = self.traffic;
+        let weights = stream_bytes.saturating_sub(if samples { 0 } else { head_bytes });
+        let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
+        let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
+        self.metrics.step(step);
+        Ok(Some(step))
+    }
+
+    /// Fails everything that has not ended.
+    pub(super) fn fail_all(&mut self, reason: &str) {
+        let mut sequences: Vec<u64> = self.streams.keys().copied().collect();
+        sequences.sort_unstable();
+        for sequence in sequences {
+            self.send(sequence, SequenceEvent::Failed(reason.into()), Instant::now());
+            self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
+        }
+    }
+
+    /// Applies an event and does what follows; the error is a fault of the group.
+    fn apply(&mut self, event: Event) -> Result<(), String> {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.apply(event, &mut actions);
+        self.actions = actions;
+        self.act()
+    }
+
+    fn act(&mut self) -> Result<(), String> {
+        let mut actions = std::mem::take(&mut self.actions);
+        let (mut result, now) = (Ok(()), Instant::now());
+        for action in actions.drain(..) {
+            match action {
+                Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
+                Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),
+                Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason), now),
+                Action::Fault(reason) => result = Err(format!("rank 0 broke the protocol: {reason}")),
+            }
+        }
+        self.actions = actions;
+        self.metrics.set_load(self.scheduler.load());
+        result
+    }
+
+    fn send(&mut self, sequence: u64, event: SequenceEvent, now: Instant) {
+        let Some(stream) = self.streams.get_mut(&sequence) else { return };
+        let ended = match &event {
+            SequenceEvent::Token(_) => {
+                stream.life.token(now, &self.metrics);
+                None
+            }
+            SequenceEvent::Finished(reason) => Some(Ended::from(*reason)),
+            SequenceEvent::Failed(_) => Some(Ended::Error),
+        };
+        // A reader that went away cancels by itself; the channel has room for every token and the end.
+        let sent = stream.events.try_send(event);
+        debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
+        if let Some(how) = ended {
+            self.behind.remove(&sequence);
+            if let Some(stream) = self.streams.remove(&sequence) {
+                stream.life.end(how, now, &self.metrics);
+            }
+        } else if stream.unread() >= BEHIND && self.behind.insert(sequence) {
+            self.scheduler.apply(Event::Reader { sequence, behind: true }, &mut self.actions);
+        }
+    }
+
+    /// Readers that have caught up get their turn again.
+    fn notice_readers(&mut self) {
+        let Self { behind, streams, scheduler, actions, .. } = self;
+        behind.retain(|&sequence| {
+            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.unread() > CAUGHT_UP);
+            if !is_behind {
+                scheduler.apply(Event::Reader { sequence, behind: false }, actions);
+            }
+            is_behind
+        });
+    }
+}

@@ -1,0 +1,451 @@
+//! Owns everything that lives as long as the replica, and runs one group after another until shutdown.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::config::GroupConfig;
+use super::delivery::Delivery;
+use super::fault::{Fault, GRACE, StartError};
+use super::figures::Figures;
+use super::process::Launcher;
+use super::restart::{Loss, RestartPolicy, Verdict};
+use super::start::{Link, RankEvent, start};
+use super::watchdog::{Reports, StepTimes, answer, probe, unresponsive};
+use super::workers::{Alive, Workers};
+use crate::engine::{Command, EngineState, ModelInfo};
+use crate::sched::Blame;
+
+#[cfg(test)]
+mod tests;
+
+/// Messages taken at once before plans are built: enough for a burst to enter one plan, few enough to stay prompt.
+const BURST: usize = 256;
+
+/// The supervisor's ends of everything.
+pub(super) struct Channels {
+    pub(super) commands: mpsc::UnboundedReceiver<Command>,
+    pub(super) state: watch::Sender<EngineState>,
+    pub(super) model: watch::Sender<Option<Arc<ModelInfo>>>,
+    pub(super) stop: CancellationToken,
+    /// For the workers to hold.
+    pub(super) alive: Alive,
+}
+
+/// How a group's life ended.
+enum End {
+    /// Shutdown: everything has ended, or the time for it is up.
+    Stopped,
+    /// It may be started again.
+    Lost { reason: String, loss: Loss },
+    /// It cannot be served.
+    Refused(String),
+}
+
+/// The task behind an engine handle.
+pub(super) struct Supervisor {
+    config: Arc<GroupConfig>,
+    launcher: Arc<dyn Launcher>,
+    delivery: Delivery,
+    channels: Channels,
+    policy: RestartPolicy,
+    times: StepTimes,
+    /// What the policy counts time from.
+    born: Instant,
+    /// Why the last group was lost, in front of what is being done about it.
+    lost: Option<String>,
+    /// When the last group was lost; none while one takes plans.
+    lost_at: Option<Instant>,
+    /// Set by the request to shut down: when sequences that still run are given up.
+    drain_until: Option<Instant>,
+}
+
+impl Supervisor {
+    pub(super) fn new(
+        config: GroupConfig,
+        launcher: Arc<dyn Launcher>,
+        delivery: Delivery,
+        channels: Channels,
+    ) -> Self {
+        Self {
+            policy: RestartPolicy::new(&config.timeouts, config.max_failed_starts),
+            config: Arc::new(config),
+            launcher,
+            delivery,
+            channels,
+            times: StepTimes::default(),
+            born: Instant::now(),
+            lost: None,
+            lost_at: None,
+            drain_until: None,
+        }
+    }
+
+    /// Runs one group after another until shutdown.
+    pub(super) async fn run(mut self) {
+        loop {
+            let (reason, loss) = match self.group().await {
+                End::Stopped => break,
+                End::Refused(reason) => {
+                    self.give_up(reason).await;
+                    break;
+                }
+                End::Lost { reason, loss } => (reason, loss),
+            };
+            let pause = match self.policy.lost(loss, self.born.elapsed()) {
+                Verdict::Restart { after } => after,
+                Verdict::GiveUp { failed_starts } => {
+                    self.give_up(format!("the workers failed {failed_starts} times in a row, at last as {reason}"))
+                        .await;
+                    break;
+                }
+            };
+            let streams = match self.delivery.sequences() {
+                0 => "no request was running".into(),
+                1 => "1 request goes on where it stopped".into(),
+                count => format!("{count} requests go on where they stopped"),
+            };
+            let when = if pause.is_zero() { "now".into() } else { format!("in {} ms", pause.as_millis()) };
+            tracing::warn!("{reason}; the workers are started again {when}, {streams}");
+            self.lost = Some(reason);
+            self.show_start()("waiting to start the workers again".into());
+            if self.wait_unless_stopped(sleep(pause)).await.is_none() {
+                break;
+            }
+        }
+        self.delivery.fail_all("the server is shutting down");
+        let figures = Figures::of(self.delivery.metrics());
+        if figures.steps > 0 {
+            tracing::info!("the workers have ended; they computed {figures}");
+        }
+    }
+
+    /// The life of one group.
+    async fn group(&mut self) -> End {
+        let (launcher, ranks) = (Arc::clone(&self.launcher), self.config.tensor_parallel);
+        let alive = self.channels.alive.clone();
+        // Forking and the file system take their time: not on a thread that serves streams.
+        let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks, &alive));
+        let launched = self.wait(launch).await;
+        let launched = launched.unwrap_or_else(|error| Err(StartError::fault(format!("the launch failed: {error}"))));
+        let mut workers = match launched {
+            Ok(workers) => workers,
+            Err(error) => return self.not_started(error),
+        };
+        let config = Arc::clone(&self.config);
+        let progress = self.show_start();
+        let started = self.wait_unless_stopped(start(&config, &mut workers, progress)).await;
+        let mut link = match started {
+            None => {
+                self.wait(workers.kill()).await;
+                return End::Stopped;
+            }
+            Some(Err(error)) => {
+                self.wait(workers.kill()).await;
+                return self.not_started(error);
+            }
+            Some(Ok(link)) => link,
+        };
+        if let Err(reason) = self.announce(&link) {
+            self.wait(workers.kill()).await;
+            return End::Refused(reason);
+        }
+        let up_since = Instant::now();
+        let steps = self.delivery.metrics().steps();
+        let Err(fault) = self.feed(&mut link, &mut workers).await else {
+            self.drain(link, workers).await;
+            return End::Stopped;
+        };
+        // First of all, so that what the front end says meanwhile meets a scheduler without a group.
+        let blame = self.delivery.group_lost();
+        self.lost_at.get_or_insert_with(Instant::now);
+        self.lost = Some(fault.words.clone());
+        self.show_start()("ending the other workers".into());
+        let mut reason = fault.words;
+        if let Some(rank) = fault.ending
+            && let Some(exit) = self.wait(workers.end_beside(rank, GRACE)).await
+        {
+            reason = exit;
+        }
+        self.wait(workers.kill()).await;
+        let ran = self.delivery.metrics().steps() > steps || up_since.elapsed() >= self.config.timeouts.loss_window;
+        let loss = match blame {
+            Blame::Sequence { sequence, losses, .. } => {
+                tracing::warn!("sequence {sequence} was computed alone when the workers were lost, and has failed");
+                Loss::Attributed { losses }
+            }
+            Blame::Nobody if ran => Loss::Running,
+            Blame::Nobody | Blame::Group => Loss::FailedStart,
+        };
+        End::Lost { reason, loss }
+    }
+
+    /// What would fail again is refused, unless it has served before: then it may come back.
+    fn not_started(&self, error: StartError) -> End {
+        match error.is_final && self.channels.model.borrow().is_none() {
+            true => End::Refused(error.reason),
+            false => End::Lost { reason: error.reason, loss: Loss::FailedStart },
+        }
+    }
+
+    /// Tells the scheduler and the world of a group that is up. A group that would give other bits is refused.
+    fn announce(&mut self, link: &Link) -> Result<(), String> {
+        let facts = &link.facts;
+        if let Some(known) = &*self.channels.model.borrow() {
+            same_model(known, &facts.model)?;
+        }
+        self.delivery.group_ready(facts);
+        if let Some(lost_at) = self.lost_at.take() {
+            self.delivery.metrics().recovery.observe(lost_at.elapsed());
+        }
+        // The context may be another: it follows from the pages that the group got.
+        self.channels.model.send_if_modified(|model| {
+            let changed = model.as_deref() != Some(&facts.model);
+            if changed {
+                *model = Some(Arc::new(facts.model.clone()));
+            }
+            changed
+        });
+        self.show(EngineState::Ready);
+        Ok(())
+    }
+
+    /// Feeds the group until shutdown (`Ok`) or until it is lost.
+    async fn feed(&mut self, link: &mut Link, workers: &mut Workers) -> Result<(), Fault> {
+        let config = Arc::clone(&self.config);
+        let timeouts = &config.timeouts;
+        let mut reports = Reports::new(link.plans.len(), Instant::now());
+        let mut probing = None;
+        let mut is_late = false;
+        loop {
+            self.send_plans(link)?;
+            if self.drain_until.is_some() && self.delivery.is_idle() {
+                return Ok(());
+            }
+            let owed = self.delivery.is_outstanding();
+            reports.owe(owed, Instant::now());
+            // Reports show that a busy rank works; an idle one is asked.
+            let ask = || Box::pin(probe(link.health.clone(), timeouts.probe, timeouts.answer));
+            probing = (!owed).then(|| probing.take().unwrap_or_else(ask));
+            let limit = self.times.limit(self.delivery.rows_ahead(), timeouts.step_floor, timeouts.step);
+            let overdue = reports.overdue(limit);
+            let late = reports.overdue(limit / 3).filter(|_| !is_late);
+            tokio::select! {
+                event = link.events.recv() => {
+                    let more = std::iter::from_fn(|| link.events.try_recv().ok());
+                    for event in event.into_iter().chain(more).take(BURST) {
+                        self.rank_event(event, &mut reports)?;
+                    }
+                    if is_late && reports.overdue(limit / 3).is_none_or(|(at, _)| at > Instant::now()) {
+                        is_late = false;
+                        self.show(EngineState::Ready);
+                    }
+                }
+                command = self.channels.commands.recv() => self.commands(command),
+                exit = workers.next_exit() => return Err(Fault::new(exit)),
+                answered = answer(&mut probing) => {
+                    answered.map_err(|(rank, words)| Fault::broken_stream(rank, &words))?;
+                    probing = None;
+                }
+                () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
+                () = until(self.drain_until) => return Ok(()),
+                () = until(overdue.map(|(at, _)| at)) => {
+                    // The server itself may have stood still, and the reports be here.
+                    if let Ok(event) = link.events.try_recv() {
+                        self.rank_event(event, &mut reports)?;
+                        continue;
+                    }
+                    let rank = overdue.map_or(0, |(_, rank)| rank);
+                    // Ranks wait for each other: the one that hangs is the one that does not answer either.
+                    let asked = unresponsive(link.health.clone(), timeouts.answer.min(limit / 2)).await;
+                    return Err(self.hung(asked.unwrap_or(rank), &reports));
+                }
+                () = until(late.map(|(at, _)| at)) => {
+                    is_late = true;
+                    let words = self.late(late.map_or(0, |(_, rank)| rank), &reports);
+                    tracing::warn!("{words}; it counts as lost after {limit:.1?}");
+                    self.show(EngineState::Recovering(words));
+                }
+            }
+        }
+    }
+
+    fn rank_event(&mut self, event: RankEvent, reports: &mut Reports) -> Result<(), Fault> {
+        match event {
+            RankEvent::Outcome { rank, outcome } => {
+                reports.reported(rank, (outcome.version, outcome.step), Instant::now());
+                // The other ranks sample the same tokens; that they keep pace is all there is to know.
+                if rank > 0 {
+                    return Ok(());
+                }
+                if let Some(step) = self.delivery.outcome(outcome)? {
+                    self.times.observe(step.decode_rows + step.prompt_rows, step.prompt_rows, step.time);
+                    self.delivery.limit_prompt_rows(self.times.prompt_rows());
+                }
+                Ok(())
+            }
+            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(rank, &words)),
+        }
+    }
+
+    fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
+        while let Some(plan) = self.delivery.next_plan() {
+            tracing::trace!(?plan, "plan");
+            for (rank, plans) in link.plans.iter().enumerate() {
+                let refused = |_| Fault::broken_stream(rank, "does not take its plans");
+                plans.try_send(plan.clone()).map_err(refused)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In words that end a group.
+    fn hung(&self, rank: usize, reports: &Reports) -> Fault {
+        let words = format!("{} (if its machine is only slow: raise --hang-limit-seconds)", self.late(rank, reports));
+        Fault { words, ending: Some(rank as u32) }
+    }
+
+    /// What is waited for.
+    fn late(&self, rank: usize, reports: &Reports) -> String {
+        let report = reports.of(rank);
+        let (version, step) = report.step;
+        let expected = match self.times.expected(self.delivery.rows_ahead()) {
+            Some(expected) => format!("a step should take {expected:.1?} at most"),
+            None => "it is yet to report its first step".into(),
+        };
+        format!(
+            "rank {rank} has reported nothing for {:.1?} after step {step} of plan {version}, and {expected}",
+            report.when.elapsed()
+        )
+    }
+
+    /// Waits for `future` while there is no group to feed; `None` if shutdown has nothing left to wait for.
+    async fn wait_unless_stopped<T>(&mut self, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = std::pin::pin!(future);
+        loop {
+            if self.drain_until.is_some() && self.delivery.sequences() == 0 {
+                return None;
+            }
+            tokio::select! {
+                output = &mut future => return Some(output),
+                () = until(self.drain_until) => return None,
+                () = self.next_command() => {}
+            }
+        }
+    }
+
+    /// Waits for `future` to its end, such as that of killed workers, while there is no group to feed.
+    async fn wait<T>(&mut self, future: impl Future<Output = T>) -> T {
+        let mut future = std::pin::pin!(future);
+        loop {
+            tokio::select! {
+                output = &mut future => return output,
+                () = self.next_command() => {}
+            }
+        }
+    }
+
+    /// Does what the front end or the operator asks next. Cancel-safe.
+    async fn next_command(&mut self) {
+        tokio::select! {
+            command = self.channels.commands.recv() => self.commands(command),
+            () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
+        }
+    }
+
+    /// Does `first` and what else is there.
+    fn commands(&mut self, first: Option<Command>) {
+        let more = std::iter::from_fn(|| self.channels.commands.try_recv().ok());
+        // What is taken out of the channel is done: nothing more is taken once the burst is full.
+        first.into_iter().chain(more).take(BURST).for_each(|command| self.delivery.command(command));
+    }
+
+    fn begin_drain(&mut self) {
+        self.delivery.close("shutting down".into());
+        self.drain_until = Some(Instant::now() + self.config.timeouts.drain);
+        let count = self.delivery.sequences();
+        if count > 0 {
+            tracing::info!("{count} sequences have {} s to end", self.config.timeouts.drain.as_secs());
+        }
+        self.channels.state.send_replace(EngineState::Draining);
+    }
+
+    /// Ends the plans, and with them the workers.
+    async fn drain(&mut self, mut link: Link, workers: Workers) {
+        self.delivery.fail_all("the server is shutting down");
+        link.plans.clear();
+        // The streams are read to their end, so that no worker waits for the server.
+        let rest = async { while link.events.recv().await.is_some() {} };
+        let limit = self.config.timeouts.exit;
+        let both = async { tokio::join!(timeout(limit, rest), workers.end(limit)) };
+        let (_, faults) = self.wait(both).await;
+        faults.iter().for_each(|fault| tracing::warn!("{fault}"));
+    }
+
+    /// The replica cannot be served: says so to everyone until shutdown.
+    async fn give_up(&mut self, reason: String) {
+        // Whoever watches the state says so to the user.
+        tracing::debug!("given up: {reason}");
+        self.delivery.fail_all(&reason);
+        self.delivery.close(format!("unable to serve the model: {reason}"));
+        self.show(EngineState::Failed(reason));
+        self.wait_unless_stopped(std::future::pending::<()>()).await;
+    }
+
+    fn show(&self, next: EngineState) {
+        self.channels.state.send_if_modified(|state| show(state, next));
+    }
+
+    /// Shows what is being done to get a group up.
+    fn show_start(&self) -> impl Fn(String) + use<> {
+        let state = self.channels.state.clone();
+        let loaded = self.channels.model.borrow().is_some();
+        let lost = self.lost.clone();
+        move |doing| {
+            let words = match &lost {
+                Some(reason) => format!("{reason}; {doing}"),
+                None => doing,
+            };
+            let next = if loaded { EngineState::Recovering(words) } else { EngineState::Loading(words) };
+            state.send_if_modified(|state| show(state, next));
+        }
+    }
+}
+
+/// Refuses a group that would continue streams with other bits than they began with. The bound on the context is no part of
+/// that: it follows from the pages that the group got, and the scheduler fails what does not fit.
+fn same_model(known: &ModelInfo, now: &ModelInfo) -> Result<(), String> {
+    if known.model_digest != now.model_digest {
+        return Err("the files of the model have changed since it was loaded, and running requests cannot go on with \
+                    another one: start the server again to serve it"
+            .into());
+    }
+    let bits = |model: &ModelInfo| {
+        let ModelInfo { architecture, vocab_size, tensor_parallel, bit_domain, .. } = model;
+        format!("{architecture}, vocabulary {vocab_size}, tensor parallelism {tensor_parallel}, bits {bit_domain}")
+    };
+    match bits(known) == bits(now) {
+        true => Ok(()),
+        false => Err(format!("the workers came back as another model: {} instead of {}", bits(now), bits(known))),
+    }
+}
+
+/// Shows `next`, unless the replica is shutting down: that is the last thing it says.
+fn show(state: &mut EngineState, next: EngineState) -> bool {
+    let show = *state != EngineState::Draining && *state != next;
+    if show {
+        *state = next;
+    }
+    show
+}
+
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,248 @@
+//! `/v1/chat/completions` and `/v1/completions`: a body in, a whole response or a stream of events out.
+
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+
+use axum::{
+    Extension,
+    body::Body,
+    extract::{Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    response::{
+        IntoResponse, Response, Sse,
+        sse::{Event, KeepAlive},
+    },
+};
+use futures::{
+    Stream, StreamExt, TryStreamExt,
+    stream::{self, BoxStream, FuturesUnordered, SelectAll},
+};
+use http_body_util::{BodyExt, Full};
+use uuid::Uuid;
+
+use super::{
+    App,
+    error::ApiError,
+    json,
+    parse::{self, HttpRequest},
+    wire::{Api, Usage, WholeChoice, Writer},
+};
+use crate::{
+    engine::ModelInfo,
+    frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
+    metrics::FrontMetrics,
+    request::validate,
+    text::Text,
+};
+
+/// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// Response header with the seed that was used, drawn or given.
+const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
+
+pub(super) async fn chat(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let place = app.frontend.enter(&id, "/v1/chat/completions")?;
+    answer(app, Api::Chat, place, request).await
+}
+
+pub(super) async fn completion(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let place = app.frontend.enter(&id, "/v1/completions")?;
+    answer(app, Api::Completion, place, request).await
+}
+
+/// The place comes first: it also bounds the memory of bodies.
+async fn answer(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+    let record = place.record.clone();
+    generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
+}
+
+async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+    let frontend = &app.frontend;
+    check_content_type(request.headers())?;
+    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (bytes, checking) = (body.bytes.len(), frontend.clone());
+    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
+        let json = json::parse(&body.bytes)?;
+        let HttpRequest { model: asked, raw, stream, include_usage } = match api {
+            Api::Chat => parse::chat(json)?,
+            Api::Completion => parse::completion(json)?,
+        };
+        checking.check_model(&asked)?;
+        Ok((validate(raw, model, text)?, stream, include_usage))
+    };
+    let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
+    let (valid, stream, include_usage) = prepared;
+    let generation = frontend.admit(valid, model, place).await?;
+
+    let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
+    let writer = Writer {
+        api,
+        id: format!("{prefix}-{}", Uuid::new_v4()),
+        created: unix_seconds(),
+        model: frontend.model_id.clone(),
+        system_fingerprint: generation.model.bit_domain.clone(),
+        logprobs: generation.request.logprobs,
+        include_usage,
+        tokenizer: Arc::clone(&frontend.text.tokenizer),
+    };
+    let seed = HeaderValue::from(generation.request.sampling.seed);
+    let mut response =
+        if stream { streamed(generation, writer, frontend.metrics.clone()) } else { whole(generation, writer).await? };
+    response.headers_mut().insert(SEED_HEADER, seed);
+    Ok(response)
+}
+
+/// Browsers may send other types to a foreign origin without asking it first.
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let essence = value.split(';').next().unwrap_or("").trim();
+    let refused = |message| Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
+    if !essence.eq_ignore_ascii_case("application/json") {
+        return refused(format!("the body must be sent as content-type: application/json, not {value:?}"));
+    }
+    match headers.get(header::CONTENT_ENCODING) {
+        Some(encoding) if encoding != "identity" => {
+            refused(format!("the body must be sent without a content-encoding, not with {encoding:?}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Waits for all choices. The client going away drops this future, and with it the sequences.
+async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiError> {
+    let Generation { request, choices, place, .. } = generation;
+    // Side by side, so that a stop text or an error of any of them is noticed as it comes.
+    let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
+    let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
+    wholes.sort_unstable_by_key(|whole| whole.index);
+    let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
+    let body = writer.whole(&wholes, Usage::new(request.prompt_tokens(), completion_tokens));
+    // A long answer keeps the place until it is sent, as its memory does.
+    let body = Body::new(Full::from(body).map_frame(move |frame| {
+        let _ = &place;
+        frame
+    }));
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
+    let mut whole = WholeChoice { index: choice.index, ..WholeChoice::default() };
+    while let Some(event) = choice.next().await {
+        match event? {
+            ChoiceEvent::Delta(piece) => {
+                whole.output.text.push_str(&piece.text);
+                whole.output.tokens.extend(piece.tokens);
+            }
+            ChoiceEvent::Finished { reason, completion_tokens } => {
+                whole.finish = Some(reason);
+                whole.completion_tokens = completion_tokens;
+            }
+        }
+    }
+    Ok(whole)
+}
+
+fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {
+    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
+    let mut response = Sse::new(EventStream::start(generation, writer, metrics)).keep_alive(keep_alive).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // nginx would hold the events back until its buffer is full.
+    headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+    response
+}
+
+/// The events of one streamed response. The client going away drops it, and with it the sequences.
+struct EventStream {
+    writer: Writer,
+    choices: SelectAll<BoxStream<'static, (u32, Result<ChoiceEvent, GenerateError>)>>,
+    /// Written, not yet sent: the opening chunks, or at most the last two.
+    ready: VecDeque<String>,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    ended: bool,
+    metrics: FrontMetrics,
+    _place: Place,
+}
+
+impl EventStream {
+    fn start(
+        generation: Generation,
+        writer: Writer,
+        metrics: FrontMetrics,
+    ) -> impl Stream<Item = Result<Event, Infallible>> {
+        let Generation { request, choices, place, .. } = generation;
+        let events = Self {
+            ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
+            writer,
+            choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
+            prompt_tokens: request.prompt_tokens(),
+            completion_tokens: 0,
+            ended: false,
+            metrics,
+            _place: place,
+        };
+        stream::unfold(events, |mut events| async move {
+            let data = events.next().await?;
+            Some((Ok(Event::default().data(data)), events))
+        })
+    }
+
+    async fn next(&mut self) -> Option<String> {
+        while self.ready.is_empty() && !self.ended {
+            match self.choices.next().await {
+                Some((index, Ok(ChoiceEvent::Delta(piece)))) => {
+                    // Without log-probabilities a token without text is nothing to tell.
+                    if !piece.text.is_empty() || self.writer.logprobs.is_some() {
+                        self.ready.push_back(self.writer.delta(index, &piece));
+                    }
+                }
+                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens }))) => {
+                    self.completion_tokens += u64::from(completion_tokens);
+                    self.ready.push_back(self.writer.finish(index, reason));
+                }
+                // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
+                Some((_, Err(error))) => {
+                    self.choices.clear();
+                    self.metrics.failed(error.code());
+                    self.ready.push_back(ApiError::from(error).body().to_string());
+                    self.ended = true;
+                }
+                None => {
+                    self.ready.extend(self.writer.usage(Usage::new(self.prompt_tokens, self.completion_tokens)));
+                    self.ready.push_back("[DONE]".into());
+                    self.ended = true;
+                }
+            }
+        }
+        self.ready.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_are_plain_json() {
+        let check = |content_type: &'static str, encoding: Option<&'static str>| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+            encoding.map(|value| headers.insert(header::CONTENT_ENCODING, HeaderValue::from_static(value)));
+            check_content_type(&headers)
+        };
+        assert_eq!(check("application/json; charset=utf-8", None), Ok(()));
+        assert_eq!(check("application/json", Some("identity")), Ok(()));
+        let error = check("application/json", Some("gzip")).unwrap_err();
+        assert_eq!(error.status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+        assert!(error.message.contains("gzip"), "{}", error.message);
+        assert!(check("text/plain", None).is_err());
+    }
+}

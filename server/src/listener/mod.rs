@@ -1,0 +1,219 @@
+//! Runs the front end on a socket until it is told to stop. The caller owns the socket, the engine and the stop signal.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use axum::Router;
+use tokio::{
+    net::TcpListener,
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+mod connection;
+mod places;
+mod pump;
+
+pub use connection::ClientLimits;
+
+use connection::CLOSE_LIMIT;
+use places::Places;
+
+use crate::{
+    engine::{EngineHandle, EngineState},
+    frontend::Frontend,
+    grpc,
+    http::{self, App},
+    text::Text,
+    upload::Uploads,
+};
+
+/// Pause after a failed accept, such as one for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Failed accepts are told no more often than this.
+const WARN_PAUSE: Duration = Duration::from_secs(10);
+
+/// How the front end serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServeOptions {
+    /// The name that requests call the model by.
+    pub model_id: String,
+    /// Connections open at one time. Beyond it idle ones give way; where none is idle, only probes are answered.
+    pub max_connections: usize,
+    /// Requests for text served at one time; more are answered with 429.
+    pub max_concurrent_requests: usize,
+    /// Bytes of one request's body.
+    pub max_body_bytes: usize,
+    /// How long clients may take.
+    pub client_limits: ClientLimits,
+    /// Running requests have so long to end once `StopSignal::drain` is set.
+    pub drain: Duration,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        Self {
+            model_id: String::new(),
+            max_connections: 4096,
+            max_concurrent_requests: 1024,
+            max_body_bytes: 8 << 20,
+            client_limits: ClientLimits::default(),
+            drain: Duration::from_secs(30),
+        }
+    }
+}
+
+/// How the caller ends the service.
+#[derive(Debug, Clone, Default)]
+pub struct StopSignal {
+    /// Take no new requests, let those that run end, within `ServeOptions::drain`.
+    pub drain: CancellationToken,
+    /// End running requests too.
+    pub now: CancellationToken,
+}
+
+/// Why serving ended without being told to.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The socket is not usable.
+    #[error("the listening socket failed: {0}")]
+    Socket(#[from] std::io::Error),
+    /// The model cannot be served any more.
+    #[error("the model cannot be served: {0}")]
+    Engine(String),
+}
+
+/// Serves HTTP and gRPC on `listener` until `stop`. While it drains, health is still answered and new requests are
+/// refused. It returns when every connection is closed.
+///
+/// # Errors
+/// If the engine fails for good, or the socket does.
+pub async fn run(
+    listener: TcpListener,
+    engine: EngineHandle,
+    text: Arc<Text>,
+    options: ServeOptions,
+    stop: StopSignal,
+) -> Result<(), ServeError> {
+    let base_url = base_url(listener.local_addr()?).into();
+    let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
+    let frontend = Frontend::new(engine, text, options.model_id, options.max_concurrent_requests, uploads);
+    let frontend = Arc::new(frontend);
+    let grpc = grpc::router(frontend.clone());
+    let app = App { frontend: frontend.clone(), base_url };
+    let (open, all_closed) = mpsc::channel(1);
+    let connections = Connections {
+        router: http::router(app, grpc),
+        limits: options.client_limits,
+        places: Arc::new(Places::new(options.max_connections)),
+        open,
+        finish: CancellationToken::new(),
+        abort: CancellationToken::new(),
+    };
+
+    let ended = tokio::select! {
+        () = connections.accept(listener) => Ok(()),
+        ended = until_stopped(&frontend, options.drain, &stop) => ended,
+    };
+    frontend.draining.cancel();
+    frontend.closing.cancel();
+    connections.close(all_closed).await;
+    ended
+}
+
+/// `http://` and where clients on this machine reach the address.
+pub fn base_url(address: SocketAddr) -> String {
+    match address.ip().is_unspecified() {
+        true => format!("http://localhost:{}", address.port()),
+        false => format!("http://{address}"),
+    }
+}
+
+/// Returns once no request is left to wait for.
+async fn until_stopped(frontend: &Frontend, drain: Duration, stop: &StopSignal) -> Result<(), ServeError> {
+    tokio::select! {
+        () = stop.drain.cancelled() => {}
+        () = stop.now.cancelled() => {}
+        why = engine_failed(&frontend.engine) => return Err(ServeError::Engine(why)),
+    }
+    frontend.draining.cancel();
+    tokio::select! {
+        () = frontend.idle() => Ok(()),
+        () = stop.now.cancelled() => Ok(()),
+        () = sleep(drain) => {
+            tracing::warn!(drain_s = drain.as_secs(), "requests still run after the drain time and are ended");
+            Ok(())
+        }
+        why = engine_failed(&frontend.engine) => Err(ServeError::Engine(why)),
+    }
+}
+
+async fn engine_failed(engine: &EngineHandle) -> String {
+    let mut state = engine.watch_state();
+    match state.wait_for(|state| matches!(state, EngineState::Failed(_))).await {
+        Ok(state) => match &*state {
+            EngineState::Failed(why) => why.clone(),
+            other => unreachable!("waited for Failed, got {other:?}"),
+        },
+        Err(_) => "it ended without saying why".into(),
+    }
+}
+
+struct Connections {
+    router: Router,
+    limits: ClientLimits,
+    places: Arc<Places>,
+    /// Held by each connection while it is open; nothing is sent.
+    open: mpsc::Sender<()>,
+    /// Set: answer what has been asked, then close.
+    finish: CancellationToken,
+    /// Set: close.
+    abort: CancellationToken,
+}
+
+impl Connections {
+    async fn accept(&self, listener: TcpListener) {
+        let mut warned: Option<Instant> = None;
+        loop {
+            let stream = match listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    if warned.is_none_or(|at| at.elapsed() > WARN_PAUSE) {
+                        tracing::warn!("no connection can be accepted: {error}");
+                        warned = Some(Instant::now());
+                    }
+                    // It may be file descriptors that are wanting.
+                    self.places.give_way();
+                    sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            };
+            let place = self.places.take();
+            let (open, abort) = (self.open.clone(), self.abort.clone());
+            let served = connection::serve(
+                stream,
+                self.router.clone(),
+                place.connection.clone(),
+                self.limits,
+                self.finish.clone(),
+            );
+            tokio::spawn(async move {
+                tokio::select! {
+                    () = served => {}
+                    () = abort.cancelled() => {}
+                }
+                drop((place, open));
+            });
+        }
+    }
+
+    async fn close(self, mut all_closed: mpsc::Receiver<()>) {
+        let Self { open, finish, abort, .. } = self;
+        drop(open);
+        finish.cancel();
+        if timeout(CLOSE_LIMIT, all_closed.recv()).await.is_err() {
+            abort.cancel();
+            all_closed.recv().await;
+        }
+    }
+}

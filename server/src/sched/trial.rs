@@ -1,0 +1,146 @@
+//! Which sequence loses the group: suspects are computed one at a time, and alone.
+//!
+//! A sequence that was being computed in [`Limits::suspect_after`] losses becomes a suspect. While there are suspects, the
+//! scheduler is in *trial*: a new group first proves itself on a few tokens of the scheduler's own, then each suspect runs
+//! alone until it is cleared by [`CLEARED_AFTER`] tokens or by its end, and then makes room for the next. A loss during
+//! that time has one possible cause, which fails; everybody else waits and loses nothing.
+
+use std::collections::BTreeSet;
+
+use super::request::{SamplingParams, SequenceRequest};
+use super::sequence::Sequence;
+use super::{Action, Blame, Scheduler};
+
+/// Tokens without a loss that clear a sequence: the first comes from its prompt, the others from the decode loop.
+pub(super) const CLEARED_AFTER: u32 = 4;
+
+/// Who is under suspicion.
+#[derive(Debug, Default)]
+pub(super) struct Trials {
+    suspects: BTreeSet<u64>,
+    /// In a slot, alone.
+    on_trial: Option<u64>,
+    /// The sequence with which the group is to prove itself, until it has ended.
+    pub(super) self_test: Option<u64>,
+}
+
+impl Trials {
+    /// Suspects are left, or the group is yet to prove itself: no other sequence is admitted.
+    pub(super) fn is_on(&self) -> bool {
+        self.self_test.is_some() || !self.suspects.is_empty()
+    }
+
+    /// Who is computed alone now.
+    pub(super) fn on_trial(&self) -> Option<u64> {
+        self.on_trial
+    }
+
+    /// Who is computed alone next.
+    pub(super) fn next(&self) -> Option<u64> {
+        self.self_test.or_else(|| self.suspects.first().copied())
+    }
+
+    /// The sequence enters a slot, alone.
+    pub(super) fn begin(&mut self, sequence: u64) {
+        self.on_trial = Some(sequence);
+    }
+
+    /// The sequence has ended, or is cleared.
+    pub(super) fn end(&mut self, sequence: u64) {
+        self.suspects.remove(&sequence);
+        self.on_trial.take_if(|on_trial| *on_trial == sequence);
+        self.self_test.take_if(|self_test| *self_test == sequence);
+    }
+
+    /// Whether every suspect is one of `sequences`, and who is on trial is a suspect; for the check of the invariants.
+    pub(super) fn are_known(&self, known: impl Fn(u64) -> bool) -> bool {
+        let on_trial = self.on_trial.is_none_or(|id| self.self_test == Some(id) || self.suspects.contains(&id));
+        on_trial && self.suspects.iter().chain(&self.self_test).all(|&id| known(id))
+    }
+}
+
+impl Scheduler {
+    /// The group is gone. Everything that ran waits again, to be computed from its first position with the tokens that came
+    /// back. What the loss can be put down to fails, and is returned.
+    pub fn group_lost(&mut self, actions: &mut Vec<Action>) -> Blame {
+        let computed: Vec<u64> = self.sequences.keys().copied().filter(|&id| self.pipeline.computes(id)).collect();
+        self.forget_group();
+        let blame = match self.trials.on_trial.take() {
+            Some(id) => self.convict(id, actions),
+            None => {
+                computed.into_iter().for_each(|id| self.charge(id));
+                Blame::Nobody
+            }
+        };
+        if let Some(id) = self.trials.self_test {
+            // It was yet to begin.
+            self.remove(id);
+        }
+        debug_assert_eq!(self.check(), Ok(()));
+        blame
+    }
+
+    fn convict(&mut self, id: u64, actions: &mut Vec<Action>) -> Blame {
+        let is_self_test = self.trials.self_test == Some(id);
+        let sequence = self.remove(id).expect("who is on trial has not ended");
+        if is_self_test {
+            return Blame::Group;
+        }
+        let losses = sequence.losses + 1;
+        let reason = format!(
+            "the workers were lost {losses} times while they computed this request, the last time while they computed \
+             nothing else: it is given up so that other requests can go on"
+        );
+        actions.push(Action::Failed { sequence: id, reason });
+        Blame::Sequence { sequence: id, fingerprint: sequence.request.fingerprint(), losses }
+    }
+
+    /// Counts a loss against a sequence that was being computed.
+    fn charge(&mut self, id: u64) {
+        let sequence = self.sequences.get_mut(&id).expect("only known sequences are charged");
+        sequence.losses += 1;
+        sequence.tokens_since_loss = 0;
+        if sequence.losses >= self.limits.suspect_after {
+            self.trials.suspects.insert(id);
+        }
+    }
+
+    /// A sequence got a token: after enough of them, earlier losses do not count against it any more.
+    pub(super) fn clear_if_due(&mut self, id: u64) {
+        let sequence = self.sequences.get_mut(&id).expect("a token belongs to a known sequence");
+        sequence.tokens_since_loss += 1;
+        if sequence.tokens_since_loss >= CLEARED_AFTER && self.trials.self_test != Some(id) {
+            sequence.losses = 0;
+            self.trials.end(id);
+        }
+    }
+
+    /// A group that is about to compute suspects first proves itself on a short sequence of the scheduler's own: if it is
+    /// lost under that, no request is to blame.
+    pub(super) fn queue_self_test(&mut self) {
+        let Some(pages) = &self.pages else { return };
+        if self.trials.suspects.is_empty() || pages.total() == 0 {
+            return;
+        }
+        // One token more than a suspect needs, as far as the smallest of caches holds them.
+        let max_tokens = (CLEARED_AFTER + 1).min(pages.positions().min(u64::from(u32::MAX)) as u32);
+        let sampling = SamplingParams {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+        };
+        let (prompt, stop_tokens) = (vec![0], Vec::new());
+        let request = SequenceRequest { prompt, max_tokens, min_tokens: 0, stop_tokens, sampling, logprobs: None };
+        let id = self.next_sequence;
+        self.next_sequence += 1;
+        self.sequences.insert(id, Sequence::new(request));
+        self.queue.insert(id);
+        self.trials.self_test = Some(id);
+    }
+}

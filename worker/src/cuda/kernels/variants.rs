@@ -1,0 +1,377 @@
+//! The kernels of a model: one for each width of a pass, out of two sources.
+
+use super::compile::Program;
+use super::sources::{HEADERS, SOURCES, UNLOOPED_SOURCE};
+use crate::cuda::error::CudaError;
+use crate::cuda::weights::layout::Layout;
+use crate::model::ModelConfig;
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{MAX_LEAVES, ROW_TILE};
+
+/// One kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Variant {
+    /// The width of its passes, and what one takes: of Llama 3.1 8B at 512 positions on an H200.
+    pub width: Width,
+    /// How it works.
+    pub design: Design,
+    /// Launches note times, for whoever measures.
+    traced: bool,
+}
+
+/// A kernel, as far as the choice of the passes of a step depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Width {
+    /// Rows of a pass at most.
+    pub columns: usize,
+    /// Has an LM head. A kernel without takes only rows that do not sample.
+    pub samples: bool,
+    /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
+    pub time_us: u32,
+}
+
+/// How a kernel works. All compute the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Design {
+    /// A block owns rows of every product, with all of K.
+    Narrow,
+    /// Pairs of blocks own rows of qkv, o and down, and halve K.
+    Wide,
+    /// As narrow, a launch for each phase.
+    Unlooped {
+        /// A launch begins while the one before it ends.
+        overlapped: bool,
+    },
+}
+
+/// How the phases of a step become launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LoopMode {
+    /// One launch walks all phases of many steps.
+    #[default]
+    On,
+    /// A launch for each phase of each layer, in a CUDA graph for each step.
+    Off,
+    /// As off, but a launch begins while the one before it ends (programmatic dependent launch).
+    Overlapped,
+}
+
+/// All, by columns ascending.
+pub const VARIANTS: [Variant; 5] =
+    [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(PROMPT_COLUMNS, false, 7230)];
+/// Rows of a pass of prompts.
+const PROMPT_COLUMNS: usize = 128;
+/// Widest head; narrower ones are padded to this or half of it.
+const MAX_HEAD_DIM: usize = 128;
+/// Query heads of a KV head are columns of one tensor-core product.
+const MAX_QUERIES_PER_KV: usize = 8;
+
+const fn narrow(columns: usize, time_us: u32) -> Variant {
+    Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow, traced: false }
+}
+
+const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
+    Variant { width: Width { columns, samples, time_us }, design: Design::Wide, traced: false }
+}
+
+/// Refuses dimensions that the kernels are not written for.
+///
+/// # Errors
+/// Names the dimension.
+pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
+    let refuse = |problem: String| Err(CudaError::Shape(problem));
+    if !config.hidden_size.is_multiple_of(16) {
+        return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
+    }
+    if config.head_dim > MAX_HEAD_DIM {
+        return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
+    }
+    let queries = config.num_heads / config.num_kv_heads;
+    if queries > MAX_QUERIES_PER_KV {
+        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most"));
+    }
+    Ok(())
+}
+
+/// Why the wide kernel does not take a model, or a rank of one, on so many blocks, in passes of `columns` rows; the
+/// same rule as `kWideFits` in kernels/wide/geometry.cuh.
+///
+/// # Errors
+/// The condition that is not met.
+pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
+    let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
+    let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
+    let (c, ranks) = (&layout.plan().config, layout.plan().tensor_parallel);
+    let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
+    let pair_tiles = qkv.tiles / pairs.max(1);
+    let owned: &[usize] = if ranks > 1 && columns < PROMPT_COLUMNS { &[1, 2, 4] } else { &[1, 2] };
+    let qkv_rule = match ranks {
+        1 => (
+            qkv.tiles.is_multiple_of(pairs.max(1))
+                && (2..=8).contains(&pair_tiles)
+                && group_tiles.is_multiple_of(pair_tiles),
+            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
+        ),
+        _ => {
+            let most = (0..blocks).map(|block| qkv.tiles_of(block, blocks).len()).max().unwrap_or(0);
+            (most <= 4, format!("a block owns {most} row tiles of q, k and v, more than 4"))
+        }
+    };
+    let rules = [
+        (
+            [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
+            format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
+        ),
+        (blocks >= 32 && blocks.is_power_of_two(), format!("{blocks} blocks are not a power of two from 32 on")),
+        (
+            owned.iter().any(|owned| out.tiles == owned * blocks),
+            format!("{blocks} blocks do not own {owned:?} of {} row tiles each", out.tiles),
+        ),
+        (
+            gate_up.steps().is_multiple_of(8) && out.steps().is_multiple_of(4) && down.steps().is_multiple_of(4),
+            format!("leaves of {}, {} and {} steps of 16", gate_up.steps(), out.steps(), down.steps()),
+        ),
+        qkv_rule,
+    ];
+    rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
+}
+
+/// The variants that compute a model on so many blocks.
+pub fn variants_of(layout: &Layout) -> Vec<Variant> {
+    VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
+}
+
+impl Variant {
+    /// Why it does not take a model, or a rank of one.
+    ///
+    /// # Errors
+    /// The condition that is not met.
+    pub fn check(&self, layout: &Layout) -> Result<(), String> {
+        match self.design {
+            Design::Narrow | Design::Unlooped { .. } => Ok(()),
+            Design::Wide => check_wide(layout, self.columns()),
+        }
+    }
+
+    /// Rows of a launch at most.
+    pub fn columns(&self) -> usize {
+        self.width.columns
+    }
+
+    /// Name of the kernel in its source.
+    pub fn name(&self) -> &'static str {
+        match self.design {
+            Design::Narrow => "looped_decoder",
+            Design::Wide => "wide_decoder",
+            Design::Unlooped { .. } => "unlooped_decoder",
+        }
+    }
+
+    /// The same pass in another mode, noting times or not; `None` where there is none.
+    pub fn in_mode(self, mode: LoopMode, traced: bool) -> Option<Self> {
+        let design = match (self.design, mode) {
+            (Design::Narrow, LoopMode::On) => Design::Narrow,
+            (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
+            // Prompts have launches of one step, which note nothing.
+            (Design::Wide, LoopMode::On) if self.width.samples || !traced => Design::Wide,
+            (Design::Wide | Design::Unlooped { .. }, _) => return None,
+        };
+        Some(Self { design, traced, ..self })
+    }
+
+    /// Whether it runs a launch for each phase, and if so, whether they overlap.
+    pub fn unlooped(&self) -> Option<bool> {
+        match self.design {
+            Design::Narrow | Design::Wide => None,
+            Design::Unlooped { overlapped } => Some(overlapped),
+        }
+    }
+
+    /// The kernel's source with its constants for a rank: its own heads and intermediate columns, the model's hidden
+    /// size and vocabulary.
+    pub fn program(&self, layout: &Layout) -> Program<'static> {
+        let (c, rank) = (&layout.plan().config, layout.rank());
+        let mut defines: Vec<(&'static str, usize)> = vec![
+            ("LP_LAYERS", c.num_layers),
+            ("LP_HIDDEN", c.hidden_size),
+            ("LP_RANKS", layout.ranks()),
+            ("LP_SHARDS", layout.plan().tensor_parallel),
+            ("LP_HEADS", rank.heads.len()),
+            ("LP_KV_HEADS", rank.kv_heads.len()),
+            ("LP_HEAD_DIM", c.head_dim),
+            ("LP_HEAD_WIDTH", layout.head_width()),
+            ("LP_INTERMEDIATE", rank.intermediate.len()),
+            ("LP_VOCAB", c.vocab_size),
+            ("LP_WINDOW", c.sliding_window.unwrap_or(0)),
+            ("LP_QKV_BIAS", c.qkv_bias.into()),
+            ("LP_QK_NORM", c.qk_norm.into()),
+            ("LP_TIED", c.tied_embeddings.into()),
+            ("LP_EPS", c.rms_norm_eps.to_bits() as usize),
+            ("LP_BLOCKS", layout.blocks()),
+            ("LP_COLUMNS", self.columns()),
+        ];
+        defines.extend(self.traced.then_some(("LP_TRACE", 1)));
+        let defines = defines.into_iter().map(|(name, value)| (name, value as u64)).collect();
+        let source = match self.design {
+            Design::Narrow => SOURCES[0],
+            Design::Wide => SOURCES[1],
+            Design::Unlooped { .. } => UNLOOPED_SOURCE,
+        };
+        Program { name: self.name(), source, headers: &HEADERS, defines }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::best_blocks;
+    use super::*;
+    use crate::cuda::notes::gauge::Gauge;
+    use crate::cuda::weights::heads::padded;
+    use crate::cuda::weights::layout::tests::{config, group, layout};
+    use crate::plan::Product;
+
+    /// Multiprocessors of an H200.
+    const SMS: usize = 132;
+
+    fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
+        let layout = layout(&padded(config), 1);
+        let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
+        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim), 32).err()
+    }
+
+    #[test]
+    fn wide_passes_take_the_models_they_are_written_for() {
+        let of = |hidden_size, heads, kv, head_dim, intermediate, vocab| ModelConfig {
+            hidden_size,
+            head_dim,
+            num_layers: 32,
+            ..config(heads, kv, intermediate, vocab)
+        };
+        let llama_8b = of(4096, 32, 8, 128, 14_336, 128_256);
+        let taken = [
+            llama_8b.clone(),
+            // Mistral 7B, Qwen 3 8B, Llama 3.2 1B.
+            of(4096, 32, 8, 128, 14_336, 32_768),
+            of(4096, 32, 8, 128, 12_288, 151_936),
+            of(2048, 32, 8, 64, 8192, 128_256),
+        ];
+        for config in &taken {
+            assert_eq!(refusal(config, None), None, "{config:?}");
+        }
+        let refused = |config: &ModelConfig, blocks, why: &str| {
+            let problem = refusal(config, blocks).expect("wide passes do not take it");
+            assert!(problem.contains(why), "{problem}");
+        };
+        refused(&llama_8b, Some(132), "132 blocks are not a power of two");
+        refused(&llama_8b, Some(64), "64 blocks do not own [1, 2] of 256");
+        // Llama 3.2 3B, Qwen 2.5 7B, Llama 3.1 70B.
+        refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
+        refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
+        refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
+    }
+
+    #[test]
+    fn a_rank_of_a_group_has_kernels_of_all_widths_that_take_it() {
+        let of = |hidden_size, heads, intermediate| ModelConfig {
+            hidden_size,
+            head_dim: 128,
+            ..config(heads, 8, intermediate, 128_256)
+        };
+        let (all, no_prompts) = (&[1, 8, 32, 64, 128][..], &[1, 8, 32, 64][..]);
+        // Llama 3.1 8B and 70B, Llama 3.2 3B.
+        for (config, expected) in
+            [(of(4096, 32, 14_336), all), (of(8192, 64, 28_672), no_prompts), (of(3072, 24, 8192), &all[..2])]
+        {
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
+                let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
+                assert_eq!(columns, expected, "{:?} ranks", layout.plan().tensor_parallel);
+                let added = Gauge::new(&[LoopMode::On, LoopMode::Off, LoopMode::Overlapped]).variants(&layout);
+                let columns: Vec<_> = added.iter().map(Variant::columns).collect();
+                let wide = if expected.len() > 2 { &[32, 64][..] } else { &[] };
+                let narrow = [[1; 5], [8; 5]].concat();
+                assert_eq!(columns, [&narrow, wide].concat(), "noting times; of narrow ones two modes more");
+            }
+        }
+    }
+
+    /// Four GPUs with shards for 16 exchange among four, and are otherwise those of 16.
+    #[test]
+    fn some_ranks_of_a_group_have_its_shards_and_exchange_among_themselves() {
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let whole = group(&config, 16, 128).swap_remove(3);
+        let some = whole.clone().of_first(4);
+        assert_eq!((some.bytes(), some.ranks(), whole.ranks()), (whole.bytes(), 4, 16));
+        let [of_some, of_whole] = [&some, &whole].map(|layout| VARIANTS[0].program(layout).defines);
+        let changed: Vec<_> = of_some.iter().zip(&of_whole).filter(|(a, b)| a != b).collect();
+        assert_eq!(changed, [(&("LP_RANKS", 4), &("LP_RANKS", 16))]);
+        assert!(of_some.contains(&("LP_SHARDS", 16)));
+    }
+
+    /// The arithmetic of kernels/layout/shape.cuh, written down again.
+    #[test]
+    fn the_constants_of_a_rank_give_the_panels_that_are_packed() {
+        let most_leaves =
+            |n: usize| (0..=4).map(|log| 1 << log).filter(|leaves| n.is_multiple_of(*leaves)).max().unwrap();
+        let configs = [
+            ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) },
+            ModelConfig { hidden_size: 8192, head_dim: 128, ..config(64, 8, 28_672, 128_256) },
+            config(16, 4, 400, 1000),
+            config(8, 2, 388, 33),
+        ];
+        let ranks = |config| [1, 2, 4, 8, 16].into_iter().flat_map(move |ranks| group(config, ranks, 7));
+        for layout in configs.iter().flat_map(ranks) {
+            let program = VARIANTS[0].program(&layout);
+            let of = |name: &str| program.defines.iter().find(|(of, _)| *of == name).unwrap().1 as usize;
+            let (ranks, heads, columns, vocab) =
+                (of("LP_RANKS"), of("LP_HEADS"), of("LP_INTERMEDIATE"), of("LP_VOCAB"));
+            let (hidden, head_tiles) = (of("LP_HIDDEN") / 16, of("LP_HEAD_DIM") / 16);
+            let (head_leaves, down_leaves) = (most_leaves(heads * ranks) / ranks, most_leaves(columns * ranks) / ranks);
+            let (hidden_leaves, down_steps) = (most_leaves(hidden), (columns / down_leaves).div_ceil(16));
+            let head = if ranks == 1 { vocab.div_ceil(16) } else { vocab.div_ceil(256) * 16 / ranks };
+            let of_hidden = |tiles| [tiles, hidden_leaves, hidden / hidden_leaves];
+            for (product, shape) in [
+                (Product::QueryKeyValue, of_hidden((heads + 2 * of("LP_KV_HEADS")) * head_tiles)),
+                (Product::AttentionOut, [hidden, head_leaves, heads * head_tiles / head_leaves]),
+                (Product::GateUp, of_hidden(2 * down_leaves * down_steps)),
+                (Product::Down, [hidden, down_leaves, down_steps]),
+                (Product::LmHead, of_hidden(head)),
+            ] {
+                let panel = layout.panel(product);
+                assert_eq!([panel.tiles, panel.leaves, panel.steps()], shape, "{product:?}, {ranks} ranks");
+            }
+        }
+    }
+
+    /// A benchmark's kernels, too, are only those that take the model: others do not compile.
+    #[test]
+    fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
+        let adds = |hidden_size, intermediate| {
+            let config =
+                ModelConfig { hidden_size, head_dim: 128, ..config(hidden_size / 128, 8, intermediate, 128_256) };
+            let layout = layout(&padded(&config), 1);
+            let layout = Layout::new(layout.plan(), 0, best_blocks(layout.plan(), SMS), config.head_dim);
+            let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
+            let added = Gauge::new(&modes).variants(&layout);
+            assert!(added.iter().any(|variant| variant.unlooped().is_some()));
+            added.iter().filter(|variant| variant.columns() > 8).count()
+        };
+        assert_eq!((adds(4096, 14_336), adds(3072, 8192)), (2, 0), "two that note times, and none at 3B's size");
+    }
+
+    #[test]
+    fn sources_say_as_many_numbers_of_themselves_as_are_read() {
+        for source in [SOURCES[0], SOURCES[1], UNLOOPED_SOURCE] {
+            assert!(source.contains(&format!("_decoder_needs[{}] = ", super::super::kernel::NEEDS)));
+        }
+    }
+
+    #[test]
+    fn wider_variants_take_longer_but_less_a_row() {
+        for pair in VARIANTS.windows(2) {
+            let [one, next] = [pair[0].width, pair[1].width];
+            assert!(one.columns < next.columns && one.time_us < next.time_us);
+            assert!(next.time_us as usize * one.columns < one.time_us as usize * next.columns);
+        }
+    }
+}

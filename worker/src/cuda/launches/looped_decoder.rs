@@ -1,0 +1,246 @@
+//! The loop on the host's side: plans become launches, the tokens of launches become outcomes.
+//!
+//! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
+//! tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for each of its
+//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit
+//! and nothing more the decoder draws, else the sampler does.
+
+use std::time::Instant;
+
+use super::passes::Passes;
+use crate::batch::{self, Batch, Boundary, Plan, Slot};
+use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
+use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
+use crate::sampling::{MIN_TEMPERATURE, Sampled};
+
+/// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
+pub trait Launcher: Send {
+    /// How the rows of a step become launches.
+    fn passes(&self) -> &Passes;
+
+    /// Steps of a launch at most.
+    fn most_steps(&self) -> u32;
+
+    /// Sets entries of a slot's page table from `first` on, for launches after this. No launch is under way.
+    fn write_pages(&mut self, slot: u32, first: usize, pages: &[u32]) -> Result<(), Fault>;
+
+    /// The newest plan that all ranks have, of which this one has `newest`. Every rank calls it at the same boundaries,
+    /// and goes on when all have. No launch is under way.
+    fn agree(&mut self, newest: u64) -> Result<u64, Fault>;
+
+    /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
+    fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
+
+    /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and
+    /// none is under way. `sampled`: the sampler draws, not the decoder.
+    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
+
+    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before.
+    fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault>;
+
+    /// Asks the launch under way to end soon.
+    fn stop(&mut self);
+
+    /// Waits until no launch is under way. Tokens stay until the next launch.
+    fn finish(&mut self) -> Result<(), Fault>;
+
+    /// What was drawn; `logprobs`: with log-probabilities, for which the launch was sampled.
+    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled;
+}
+
+/// A loaded rank, ready to run.
+pub struct LoopedDecoder<L> {
+    /// The GPU.
+    pub launcher: L,
+    /// The sequences.
+    pub batch: Batch,
+    /// This rank.
+    pub rank: usize,
+}
+
+impl<L: Launcher> LoopedDecoder<L> {
+    /// Runs plans until their stream has ended and nothing is left to compute. Between plans that have work no kernel
+    /// runs.
+    ///
+    /// # Errors
+    /// A plan breaks a rule, the GPU fails, or the server is gone.
+    pub fn run(mut self, mut plans: PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let result = self.follow(&mut plans, outcomes);
+        if result.is_err() {
+            // Giving memory back waits for the kernel, which may never end. The process does, and takes it along.
+            std::mem::forget(self);
+        }
+        result
+    }
+
+    fn follow(&mut self, plans: &mut PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let mut agreed = 0;
+        loop {
+            match self.batch.boundary(agreed) {
+                Boundary::Apply(version) => {
+                    self.apply(&plans.take(version)?)?;
+                    if self.batch.step().rows.is_empty() {
+                        outcomes.send(Outcome { version, ..Outcome::default() })?;
+                    }
+                }
+                Boundary::Step => {
+                    // Ranks begin a launch together: in it their waits for each other are short.
+                    self.launcher.agree(plans.newest())?;
+                    match self.loops() {
+                        true => self.many_steps(plans, outcomes)?,
+                        false => self.one_step(outcomes)?,
+                    }
+                    agreed = self.launcher.agree(plans.newest())?;
+                }
+                Boundary::Idle => match plans.wait_next()? {
+                    Some(version) => agreed = version,
+                    None => return Ok(()),
+                },
+            }
+        }
+    }
+
+    fn apply(&mut self, plan: &Plan) -> Result<(), Fault> {
+        self.batch.apply(plan)?;
+        for admit in &plan.admit {
+            self.launcher.admit(admit.slot, self.batch.slot(admit.slot))?;
+        }
+        for (index, grant) in plan.grants.iter().enumerate() {
+            // Pages granted by later grants of the same plan come after these.
+            let later = plan.grants[index + 1..].iter().filter(|other| other.slot == grant.slot);
+            let later: usize = later.map(|other| other.pages.len()).sum();
+            let pages = self.batch.slot(grant.slot).pages();
+            self.launcher.write_pages(grant.slot, pages.len() - later - grant.pages.len(), &grant.pages)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the step, and those after it, can run as one launch.
+    fn loops(&self) -> bool {
+        let step = self.batch.step();
+        step.rows.len() <= self.launcher.passes().columns() && step.samples.len() == step.rows.len()
+    }
+
+    /// Whether the sampler has to draw for some of the rows.
+    fn sampled(&self, mut rows: impl Iterator<Item = usize>) -> bool {
+        rows.any(|row| !drawn_by_decoder(self.batch.slot(self.batch.step().rows[row].slot)))
+    }
+
+    fn many_steps(&mut self, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let mut since = Instant::now();
+        let mut rows = device_rows(&self.batch.step().rows);
+        rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
+        let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
+        let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
+        let launch = self.launcher.launch(&rows, steps, self.sampled(0..rows.len()))?;
+        let column_of = |slot| rows.iter().position(|row| row.slot == slot).expect("a decoding row, since none joins");
+        let mut stopped = false;
+        for step in 0..steps {
+            // Rows end, and none comes back: the tokens of steps that only the kernel runs are of no use.
+            if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step)? {
+                break;
+            }
+            let batch_step = self.batch.step();
+            let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
+            let sampled: Vec<Sampled> =
+                slots.map(|slot| self.launcher.sampled(launch, step, column_of(slot), self.logprobs(slot))).collect();
+            let now = Instant::now();
+            self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
+            if !stopped && plans.newest() > self.batch.version() {
+                // Steps that run before the kernel sees it still count.
+                self.launcher.stop();
+                stopped = true;
+            }
+        }
+        self.launcher.stop();
+        self.launcher.finish()
+    }
+
+    fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let begun = Instant::now();
+        let step = self.batch.step();
+        let samples: Vec<bool> = step.rows.iter().map(|row| row.sample).collect();
+        let mut draws = Vec::with_capacity(step.samples.len());
+        for pass in self.launcher.passes().of(&samples) {
+            let rows: Vec<_> = pass.iter().map(|row| step.rows[*row]).collect();
+            let sampled = self.sampled(pass.iter().copied().filter(|row| samples[*row]));
+            let launch = self.launcher.launch(&device_rows(&rows), 1, sampled)?;
+            // Passes hold the rows that sample in the order of the step.
+            let drawn = pass.into_iter().enumerate().filter(|(_, row)| samples[*row]);
+            draws.extend(drawn.map(|(column, row)| (launch, column, step.rows[row].slot)));
+        }
+        self.launcher.finish()?;
+        let drawn = draws
+            .into_iter()
+            .map(|(launch, column, slot)| self.launcher.sampled(launch, 0, column, self.logprobs(slot)));
+        let sampled: Vec<Sampled> = drawn.collect();
+        self.complete(&sampled, begun.elapsed(), outcomes)
+    }
+
+    fn logprobs(&self, slot: u32) -> bool {
+        self.batch.slot(slot).logprobs().is_some()
+    }
+
+    /// Moves the batch on by a step, and reports it.
+    fn complete(
+        &mut self,
+        sampled: &[Sampled],
+        step_time: std::time::Duration,
+        outcomes: &OutcomeSink,
+    ) -> Result<(), Fault> {
+        if let Some(token) = sampled.iter().map(|of| of.token).find(|token| *token == NO_TOKEN) {
+            let problem = format!("the kernel drew {token} for a row that it was to compute");
+            return Err(Fault::Broken { rank: self.rank, problem });
+        }
+        let step = self.batch.step();
+        let mut outcome = Outcome {
+            version: step.version,
+            step: step.number,
+            ran_step: true,
+            rows: step.rows.len(),
+            positions: step.positions,
+            step_time,
+            ..Outcome::default()
+        };
+        let slots = step.samples.iter().map(|row| step.rows[*row].slot);
+        let sequences: Vec<u64> = slots.map(|slot| self.batch.slot(slot).sequence()).collect();
+        let finished = self.batch.complete(sampled);
+        let tokens = sequences.into_iter().zip(sampled).zip(finished);
+        outcome.tokens = tokens
+            .map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish })
+            .collect();
+        outcomes.send(outcome)
+    }
+}
+
+/// Whether the decoder draws the token itself: the largest logit, with nothing that changes or reports logits.
+fn drawn_by_decoder(slot: &Slot) -> bool {
+    let params = slot.sampling();
+    params.temperature < MIN_TEMPERATURE
+        && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+        && params.logit_bias.is_empty()
+        && slot.logprobs().is_none()
+        && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
+}
+
+/// Rows of a pass as a launch of one step takes them.
+fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::with_capacity(pass.len());
+    for (index, row) in pass.iter().enumerate() {
+        let (first_row, first_position) = match rows.last() {
+            Some(before) if before.slot == row.slot => (before.first_row, before.first_position),
+            _ => (index as u32, row.position),
+        };
+        rows.push(Row {
+            token: row.token,
+            position: row.position,
+            slot: row.slot,
+            first_row,
+            first_position,
+            flags: if row.sample { ROW_SAMPLE } else { 0 },
+            last_position: row.position,
+            reserved: 0,
+        });
+    }
+    rows
+}

@@ -1,0 +1,204 @@
+//! The sampler on a GPU: how the tokens of each slot are drawn, and launches that draw them.
+//!
+//! What a sequence asks for is copied to the GPU when it enters its slot, and stays; what it has generated is counted
+//! there, for sequences with penalties.
+
+use std::ffi::c_void;
+
+use cudarc::driver::result;
+
+use super::kernel::SamplerKernel;
+use super::launch::{LIST_WORDS, MOST_BIASES, MOST_SUPPRESSED, RowSampling, SamplerLaunch, WANT_LOGPROBS};
+use crate::batch::Slot;
+use crate::cuda::device::gpu::Stream;
+use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
+use crate::cuda::error::{CudaError, checked};
+use crate::cuda::kernels::sizes::Sizes;
+use crate::plan::PAGE_POSITIONS;
+
+/// Threads of a block that counts tokens.
+const COUNT_THREADS: u32 = 256;
+
+/// The kernels with their memory.
+#[derive(Debug)]
+pub struct Sampler {
+    kernel: SamplerKernel,
+    words: DeviceBuffer,
+    processed: DeviceBuffer,
+    counts: DeviceBuffer,
+    sampling: DeviceBuffer,
+    lists: DeviceBuffer,
+    stopped: DeviceBuffer,
+    host_sampling: PinnedBuffer<RowSampling>,
+    host_lists: PinnedBuffer<u32>,
+    /// Tokens to be counted: read by the GPU, and written anew only when it has.
+    host_tokens: PinnedBuffer<u32>,
+    tokens_used: usize,
+}
+
+impl Sampler {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// There is not so much.
+    pub fn new(kernel: SamplerKernel, sizes: &Sizes) -> Result<Self, CudaError> {
+        let (gpu, slots) = (kernel.module.gpu().clone(), sizes.max_slots);
+        assert_eq!(kernel.padded_vocab, sizes.kernel_vocab, "both kernels pad the vocabulary to tiles of the LM head");
+        let mut host_sampling: PinnedBuffer<RowSampling> = PinnedBuffer::zeroed(&gpu, slots)?;
+        host_sampling.fill(RowSampling { top_p: 1.0, repetition_penalty: 1.0, ..RowSampling::default() });
+        Ok(Self {
+            words: DeviceBuffer::zeroed(&gpu, kernel.words_bytes as usize)?,
+            processed: DeviceBuffer::uninitialised(&gpu, kernel.processed_bytes())?,
+            counts: DeviceBuffer::zeroed(&gpu, slots * kernel.counts_bytes())?,
+            sampling: DeviceBuffer::of(&gpu, &host_sampling)?,
+            lists: DeviceBuffer::zeroed(&gpu, slots * LIST_WORDS * size_of::<u32>())?,
+            stopped: DeviceBuffer::zeroed(&gpu, size_of::<u32>())?,
+            host_sampling,
+            host_lists: PinnedBuffer::zeroed(&gpu, slots * LIST_WORDS)?,
+            host_tokens: PinnedBuffer::zeroed(&gpu, sizes.slot_pages * PAGE_POSITIONS)?,
+            tokens_used: 0,
+            kernel,
+        })
+    }
+
+    /// Address of the word that ends a chain.
+    pub fn stopped_address(&self) -> u64 {
+        self.stopped.address()
+    }
+
+    /// Whether what a sequence asks for has its place; says what has none.
+    ///
+    /// # Errors
+    /// A list is too long.
+    pub fn check(sequence: &Slot) -> Result<(), String> {
+        let biases = sequence.sampling().logit_bias.len();
+        if biases > MOST_BIASES {
+            return Err(format!("{biases} entries of logit_bias are more than {MOST_BIASES}"));
+        }
+        let suppressed = suppressed(sequence).len();
+        if suppressed > MOST_SUPPRESSED {
+            return Err(format!("{suppressed} stop tokens beside min_tokens are more than {MOST_SUPPRESSED}"));
+        }
+        Ok(())
+    }
+
+    /// A sequence, which [`Self::check`] has seen, has entered `slot`: launches behind this draw as it asks.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn admit(&mut self, slot: u32, sequence: &Slot, stream: &Stream) -> Result<(), CudaError> {
+        let (params, slot) = (sequence.sampling(), slot as usize);
+        let (first_bias, first_suppressed) = (slot * LIST_WORDS, slot * LIST_WORDS + 2 * MOST_BIASES);
+        let (biases, suppressed) = (params.logit_bias.len(), suppressed(sequence));
+        let bias_words = params.logit_bias.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]);
+        self.host_lists[first_bias..].iter_mut().zip(bias_words).for_each(|(to, word)| *to = word);
+        self.host_lists[first_suppressed..][..suppressed.len()].copy_from_slice(suppressed);
+        let list = |first: usize| self.lists.address() + (first * size_of::<u32>()) as u64;
+        self.host_sampling[slot] = RowSampling {
+            temperature: params.temperature,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            top_k: params.top_k,
+            seed: [params.seed as u32, (params.seed >> 32) as u32],
+            repetition_penalty: params.repetition_penalty,
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+            flags: if sequence.logprobs().is_some() { WANT_LOGPROBS } else { 0 },
+            top_logprobs: sequence.logprobs().unwrap_or(0),
+            bias_count: biases as u32,
+            suppress_count: suppressed.len() as u32,
+            suppress_until: u32::try_from(sequence.prompt().len() + sequence.min_tokens()).unwrap_or(u32::MAX),
+            bias: list(first_bias),
+            suppress: list(first_suppressed),
+        };
+        // SAFETY: what is copied is written again only for a slot that was released meanwhile, which takes a plan after
+        // a step of this one, and so a wait for the stream; or before a copy behind this one, of what then is right.
+        unsafe {
+            let (at, of) = (slot * size_of::<RowSampling>(), &self.host_sampling[slot..=slot]);
+            self.sampling.write_async(at, of, stream)?;
+            for (first, len) in [(first_bias, 2 * biases), (first_suppressed, suppressed.len())] {
+                if len > 0 {
+                    let words = &self.host_lists[first..first + len];
+                    self.lists.write_async(first * size_of::<u32>(), words, stream)?;
+                }
+            }
+        }
+        match (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0) {
+            true => Ok(()),
+            false => self.count(slot, sequence, stream),
+        }
+    }
+
+    /// Counts the tokens that a sequence brings along.
+    #[allow(unsafe_code)]
+    fn count(&mut self, slot: usize, sequence: &Slot, stream: &Stream) -> Result<(), CudaError> {
+        let tokens = sequence.tokens();
+        if self.tokens_used + tokens.len() > self.host_tokens.len() {
+            // Counting is behind other admissions at most: no chain is under way.
+            stream.wait()?;
+            self.tokens_used = 0;
+        }
+        let first = self.tokens_used;
+        self.tokens_used += tokens.len();
+        self.host_tokens[first..self.tokens_used].copy_from_slice(tokens);
+        let bytes = self.kernel.counts_bytes();
+        self.counts.fill_async(slot * bytes, bytes, 0, stream)?;
+        let mut counts = self.counts.address() + (slot * bytes) as u64;
+        let mut from = self.host_tokens.device_address()? + (first * size_of::<u32>()) as u64;
+        let (mut prompt, mut count) = (sequence.prompt().len() as u32, tokens.len() as u32);
+        let mut parameters = [
+            (&raw mut counts).cast::<c_void>(),
+            (&raw mut from).cast(),
+            (&raw mut prompt).cast(),
+            (&raw mut count).cast(),
+        ];
+        let blocks = count.div_ceil(COUNT_THREADS).clamp(1, self.kernel.blocks);
+        // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and
+        // tokens are written again only after the stream was waited for.
+        let launched = unsafe {
+            let (grid, block) = ((blocks, 1, 1), (COUNT_THREADS, 1, 1));
+            result::launch_kernel(self.kernel.count, grid, block, 0, stream.raw, &mut parameters)
+        };
+        checked("cuLaunchKernel", launched)
+    }
+
+    /// Puts a launch into the stream, behind that of the decoder whose rows it draws for; fills in where its own memory
+    /// is.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    ///
+    /// # Safety
+    /// What the public fields of `launch` point to is as they say, and stays until the stream has come that far.
+    #[allow(unsafe_code)]
+    pub unsafe fn launch(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
+        assert!(
+            launch.row_count as usize <= self.kernel.rows,
+            "{} rows for a sampler of {}",
+            launch.row_count,
+            self.kernel.rows
+        );
+        let mut launch = SamplerLaunch {
+            processed: self.processed.address(),
+            counts: self.counts.address(),
+            words: self.words.address(),
+            sampling: self.sampling.address(),
+            stopped: self.stopped.address(),
+            ..launch
+        };
+        let mut parameters = [(&raw mut launch).cast::<c_void>()];
+        // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what
+        // it points to.
+        let launched = unsafe {
+            let (grid, block) = ((self.kernel.blocks, 1, 1), (self.kernel.threads, 1, 1));
+            result::launch_cooperative_kernel(self.kernel.sample, grid, block, 0, stream.raw, &mut parameters)
+        };
+        checked("cuLaunchCooperativeKernel", launched)
+    }
+}
+
+/// Stop tokens, if there is a time when they must not be drawn.
+fn suppressed(sequence: &Slot) -> &[u32] {
+    if sequence.min_tokens() > 0 { sequence.stop_tokens() } else { &[] }
+}

@@ -1,0 +1,412 @@
+//! Fills units of the stream with weights: what is read is row-major, what is written is fragments.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::layout::Layout;
+use super::panel::{FRAGMENT_BYTES, Panel};
+use crate::model::Tensor;
+use crate::model::source::Source;
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{Product, ROW_TILE};
+
+/// Words (two bf16 each) of a fragment.
+const FRAGMENT_WORDS: usize = FRAGMENT_BYTES / 4;
+/// Words of a fragment's row: 16 columns.
+const STEP_WORDS: usize = 8;
+
+/// Consecutive bytes of the GPU's weights that one thread writes at a time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Job {
+    /// Whole units of a product, as a range of tiles.
+    Tiles {
+        /// The layer; 0 for the LM head.
+        layer: usize,
+        /// The product.
+        product: Product,
+        /// Its tiles.
+        tiles: Range<usize>,
+    },
+    /// Rows of the embedding, which are copied as they are.
+    Embedding {
+        /// Token ids.
+        rows: Range<usize>,
+    },
+}
+
+/// A layout and the scratch of one thread that packs.
+pub struct Packer<'a> {
+    layout: &'a Layout,
+    source: &'a dyn Source,
+    values: Vec<bf16>,
+    /// `[16 rows][columns of a padded leaf]` bf16, two to a word.
+    leaf: Vec<u32>,
+}
+
+impl Job {
+    /// Everything to be packed, in stream order, in jobs of up to `most` bytes (or one unit, or one row); the embedding
+    /// comes last.
+    pub fn all(layout: &Layout, most: usize) -> Vec<Self> {
+        let config = &layout.plan().config;
+        let mut jobs = Vec::new();
+        let products = (0..config.num_layers).flat_map(|layer| LAYER_PRODUCTS.map(|product| (layer, product)));
+        for (layer, product) in products.chain([(0, Product::LmHead)]) {
+            let panel = layout.panel(product);
+            let mut open: Option<Range<usize>> = None;
+            for unit in panel.units(layout.blocks()) {
+                match &mut open {
+                    Some(tiles) if (unit.end - tiles.start) * panel.tile_bytes() <= most => tiles.end = unit.end,
+                    _ => jobs.extend(open.replace(unit).map(|tiles| Self::Tiles { layer, product, tiles })),
+                }
+            }
+            jobs.extend(open.map(|tiles| Self::Tiles { layer, product, tiles }));
+        }
+        let (held, rows) = (layout.embedding_rows(), (most / (config.hidden_size * 2)).max(1));
+        let starts = held.clone().step_by(rows);
+        jobs.extend(starts.map(|start| Self::Embedding { rows: start..(start + rows).min(held.end) }));
+        jobs
+    }
+
+    /// Where it goes: the first byte in the stream, or in the embedding.
+    pub fn start(&self, layout: &Layout) -> usize {
+        match self {
+            Self::Tiles { layer, product, tiles } => {
+                layout.start(*layer, *product) + tiles.start * layout.panel(*product).tile_bytes()
+            }
+            Self::Embedding { rows } => {
+                (rows.start - layout.embedding_rows().start) * layout.plan().config.hidden_size * 2
+            }
+        }
+    }
+
+    /// Bytes written.
+    pub fn bytes(&self, layout: &Layout) -> usize {
+        match self {
+            Self::Tiles { product, tiles, .. } => tiles.len() * layout.panel(*product).tile_bytes(),
+            Self::Embedding { rows } => rows.len() * layout.plan().config.hidden_size * 2,
+        }
+    }
+}
+
+impl<'a> Packer<'a> {
+    /// A packer without scratch yet.
+    pub fn new(layout: &'a Layout, source: &'a dyn Source) -> Self {
+        Self { layout, source, values: Vec::new(), leaf: Vec::new() }
+    }
+
+    /// Does a job: fills `out`, of [`Job::bytes`] bytes. What it held before does not matter.
+    pub fn run(&mut self, job: &Job, out: &mut [u32]) {
+        assert_eq!(out.len() * 4, job.bytes(self.layout), "room for {job:?}");
+        match job {
+            Job::Tiles { layer, product, tiles } => {
+                let panel = self.layout.panel(*product);
+                for unit in panel.units(self.layout.blocks()) {
+                    if !tiles.contains(&unit.start) {
+                        continue;
+                    }
+                    let bytes = |tile: usize| (tile - tiles.start) * panel.tile_bytes() / 4;
+                    let part = &mut out[bytes(unit.start)..bytes(unit.end)];
+                    for tile in unit.clone() {
+                        self.tile(panel, *layer, *product, tile, (tile - unit.start, unit.len()), part);
+                    }
+                }
+            }
+            Job::Embedding { rows } => {
+                let hidden = self.layout.plan().config.hidden_size;
+                self.source.read(Tensor::Embedding, rows.clone(), 0..hidden, bytemuck::cast_slice_mut(out));
+            }
+        }
+    }
+
+    /// Packs a tile: the `place`-th of a unit of `width` tiles.
+    fn tile(
+        &mut self,
+        panel: Panel,
+        layer: usize,
+        product: Product,
+        tile: usize,
+        (place, width): (usize, usize),
+        unit: &mut [u32],
+    ) {
+        let rows = self.layout.rows(layer, product, tile);
+        let (k, row_words) = (panel.k, panel.k.padded / 2);
+        self.leaf.clear();
+        self.leaf.resize(ROW_TILE * row_words, 0);
+        for leaf in 0..panel.leaves {
+            for run in &rows {
+                self.values.resize(run.rows.len() * k.len, bf16::ZERO);
+                let columns = k.columns(panel.first_leaf + leaf);
+                self.source.read(run.tensor, run.rows.clone(), columns, &mut self.values);
+                let padded: &mut [bf16] = bytemuck::cast_slice_mut(&mut self.leaf[run.at * row_words..]);
+                for (row, out) in self.values.chunks_exact(k.len).zip(padded.chunks_exact_mut(k.padded)) {
+                    out[..k.len].copy_from_slice(row);
+                }
+            }
+            let steps = panel.steps();
+            let out = &mut unit[leaf * steps * width * FRAGMENT_WORDS..][..steps * width * FRAGMENT_WORDS];
+            for step in 0..steps {
+                let fragment = &mut out[(step * width + place) * FRAGMENT_WORDS..][..FRAGMENT_WORDS];
+                write_fragment(&self.leaf, row_words, step * STEP_WORDS, fragment);
+            }
+        }
+    }
+}
+
+/// One fragment: lane `4 g + t` holds of rows g and g + 8 the columns 2t, 2t + 1, then 2t + 8, 2t + 9.
+fn write_fragment(rows: &[u32], row_words: usize, first: usize, out: &mut [u32]) {
+    for (g, lanes) in out.chunks_exact_mut(4 * 4).enumerate() {
+        let upper = &rows[g * row_words + first..][..STEP_WORDS];
+        let lower = &rows[(g + ROW_TILE / 2) * row_words + first..][..STEP_WORDS];
+        for (t, lane) in lanes.chunks_exact_mut(4).enumerate() {
+            lane.copy_from_slice(&[upper[t], lower[t], upper[t + 4], lower[t + 4]]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sha2::{Digest, Sha256};
+
+    use super::super::layout::tests::{config, group, layout};
+    use super::*;
+    use crate::model::source::RandomSource;
+    use crate::model::{LayerTensor, ModelConfig};
+
+    fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {
+        // Whatever is not written shows.
+        let mut stream = vec![0x7fc1u16; layout.bytes() / 2];
+        let mut embedding = vec![0x7fc1u16; layout.embedding_bytes() / 2];
+        let mut packer = Packer::new(layout, source);
+        for job in Job::all(layout, most) {
+            let mut out = vec![0xdead_beefu32; job.bytes(layout) / 4];
+            packer.run(&job, &mut out);
+            let to = if matches!(job, Job::Embedding { .. }) { &mut embedding } else { &mut stream };
+            to[job.start(layout) / 2..][..out.len() * 2].copy_from_slice(bytemuck::cast_slice(&out));
+        }
+        (stream, embedding)
+    }
+
+    /// Where the fragment of a tile, of a leaf of the rank and a step of it lies, in elements: written down from the
+    /// layout's definition, and slow.
+    fn fragment(layout: &Layout, layer: usize, product: Product, tile: usize, [leaf, step]: [usize; 2]) -> usize {
+        let c = &layout.plan().config;
+        let (panel, blocks) = (layout.panel(product), layout.blocks());
+        let steps = panel.k.padded / 16;
+        let mut start = 0;
+        let layers = if product == Product::LmHead { c.num_layers } else { layer };
+        for l in 0..=layers {
+            for p in [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down] {
+                if l < layers || (product != Product::LmHead && precedes(p, product)) {
+                    let other = layout.panel(p);
+                    start += other.tiles * other.leaves * other.k.padded * 16;
+                }
+            }
+        }
+        let (tiles, others) = (panel.tiles, layout.panel(Product::GateUp).tiles);
+        let evens_out = layout.plan().tensor_parallel > 1 && product == Product::QueryKeyValue;
+        // Tiles of each block: of gate and up twos, if the fullest block has no more of them so; of qkv what gate and
+        // up leave of an even share of both, or an even share that is larger first.
+        let share = |all: usize, s: usize| (s + 1) * all / blocks - s * all / blocks;
+        let shares = |own: &dyn Fn(usize) -> usize| (0..blocks).map(own).collect::<Vec<_>>();
+        let (twos, ones) = (shares(&|s| 2 * share(others / 2, s)), shares(&|s| share(others, s)));
+        let gate_up = if twos.iter().max() == ones.iter().max() { twos } else { ones };
+        let most = *gate_up.iter().max().unwrap();
+        let both = |own: &[usize]| own.iter().zip(&gate_up).map(|(own, other)| own + other).max();
+        let apart = shares(&|s| ((s + 1) * tiles).div_ceil(blocks) - (s * tiles).div_ceil(blocks));
+        let own = if product == Product::GateUp {
+            gate_up
+        } else if !evens_out {
+            shares(&|s| share(tiles, s))
+        } else if (tiles + others) / blocks < most {
+            apart
+        } else {
+            let together = shares(&|s| share(tiles + others, s) - gate_up[s]);
+            let fewer = apart.iter().max() < together.iter().max() && both(&apart) <= both(&together);
+            if fewer { apart } else { together }
+        };
+        let before = |s: usize| own[..s].iter().sum::<usize>();
+        let block = (0..blocks).find(|s| (before(*s)..before(s + 1)).contains(&tile)).unwrap();
+        let (first, last) = (before(block), before(block + 1));
+        let single = layout.plan().tensor_parallel > 1 && [Product::AttentionOut, Product::Down].contains(&product);
+        let most = if single { 1 } else { 2 };
+        let unit = first + (tile - first) / most * most;
+        let width = (last - unit).min(most);
+        start + unit * panel.leaves * steps * 256 + ((leaf * steps + step) * width + (tile - unit)) * 256
+    }
+
+    /// Where one weight lies, in elements.
+    fn element(layout: &Layout, layer: usize, product: Product, row: usize, column: usize) -> usize {
+        let k = layout.panel(product).k;
+        let (leaf, within) = (column / k.len, column % k.len);
+        let (g, upper) = (row % 16 % 8, row % 16 / 8);
+        let (t, odd, high) = (within % 8 / 2, within % 2, within % 16 / 8);
+        let fragment = fragment(layout, layer, product, row / 16, [leaf, within / 16]);
+        fragment + (g * 4 + t) * 8 + (high * 2 + upper) * 2 + odd
+    }
+
+    fn precedes(p: Product, product: Product) -> bool {
+        let turn = |q: Product| LAYER_PRODUCTS.iter().position(|other| *other == q);
+        turn(p) < turn(product)
+    }
+
+    /// Where `index` lies in shard `shard` of equal ones of `len`; `None`: in another.
+    fn within(index: usize, len: usize, shard: usize) -> Option<usize> {
+        (index / len == shard).then_some(index % len)
+    }
+
+    /// The product, packed row and column of a weight in the rank's stream; `None` where other ranks hold it.
+    fn place(layout: &Layout, tensor: Tensor, row: usize, column: usize) -> Option<(Product, usize, usize)> {
+        let (c, rank, ranks) = (&layout.plan().config, layout.rank().rank, layout.plan().tensor_parallel);
+        // Consecutive ranks hold the same KV head where there are more ranks than those.
+        let (kv_heads, sharing) = (c.num_kv_heads.div_ceil(ranks), ranks.div_ceil(c.num_kv_heads));
+        let (heads, columns) = (c.num_heads / ranks, c.intermediate_size / ranks);
+        let group = heads / kv_heads;
+        let dim = row % c.head_dim;
+        let rotated = || (0..c.head_dim).find(|r| layout.packed_dim(*r) == dim);
+        let kv_head = || within(row / c.head_dim, kv_heads, rank / sharing);
+        let padded = || {
+            let (k, row) = (layout.plan().intermediate, within(row, columns, rank)?);
+            Some(row / k.len * k.padded + row % k.len)
+        };
+        let Tensor::Layer(_, tensor) = tensor else {
+            let shard = if ranks == 1 { c.vocab_size } else { c.vocab_size.next_multiple_of(256) / ranks };
+            return Some((Product::LmHead, within(row, shard, rank)?, column));
+        };
+        Some(match tensor {
+            LayerTensor::Query => {
+                let head = within(row / c.head_dim, heads, rank)?;
+                (Product::QueryKeyValue, (head / group * (group + 2) + head % group) * c.head_dim + rotated()?, column)
+            }
+            LayerTensor::Key => {
+                (Product::QueryKeyValue, (kv_head()? * (group + 2) + group) * c.head_dim + rotated()?, column)
+            }
+            LayerTensor::Value => {
+                (Product::QueryKeyValue, (kv_head()? * (group + 2) + group + 1) * c.head_dim + dim, column)
+            }
+            LayerTensor::AttentionOut => (Product::AttentionOut, row, within(column, heads * c.head_dim, rank)?),
+            // Two tiles have 16 rows of each; a row is in the tile that bit 2 says, and bits 3, 1 and 0 say where.
+            LayerTensor::Gate | LayerTensor::Up => {
+                let (row, up) = (padded()?, usize::from(tensor == LayerTensor::Up) * 8);
+                (Product::GateUp, row / 16 * 32 + (row >> 2 & 1) * 16 + (row >> 3 & 1) * 4 + row % 4 + up, column)
+            }
+            LayerTensor::Down => (Product::Down, row, within(column, columns, rank)?),
+            other => panic!("{other:?} is not packed"),
+        })
+    }
+
+    /// What [`packed`] is to be, by the slow definition, and the rows of the embedding.
+    fn expected(layout: &Layout, source: &dyn Source) -> (Vec<u16>, Vec<u16>) {
+        use LayerTensor::{AttentionOut, Down, Gate, Key, Query, Up, Value};
+        let dims = &layout.plan().config;
+        let read = |tensor: Tensor, rows: Range<usize>| {
+            let columns = tensor.shape(dims)[1];
+            let mut values = vec![bf16::ZERO; rows.len() * columns];
+            source.read(tensor, rows, 0..columns, &mut values);
+            (columns, bytemuck::cast_vec::<bf16, u16>(values))
+        };
+        let mut stream = vec![0u16; layout.bytes() / 2];
+        let of_layers = (0..2).flat_map(|layer| {
+            [Query, Key, Value, AttentionOut, Gate, Up, Down].map(|tensor| (layer, Tensor::Layer(layer, tensor)))
+        });
+        for (layer, tensor) in of_layers.chain([(0, Tensor::LmHead)]) {
+            let (columns, values) = read(tensor, 0..tensor.shape(dims)[0]);
+            for (i, value) in values.into_iter().enumerate() {
+                if let Some((product, row, column)) = place(layout, tensor, i / columns, i % columns) {
+                    stream[element(layout, layer, product, row, column)] = value;
+                }
+            }
+        }
+        (stream, read(Tensor::Embedding, layout.embedding_rows()).1)
+    }
+
+    #[test]
+    fn every_weight_is_where_the_layout_says_and_the_rest_is_zero() {
+        // Leaves that need padding, an odd leaf, a vocabulary that is no multiple of 16, one block and more blocks than
+        // tiles.
+        for (dims, blocks, most, hash) in [
+            (ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) }, 7, 1 << 16, "746ec42f6ed742ac"),
+            (ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) }, 3, 1, "63838bdd1d4b0e77"),
+            (ModelConfig { hidden_size: 64, head_dim: 16, ..config(8, 8, 96, 64) }, 1, 1 << 30, "0a6c734c29b654a2"),
+            (ModelConfig { hidden_size: 64, head_dim: 128, ..config(2, 1, 24, 17) }, 100, 5000, "c73cc12882493aee"),
+        ] {
+            let layout = layout(&dims, blocks);
+            let source = RandomSource { config: dims.clone(), seed: 5 };
+            let (stream, embedding) = packed(&layout, &source, most);
+            assert!((stream.clone(), embedding.clone()) == expected(&layout, &source), "{dims:?} on {blocks} blocks");
+            let digest = Sha256::new().chain_update(bytemuck::cast_slice::<u16, u8>(&stream));
+            let digest = digest.chain_update(bytemuck::cast_slice::<u16, u8>(&embedding)).finalize();
+            assert_eq!(digest[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>(), hash);
+        }
+    }
+
+    /// KV heads for each rank and fewer, leaves that need padding, a vocabulary of a part of the last shard and of two
+    /// of 16.
+    fn dims_of_groups() -> [ModelConfig; 2] {
+        [
+            ModelConfig { hidden_size: 64, head_dim: 16, ..config(16, 4, 400, 1000) },
+            ModelConfig { hidden_size: 48, head_dim: 32, tied_embeddings: true, ..config(32, 16, 96, 17) },
+        ]
+    }
+
+    #[test]
+    fn every_weight_is_in_the_stream_of_its_ranks_and_in_no_other() {
+        for dims in dims_of_groups() {
+            let source = RandomSource { config: dims.clone(), seed: 6 };
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&dims, ranks, 3)) {
+                assert!(
+                    packed(&layout, &source, 5000) == expected(&layout, &source),
+                    "{:?} of {dims:?}",
+                    layout.rank()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn fragments_of_a_rank_are_those_of_a_model_on_one_gpu() {
+        for dims in dims_of_groups() {
+            let source = RandomSource { config: dims.clone(), seed: 7 };
+            let whole = layout(&dims, 5);
+            let (whole_stream, _) = packed(&whole, &source, 1 << 20);
+            for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&dims, ranks, 3)) {
+                let (stream, _) = packed(&layout, &source, 1 << 20);
+                for product in LAYER_PRODUCTS.into_iter().chain([Product::LmHead]) {
+                    let (panel, whole_tiles) = (layout.panel(product), whole.panel(product).tiles);
+                    for (tile, leaf) in
+                        (0..panel.tiles).flat_map(|tile| (0..panel.leaves).map(move |leaf| (tile, leaf)))
+                    {
+                        let rows = layout.rows(1, product, tile);
+                        let same = (0..whole_tiles).find(|tile| whole.rows(1, product, *tile) == rows);
+                        for step in 0..panel.steps() {
+                            let mine =
+                                &stream[fragment(&layout, 1, product, tile, [leaf, step])..][..FRAGMENT_BYTES / 2];
+                            match same {
+                                Some(tile) => {
+                                    let at = fragment(&whole, 1, product, tile, [panel.first_leaf + leaf, step]);
+                                    assert!(*mine == whole_stream[at..][..FRAGMENT_BYTES / 2], "{product:?} {rows:?}");
+                                }
+                                None => assert!(rows.is_empty() && mine.iter().all(|x| *x == 0)),
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn jobs_cover_the_stream_in_order() {
+        let dims = config(4, 2, 400, 1000);
+        let layout = layout(&dims, 7);
+        let jobs = Job::all(&layout, 100_000);
+        let mut end = 0;
+        let (embedding, stream): (Vec<_>, Vec<_>) = jobs.iter().partition(|job| matches!(job, Job::Embedding { .. }));
+        for job in stream {
+            assert_eq!(job.start(&layout), end);
+            end += job.bytes(&layout);
+        }
+        assert_eq!(end, layout.bytes());
+        assert_eq!(embedding.iter().map(|job| job.bytes(&layout)).sum::<usize>(), 1000 * 256 * 2);
+    }
+}

@@ -1,0 +1,198 @@
+//! A product of a rank in the packed stream: its row tiles, its K, and which tiles a thread block is given. The same
+//! arithmetic is in kernels/layout/shape.cuh.
+
+use std::ops::Range;
+
+use crate::plan::{K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
+
+/// Bytes of a fragment: 16 rows by 16 columns of bf16.
+pub const FRAGMENT_BYTES: usize = ROW_TILE * K_STEP * 2;
+
+/// One product in the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Panel {
+    /// Row tiles.
+    pub tiles: usize,
+    /// How K is summed, over all ranks.
+    pub k: Leaves,
+    /// The first leaf of K that this rank holds.
+    pub first_leaf: usize,
+    /// Leaves that it holds.
+    pub leaves: usize,
+    /// How tiles are dealt to blocks.
+    pub deal: Deal,
+    /// Tiles of a unit; what is left over at a block's end is a smaller one.
+    pub unit: usize,
+}
+
+/// How the tiles of a product are dealt to blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deal {
+    /// Evenly.
+    Even,
+    /// Gate and up: the two tiles of a k16 step of down stay together where no block gets fuller by it.
+    Pairs,
+    /// q, k and v of a rank of a group, whose tiles are as long as so many of gate and up: blocks with fewer of those
+    /// get more.
+    Beside(usize),
+}
+
+impl Panel {
+    /// A product of a rank.
+    pub fn of(plan: &ModelPlan, rank: &RankPlan, product: Product) -> Self {
+        let c = &plan.config;
+        let alone = plan.tensor_parallel == 1;
+        let tiles = match product {
+            Product::QueryKeyValue => (rank.heads.len() + 2 * rank.kv_heads.len()) * c.head_dim / ROW_TILE,
+            Product::AttentionOut | Product::Down => c.hidden_size.div_ceil(ROW_TILE),
+            Product::GateUp => 2 * plan.intermediate.padded_len(rank.intermediate_leaves.len()) / ROW_TILE,
+            // The shards of a group are equally long, so they reach past the vocabulary.
+            Product::LmHead => if alone { c.vocab_size } else { rank.vocab.len() }.div_ceil(ROW_TILE),
+        };
+        // On one GPU each warp of a block has a leaf, and works on two tiles at a time. A rank of a group has fewer
+        // leaves than there are warps: others work on the next tile meanwhile, so each tile comes by itself.
+        let unit = if alone || !matches!(product, Product::AttentionOut | Product::Down) { 2 } else { 1 };
+        let leaves = product.leaves(plan, rank);
+        let deal = match product {
+            Product::QueryKeyValue if !alone => Deal::Beside(Self::of(plan, rank, Product::GateUp).tiles),
+            Product::GateUp => Deal::Pairs,
+            _ => Deal::Even,
+        };
+        Self { deal, tiles, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), unit }
+    }
+
+    /// k16 steps of a leaf.
+    pub fn steps(&self) -> usize {
+        self.k.padded / K_STEP
+    }
+
+    /// Bytes of a tile: all leaves of the rank.
+    pub fn tile_bytes(&self) -> usize {
+        self.leaves * self.steps() * FRAGMENT_BYTES
+    }
+
+    /// Bytes of the product.
+    pub fn bytes(&self) -> usize {
+        self.tiles * self.tile_bytes()
+    }
+
+    /// The tiles of a block.
+    pub fn tiles_of(&self, block: usize, blocks: usize) -> Range<usize> {
+        let before = |block: usize| match self.deal {
+            Deal::Even => block * self.tiles / blocks,
+            Deal::Pairs => before_in_pairs(self.tiles, block, blocks),
+            Deal::Beside(others) if self.dealt_together(others, blocks) => self.before_together(others, block, blocks),
+            Deal::Beside(_) => self.before_apart(block, blocks),
+        };
+        before(block)..before(block + 1)
+    }
+
+    /// Tiles before a block, if its share of this product and of the other is even together.
+    fn before_together(&self, others: usize, block: usize, blocks: usize) -> usize {
+        block * (self.tiles + others) / blocks - before_in_pairs(others, block, blocks)
+    }
+
+    /// Tiles before a block, if they are spread by themselves: the first blocks of a round have one more, where the
+    /// last ones have more of the other product.
+    fn before_apart(&self, block: usize, blocks: usize) -> usize {
+        (block * self.tiles).div_ceil(blocks)
+    }
+
+    /// Attention waits for the block with the most tiles of q, k and v: they are dealt apart if that makes them fewer
+    /// and no block fuller, or if together a block would have to give one back.
+    fn dealt_together(&self, others: usize, blocks: usize) -> bool {
+        let most = |before: &dyn Fn(usize) -> usize| (0..blocks).map(|block| before(block + 1) - before(block)).max();
+        let fullest = |before: &dyn Fn(usize) -> usize| {
+            (most(before), most(&|block| before(block) + before_in_pairs(others, block, blocks)))
+        };
+        if (self.tiles + others) / blocks < others.div_ceil(blocks) {
+            return false;
+        }
+        let together = fullest(&|block| self.before_together(others, block, blocks));
+        let apart = fullest(&|block| self.before_apart(block, blocks));
+        together.0 <= apart.0 || together.1 < apart.1
+    }
+
+    /// Bytes of a block.
+    pub fn share(&self, block: usize, blocks: usize) -> usize {
+        self.tiles_of(block, blocks).len() * self.tile_bytes()
+    }
+
+    /// The units of all blocks, as ranges of tiles, in stream order.
+    pub fn units(&self, blocks: usize) -> impl Iterator<Item = Range<usize>> {
+        let panel = *self;
+        (0..blocks).flat_map(move |block| {
+            let tiles = panel.tiles_of(block, blocks);
+            tiles.clone().step_by(panel.unit).map(move |first| first..(first + panel.unit).min(tiles.end))
+        })
+    }
+
+    /// Bytes of the largest share of a block.
+    pub fn largest_share(&self, blocks: usize) -> usize {
+        (0..blocks).map(|block| self.share(block, blocks)).max().unwrap_or(0)
+    }
+}
+
+/// Tiles before a block, which are dealt in twos if no block gets fuller by it.
+fn before_in_pairs(tiles: usize, block: usize, blocks: usize) -> usize {
+    let pairs = tiles / 2;
+    if 2 * pairs.div_ceil(blocks) == tiles.div_ceil(blocks) {
+        block * pairs / blocks * 2
+    } else {
+        block * tiles / blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
+    use super::*;
+    use crate::model::ModelConfig;
+
+    #[test]
+    fn ranks_deal_qkv_to_few_tiles_a_block_where_no_block_gets_fuller_by_it() {
+        // Most tiles of qkv, and with those of gate and up, of a block.
+        let most = |config: &ModelConfig, ranks: usize, blocks: usize| {
+            let layout = group(config, ranks, blocks).remove(0);
+            let [qkv, gate_up] = [Product::QueryKeyValue, Product::GateUp].map(|product| layout.panel(product));
+            let tiles = |block: usize| {
+                let own = qkv.tiles_of(block, blocks).len();
+                (own, own + gate_up.tiles_of(block, blocks).len())
+            };
+            let (own, both): (Vec<_>, Vec<_>) = (0..blocks).map(tiles).unzip();
+            (own.into_iter().max().unwrap(), both.into_iter().max().unwrap())
+        };
+        assert_eq!(most(&llama_8b(), 2, 128), (2, 9));
+        assert_eq!(most(&llama_8b(), 4, 128), (1, 5), "together it would be 2 and 5");
+        assert_eq!(most(&llama_70b(), 4, 128), (2, 9));
+    }
+
+    #[test]
+    fn gate_and_up_stay_in_pairs_where_no_block_gets_fuller_by_it() {
+        let shares = |config: &ModelConfig, ranks: usize| {
+            let panel = group(config, ranks, 128).remove(0).panel(Product::GateUp);
+            (0..4).map(|block| panel.tiles_of(block, 128).len()).collect::<Vec<_>>()
+        };
+        assert_eq!(shares(&llama_8b(), 2), [7; 4]);
+        assert_eq!(shares(&llama_8b(), 4), [2, 4, 4, 4], "singly 3 and 4");
+        assert_eq!(shares(&llama_70b(), 4), [7; 4]);
+    }
+
+    #[test]
+    fn units_hold_every_tile_once() {
+        let config = config(16, 4, 400, 1000);
+        let layouts =
+            [1, 3, 64, 128, 132, 5000].map(|blocks| [layout(&config, blocks), group(&config, 4, blocks).remove(1)]);
+        for layout in layouts.iter().flatten() {
+            let blocks = layout.blocks();
+            for product in PRODUCTS {
+                let panel = layout.panel(product);
+                let units: Vec<_> = panel.units(blocks).collect();
+                let whole = layout.plan().tensor_parallel == 1 || panel.k == layout.plan().hidden;
+                let most = if whole { 2 } else { 1 };
+                assert!(units.iter().all(|unit| (1..=most).contains(&unit.len())), "{product:?}");
+                assert_eq!(units.iter().cloned().flatten().collect::<Vec<_>>(), (0..panel.tiles).collect::<Vec<_>>());
+            }
+        }
+    }
+}

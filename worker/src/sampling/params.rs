@@ -1,0 +1,75 @@
+//! What a row asks of the sampler, and what it gets.
+
+/// Most entries of [`Sampled::top`].
+pub const MAX_TOP_LOGPROBS: usize = 20;
+/// Temperatures below this are greedy, like 0: noise of at most 23 times the temperature would drown in the rounding of
+/// ordinary fp32 logits, and dividing by less could overflow.
+pub const MIN_TEMPERATURE: f32 = 1e-5;
+
+/// Checked sampling parameters of one sequence; meanings and ranges as in worker/v1 `Sampling`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// 0 (or under [`MIN_TEMPERATURE`]): greedy.
+    pub temperature: f32,
+    /// 0: all.
+    pub top_k: u32,
+    /// In (0, 1].
+    pub top_p: f32,
+    /// In [0, 1].
+    pub min_p: f32,
+    /// Key of the random draws.
+    pub seed: u64,
+    /// Subtracted from logits of tokens generated before.
+    pub presence_penalty: f32,
+    /// Subtracted once for each time a token was generated before.
+    pub frequency_penalty: f32,
+    /// Over 0; 1: off.
+    pub repetition_penalty: f32,
+    /// (token, bias), ascending by token, no token twice.
+    pub logit_bias: Vec<(u32, f32)>,
+}
+
+impl SamplingParams {
+    /// The largest logit, and nothing that changes it.
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+        }
+    }
+}
+
+/// What sampling one row yielded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampled {
+    /// The token drawn.
+    pub token: u32,
+    /// Log-probability of `token` under the raw logits, if asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens under the raw logits with their log-probabilities, most likely first, lowest id on a tie.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// One row to sample. Every rank passes the same rows in the same order.
+#[derive(Debug, Clone, Copy)]
+pub struct RowInput<'a> {
+    /// Parameters of the sequence.
+    pub params: &'a SamplingParams,
+    /// Position of the new token in its sequence: tokens of prompt and output before it.
+    pub position: u32,
+    /// Tokens of the prompt (read by the repetition penalty).
+    pub prompt: &'a [u32],
+    /// Tokens generated so far, those before a preemption included (read by all penalties).
+    pub generated: &'a [u32],
+    /// Tokens that must not be drawn: the stop tokens while fewer than min_tokens are generated.
+    pub suppress: &'a [u32],
+    /// Asks for the log-probability of the drawn token and of this many most likely ones, at most [`MAX_TOP_LOGPROBS`].
+    pub logprobs: Option<u32>,
+}

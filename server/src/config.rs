@@ -111,8 +111,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "LOOPLANE_MAX_BODY_BYTES")]
     pub max_body_bytes: u32,
 
-    /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several times
-    /// what steps have been taking. A machine that stands still for seconds at a time may need more
+    /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several
+    /// times what steps have been taking. A machine that stands still for seconds at a time may need more
     #[arg(long, value_name = "S", default_value_t = 3, env = "LOOPLANE_HANG_LIMIT_SECONDS")]
     pub hang_limit_seconds: u32,
 

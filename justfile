@@ -4,18 +4,24 @@
 serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
-# Every test. The one that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc; the one that opens the load tester's pages a browser, which is installed in target/browser where there is no Chromium.
+# The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages need a
+# browser, which is installed in target/browser where there is no Chromium.
+# Every test.
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" cargo test --workspace
 
-# The tests that need a GPU; without one they fail. The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
+# The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
+# The tests that need a GPU; without one they fail.
 gpu:
     test -e target/full_size.safetensors || python3 worker/kernels/tests/full_size.py target/full_size.safetensors
-    LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib cuda:: -- --test-threads 1
+    LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 \
+        CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib cuda:: -- --test-threads 1
 
-# Groups of ranks, on as many GPUs as there are (a group that is larger shares one, up to 16 ranks side by side), and what ties them together.
+# Runs on as many GPUs as there are: a group that is larger shares one, up to 16 ranks side by side.
+# Groups of ranks on GPUs, and what ties them together.
 gpu-tp:
-    LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
+    LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
+        cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
 
 # The README's figures of a GPU, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
 gpu-figures *ARGS:
@@ -32,7 +38,8 @@ same-bits *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/same_bits.py {{ARGS}}
 
-# The README's figures of several GPUs as a table, on a machine with 4; what larger groups would do, as tables and a picture.
+# Needs a machine with 4 GPUs; what larger groups would do follows as tables and a picture.
+# The README's figures of several GPUs, as a table.
 tp-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/tp_figures.py --dir docs/scaling {{ARGS}}
@@ -45,14 +52,18 @@ scaling:
 # What 1 to 16 workers do on this machine's CPUs: the README's report, and its picture where there is a chromium.
 sweep-cpu:
     cargo build --release --workspace
-    target/release/looplane loadtest sweep --tp 1,2,4,8,16 --device cpu --duration 10s --model worker/tests/fixtures/llama-mha16 --out target/sweep-cpu
-    -chromium --headless=new --no-sandbox --window-size=1240,1440 --screenshot=target/sweep-cpu/sweep.png "file://$PWD/target/sweep-cpu/sweep.html"
+    target/release/looplane loadtest sweep --tp 1,2,4,8,16 --device cpu --duration 10s \
+        --model worker/tests/fixtures/llama-mha16 --out target/sweep-cpu
+    -chromium --headless=new --no-sandbox --window-size=1240,1440 --screenshot=target/sweep-cpu/sweep.png \
+        "file://$PWD/target/sweep-cpu/sweep.html"
 
-# compute-sanitizer over a small model on a GPU, and over a group where there are two. racecheck is not among the tools: NOTES.md in worker/kernels says why.
+# racecheck is not among the tools: NOTES.md in worker/kernels says why.
+# compute-sanitizer over a small model on a GPU, and over a group where there are two.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \
-        export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
-        LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- cuda::tests::gpu::sanitized cuda::tests::ranks::sanitized --test-threads 1 || exit 1; \
+        runner="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
+        CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$runner" LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- \
+            cuda::tests::gpu::sanitized cuda::tests::ranks::sanitized --test-threads 1 || exit 1; \
     done
 
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
@@ -63,7 +74,8 @@ tsan:
 ci:
     bash .ci/run
 
-# Licences, sources and arrows between crates, by deny.toml; `just deny advisories` asks for known flaws, whose database it fetches.
+# `just deny advisories` asks for known flaws, whose database it fetches.
+# Licences, sources and arrows between crates, by deny.toml.
 deny *CHECKS="licenses bans sources":
     "$(.ci/deny)" check {{CHECKS}}
 
@@ -72,7 +84,8 @@ lint:
     cargo fmt --all
     cargo clippy --workspace --all-targets -- -D warnings
 
-# Decode speed beside llama.cpp's, in turns; `--help` says how. The first time it compiles llama.cpp and writes 2.2 GB to target/.
+# The first time it compiles llama.cpp and writes 2.2 GB to target/; `--help` says more.
+# Decode speed beside llama.cpp's, in turns.
 compare-llama-cpp *ARGS:
     cargo build --release --workspace
     python3 -m venv target/llama-cpp

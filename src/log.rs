@@ -1,7 +1,7 @@
 //! What a process says while it works: one format for the log and for the banner of `serve`.
 //!
-//! The banner goes to standard output whatever the filter is, since that is what the user asked for; all else goes to standard
-//! error.
+//! The banner goes to standard output whatever the filter is, since that is what the user asked for; all else goes to
+//! standard error.
 
 use std::{
     env,

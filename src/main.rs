@@ -1,4 +1,5 @@
-//! The one binary: reads the command line and hands it to the crate that has the command. Only this package names them all.
+//! The one binary: reads the command line and hands it to the crate that has the command. Only this package names them
+//! all.
 
 mod log;
 mod output;

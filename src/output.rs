@@ -1,5 +1,5 @@
-//! What a command says: answers on standard output, the error that ends it on standard error. Either may be closed, which takes
-//! nothing away from the work itself.
+//! What a command says: answers on standard output, the error that ends it on standard error. Either may be closed,
+//! which takes nothing away from the work itself.
 
 use std::{
     io::{self, Write},

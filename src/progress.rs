@@ -1,4 +1,5 @@
-//! What a server does until it is ready: in a terminal one line that is written anew, elsewhere a line of the log now and then.
+//! What a server does until it is ready: in a terminal one line that is written anew, elsewhere a line of the log now
+//! and then.
 
 use std::{
     env,

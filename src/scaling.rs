@@ -47,8 +47,15 @@ fn write(path: &Path, report: &Report) -> std::io::Result<()> {
             COLUMNS.map(|(batch, _, title)| shares(batch, title)).into(),
         ],
         notes: vec![
-            "Discs: measured. Rings and lines: calculated, from what was measured on 1 and 2 GPUs. bf16, 512 tokens of context.".into(),
-            format!("Largest error: {} on 1 and 2 GPUs, {} on larger groups that were measured. Floor: a GPU's bytes at 4653 GB/s.", percent(true), percent(false)),
+            "Discs: measured. Rings and lines: calculated, from what was measured on 1 and 2 GPUs. \
+             bf16, 512 tokens of context."
+                .into(),
+            format!(
+                "Largest error: {} on 1 and 2 GPUs, {} on larger groups that were measured. \
+                 Floor: a GPU's bytes at 4653 GB/s.",
+                percent(true),
+                percent(false)
+            ),
         ],
     };
     std::fs::write(path, picture.to_string())

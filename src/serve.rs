@@ -19,8 +19,8 @@ use crate::{log::BANNER, progress, signals::Signals};
 /// Workers that share a model on CPUs, unless the user says how many.
 const USUAL_GROUP: u32 = 2;
 
-/// How many workers compute a model where the user does not say: a GPU does alone; on CPUs it is the usual number, or what
-/// divides the model.
+/// How many workers compute a model where the user does not say: a GPU does alone; on CPUs it is the usual number, or
+/// what divides the model.
 pub fn group_size(model: &Path, device: Device) -> u32 {
     let on_gpu = match device {
         Device::Cuda => true,

@@ -27,7 +27,8 @@ impl Signals {
         }
     }
 
-    /// The first signal drains, the second ends at once. So does, as a first one, the end of standard input if it is to.
+    /// The first signal drains, the second ends at once. So does, as a first one, the end of standard input if it is
+    /// to.
     pub async fn follow(mut self, until_stdin_closes: bool, stop: StopSignal) {
         let parent_ended = async {
             match until_stdin_closes {

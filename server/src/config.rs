@@ -1,4 +1,5 @@
-//! `looplane serve`'s options: from the command line, `LOOPLANE_` variables and a TOML file, once, into a checked [`Config`].
+//! `looplane serve`'s options: from the command line, `LOOPLANE_` variables and a TOML file, once, into a checked
+//! [`Config`].
 
 use std::{
     path::{Path, PathBuf},
@@ -15,9 +16,11 @@ use crate::{
     sched::Limits,
 };
 
+mod error;
 mod file;
 mod model;
 
+pub use error::ConfigError;
 pub use file::{file_arguments, without_empty_variables};
 pub use model::demo_model;
 
@@ -29,8 +32,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", env = "LOOPLANE_CONFIG")]
     pub config: Option<PathBuf>,
 
-    /// Model directory as Hugging Face lays it out, or the name (ORG/NAME) of one that is in Hugging Face's cache on this machine
-    /// [default: the demo model that comes with Looplane]
+    /// Model directory as Hugging Face lays it out, or the name (ORG/NAME) of one that is in Hugging Face's cache on
+    /// this machine [default: the demo model that comes with Looplane]
     #[arg(long, value_name = "DIR", env = "LOOPLANE_MODEL")]
     pub model: Option<PathBuf>,
 
@@ -38,8 +41,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME", env = "LOOPLANE_SERVED_MODEL_NAME")]
     pub served_model_name: Option<String>,
 
-    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16) [default: 1 on a GPU; on CPUs 2, or 1 where
-    /// the model's heads cannot be shared by 2]
+    /// Tensor parallelism: worker processes that share the model (1, 2, 4, 8 or 16) [default: 1 on a GPU; on CPUs 2, or
+    /// 1 where the model's heads cannot be shared by 2]
     #[arg(long, value_name = "N", env = "LOOPLANE_TP")]
     pub tp: Option<u32>,
 
@@ -79,7 +82,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_KV_PAGES")]
     pub kv_pages: u32,
 
-    /// Bound on the KV cache of each worker in MiB, where --kv-pages is 0 [default: 4096 on CPUs, what is left on a GPU]
+    /// Bound on the KV cache of each worker in MiB, where --kv-pages is 0 [default: 4096 on CPUs, what is left on a
+    /// GPU]
     #[arg(long, value_name = "MIB", env = "LOOPLANE_KV_MEMORY_MIB")]
     pub kv_memory_mib: Option<u32>,
 
@@ -107,8 +111,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "LOOPLANE_MAX_BODY_BYTES")]
     pub max_body_bytes: u32,
 
-    /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several times
-    /// what steps have been taking. A machine that stands still for seconds at a time may need more
+    /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several
+    /// times what steps have been taking. A machine that stands still for seconds at a time may need more
     #[arg(long, value_name = "S", default_value_t = 3, env = "LOOPLANE_HANG_LIMIT_SECONDS")]
     pub hang_limit_seconds: u32,
 
@@ -121,8 +125,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "S", default_value_t = 30, env = "LOOPLANE_DRAIN_SECONDS")]
     pub drain_seconds: u32,
 
-    /// Format of all that the server says: lines of text, or a JSON object a line. What is said is filtered by LOOPLANE_LOG, or
-    /// else RUST_LOG (such as `warn` or `info,looplane_server=debug`)
+    /// Format of all that the server says: lines of text, or a JSON object a line. What is said is filtered by
+    /// LOOPLANE_LOG, or else RUST_LOG (such as `warn` or `info,looplane_server=debug`)
     #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LogFormat::Text, env = "LOOPLANE_LOG_FORMAT")]
     pub log: LogFormat,
 
@@ -156,7 +160,8 @@ pub enum Device {
 pub enum LoopMode {
     /// One launch walks all phases of many steps.
     On,
-    /// A launch for each phase of each layer, in a CUDA graph, for passes of up to 8 rows; wider ones have none and keep their loop.
+    /// A launch for each phase of each layer, in a CUDA graph, for passes of up to 8 rows; wider ones have none and
+    /// keep their loop.
     Off,
 }
 
@@ -175,43 +180,9 @@ pub struct Config {
     pub group: GroupConfig,
 }
 
-/// Why options cannot work; one sentence that says what to change.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ConfigError {
-    /// The configuration file cannot be used.
-    #[error("the configuration file {}: {what}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong in it.
-        what: String,
-    },
-    /// No model is given and there is no demo model.
-    #[error("the demo model is not at {}; name a model directory with --model DIR", .0.display())]
-    NoDemoModel(PathBuf),
-    /// The model directory is none.
-    #[error("--model {}: {what}", path.display())]
-    Model {
-        /// The directory, or a name.
-        path: PathBuf,
-        /// What is missing, and how to get it.
-        what: String,
-    },
-    /// An option has a value that cannot work.
-    #[error("{option} is {value}, but must be {rule}")]
-    Value {
-        /// With its dashes.
-        option: &'static str,
-        /// As given.
-        value: String,
-        /// What it must be.
-        rule: String,
-    },
-}
-
 impl ServeArgs {
-    /// Checks the options and fills in what was left out. `group_size` says by how many workers the model of a directory is
-    /// computed where `--tp` does not.
+    /// Checks the options and fills in what was left out. `group_size` says by how many workers the model of a
+    /// directory is computed where `--tp` does not.
     ///
     /// # Errors
     /// Names the option to change.

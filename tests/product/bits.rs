@@ -1,5 +1,5 @@
-//! Contract 4 through the whole product: the same bits for a request whatever the group size, the batch, the chunking of
-//! the prompt, preemption or a fault.
+//! Contract 4 through the whole product: the same bits for a request whatever the group size, the batch, the chunking
+//! of the prompt, preemption or a fault.
 
 use crate::common::{Server, fixture, runs, signal};
 use rustix::process::Signal;
@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 /// A request whose answer shows every bit: sampled tokens, and log-probabilities printed in full.
 fn probe(seed: u64, max_tokens: u32) -> Value {
     json!({
-        "prompt": "The quick brown fox jumps over the lazy dog, and then it reads the manual again: each option has a name.",
+        "prompt": "The quick brown fox jumps over the lazy dog, and then it reads the manual again: each option has a \
+                   name.",
         "max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "logprobs": 5, "ignore_eos": true,
     })
 }
@@ -29,8 +30,9 @@ async fn every_group_size_gives_the_same_bits() {
         for request in [
             probe(7, 40),
             json!({"prompt": "1 2 3 4", "max_tokens": 20, "temperature": 0, "logprobs": 3}),
-            json!({"prompt": "one", "max_tokens": 30, "temperature": 1.3, "top_p": 0.7, "top_k": 40, "min_p": 0.01, "seed": 3,
-                   "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {"300": 4.0}}),
+            json!({"prompt": "one", "max_tokens": 30, "temperature": 1.3, "top_p": 0.7, "top_k": 40, "min_p": 0.01,
+                   "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
+                   "logit_bias": {"300": 4.0}}),
         ] {
             answers.push(answer(&server, &request).await);
         }

@@ -1,4 +1,5 @@
-//! The chat page in a browser, against a server that the test plays, and against real ones; and the `curl` that a server suggests.
+//! The chat page in a browser, against a server that the test plays, and against real ones; and the `curl` that a
+//! server suggests.
 
 use serde_json::{Value, json};
 
@@ -71,15 +72,16 @@ async fn the_page_keeps_chats_apart_and_is_true() {
     // A new chat knows nothing of the stream that runs under the old one.
     let left = play(
         "type('one'); await settle(); asked[0].piece('old '); await settle(); const before = seen();
-         press('reset'); await settle(); type('two'); await settle(); asked[1].piece('new'); asked[1].end(1); await settle();
-         type('three'); await settle();
-         return { before, aborted: asked[0].aborted, seen: seen(), first: asked[1].body.messages, second: asked[2].body.messages }",
+         press('reset'); await settle(); type('two'); await settle();
+         asked[1].piece('new'); asked[1].end(1); await settle(); type('three'); await settle();
+         const [first, second] = [asked[1].body.messages, asked[2].body.messages];
+         return { before, aborted: asked[0].aborted, seen: seen(), first, second }",
     );
     assert!(left["before"].as_str().is_some_and(|seen| seen.contains("old")), "{left}");
     assert!(left["seen"].as_str().is_some_and(|seen| seen.contains("new") && !seen.contains("old")), "{left}");
     assert_eq!((&left["aborted"], &left["first"]), (&json!(true), &json!([{"role": "user", "content": "two"}])));
-    let whole = json!([{"role": "user", "content": "two"}, {"role": "assistant", "content": "new"}, {"role": "user", "content": "three"}]);
-    assert_eq!(left["second"], whole);
+    let turns = [("user", "two"), ("assistant", "new"), ("user", "three")];
+    assert_eq!(left["second"], json!(turns.map(|(role, content)| json!({"role": role, "content": content}))));
 
     // Enter under a stream leaves the stream, and what was typed; Stop ends it, and the next question knows what came.
     let stopped = play(
@@ -97,8 +99,8 @@ async fn the_page_keeps_chats_apart_and_is_true() {
 
     // Tokens a second are those between the first and the last one, and none are told of a burst.
     let rated = play(
-        "type('one'); await settle(); clock = 300; asked[0].piece('a'); await settle(); clock = 2300; asked[0].piece('b'); await settle();
-         clock = 9000; asked[0].end(101); await settle(); const slow = seen(); press('reset');
+        "type('one'); await settle(); clock = 300; asked[0].piece('a'); await settle();
+         clock = 2300; asked[0].piece('b'); await settle(); clock = 9000; asked[0].end(101); await settle(); const slow = seen(); press('reset');
          type('two'); await settle(); asked[1].piece('a'); asked[1].piece('b'); asked[1].end(500); await settle();
          return { slow, burst: seen() }",
     );
@@ -115,7 +117,10 @@ async fn the_page_goes_on_with_texts_where_the_model_cannot_chat() {
     let mut browser = Browser::start(&browser);
     browser.open(server.base(), WIDTH, false);
     let script = "new Promise(done => {
-        (function ask() { if (!model) return setTimeout(ask, 10); byId('text').value = 'a b c'; byId('send').click(); look() })();
+        (function ask() {
+            if (!model) return setTimeout(ask, 10);
+            byId('text').value = 'a b c'; byId('send').click(); look();
+        })();
         function look() { chat.stream ? setTimeout(look, 10) : done(byId('log').innerText) }
     })";
     let seen = browser.evaluate(script);

@@ -18,7 +18,8 @@ use hyper_util::{
 };
 use serde_json::Value;
 
-/// What takes longer than this does not happen at all: a bound for a machine that is busy with other tests, no expectation.
+/// What takes longer than this does not happen at all: a bound for a machine that is busy with other tests, no
+/// expectation.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks for something that is waited for.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
@@ -54,7 +55,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts `looplane serve` on a free port with a thread a worker and these further arguments, and waits until it is ready.
+    /// Starts `looplane serve` on a free port with a thread a worker and these further arguments, and waits until it is
+    /// ready.
     pub async fn start(args: &[&str]) -> Self {
         Self::start_binary(Path::new(env!("CARGO_BIN_EXE_looplane")), args).await
     }

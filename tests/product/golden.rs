@@ -4,8 +4,8 @@ use crate::common::{Server, fixture};
 use looplane_server::text::Text;
 use serde_json::{Value, json};
 
-/// A step counts as decided if transformers' two best logits are further apart than this: over twice the error of a logit
-/// that the worker's own tests allow (relative L2 norm 1e-2, logits of the fixtures about 1 in size).
+/// A step counts as decided if transformers' two best logits are further apart than this: over twice the error of a
+/// logit that the worker's own tests allow (relative L2 norm 1e-2, logits of the fixtures about 1 in size).
 const DECIDED: f64 = 0.06;
 
 #[tokio::test(flavor = "multi_thread")]

@@ -44,8 +44,8 @@ fn a_mock_ends_with_its_standard_input() {
     assert!(mock.wait().expect("it ends").success());
 }
 
-/// Clients that hang up, read slowly or send nonsense, sockets that send half a request, and a worker that is killed, all at
-/// once: the other requests do not notice, and streams go on with the same text.
+/// Clients that hang up, read slowly or send nonsense, sockets that send half a request, and a worker that is killed,
+/// all at once: the other requests do not notice, and streams go on with the same text.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_stands_every_fault_at_once() {
     let model = fixture("llama-tied");

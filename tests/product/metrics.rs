@@ -63,8 +63,8 @@ async fn the_load_tester_reports_the_servers_own_side() {
     let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "2", "--max-slots", "2"]).await;
     let directory = tempfile::tempdir().expect("a temporary directory");
     let [json, page] = ["run.json", "run.html"].map(|name| directory.path().join(name));
-    let line = "loadtest --duration 3s --concurrency 3 --prompt-tokens 20 --max-tokens 60 --ignore-eos --endpoint completions \
-                --read-limit 1000";
+    let line = "loadtest --duration 3s --concurrency 3 --prompt-tokens 20 --max-tokens 60 --ignore-eos \
+                --endpoint completions --read-limit 1000";
     let output = Command::new(env!("CARGO_BIN_EXE_looplane"))
         .args(line.split(' ').filter(|word| !word.is_empty()))
         .args(["--target", server.base()])

@@ -1,5 +1,5 @@
-//! The scheduler's plans against the batch that the workers run: what one room sends, the other takes, and every sequence gets
-//! its tokens. Random runs with preemption, cancels and lost groups; a failure prints its seed.
+//! The scheduler's plans against the batch that the workers run: what one room sends, the other takes, and every
+//! sequence gets its tokens. Random runs with preemption, cancels and lost groups; a failure prints its seed.
 
 use std::collections::{BTreeMap, VecDeque};
 

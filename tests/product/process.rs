@@ -157,8 +157,8 @@ async fn the_context_is_what_the_kv_cache_holds() {
     }
 }
 
-/// Under 1 % of a core soon after the last request, over the server and all its workers. What counts is the time that the kernel
-/// gave them, so that other tests on the same cores do not matter.
+/// Under 1 % of a core soon after the last request, over the server and all its workers. What counts is the time that
+/// the kernel gave them, so that other tests on the same cores do not matter.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idle_server_uses_next_to_no_cpu() {
     const WINDOW_S: u64 = 6;

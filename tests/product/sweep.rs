@@ -171,15 +171,15 @@ fn sizes_that_a_machine_lacks_are_predicted_from_what_scaling_writes() {
     let scaling: Scaling = serde_json::from_slice(&fs::read(&file).expect("written")).expect("all that a sweep reads");
 
     let size = |tp: u32, output_throughput: f64, mean_tpot_ms: f64| {
-        let level = json!({"load": 0, "completed": 9, "failed": 0, "request_throughput": 1.0, "output_throughput": output_throughput,
-            "mean_tpot_ms": mean_tpot_ms, "median_ttft_ms": 9.0, "p99_ttft_ms": 9.0, "p99_itl_ms": 9.0, "p99_client_lag_ms": 0.1,
-            "mean_context": 192.0, "file": "x"});
+        let level = json!({"load": 0, "completed": 9, "failed": 0, "request_throughput": 1.0,
+            "output_throughput": output_throughput, "mean_tpot_ms": mean_tpot_ms, "median_ttft_ms": 9.0, "p99_ttft_ms": 9.0,
+            "p99_itl_ms": 9.0, "p99_client_lag_ms": 0.1, "mean_context": 192.0, "file": "x"});
         json!({"tp": tp, "not_measured": null, "ready_s": 1.0, "measured": [level], "predicted": [], "traffic": null})
     };
     let lacking =
         json!({"tp": 8, "not_measured": "lacking", "ready_s": null, "measured": [], "predicted": [], "traffic": null});
-    let sweep = json!({"version": "0.1.0", "date": "20240229-235900", "model": "m", "device": "cuda", "processor": null, "cores": 1,
-        "gpus": 4, "threads": null, "settings": [], "notes": [],
+    let sweep = json!({"version": "0.1.0", "date": "20240229-235900", "model": "m", "device": "cuda", "processor": null,
+        "cores": 1, "gpus": 4, "threads": null, "settings": [], "notes": [],
         "loads": [{"name": "1 stream", "pacing": "closed loop", "streams": 1}],
         "sizes": [size(1, 290.0, 3.34), size(2, 520.0, 1.84), size(4, 870.0, 1.09), lacking]});
     let mut sweep: Sweep = serde_json::from_value(sweep).expect("the fields of a report");

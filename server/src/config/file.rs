@@ -4,9 +4,10 @@ use std::{env, ffi::OsStr, fs, path::Path};
 
 use clap::{Arg, Command, builder::Resettable};
 
-use super::ConfigError;
+use super::error::ConfigError;
 
-/// The options of a TOML file as arguments of `command`, those left out that a variable sets: variables win over the file.
+/// The options of a TOML file as arguments of `command`, those left out that a variable sets: variables win over the
+/// file.
 ///
 /// # Errors
 /// Names the file and the key or line that is wrong.

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::ConfigError;
+use super::error::ConfigError;
 
 /// Where the demo model lies, from the root of the source tree or from the folder of the binary.
 const DEMO_MODEL: &str = "deploy/demo/model";
@@ -81,8 +81,8 @@ fn user_cache(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))
 }
 
-/// The snapshot of a model that `refs/main` names, or else any; with config.json and weights, since tools that ask for a file
-/// alone leave snapshots without the others.
+/// The snapshot of a model that `refs/main` names, or else any; with config.json and weights, since tools that ask for
+/// a file alone leave snapshots without the others.
 fn cached(cache: &Path, organisation: &str, name: &str) -> Option<PathBuf> {
     let model = cache.join(format!("models--{organisation}--{name}"));
     let snapshots = model.join("snapshots");
@@ -100,8 +100,8 @@ fn is_whole(snapshot: &Path) -> bool {
 fn how_to_download(organisation: &str, name: &str, cache: Option<&Path>) -> String {
     let nor_cached = cache.map(|cache| format!(", nor such a model in {}", cache.display())).unwrap_or_default();
     format!(
-        "there is no such directory{nor_cached}; `hf download {organisation}/{name} --local-dir {name}` downloads it, then \
-         serve it with --model {name}"
+        "there is no such directory{nor_cached}; `hf download {organisation}/{name} --local-dir {name}` downloads it, \
+         then serve it with --model {name}"
     )
 }
 

@@ -1,0 +1,37 @@
+//! Why options cannot work.
+
+use std::path::PathBuf;
+
+/// Why options cannot work; one sentence that says what to change.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// The configuration file cannot be used.
+    #[error("the configuration file {}: {what}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong in it.
+        what: String,
+    },
+    /// No model is given and there is no demo model.
+    #[error("the demo model is not at {}; name a model directory with --model DIR", .0.display())]
+    NoDemoModel(PathBuf),
+    /// The model directory is none.
+    #[error("--model {}: {what}", path.display())]
+    Model {
+        /// The directory, or a name.
+        path: PathBuf,
+        /// What is missing, and how to get it.
+        what: String,
+    },
+    /// An option has a value that cannot work.
+    #[error("{option} is {value}, but must be {rule}")]
+    Value {
+        /// With its dashes.
+        option: &'static str,
+        /// As given.
+        value: String,
+        /// What it must be.
+        rule: String,
+    },
+}

@@ -36,7 +36,7 @@ struct Pass {
   float residual[kColumns][kHidden];
 };
 
-/// In the order of worker/src/cuda/trace.rs.
+/// In the order of worker/src/cuda/notes/trace.rs.
 enum class Phase { kEmbed, kQueryKeyValue, kAttend, kMerge, kAttentionOut, kGateUp, kDown, kHead, kChoose, kCount };
 
 /// Products of a layer: their weights stream before the launch before has ended.

@@ -1,4 +1,4 @@
-// What a launch is given; the same structs are in worker/src/cuda/launch.rs.
+// What a launch is given; the same structs are in worker/src/cuda/kernels/launch.rs.
 #pragma once
 
 /// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending; in launches of several steps it has one.

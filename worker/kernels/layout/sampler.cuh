@@ -1,4 +1,4 @@
-// What a launch of the sampler is given and answers; the same structs are in worker/src/cuda/sampler.rs.
+// What a launch of the sampler is given and answers; the same structs are in worker/src/cuda/sampler.
 #pragma once
 
 /// How the tokens of a sequence are drawn: written when it enters a slot. Meanings and ranges as worker/v1 `Sampling`.

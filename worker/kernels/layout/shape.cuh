@@ -1,5 +1,5 @@
 // The model's dimensions, which the worker defines as LP_... in front of the source, and what follows from them: leaves, who
-// owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/panel.rs.
+// owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/weights/panel.rs.
 //
 // Of a model that is cut for several ranks heads, KV heads and the intermediate size are those of a rank; the hidden size and the vocabulary are the model's.
 #pragma once

@@ -21,7 +21,7 @@ constexpr Clocks kBlocksWaitLimit = kWaitLimit;
 #endif
 constexpr Clocks kWithinWaitLimit = kBlocksWaitLimit + kWaitLimit;
 
-/// Where a wait is; named in worker/src/cuda/launch.rs. The sampler's: in the order of sampling::Kind.
+/// Where a wait is; named in worker/src/cuda/kernels/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
   kSiteSlotEmpty = 1, kSiteLanded, kSiteFull, kSitePartialsEmpty, kSitePartialsFull, kSiteToken, kSiteInputEmpty, kSiteInputFull, kSiteNorm,
   kSiteAttentionX = 10, kSiteQuery, kSiteFresh, kSitePage, kSiteAttentionOut, kSiteMlpX, kSiteActivation, kSiteHeadX, kSiteSampled, kSiteInverse,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS, SHORTEST, LONGEST = 32, 10, 4000
-SEED, DEVIATION, QUANTILES, PER_DRAW = 1, 0.02, 1 << 14, 4  # worker/src/cuda/random.rs
+SEED, DEVIATION, QUANTILES, PER_DRAW = 1, 0.02, 1 << 14, 4  # worker/src/cuda/weights/random.rs
 KINDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 9, "gate_proj": 11, "up_proj": 12, "down_proj": 13}  # LayerTensor in worker/src/model/tensors.rs
 CONFIG = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
                      max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False)

@@ -1,5 +1,5 @@
 // Who attends to what in a wide pass. An item is what some rows of one sequence, a group, see of a KV head in one span of pages (../ops/softmax.cuh). As many blocks
-// attend to each KV head, in its order; the host deals a head's items to them, the longest first, and all heads' alike (worker/src/cuda/deal.rs).
+// attend to each KV head, in its order; the host deals a head's items to them, the longest first, and all heads' alike (worker/src/cuda/kernels/deal.rs).
 #pragma once
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).

@@ -28,7 +28,7 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
   return most;
 }
 
-/// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/variants.rs.
+/// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/kernels/variants.rs.
 constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
                                             && kQkvTiles % (Qkv::tiles / kPairs) == 0                                    // a pair belongs to one KV head
                                       : most_tiles<Qkv>(1) <= 4;

@@ -347,7 +347,7 @@ class Kernel:
         self.record()
 
     def deal(self, rows, steps):
-        """Who attends to what, as worker/src/cuda/deal.rs has it."""
+        """Who attends to what, as worker/src/cuda/kernels/deal.rs has it."""
         s, items = self.model.shape, []
         blocks, span = s.blocks // s.kv_heads, self.item_pages * PAGE
         for i, row in enumerate(rows):

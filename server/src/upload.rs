@@ -16,6 +16,9 @@ const FREE_BYTES: usize = 64 << 10;
 /// Bytes that all bodies together may hold beyond that.
 const MEMORY_BYTES: usize = 128 << 20;
 
+/// Longest time for which a refused request's body is read.
+const DISCARD_LIMIT: Duration = Duration::from_secs(1);
+
 /// Why a body was not read to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UploadError {
@@ -86,6 +89,23 @@ impl Uploads {
         }
         let whole = self.read_frames(Limited::new(body, self.max_bytes));
         timeout(self.limit, whole).await.unwrap_or(Err(UploadError::Timeout { limit: self.limit }))
+    }
+
+    /// Reads what comes of a body, within limits, and forgets it. A client over HTTP/1 that has not sent everything may
+    /// lose an answer for which nobody read its body: closing then resets the connection.
+    pub async fn discard<B: Body<Data = Bytes>>(&self, body: B) {
+        let frames = async {
+            let mut body = pin!(body);
+            let mut bytes = 0;
+            while let Some(Ok(frame)) = body.frame().await {
+                bytes += frame.data_ref().map_or(0, Bytes::len);
+                if bytes > self.max_bytes {
+                    return;
+                }
+            }
+        };
+        // One that takes longer reads its answer late, or not at all.
+        let _ = timeout(self.limit.min(DISCARD_LIMIT), frames).await;
     }
 
     async fn read_frames<B>(&self, body: Limited<B>) -> Result<Upload, UploadError>

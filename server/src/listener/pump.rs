@@ -1,8 +1,8 @@
 //! Response bodies between the handler that makes them and the connection that sends them.
 //!
-//! A task draws each body and hands it on in small pieces, through a queue of a few. So the place that a response holds is
-//! free once the response is made and little of it is left to send, however slowly its client reads; and a client that
-//! takes nothing for too long loses it, over HTTP/1, HTTP/2 and gRPC alike.
+//! A task draws each body and hands it on in small pieces, through a queue of a few. So the place that a response holds
+//! is free once the response is made and little of it is left to send, however slowly its client reads; and a client
+//! that takes nothing for too long loses it, over HTTP/1, HTTP/2 and gRPC alike.
 
 use std::{
     pin::Pin,
@@ -53,9 +53,9 @@ struct Progress {
 }
 
 impl ResponseBody {
-    /// Draws `inner` to its end and drops it; what is left then is the queue. If the connection takes no frame for `limit`,
-    /// the response is given up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held` is dropped
-    /// when the connection has everything, or the client has gone.
+    /// Draws `inner` to its end and drops it; what is left then is the queue. If the connection takes no frame for
+    /// `limit`, the response is given up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held`
+    /// is dropped when the connection has everything, or the client has gone.
     pub(super) fn new<H: Send + 'static>(
         inner: InnerBody,
         limit: Duration,

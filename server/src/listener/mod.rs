@@ -30,6 +30,8 @@ use crate::{
 
 /// Pause after a failed accept, such as one for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// The same, where an idle connection gives way.
+const CLOSE_PAUSE: Duration = Duration::from_millis(1);
 /// The same warning is given no more often than this.
 const WARN_PAUSE: Duration = Duration::from_secs(10);
 
@@ -192,9 +194,8 @@ impl Connections {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     no_accept.say(|| tracing::warn!("no connection can be accepted: {error}"));
-                    // It may be file descriptors that are wanting.
-                    self.places.give_way();
-                    sleep(ACCEPT_PAUSE).await;
+                    // It may be file descriptors that are wanting. That of an idle connection is free in a moment.
+                    sleep(if self.places.give_way() { CLOSE_PAUSE } else { ACCEPT_PAUSE }).await;
                     continue;
                 }
             };

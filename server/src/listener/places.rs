@@ -174,9 +174,9 @@ impl Places {
         Place { places: self.clone(), id, connection }
     }
 
-    /// Closes an idle connection, if there is one: for want of something else that each connection takes.
-    pub(super) fn give_way(&self) {
-        self.lock().give_way();
+    /// Closes an idle connection, for want of something else that each connection takes. `false`: there is none.
+    pub(super) fn give_way(&self) -> bool {
+        self.lock().give_way()
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {

@@ -19,7 +19,10 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{
+        mpsc::{self, error::TrySendError},
+        oneshot,
+    },
     time::timeout,
 };
 
@@ -138,10 +141,14 @@ impl Pump {
     }
 
     async fn send(&self, frame: Frame<Bytes>) -> Result<(), Ended> {
-        match timeout(self.limit, self.frames.send(frame)).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) => Err(Ended::ClientGone),
-            Err(_) => Err(Ended::Stalled),
+        match self.frames.try_send(frame) {
+            Ok(()) => Ok(()),
+            Err(TrySendError::Closed(_)) => Err(Ended::ClientGone),
+            Err(TrySendError::Full(frame)) => match timeout(self.limit, self.frames.send(frame)).await {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(_)) => Err(Ended::ClientGone),
+                Err(_) => Err(Ended::Stalled),
+            },
         }
     }
 }
@@ -182,7 +189,7 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: Duration = Duration::from_millis(100);
+    const LIMIT: Duration = Duration::from_millis(600);
     const SOON: Duration = Duration::from_secs(20);
 
     fn events(count: usize) -> InnerBody {
@@ -254,7 +261,7 @@ mod tests {
     async fn a_slow_client_has_the_limit_for_each_frame_anew() {
         let mut body = ResponseBody::new(events(QUEUE_FRAMES + 6), LIMIT, (), || panic!("it takes a frame in time"));
         for _ in 0..12 {
-            sleep(LIMIT / 3).await;
+            sleep(LIMIT / 6).await;
             body.frame().await.unwrap().unwrap();
         }
         assert_eq!(body.collect().await.unwrap().to_bytes().len(), 5 * (QUEUE_FRAMES + 6 - 12));

@@ -25,7 +25,7 @@ use crate::{
 
 const COMPLETION: &str = "/v1/completions";
 const GENERATE: &str = "/looplane.inference.v1.Inference/Generate";
-const SHORT: Duration = Duration::from_millis(200);
+const SHORT: Duration = Duration::from_millis(500);
 
 fn short_limits() -> ServeOptions {
     let client_limits = ClientLimits { head: SHORT, body: SHORT, progress: SHORT, idle: SHORT };
@@ -65,7 +65,7 @@ async fn a_client_that_does_not_come_to_its_first_request_is_closed() {
 async fn a_client_has_the_whole_limit_for_its_first_byte() {
     let (server, _script) = Server::start(short_limits()).await;
     let mut late = connect(&server, b"").await;
-    sleep(SHORT / 2).await;
+    sleep(SHORT / 5).await;
     late.write_all(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
     assert_eq!(read(late).await.status, 200);
 }

@@ -164,27 +164,24 @@ async fn a_sequence_that_has_ended_holds_no_place_whether_its_client_reads_or_no
         let (path, content_type, body) = streaming(grpc);
         let (response, _) = tokio::join!(connection.send(path, content_type, body), script.play(answer("short")));
         assert_eq!(response.status(), 200);
+        place_is_free(&server).await;
         // A response that does not stream, of the same client.
         let whole = json!({"prompt": [5]}).to_string();
-        let free = async {
-            loop {
-                let (response, _) = tokio::join!(
-                    connection.send(COMPLETION, "application/json", whole.clone()),
-                    timeout(Duration::from_millis(50), script.play(answer("x")))
-                );
-                if response.status() == 200 {
-                    return;
-                }
-            }
-        };
-        timeout(SOON, free).await.expect("the place of the stream is free");
-        let free = async {
-            while post(server.address, COMPLETION, json!({"prompt": ""})).await.status == 429 {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(SOON, free).await.expect("the place of the whole response is free");
+        let whole = connection.send(COMPLETION, "application/json", whole);
+        let (response, _) = tokio::join!(whole, script.play(answer("x")));
+        assert_eq!(response.status(), 200);
+        place_is_free(&server).await;
     }
+}
+
+/// Waits until a request has a place: what is wrong with this one is found only then.
+async fn place_is_free(server: &Server) {
+    let free = async {
+        while post(server.address, COMPLETION, json!({"prompt": ""})).await.status != 400 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(SOON, free).await.expect("the place is free");
 }
 
 /// Generates until nobody wants any more, and returns how many tokens were taken.

@@ -1,18 +1,20 @@
 // Attention of prompt rows: out = softmax(q k^T) v of a chunk of tokens, on wgmma, queries as A.
 //
-// A block has 32 tokens of a KV head's kQueries = 4 query heads: two consumer warpgroups of 16 tokens each, a warp a query head. Queries are fragments of m16k16 in registers,
-// [KV head][16 tokens][query head][d / 16][512 bytes]. A page of 64 positions is K [d / 16][8 positions][2 halves of d][position][8 d], then V
-// [position / 16][8 d][2 halves of positions][d][8 positions], bf16: both as wgmma wants B without swizzle. A page is one bulk copy of 32 KiB.
+// A block has 32 tokens of a KV head's kQueries = 4 query heads: two consumer warpgroups of 16 tokens each, a warp a
+// query head. Queries are fragments of m16k16 in registers, [KV head][16 tokens][query head][d / 16][512 bytes]. A page
+// of 64 positions is K [d / 16][8 positions][2 halves of d][position][8 d], then V [position / 16][8 d][2 halves of
+// positions][d][8 positions], bf16: both as wgmma wants B without swizzle. A page is one bulk copy of 32 KiB.
 //
-// Weights are 2^(score - M), M an integer not under the largest score so far. Scores are rounded to multiples of 2^-12, so that a difference of M is a power of two and rounds nothing.
+// Weights are 2^(score - M), M an integer not under the largest score so far. Scores are rounded to multiples of 2^-12,
+// so that a difference of M is a power of two and rounds nothing.
 #pragma once
 #include "tests/matrix/wgmma.cuh"
 
 /// What is added from zero before it joins a row's output.
 enum Leaf {
-  kRow,      // nothing: one chain over all positions, the bound
-  kPage64,   // a chain over a page
-  kLeaf16,   // one k16 step
+  kRow,     // nothing: one chain over all positions, the bound
+  kPage64,  // a chain over a page
+  kLeaf16,  // one k16 step
 };
 constexpr int kQueries = 4, kDim = 128, kTileTokens = 32, kPageBytes = 32768, kPageStages = 6;
 constexpr float kGrid = 3072.0f;  // 1.5 * 2^11: a sum with it has steps of 2^-12
@@ -28,7 +30,8 @@ struct AttentionChunk {
 
 /// Tiles in order of falling length, dealt to and fro.
 LP_DEVICE bool item_of(const AttentionChunk& c, int round, int& kv_head, int& tile) {
-  const int at = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), tiles = c.tokens / kTileTokens;
+  const int at = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x),
+            tiles = c.tokens / kTileTokens;
   kv_head = at % c.kv_heads, tile = tiles - 1 - at / c.kv_heads;
   return at < tiles * c.kv_heads;
 }
@@ -41,10 +44,13 @@ struct PageTurn {
   }
 };
 
-template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring, u32 full, u32 empty, PageTurn& turn, int kv_head, int tile) {
-  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, group = warp >> 2, head = warp & 3;
+template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring, u32 full, u32 empty, PageTurn& turn,
+                                               int kv_head, int tile) {
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, group = warp >> 2,
+            head = warp & 3;
   const int token0 = tile * kTileTokens + group * 16, position0 = c.first + token0 + (int)g, pages = pages_of(c, tile);
-  const Quad* from = reinterpret_cast<const Quad*>(c.queries) + ((u64)(kv_head * (c.tokens / 16) + token0 / 16) * kQueries + head) * (kDim / 16) * 32 + lane;
+  const Quad* from = reinterpret_cast<const Quad*>(c.queries) +
+                     ((u64)(kv_head * (c.tokens / 16) + token0 / 16) * kQueries + head) * (kDim / 16) * 32 + lane;
   Quad q[kDim / 16];
 #pragma unroll
   for (int i = 0; i < kDim / 16; i++) q[i] = load_constant_16(from + i * 32);
@@ -54,7 +60,8 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
 #pragma unroll
   for (int i = 0; i < 32; i++) score[i] = 0;
   const auto scores = [&] {
-    while (!mbarrier_try_wait(full + 8 * turn.slot, turn.phase)) {}
+    while (!mbarrier_try_wait(full + 8 * turn.slot, turn.phase)) {
+    }
     pin<32>(score);
     wgmma_fence();
     const u64 k = wgmma_operand(ring + turn.slot * kPageBytes);
@@ -92,7 +99,8 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
     Quad weight[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      weight[i] = Quad{bf16_pair(score[8 * i], score[8 * i + 1]), bf16_pair(score[8 * i + 2], score[8 * i + 3]), bf16_pair(score[8 * i + 4], score[8 * i + 5]), bf16_pair(score[8 * i + 6], score[8 * i + 7])};
+      weight[i] = Quad{bf16_pair(score[8 * i], score[8 * i + 1]), bf16_pair(score[8 * i + 2], score[8 * i + 3]),
+                       bf16_pair(score[8 * i + 4], score[8 * i + 5]), bf16_pair(score[8 * i + 6], score[8 * i + 7])};
     const u32 slot = turn.slot;
     const u64 v = wgmma_operand(ring + slot * kPageBytes + 16384);
     const auto add = [&](bool first) {
@@ -111,7 +119,8 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
       pin<64>(part);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < (LEAF == kPage64 ? 4 : 1); i++) wgmma<128>(part, weight[i], wgmma_operand(v, i * 4096), i > 0);
+      for (int i = 0; i < (LEAF == kPage64 ? 4 : 1); i++)
+        wgmma<128>(part, weight[i], wgmma_operand(v, i * 4096), i > 0);
       wgmma_commit();
       if constexpr (LEAF == kLeaf16) {
 #pragma unroll
@@ -130,9 +139,11 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
     if (page + 1 < pages) {
       scores();
       wgmma_wait<1>();
-    } else wgmma_wait<0>();
+    } else
+      wgmma_wait<0>();
     if (lane == 0) mbarrier_arrive(empty + 8 * slot);
-    if constexpr (LEAF == kRow) pin<64>(out);
+    if constexpr (LEAF == kRow)
+      pin<64>(out);
     else {
       pin<64>(part);
       add(LEAF == kPage64);
@@ -145,7 +156,8 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
     total[r] = reciprocal_approx(total[r]);
   }
   const int heads = c.kv_heads * kQueries;
-  u8* to = c.out + ((u64)(token0 / 128) * heads * 8 + (kv_head * kQueries + head) * 8) * 4096 + token0 % 128 / 8 * 256 + g * 16 + t * 4;
+  u8* to = c.out + ((u64)(token0 / 128) * heads * 8 + (kv_head * kQueries + head) * 8) * 4096 + token0 % 128 / 8 * 256 +
+           g * 16 + t * 4;
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
     u8* at = to + i / 8 * 4096 + (i / 4 & 1) * 128;
@@ -155,7 +167,8 @@ template <int LEAF> LP_DEVICE void attend_tile(const AttentionChunk& c, u32 ring
 }
 
 template <int LEAF> __global__ void __launch_bounds__(384, 1) attention(const AttentionChunk c) {
-  const u32 ring = shared_address(attention_memory), full = ring + kPageStages * kPageBytes, empty = full + 8 * kPageStages, warp = threadIdx.x >> 5;
+  const u32 ring = shared_address(attention_memory), full = ring + kPageStages * kPageBytes,
+            empty = full + 8 * kPageStages, warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPageStages; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, 8);
     fence_mbarrier_init();
@@ -172,7 +185,8 @@ template <int LEAF> __global__ void __launch_bounds__(384, 1) attention(const At
       const u8* from = c.pages + (u64)kv_head * c.pages_a_head * kPageBytes;
 #pragma unroll 1
       for (int page = 0; page < pages_of(c, tile); page++, turn.next()) {
-        while (!mbarrier_try_wait(empty + 8 * turn.slot, turn.phase)) {}
+        while (!mbarrier_try_wait(empty + 8 * turn.slot, turn.phase)) {
+        }
         mbarrier_expect(full + 8 * turn.slot, kPageBytes);
         bulk_load(ring + turn.slot * kPageBytes, from + (u64)page * kPageBytes, kPageBytes, full + 8 * turn.slot);
       }
@@ -181,5 +195,6 @@ template <int LEAF> __global__ void __launch_bounds__(384, 1) attention(const At
   }
   raise_registers<240>();
 #pragma unroll 1
-  for (int round = 0; item_of(c, round, kv_head, tile); round++) attend_tile<LEAF>(c, ring, full, empty, turn, kv_head, tile);
+  for (int round = 0; item_of(c, round, kv_head, tile); round++)
+    attend_tile<LEAF>(c, ring, full, empty, turn, kv_head, tile);
 }

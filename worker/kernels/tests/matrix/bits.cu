@@ -1,8 +1,10 @@
-// Bits of wgmma, A in registers, against chains of mma.sync: K is 16 leaves of kLeafSteps k16 steps, whose sums join in one of four orders.
+// Bits of wgmma, A in registers, against chains of mma.sync: K is 16 leaves of kLeafSteps k16 steps, whose sums join in
+// one of four orders.
 //
-// Launch: any number of blocks of one warpgroup; each has 64 rows by COLUMNS columns of its own data. Shared memory: B of a leaf, [k16 step][8 columns][2 halves of k]
-// [column][8 k] bf16. Scratch: [block][engine][kLevels][COLUMNS / 2][thread] f32: of a thread's results the pending sums, then the leaf and, in the end, the result.
-// With `swapped` wgmma takes leaves 7 and 8 in each other's place: the negative control.
+// Launch: any number of blocks of one warpgroup; each has 64 rows by COLUMNS columns of its own data. Shared memory: B
+// of a leaf, [k16 step][8 columns][2 halves of k] [column][8 k] bf16. Scratch: [block][engine][kLevels][COLUMNS /
+// 2][thread] f32: of a thread's results the pending sums, then the leaf and, in the end, the result. With `swapped`
+// wgmma takes leaves 7 and 8 in each other's place: the negative control.
 #include "ptx/ptx.cuh"
 #include "tests/matrix/fill.cuh"
 #include "tests/matrix/wgmma.cuh"
@@ -14,7 +16,8 @@ struct Counts {
 };
 extern __shared__ __align__(1024) u8 bits_memory[];
 
-/// Adds leaf `n` of result `i`; `open` are its pending sums. Returns the sum of all so far, which after the last leaf is the result.
+/// Adds leaf `n` of result `i`; `open` are its pending sums. Returns the sum of all so far, which after the last leaf
+/// is the result.
 LP_DEVICE float join_leaf(float* open, u32 stride, u32 order, u32 n, float leaf) {
   const auto tree = [&](float* levels, u32 index, float sum) {
     for (u32 level = 0; index >> level & 1; level++) sum = levels[level * stride] + sum;
@@ -31,26 +34,33 @@ LP_DEVICE float join_leaf(float* open, u32 stride, u32 order, u32 n, float leaf)
   return n % 4 == 3 ? tree(open + stride, n / 4, quad) : quad;
 }
 
-template <int COLUMNS> LP_DEVICE void compare_bits(float* scratch, Counts* counts, u32 order, u32 kind, u32 seed, u32 swapped) {
+template <int COLUMNS>
+LP_DEVICE void compare_bits(float* scratch, Counts* counts, u32 order, u32 kind, u32 seed, u32 swapped) {
   constexpr u32 R = COLUMNS / 2, STRIDE = R * kThreads;
-  const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3, b = shared_address(bits_memory);
+  const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3,
+            b = shared_address(bits_memory);
   float* pending = scratch + (u64)blockIdx.x * 2 * kLevels * STRIDE + thread;
   // Values of a block: [leaf][step][64 rows, then COLUMNS columns][16 k].
   const auto value = [&](u32 leaf, u32 step, u32 row, u32 k) -> u32 {
-    return value_of((((u64)blockIdx.x * kLeaves + leaf) * kLeafSteps + step) * ((64 + COLUMNS) * 16) + row * 16 + k, seed, kind);
+    return value_of((((u64)blockIdx.x * kLeaves + leaf) * kLeafSteps + step) * ((64 + COLUMNS) * 16) + row * 16 + k,
+                    seed, kind);
   };
-  const auto two = [&](u32 leaf, u32 step, u32 row, u32 k) { return value(leaf, step, row, k) | value(leaf, step, row, k + 1) << 16; };
+  const auto two = [&](u32 leaf, u32 step, u32 row, u32 k) {
+    return value(leaf, step, row, k) | value(leaf, step, row, k + 1) << 16;
+  };
   Quad a[kLeafSteps];
   const auto fetch = [&](u32 leaf) {
     __syncthreads();
     for (u32 i = thread; i < kLeafSteps * COLUMNS * 16; i += kThreads) {
       const u32 step = i / (COLUMNS * 16), column = i / 16 % COLUMNS, k = i % 16;
-      store_shared_u16(b + step * (COLUMNS * 32) + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 * 2, value(leaf, step, 64 + column, k));
+      store_shared_u16(b + step * (COLUMNS * 32) + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 * 2,
+                       value(leaf, step, 64 + column, k));
     }
 #pragma unroll
     for (u32 s = 0; s < kLeafSteps; s++) {
       const u32 row = warp * 16 + g, k = 2 * t;
-      a[s] = Quad{two(leaf, s, row, k), two(leaf, s, row + 8, k), two(leaf, s, row, k + 8), two(leaf, s, row + 8, k + 8)};
+      a[s] =
+          Quad{two(leaf, s, row, k), two(leaf, s, row + 8, k), two(leaf, s, row, k + 8), two(leaf, s, row + 8, k + 8)};
     }
     fence_async_shared();  // orders these stores before the products that read B
     __syncthreads();
@@ -65,7 +75,8 @@ template <int COLUMNS> LP_DEVICE void compare_bits(float* scratch, Counts* count
     pin<R>(sum);
     wgmma_fence();
 #pragma unroll
-    for (u32 s = 0; s < kLeafSteps; s++) wgmma<COLUMNS>(sum, a[s], wgmma_operand(b + s * (COLUMNS * 32)), s > 0 || (order == kOneChain && n > 0));
+    for (u32 s = 0; s < kLeafSteps; s++)
+      wgmma<COLUMNS>(sum, a[s], wgmma_operand(b + s * (COLUMNS * 32)), s > 0 || (order == kOneChain && n > 0));
     wgmma_finish();
     pin<R>(sum);
     if (order == kOneChain && n + 1 < kLeaves) continue;
@@ -73,7 +84,8 @@ template <int COLUMNS> LP_DEVICE void compare_bits(float* scratch, Counts* count
 #pragma unroll
     for (u32 i = 0; i < R; i++) result[i * kThreads] = sum[i];
 #pragma unroll 1
-    for (u32 i = 0; i < R; i++) result[i * kThreads] = join_leaf(pending + i * kThreads, STRIDE, order, n, result[i * kThreads]);
+    for (u32 i = 0; i < R; i++)
+      result[i * kThreads] = join_leaf(pending + i * kThreads, STRIDE, order, n, result[i * kThreads]);
   }
   // The same by mma.sync. A chain that goes on over leaves waits in the scratch.
   float* other = pending + kLevels * STRIDE;
@@ -105,9 +117,10 @@ template <int COLUMNS> LP_DEVICE void compare_bits(float* scratch, Counts* count
   atomicAdd(&counts->finite, (u64)finite);
 }
 
-#define LP_BITS(COLUMNS)                                                                                                                       \
-  extern "C" __global__ void __launch_bounds__(128, 1) bits_##COLUMNS(float* scratch, Counts* counts, u32 order, u32 kind, u32 seed, u32 swapped) { \
-    compare_bits<COLUMNS>(scratch, counts, order, kind, seed, swapped);                                                                        \
+#define LP_BITS(COLUMNS)                                                                           \
+  extern "C" __global__ void __launch_bounds__(128, 1)                                             \
+      bits_##COLUMNS(float* scratch, Counts* counts, u32 order, u32 kind, u32 seed, u32 swapped) { \
+    compare_bits<COLUMNS>(scratch, counts, order, kind, seed, swapped);                            \
   }
 LP_BITS(64)
 LP_BITS(128)
@@ -115,7 +128,8 @@ LP_BITS(160)
 LP_BITS(192)
 LP_BITS(256)
 
-/// K and queries may change places: adds to `counts` the results of m16n8k16, chains of 16, that differ when A and B do. A warp has 8 rows of either.
+/// K and queries may change places: adds to `counts` the results of m16n8k16, chains of 16, that differ when A and B
+/// do. A warp has 8 rows of either.
 extern "C" __global__ void swapped_operands(Counts* counts, u32 kind, u32 seed) {
   constexpr u32 kSteps = 16;
   const u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -140,12 +154,13 @@ extern "C" __global__ void swapped_operands(Counts* counts, u32 kind, u32 seed) 
   atomicAdd(&counts->finite, (u64)finite);
 }
 
-/// Weights of a softmax may be taken against any integer not under the largest score: adds to `counts` the x = f - n, f in (-1, 0] in steps of 2^-12, n to 120, for which
-/// 2^x is not 2^f 2^-n to the bit.
+/// Weights of a softmax may be taken against any integer not under the largest score: adds to `counts` the x = f - n, f
+/// in (-1, 0] in steps of 2^-12, n to 120, for which 2^x is not 2^f 2^-n to the bit.
 extern "C" __global__ void shifted_powers(Counts* counts) {
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   const float f = -(float)(i % 4096) / 4096, n = (float)(i / 4096);
   if (n > 120) return;
-  atomicAdd(&counts->different, (u64)(__float_as_uint(exp2_approx(f - n)) != __float_as_uint(exp2_approx(f) * exp2_approx(-n))));
+  atomicAdd(&counts->different,
+            (u64)(__float_as_uint(exp2_approx(f - n)) != __float_as_uint(exp2_approx(f) * exp2_approx(-n))));
   atomicAdd(&counts->finite, 1ull);
 }

@@ -26,7 +26,8 @@ template <int N, int ORDER, int EPILOGUE, int PAIR> void launch(Product p, u64 o
 }
 static Product shape(int rows, int k, int tokens, int n) {
   Product p = {};
-  p.b = tokens_, p.raw = raw, p.residual = residual, p.stash = stash, p.next = next_, p.inverse = p.norm = p.turns = factors, p.squares = squares;
+  p.b = tokens_, p.raw = raw, p.residual = residual, p.stash = stash, p.next = next_,
+  p.inverse = p.norm = p.turns = factors, p.squares = squares;
   p.k16 = k / 16, p.leaf = k / 256, p.row_tiles = rows / 128, p.token_tiles = (tokens + n - 1) / n;
   return p;
 }

@@ -1,10 +1,12 @@
-// Products of a warpgroup of 64 rows by N columns: A in registers, B in shared memory, as in ptx/wgmma.cuh, for wider N and with a first product that starts from zero.
+// Products of a warpgroup of 64 rows by N columns: A in registers, B in shared memory, as in ptx/wgmma.cuh, for wider N
+// and with a first product that starts from zero.
 #pragma once
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"
 
-/// c = A B, or, if `add`, c += A B: A [64 rows][16 k] of the warpgroup, each warp's 16 rows as for mma_m16n8k16, B [16 k][N columns], by its descriptor. c[4 j ..] are
-/// the results of mma_m16n8k16 for columns 8 j .... Runs on after the call.
+/// c = A B, or, if `add`, c += A B: A [64 rows][16 k] of the warpgroup, each warp's 16 rows as for mma_m16n8k16, B
+/// [16 k][N columns], by its descriptor. c[4 j ..] are the results of mma_m16n8k16 for columns 8 j .... Runs on after
+/// the call.
 template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u64 b, u32 add);
 template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b, u32 add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -112,4 +114,6 @@ template <> LP_DEVICE void wgmma<256>(float* c, const Quad& a, u64 b, u32 add) {
 
 LP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /// Waits until at most GROUPS of the groups that were committed run.
-template <int GROUPS> LP_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory"); }
+template <int GROUPS> LP_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}

@@ -1,6 +1,6 @@
-//! What a matrix kernel may stand on, as properties of the GPU: wgmma has the bits of chains of mma.sync at all widths, the
-//! operands of a product may change places, and a weight of a softmax depends on its reference by a power of two alone.
-//! The kernels that the design was measured with compile.
+//! What a matrix kernel may stand on, as properties of the GPU: wgmma has the bits of chains of mma.sync at all widths,
+//! the operands of a product may change places, and a weight of a softmax depends on its reference by a power of two
+//! alone. The kernels that the design was measured with compile.
 
 use std::ffi::c_void;
 
@@ -16,11 +16,13 @@ use crate::cuda::kernel::Module;
 use crate::cuda::memory::DeviceBuffer;
 
 const BITS: &str = include_str!("../../../kernels/tests/matrix/bits.cu");
-const HEADERS: [(&str, &str); 6] = [
+const HEADERS: [(&str, &str); 8] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("tests/matrix/wgmma.cuh", include_str!("../../../kernels/tests/matrix/wgmma.cuh")),
     ("tests/matrix/fill.cuh", include_str!("../../../kernels/tests/matrix/fill.cuh")),
+    ("tests/matrix/product_tile.cuh", include_str!("../../../kernels/tests/matrix/product_tile.cuh")),
+    ("tests/matrix/epilogues.cuh", include_str!("../../../kernels/tests/matrix/epilogues.cuh")),
     ("tests/matrix/products.cuh", include_str!("../../../kernels/tests/matrix/products.cuh")),
     ("tests/matrix/attention.cuh", include_str!("../../../kernels/tests/matrix/attention.cuh")),
 ];
@@ -28,24 +30,28 @@ const HEADERS: [(&str, &str); 6] = [
 const MEASURED: &str = r#"
 #include "tests/matrix/attention.cuh"
 #include "tests/matrix/products.cuh"
-template __global__ void product<192, kAscending, kRope, kSameTokens>(const Product);
-template __global__ void product<192, kAscending, kSilu, kSameTokens>(const Product);
-template __global__ void product<128, kQuads, kResidual, kAlone>(const Product);
+template __global__ void product<128, kAscending, kRope, kSameRows>(const Product);
+template __global__ void product<128, kAscending, kSilu, kSameRows>(const Product);
+template __global__ void product<128, kQuads, kResidual, kSameRows>(const Product);
 template __global__ void attention<kPage64>(const AttentionChunk);
 "#;
 /// Columns of a product.
 const COLUMNS: [u32; 5] = [64, 128, 160, 192, 256];
 /// How leaves join: one chain over K; ascending; as a binary tree; four ascending, four such sums as a binary tree.
 const ORDERS: [(u32, &str); 4] = [(0, "one chain"), (1, "ascending"), (2, "tree"), (3, "quads")];
-/// About normal; exponents over 2^±30; few bits, which cancel; products among the subnormals; 90 % zeros and 2^±60; any finite bits.
+/// About normal; exponents over 2^±30; few bits, which cancel; products among the subnormals; 90 % zeros and 2^±60; any
+/// finite bits.
 const KINDS: u32 = 6;
 /// The kind whose sums may overflow.
 const ANY_BITS: u32 = 5;
-/// Blocks of a launch, warps of a block, k16 steps of a leaf, and floats of scratch for a result: as the kernels have them.
+/// Blocks of a launch, warps of a block, k16 steps of a leaf, and floats of scratch for a result: as the kernels have
+/// them.
 const BLOCKS: u32 = 33;
 const WARPS: u32 = 4;
 const LEAF_STEPS: u32 = 8;
 const SCRATCH: u32 = 2 * 6;
+/// Bytes of registers that a kernel of the measurements spills at most: between tiles.
+const MOST_SPILLED: u32 = 40;
 /// References that a weight was tried against, and scores of each.
 const REFERENCES: u32 = 121;
 const GRID: u32 = 4096;
@@ -126,9 +132,9 @@ fn kernels_of_the_matrix_measurements_compile() {
         (
             measured,
             [
-                "_Z7productILi192ELi1ELi4ELi1EEv7Product",
-                "_Z7productILi192ELi1ELi2ELi1EEv7Product",
-                "_Z7productILi128ELi3ELi3ELi0EEv7Product",
+                "_Z7productILi128ELi1ELi4ELi2EEv7Product",
+                "_Z7productILi128ELi1ELi2ELi2EEv7Product",
+                "_Z7productILi128ELi3ELi3ELi2EEv7Product",
                 "_Z9attentionILi1EEv14AttentionChunk",
             ],
         ),
@@ -137,7 +143,7 @@ fn kernels_of_the_matrix_measurements_compile() {
         for kernel in kernels {
             let resources = Resources::of(kernel, &binary.log).unwrap_or_else(|| panic!("{kernel}: {}", binary.log));
             eprintln!("{kernel}: {resources:?}");
-            assert!(resources.spilled <= 32, "{kernel}: {resources:?}");
+            assert!(resources.spilled <= MOST_SPILLED, "{kernel}: {resources:?}");
         }
     }
 }

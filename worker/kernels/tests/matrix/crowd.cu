@@ -151,7 +151,6 @@ template <bool WAITS> __global__ void __launch_bounds__(384, 1) crowd(const __gr
 #pragma unroll
           for (int j = 0; j < kTokens / 8; j++) write_group(c, p, w, j, sum + 4 * j);
         } else {
-          // Scratch of the tile's blocks alternates, as a block may be a unit ahead of who reads.
           float4* mine = c.sums + (u64)blockIdx.x * 4 * 4 * 256 + threadIdx.x;
           u32* sent = counter(c, layer, index, 1 + w.tile * c.blocks + w.block);
 #pragma unroll

@@ -10,7 +10,7 @@ use crate::figures::tally::Window;
 use crate::load::arrivals::{ArrivalError, ArrivalProcess, Arrivals, Rate};
 use crate::load::lengths::Lengths;
 use crate::load::pacing::{Extent, Pacing, RateArg};
-use crate::load::trace::{Trace, TraceError};
+use crate::load::trace::Trace;
 use crate::run::workload::Endpoint;
 use crate::text::{parse_duration, parse_share};
 
@@ -186,7 +186,7 @@ pub enum ArgsError {
 
 impl LoadArgs {
     /// The trace to replay, if one is to be.
-    pub fn read_trace(&self) -> Result<Option<Trace>, TraceError> {
+    pub fn read_trace(&self) -> anyhow::Result<Option<Trace>> {
         self.trace.as_deref().map(Trace::read).transpose()
     }
 

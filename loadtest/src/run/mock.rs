@@ -336,6 +336,7 @@ fn whole(status: StatusCode, text: &'static str) -> Response<Body> {
 /// A mock of a test that listens; it stops with the test's runtime.
 #[cfg(test)]
 pub struct Served {
+    /// Its address.
     pub base: String,
     state: Arc<State>,
 }

@@ -8,12 +8,12 @@ use bytemuck::{Pod, Zeroable};
 use cudarc::driver::result;
 
 use super::gpu::gpu;
-use crate::cuda::cache::Cache;
-use crate::cuda::compile::{Compiler, NVRTC_VARIABLE, Program, Resources};
-use crate::cuda::device::{Gpu, Stream};
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::checked;
-use crate::cuda::kernel::Module;
-use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Program, Resources};
+use crate::cuda::kernels::module::Module;
 
 const BITS: &str = include_str!("../../../kernels/tests/matrix/bits.cu");
 const HEADERS: [(&str, &str); 8] = [

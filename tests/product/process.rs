@@ -52,12 +52,12 @@ async fn a_killed_server_leaves_no_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stopped_worker_is_recovered_within_the_step_limit() {
+async fn a_stopped_worker_is_recovered_within_what_steps_take() {
     let model = fixture("llama-tied");
     let request = json!({"prompt": "on", "max_tokens": 1500, "ignore_eos": true, "temperature": 1.0, "seed": 4});
     let mut calm = None;
     for (tp, victims) in [("1", 0..1), ("2", 0..2)] {
-        let args = ["--model", model.to_str().expect("UTF-8"), "--tp", tp, "--step-limit-seconds", "2"];
+        let args = ["--model", model.to_str().expect("UTF-8"), "--tp", tp];
         let server = Server::start(&args).await;
         if calm.is_none() {
             calm = Some(server.stream("/v1/completions", &request).await.text().await);
@@ -69,7 +69,9 @@ async fn a_stopped_worker_is_recovered_within_the_step_limit() {
             signal(before[victim], Signal::STOP);
             let start = Instant::now();
             until("other workers", async || !server.workers().iter().any(|pid| before.contains(pid))).await;
-            assert!(start.elapsed() > Duration::from_secs(1), "a step may take 2 s");
+            // By --hang-limit-seconds, 3 s, or the pings' 4 s; a single step might take 120 s.
+            let took = start.elapsed();
+            assert!(took > Duration::from_secs(1) && took < Duration::from_secs(30), "{took:?}");
             let (rest, reason) = stream.text().await;
             let text = first["choices"][0]["text"].as_str().unwrap_or_default().to_owned() + &rest;
             assert_eq!(calm, Some((text, reason)), "--tp {tp}: rank {victim} was stopped");
@@ -182,9 +184,11 @@ async fn a_stopped_worker_of_an_idle_server_is_recovered_without_a_request() {
     let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "2"]).await;
     let before = server.workers();
     signal(before[1], Signal::STOP);
-    // Asked after 5 s, given twice 5 s to answer.
+    let start = Instant::now();
+    // Asked after 1 s, given twice 2 s to answer.
     until("the stopped worker is gone", async || !server.workers().iter().any(|pid| before.contains(pid))).await;
     server.wait_ready().await;
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     server.ok("/v1/completions", &json!({"prompt": "a", "max_tokens": 2})).await;
 }
 

@@ -22,7 +22,7 @@ use crate::engine::ModelInfo;
 
 /// Pause between two looks for a worker's socket.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
-/// Outcomes of all ranks on their way to the driver. When it is full the ranks' streams wait, and nothing is lost.
+/// Outcomes of all ranks on their way to the supervisor. When it is full the ranks' streams wait, and nothing is lost.
 const EVENTS_BOUND: usize = 256;
 
 /// What a rank said.
@@ -83,7 +83,7 @@ pub(super) struct Link {
     pub(super) _readers: JoinSet<()>,
 }
 
-/// Brings `workers` to the point where they take plans; `progress` hears what is being done.
+/// Brings `workers` to the point where they take plans; `progress` is told what is being done.
 pub(super) async fn start(
     config: &GroupConfig,
     workers: &mut Workers,
@@ -186,14 +186,14 @@ async fn load(
         unlooped: config.unlooped,
     };
     let limit = config.timeouts.load;
-    let silent = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
+    let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
     // Before the load has begun, what is exhausted is the machine (no thread to load with); later, the model does not fit.
     let refused = |status: Status| StartError::load(rank, &status, |code| code == Code::InvalidArgument);
     let failed = |status: Status| {
         StartError::load(rank, &status, |code| matches!(code, Code::InvalidArgument | Code::ResourceExhausted))
     };
-    let mut events = timeout(limit, client.load(request)).await.map_err(silent)?.map_err(refused)?.into_inner();
-    while let Some(event) = timeout(limit, events.message()).await.map_err(silent)?.map_err(failed)? {
+    let mut events = timeout(limit, client.load(request)).await.map_err(timed_out)?.map_err(refused)?.into_inner();
+    while let Some(event) = timeout(limit, events.message()).await.map_err(timed_out)?.map_err(failed)? {
         match event.event {
             Some(Event::Progress(done)) => progress(format!("rank {rank}: {}", progress_words(&done))),
             Some(Event::Loaded(loaded)) => return Ok(loaded),
@@ -302,7 +302,7 @@ fn note_lines(notes: &[&[String]]) -> Vec<String> {
     by_note.into_iter().map(line).collect()
 }
 
-/// Opens the streams of all ranks. A rank that does not answer shows in the driver's limit on silence.
+/// Opens the streams of all ranks. A rank that does not answer is found by the watchdog.
 fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32) -> Link {
     let (sender, events) = mpsc::channel(EVENTS_BOUND);
     let mut readers = JoinSet::new();
@@ -318,7 +318,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
                 Ok(response) => forward_outcomes(rank, response.into_inner(), &sender).await,
                 Err(status) => format!("refused to run: {}", status.message()),
             };
-            // Fails only if the driver has let go of the group.
+            // Fails only if the supervisor has let go of the group.
             let _ = sender.send(RankEvent::Ended { rank, words }).await;
         });
     }

@@ -45,7 +45,7 @@ fn config(tensor_parallel: u32) -> GroupConfig {
     }
 }
 
-/// For tests in which a rank falls silent: soon noticed, yet long enough for a busy machine.
+/// For tests in which a rank stops reporting: soon noticed, yet long enough for a busy machine.
 fn impatient(ranks: u32) -> GroupConfig {
     let mut config = config(ranks);
     config.timeouts.step = Duration::from_millis(700);
@@ -211,7 +211,7 @@ async fn an_idle_group_is_left_alone() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     let plans = task.figures().plans;
     tokio::time::sleep(Duration::from_millis(1000)).await;
-    assert_eq!(handle.state(), EngineState::Ready, "silence is no fault where nothing is owed");
+    assert_eq!(handle.state(), EngineState::Ready, "no report is missing where none is owed");
     assert_eq!(task.figures().plans, plans, "an idle group gets no plans");
 }
 
@@ -258,7 +258,7 @@ async fn a_burst_of_messages_is_handled_whole() {
     let launcher = FakeLauncher::new(1, |_, _| Script { step: Duration::from_millis(2), ..Script::default() });
     let (handle, task) = start(config(1), launcher);
     ready(&handle).await;
-    // All are sent before the driver, on this one thread, takes the first.
+    // All are sent before the supervisor, on this one thread, takes the first.
     let submissions = (0..600).map(|seed| submit(&handle, request(seed, 5, 200, vec![])));
     let streams = tokio::time::timeout(LIMIT, futures::future::join_all(submissions)).await.expect("all are answered");
     let streams: Vec<SequenceStream> = streams.into_iter().map(Result::unwrap).collect();

@@ -23,7 +23,7 @@ struct Bench {
 }
 
 fn bench() -> Bench {
-    // One plan covers all the steps, so that no report has to be heard before the next.
+    // One plan covers all the steps, so that no plan waits for a report.
     let limits = Limits {
         max_slots: SHAPE.max_slots,
         max_batch_tokens: SHAPE.max_batch_tokens,

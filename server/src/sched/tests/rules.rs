@@ -115,7 +115,7 @@ fn the_loop_never_waits_for_the_server() {
             if scheduler.sequences() == 0 {
                 break;
             }
-            // The server hears of a step while the next one runs.
+            // The server gets the report of a step while the next one runs.
             let outcome = worker.run(u64::MAX).filter(|outcome| outcome.ran_step);
             let finished = |outcome: &Outcome| outcome.tokens.iter().filter(|token| token.finish != 0).count();
             ended += outcome.as_ref().map_or(0, finished);

@@ -4,8 +4,8 @@
 serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
-# The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages need a
-# browser, which is installed in target/browser where there is no Chromium.
+# The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages
+# need a browser, which is installed in target/browser where there is no Chromium.
 # Every test.
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" cargo test --workspace

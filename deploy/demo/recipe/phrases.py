@@ -309,7 +309,8 @@ SPELL_BACK = [
     "!reverse {x}", "!spell the word {x} backwards",
     "(spell|please spell|can you spell|could you spell|write|say|spell out|now spell|try to spell|please write) ("
     "|the word ){x} " + BACKWARD,
-    "(what is|what's|how is|how do you spell|how do I spell|how would you spell|tell me|give me|show me) (|the word ){x} "
+    "(what is|what's|how is|how do you spell|how do I spell|how would you spell|tell me|give me|show me) "
+    "(|the word ){x} "
     + BACKWARD + "?",
     "(what is|tell me|give me|show me) the (reverse|reversed spelling|backwards spelling|backward spelling"
     "|reverse spelling) of (|the word ){x}?",

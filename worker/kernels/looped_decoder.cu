@@ -4,15 +4,19 @@
 //   x = bf16(h * gamma), y = (W x) / rms(h)             for qkv, gate/up and the LM head
 //   h += W_o attention(q, K, V);  h += W_down bf16(silu(gate) * up)       h stays fp32 in registers of its owner
 //
-// A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of
-// every product; one producer warp, which streams the block's weights and KV pages through rings in shared memory, on
-// into the next layer and the next step; two epilogue warps, which add the leaves in the product's order and publish
-// the result as data-as-flag words to all blocks.
+// A block owns whole row tiles (m16) of every product, with all of K. Its warps:
+//   16 consumers   have one K leaf of every product each
+//   1 producer     streams the block's weights and KV pages through rings in shared memory, on into the next layer and
+//                  the next step
+//   2 epilogue     add the leaves in the product's order and publish the result as data-as-flag words to all blocks
 //
 // Exchanges of a layer (words.cuh says when a word may be written again):
-//   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
-//   qkv            q, k, v -> attention     blocks of a KV head   attention_out  merge -> o         all blocks
-//   mlp_x          residual -> gate/up      all blocks            activation     -> down            all blocks
+//   attention_x     residual -> qkv        all blocks
+//   qkv             q, k, v -> attention   blocks of a KV head
+//   page            leaves -> merge        blocks of a row's items
+//   attention_out   merge -> o             all blocks
+//   mlp_x           residual -> gate/up    all blocks
+//   activation      -> down                all blocks
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
 #include "layout/launch.cuh"
@@ -38,12 +42,14 @@
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 
-/// What is waited for queues behind the bytes in flight, so where the stream has time there are fewer: groups of rings
-/// (sync/ring.cuh).
-/// - Of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: of all that the rings take while the sums of down, attention and the sums of o are waited for, and that
-///   is these and the first chunks of gate and up. With less of q, k, v and o there is room for more of gate and up, which is then late; more does not fit. Where gate and up are less than two
-///   rings full, their first chunks are most of them, and late, too.
-/// - Where o does not fit into the rings: of o, while attention is waited for, which are three exchanges in a row.
+/// An exchange's words queue behind the bytes in flight. So the stream keeps fewer bytes in flight where it has time:
+/// rings then take turns, in groups (sync/ring.cuh). That is so
+/// - in a group of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: for all that
+///   the rings take while the block waits for the sums of down, attention and the sums of o. That is q, k, v, o and the
+///   first chunks of gate and up. If q, k, v and o were smaller, there would be room for more of gate and up, which
+///   would then be late; larger ones do not fit. If gate and up fill less than two rings, their first chunks are most
+///   of them, and late, too.
+/// - where o does not fit into the rings: for o, while the block waits for attention, three exchanges in a row.
 constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes,
               kAttentionBytes =
                   (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;

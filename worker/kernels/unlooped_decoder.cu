@@ -34,8 +34,8 @@
 struct Pass {
   u64* tokens;
   u32 row_count, epoch, flags, step;
-  // of all layers: the set that was used last, which the loop's next launch clears before it uses it; here nobody waits
-  // for a word, so none must be cleared
+  // The set of vectors that all layers use: the one that was used last, which the loop's next launch clears before it
+  // uses it. Here nobody waits for a word, so none must be cleared.
   u32 vectors;
   u32 token[kColumns];  // to embed
   Row rows[kColumns];
@@ -166,7 +166,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
   }
   const Place place{rows, layer, tag_of(launch, step) + layer, rows.mask(), pass.vectors};
   if ((PHASE == Phase::kHead || PHASE == Phase::kChoose) && !samples(launch)) return;
-  // of several, ranks say here that all have written their logits
+  // Ranks of a group go on: here they tell each other that all have written their logits.
   if (PHASE == Phase::kChoose && kRanks == 1 && launch.flags & kLaunchUndrawn) return;
   if (warp < kWarps) consume<PHASE>(launch, shared, warp, place);
   else if (warp == kProducer) produce<PHASE>(launch, shared, place);

@@ -303,7 +303,7 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     if (launch.flags & kLaunchUndrawn) {
       if (kRanks > 1 && rank_block() == 0 && thread_index() == 0)
         store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
-      // the other warps wait for the end of the step
+      // The other warps wait for the end of the step.
       if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);
       return;
     }

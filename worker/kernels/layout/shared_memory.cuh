@@ -16,7 +16,7 @@ constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
 constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
 constexpr u32 kLeafChunks = kLeafBytes <= kSlotBytes ? 1 : 2;
 static_assert(kLeafV <= kSlotBytes, "K or V of a leaf fits a slot");
-// partials of a set of two tiles: [tile][leaf][column][row] f32
+// Partials of a set of two tiles: [tile][leaf][column][row] f32.
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
 struct Shared {
@@ -29,20 +29,20 @@ struct Shared {
   static constexpr u32 empty = full + kRings * slots * 16;                     // [ring][slots]
   static constexpr u32 partials_full = empty + kRings * slots * 8;             // [2]
   static constexpr u32 partials_empty = partials_full + 16;
-  // completes once a step's tokens are known
+  // Completes a phase once a step's tokens are known.
   static constexpr u32 sampled = partials_empty + 16;
   static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
-  // completes once all warps but the epilogue's have begun a step (kIdleBlocks)
+  // Completes a phase once all warps but the epilogue's have begun a step (kIdleBlocks).
   static constexpr u32 stepped = opened + 8;
-  // [warp][2] addresses of K and V of its attention leaf
+  // [warp][2] addresses of K and V of the warp's attention leaf.
   static constexpr u32 quad_leaf = stepped + (kIdleBlocks ? 8 : 0);
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
-  // of all launches before, less this one's epoch
+  // Turns of all launches before this one, less its epoch.
   static constexpr u32 turns_before = last_step + 4;
-  // of one column, for the epilogue warp that did not choose it
+  // The token of one column, for the epilogue warp that did not choose it.
   static constexpr u32 token = turns_before + 4;
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  // [2][columns], see CountedRows; steps take turns
+  // [2][columns], see CountedRows; steps use the two in turns.
   static constexpr u32 item_ends = rows + kColumns * sizeof(Row);
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
 };

@@ -116,7 +116,7 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
     poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag,
                           g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
-    // of columns 2t, 2t + 1; of positions g, g + 8
+    // Of columns 2t, 2t + 1; of positions g, g + 8.
     float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);

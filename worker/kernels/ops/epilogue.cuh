@@ -2,15 +2,15 @@
 // silu, residual) and publishes the result as a k block of the next product. Lane = (tile of the set, row).
 #pragma once
 
-/// Nobody notes when sums are told and heard.
+/// The default of `add_residual`: notes nothing.
 struct Unnoted {
   LP_DEVICE void operator()(u32) const {}
 };
 
 struct Epilogue {
   static constexpr int kSets = (O::most_tiles + 1) / 2;  // sets of hidden tiles of a block
-  /// Of several ranks and one column the warps take these sets by turns: what is told and heard of them takes its trips
-  /// at the same time.
+  /// In a group, with one column, the warps take these sets in turns: their messages to and from other ranks travel at
+  /// the same time.
   static constexpr bool kSharedSets = kRanks > 1 && kColumns == 1 && kSets > 1;
   static constexpr int kOwnSets = kSharedSets ? (kSets + 1) / 2 : kSets;
   const Launch& launch;
@@ -18,7 +18,7 @@ struct Epilogue {
   int warp;                                                // 0 or 1
   u32 set = 0;
   float y[kEpilogueColumns], inverse[kEpilogueColumns];    // sums of a set; 1 / rms
-  // of the block's rows: of the sets that this warp takes, see `hidden`
+  // Of the block's rows in the sets that this warp takes; see `hidden`.
   float residual[kOwnSets][kEpilogueColumns];
 
   LP_DEVICE Epilogue(const Launch& launch, u32 shared, int warp) : launch(launch), shared(shared), warp(warp) {}
@@ -26,8 +26,8 @@ struct Epilogue {
   LP_DEVICE static int half() { return lane_index() >> 4; }
   LP_DEVICE static int row() { return threadIdx.x & 15; }
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
-  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and
-  /// of no other product but what it shares.
+  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first. Of
+  /// other products it takes only the sets that it shares.
   LP_DEVICE bool second() const { return kColumns == 1 && warp == 1; }
   /// Whether this warp takes set `s` of the hidden tiles, if it takes any; the residual stream of its rows.
   LP_DEVICE bool mine(int s) const { return !kSharedSets || (s & 1) == warp; }
@@ -123,7 +123,7 @@ struct Epilogue {
       return sum + shuffle_xor(sum, 8);
     }
   }
-  /// Tells the other ranks what this one has of a set of hidden tiles: a word of this lane's.
+  /// Sends this rank's part of a set of hidden tiles to the other ranks: this lane's word of it.
   LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
@@ -137,8 +137,8 @@ struct Epilogue {
       if (on && has_told(active)) store_system_16(to, word.x, word.y, word.z, word.w);
     }
   }
-  /// What COUNT ranks from FIRST on have told in a lane's words, as a binary tree of `join`, over this rank's own
-  /// values in `v`.
+  /// Reads the lane's words from COUNT ranks, from FIRST on, and combines them as a binary tree of `join`. `v` holds
+  /// this rank's own values, then the result.
   template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* word, bool on, float* v, u32 active,
                                                                         u32 tag, u32 site, const JOIN& join) const {
     if constexpr (COUNT > 4) {  // words that there are registers for
@@ -179,7 +179,7 @@ struct Epilogue {
       }
     }
   }
-  /// Puts together what all ranks have told of a set of hidden tiles, in which `v` has this rank's.
+  /// Combines all ranks' parts of a set of hidden tiles in `v`, which holds this rank's.
   template <class JOIN> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag, u32 site,
                                             const JOIN& join) const {
     if constexpr (kRanks == 1) return;
@@ -198,9 +198,9 @@ struct Epilogue {
       if (row() & 1) v[0] = odd;
     }
   }
-  /// Makes what this lane has heard "not there", where words have no tags. Orders those zeros, and what was heard,
-  /// before all that it tells next (lanes of this place in all ranks; system): see inbox.cuh. There is time for the
-  /// fence while x is on its way to the consumers.
+  /// Clears the words that this lane has read from other ranks, where they have no tags. Orders the reads and the zeros
+  /// before all that the lane sends next (lanes of this place in all ranks; system): see inbox.cuh. There is time for
+  /// the fence while x is on its way to the consumers.
   LP_DEVICE void forget(u32 told, u32 active) const {
     if constexpr (kRanks == 1 || kTaggedVectors) return;
 #ifndef LP_KEEP_WORDS  // negative control
@@ -237,7 +237,7 @@ struct Epilogue {
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (!mine(s)) continue;
-      // One rank has told the row, the others zeros: their bits together, since -0 + 0 is 0.
+      // One rank has sent the row, the others zeros. Their bits are combined by or, since -0 + 0 would be 0.
       hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding,
            [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
       publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
@@ -331,9 +331,9 @@ struct Epilogue {
                          tag, word() == 0 ? square : 0);
     }
   }
-  /// Residual after o or down, and the next norm's input. Of several ranks `note(0)` is called when this warp has told
-  /// its sums of a set, `note(1)` when it has heard all ranks', before it publishes; the last calls are those of all of
-  /// its sets. A warp that tells nothing calls neither.
+  /// Residual after o or down, and the next norm's input. In a group this warp calls `note(0)` when it has sent its
+  /// sums of a set, and `note(1)` when it has read those of all ranks, before it publishes. Its last calls are those of
+  /// its last set. A warp that sends nothing calls neither.
   template <class P, class NOTE = Unnoted> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active,
                                                                        u32 tag, const NOTE& note = {}) {
     const int sets = Epilogue::sets<P>();
@@ -405,7 +405,7 @@ struct Epilogue {
                  low, high, tag, 0);
     }
   }
-  /// Makes this warp's share of a turn's vectors "not there".
+  /// Clears this warp's share of a turn's vectors: 0 means "not written yet".
   LP_DEVICE void clear(u32 turn) const {
 #ifndef LP_KEEP_WORDS  // negative control
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
@@ -417,8 +417,8 @@ struct Epilogue {
   }
 
  private:
-  /// Of a tile a lane tells and hears one word of each rank: of one column that of two rows, in every other lane,
-  /// otherwise that of its row and its warp's columns.
+  /// A lane sends one word of a tile to each rank, and reads one from each. With one column the word has two rows, and
+  /// every other lane has one; otherwise it has the lane's row in its warp's columns.
   static constexpr int kToldValues = kColumns == 1 ? 2 : kEpilogueColumns;
   static_assert(kColumns == 1 || kEpilogueColumns == 4, "the columns of a warp fill a word");
   LP_DEVICE u32 told_word() const { return (kColumns == 1 ? row() / 2 : warp * 16 + row()) * 16; }

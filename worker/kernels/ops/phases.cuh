@@ -146,21 +146,21 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
   }
 }
 
-/// Tells all ranks the best token of this one's shard, from one of BLOCKS blocks, with whether its host wants the
+/// Sends the best token of this rank's shard to all ranks, from one of BLOCKS blocks, and whether its host wants the
 /// launch to end.
 template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, u32 step, int column, const Best& best, u32 tag,
                                                 bool stop) {
   const u32 lane = lane_index();
   if (rank_block() != column % BLOCKS) return;
-  // logits of all blocks, whose words this warp has read, before its own
+  // Orders the logits of all blocks, whose words this warp has read, before its own words.
   if (launch.flags & kLaunchLogits) fence_tokens(launch);
   if (lane < kRanks)
     store_system_16(launch.inbox[lane] + Inbox::token(step, column, own_rank(launch)), __float_as_uint(best.value),
                     best.id, tag, stop);
 }
 /// Puts the best token of all ranks into `token`, for columns that have one; true if all hosts want the launch to end.
-/// Every rank hears the same. All words of the warp's columns are polled together: word w is of column w / kRanks from
-/// rank w % kRanks.
+/// Every rank reads the same words. All words of the warp's columns are polled together: word w is of column w / kRanks
+/// from rank w % kRanks.
 LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32 tag, u32* token) {
   constexpr u32 WORDS = kEpilogueColumns * kRanks, EACH = (WORDS + 31) / 32;
   const u32 lane = lane_index();

@@ -177,8 +177,8 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   });
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. `arrived`
-/// is told of the first.
+/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. Calls
+/// `arrived` when the first have arrived.
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
                                                                        u32 vector, u32 tag, u32 active, u32 site,
                                                                        F&& arrived) {

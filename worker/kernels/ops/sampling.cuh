@@ -10,16 +10,17 @@
 // Each row walks through stages; a stage is a pass of every block over the logits of its own tiles, then an exchange in
 // which every block tells all what it found and all draw the same conclusion. All rows share each exchange.
 //
-//   exchanges                           rows
-//   1                                   greedy, or temperature alone
-//   2                                   top_k up to 64, with any others: block maxima, which give the k best a floor, then lists
-//                                       of what reaches it
-//   1 or 2, about ln(1 / share kept)    min_p, top_k over 64, or top_p: the unfiltered winner, then number and weight of the tokens
-//   more                                that rank before it; if it is not kept, all that is kept ranks before it, and the winner among
-//                                       that is next
-//   5 more                              top_k over 64 with top_p: what top_k drops first is found by a guessed pivot (random ones, if it
-//                                       is far off), then a list of what follows it
-//   2, along with the others            log-probabilities
+//   exchanges          rows
+//   1                  greedy, or temperature alone
+//   2                  top_k up to 64, with any others: block maxima, which give the k best a floor, then lists of what
+//                      reaches it
+//   1 or 2, about      min_p, top_k over 64, or top_p: the unfiltered winner, then number and weight of the tokens that
+//   ln(1 / share       rank before it; if the winner is not kept, all that is kept ranks before it, and the winner
+//   kept) more         among those is next
+//   5 more             top_k over 64 with top_p: the first token that top_k drops, found by a guessed pivot (random
+//                      ones, if it is far off), then a list of what follows it
+//   2, along with the  log-probabilities
+//   others
 //
 // Exchange: orders what a block found (one warp a row) before every block's conclusion about that row (grid). 16-byte
 // words, data and tag in one relaxed store, polled. Two buffers by the parity of the tag suffice: a block writes

@@ -77,7 +77,7 @@ struct RowState {
   u32 top_k; float top_p, min_p; // 0, 1, 0: off
   float max, threshold;    // the largest value, and that of min_p
   Place pivot, high, low;  // kSelect: the token looked for ranks after high and not after low
-  // keys: what ranks below is in nobody's list; without a list, floor is a guess at kSelect's first pivot
+  // Keys: tokens that rank below are in no list. Without a list, floor is a guess at kSelect's first pivot.
   u32 floor, top_floor;
   u32 ahead_of_high;       // tokens that rank before `high`
   float raw_max, log_sum;  // log-probability = (raw - raw_max) - log_sum

@@ -1,14 +1,15 @@
-// The stream: consumer warps have rings of slots in shared memory, one each or one for two, and lane r of the producer
-// warp fills ring r in the order in which its warps take their chunks. So the bookkeeping is a lane's registers, a
-// barrier has one writer and one reader at a time, and the lanes work side by side (one thread for a common ring needs
-// about 430 clocks a chunk).
+// The stream. Consumer warps have rings of slots in shared memory, one for each warp or one for two. Lane r of the
+// producer warp fills ring r, in the order in which its warps take their chunks. So the bookkeeping is a lane's
+// registers, a barrier has one writer and one reader at a time, and the lanes work side by side (one thread for a
+// common ring needs about 430 clocks a chunk).
 //
-// Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring
-// has landed; the rest of the ring holds landed data. Paced, fewer: the rings are in groups, all but one of which have
-// one in flight.
+// Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one before it in its
+// ring has landed; the rest of the ring holds landed data. A paced stream has fewer bytes in flight: its rings form
+// groups, and at any time the rings of one group have none.
 //
-// A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings
-// into L2 what comes later, in small pieces: from there the ring fills faster than from memory once they go on.
+// A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then
+// prefetches later weights into L2, in small pieces: once the consumers go on, the ring fills faster from L2 than from
+// memory.
 //
 // A chunk's full barrier is one of two of its slot, taken in turns: parities then alias only 4 x slots chunks apart. A
 // warp that waits for chunk n has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has

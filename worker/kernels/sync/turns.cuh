@@ -1,8 +1,9 @@
-// Turns of the layers at the sets of vectors: what words.cuh proves rests on the order that these two functions make.
-// They are a barrier over the grid of which a block waits for the last round but one, while attention runs, so no block
-// is held up, and none is more than a turn ahead of another. Within a block the roles wait for each other with two
-// barriers, whose phases are the launch's turns: `begun` by all consumers, `opened` by all epilogue warps; none of them
-// gets two phases ahead of who waits.
+// Turns of the layers at the sets of vectors. The proof in words.cuh rests on the order that the two functions below
+// make. They are a barrier over the grid. A block waits for the last round but one, while attention runs: so no block
+// is held up, and none is more than a turn ahead of another.
+//
+// Within a block the roles wait for each other with two barriers, whose phases are the launch's turns: all consumers
+// arrive at `begun`, all epilogue warps at `opened`. No warp gets two phases ahead of one that waits.
 #pragma once
 
 /// The turn of the layer that has this tag, counted over all launches.
@@ -34,7 +35,7 @@ template <class F> LP_DEVICE void pass_turn(const Launch& launch, u32 shared, u3
   if constexpr (kTaggedVectors) return;
   wait_barrier(launch, shared + Shared::begun, (tag - launch.epoch) & 1, kSiteBegun);
   u8* turns = launch.words + Words::turns;
-  // when every epilogue warp has passed all turns before; may wrap
+  // all: the count when every epilogue warp has passed all turns before; may wrap.
   const u32 turn = turn_of(shared, tag), all = turn * (kBlocks * kEpilogueWarps);
   if (lane_index() == 0) {
     const Clocks begun = clocks();

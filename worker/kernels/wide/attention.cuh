@@ -14,7 +14,7 @@
 
 constexpr u32 kLaneDims = kHeadDim / 32;  // of an output, of the lane of a warp that has it all
 constexpr u32 kAttentionItemPages = kSpanPages;
-// words of a row's span and KV head: [query][kLaneDims / 2][lane]
+// Words of a row's span and KV head: [query][kLaneDims / 2][lane].
 constexpr u64 kAttentionItemBytes = (u64)kQueriesPerKv * kHeadDim * 8;
 
 /// An output: kLaneDims dimensions a lane, from kLaneDims * lane on.

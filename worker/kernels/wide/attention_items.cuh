@@ -5,7 +5,7 @@
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
 constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = kPrompt ? 2 : 1;
-// with a window, spans begin at another page for each row
+// With a window, spans begin at another page for each row.
 constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;
 constexpr u32 kPageBytes = 4 * kLeafBytes, kPageLeaves = kPage / kLeafPositions;
 static_assert(kPageBytes <= kStageBytes, "a page is a stage");

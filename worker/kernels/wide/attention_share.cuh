@@ -80,7 +80,7 @@ template <int TILES> struct Share {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
           most[l][c] = ceilf(most[l][c]);
-          // a leaf of which nothing is seen has weights of zero, not NaN
+          // A leaf of which nothing is seen has weights of zero, not NaN.
           const float base = fmaxf(most[l][c], -3.4e38f);
           s[c] = exp2_approx(s[c] - base);
           s[2 + c] = exp2_approx(s[2 + c] - base);

@@ -13,7 +13,7 @@ struct Projection {
   const Launch& launch;
   u32 shared;
 
-  // tile of the block's
+  // Which of the block's tiles.
   LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }
   LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
@@ -224,7 +224,7 @@ struct Hidden {
 };
 
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums
-/// of squares as a binary tree and tells all blocks.
+/// of squares as a binary tree and publishes the result to all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
   const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;

@@ -5,7 +5,7 @@
 #pragma once
 
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
-// blocks that write a leaf of the activation
+// Blocks that write a leaf of the activation.
 constexpr u32 kActivationBlocks = kBlocks / Down::leaves;
 /// What the counter of a KV head's q, k and v counts: blocks that write them; where blocks have some tiles of one KV
 /// head and some of the next, tiles.
@@ -142,7 +142,7 @@ struct Receive {
       }
       if constexpr (keeps_own<C>) {
         if (on && mine) put<C>(place.tile, place.tile, sum);
-        // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
+        // Orders what the slots hold before the copies of later exchanges, while the peer's sums are on their way.
         fence_async_shared();
       }
       __syncwarp();

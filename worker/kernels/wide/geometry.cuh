@@ -4,15 +4,15 @@
 // and each block sums half of K of all of them: so a block reads half of the activations. Gate/up and the LM head are
 // not cut: a block owns its tiles with all of K.
 //
-// A rank of a group has too few tiles of qkv for pairs to own as many each; of 16 ranks each has one leaf of o and
-// down, so these are not cut.
+// In a group a rank has too few tiles of qkv for all pairs to own equally many. In a group of 16 each rank has one leaf
+// of o and down, so these are not cut.
 #pragma once
 
 static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
 constexpr bool kPrompt = kColumns == 128;  // only rows of prompts that do not sample: no LM head
 constexpr int kConsumers = 8;              // warps, two warpgroups
 constexpr u32 kConsumerThreads = kConsumers * 32;
-// the other warps: weights and pages (two), activations, 1 / rms
+// The other warps: weights and pages (two), activations, 1 / rms.
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
 constexpr u32 kThreads = 12 * 32;
 constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
@@ -86,7 +86,7 @@ enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divi
 /// owns its tiles with all of K. RUN: k16 steps of a leaf, or a divisor of them.
 template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
   using P = PRODUCT;
-  // even: pairs own as many tiles each
+  // even: all pairs own equally many tiles.
   static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;
   static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
   static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1),
@@ -183,7 +183,7 @@ template <class PRODUCT, bool THIN = false> struct Own {
 /// by it, the rest is written before a counter that its readers wait for.
 struct Words {
   static constexpr u64 counter = 128;                                             // bytes from one counter to the next
-  // one a leaf of K: a 16th of the blocks writes it
+  // A counter for each leaf of K: a 16th of the blocks writes it.
   static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;
   static constexpr u64 activation_ready = mlp_x_ready + 16 * counter;
   static constexpr u64 queries_ready = activation_ready + 16 * counter;           // one a KV head: its q, k and v
@@ -203,9 +203,9 @@ struct Words {
   static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;
   // [block][column] (token << 32 | logit)
   static constexpr u64 best = inverse + 2ull * kColumns * 8;
-  // u32: the host wants the launch to end
+  // u32: whether the host wants the launch to end.
   static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;
-  // the residual stream, each thread's own: Hidden
+  // The residual stream, each thread's own: Hidden.
   static constexpr u64 hidden = stop + 128;
   static constexpr u64 items = hidden + (u64)kBlocks * kHiddenRounds * kConsumerThreads * 32;  // of attention
 };
@@ -220,7 +220,7 @@ LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) {
 struct Shared {
   static constexpr u32 ring = 0;                                                     // [kStages]
   static constexpr u32 input = ring + kStages * kStageBytes;                         // [kInputSlots]
-  // partial sums of the pair; scratch of attention and of the LM head
+  // Partial sums of the pair; scratch of attention and of the LM head.
   static constexpr u32 receive = input + kInputSlots * kInputSteps * kStepBytes;
   static constexpr u32 scratch = kColumns == 32 ? 24576 : 32768;
   static constexpr u32 inverse = receive + scratch;                                  // [x, MLP's x][column] 1 / rms
@@ -232,11 +232,11 @@ struct Shared {
   static constexpr u32 input_full = stage_empty + kStages * 8, input_empty = input_full + kInputSlots * 8;
   static constexpr u32 receive_full = input_empty + kInputSlots * 8, receive_free = receive_full + 8;
   static constexpr u32 norms = receive_free + 8;                                     // [x, MLP's x]
-  // completes once a step's tokens are known
+  // Completes a phase once a step's tokens are known.
   static constexpr u32 sampled = norms + 16;
   static constexpr u32 last_step = sampled + 8;                                      // steps to run
   static constexpr u32 sampling = last_step + 4;                                     // whether a row samples
-  // first and end of the block's list in Launch::items
+  // First and end of the block's list in Launch::items.
   static constexpr u32 items = sampling + 4;
   static constexpr u32 bytes = items + 8;
 };

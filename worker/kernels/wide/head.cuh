@@ -103,7 +103,7 @@ struct Choice {
 
  private:
   /// The best of this rank to all ranks and of all ranks to this one, for a column a lane; true, for column 0, if all
-  /// hosts want the launch to end. Every rank hears the same.
+  /// hosts want the launch to end. Every rank reads the same words.
   LP_DEVICE bool agree(u32 column, u32 step, bool stop, Best& best) const {
     const u32 tag = tag_of(launch, step, 0), own = own_rank(launch);
     if (rank_block() == column % kBlocks) {

@@ -31,7 +31,7 @@ constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * sl
 /// One leaf of a warp's tile, k16 steps ascending from zero, in groups.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   constexpr int N = C::columns, SLOT = C::input_steps;
-  // the tree of 16 leaves leaves fewer registers
+  // The tree of 16 leaves takes more registers.
   constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : group_steps(C::steps, SLOT);
   constexpr int SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
 #pragma unroll

@@ -1,32 +1,44 @@
-// What the ranks of a group tell each other in wide passes: words of 16 bytes {data, data, tag, extra} as in
-// ../layout/inbox.cuh, in the inbox of who reads them.
+// Messages between the ranks of a group in wide passes: words of 16 bytes {data, data, tag, extra} as in
+// ../layout/inbox.cuh, in the inbox of the rank that reads them.
 //
-// Sums of 32 columns are half a megabyte a rank, too much to tell everybody. So each rank has a share of the columns,
-// whose residual it keeps, and a product that is added to it takes two hops:
+// Sums of 32 columns are half a megabyte a rank, too much to send to every rank. So each rank owns a share of the
+// columns, whose residual it keeps, and a product that is added to the residual takes two hops:
 //
-//   sums of o, of down   a block's rows of a column         block b -> block b of the rank that has the column, which finishes the tree in the order of ranks and adds to its residual
-//   x, with squares      the same rows, scaled, bf16        block b of that rank -> block b of every other, which publishes all columns to its own GPU as on one
-//   embedding            the same rows of a token, bf16     block b of the rank whose vocabulary shard has the token -> block b of the rank that has the column
-//   token                best token of a rank's shard       a block -> all blocks of every rank
-//   logits               of a rank's shard                  its owners -> the sampler of every rank, behind fences (../ops/ranks.cuh)
+//   message              content                           writer -> reader
+//   sums of o, of down   a block's rows of a column        block b -> block b of the column's rank, which finishes the
+//                                                          tree in the order of ranks and adds it to its residual
+//   x, with squares      the same rows, scaled, bf16       block b of that rank -> block b of every other rank, which
+//                                                          publishes all columns to its own GPU as one GPU does
+//   embedding            the same rows of a token, bf16    block b of the rank whose vocabulary shard has the token ->
+//                                                          block b of the column's rank
+//   token                best token of a rank's shard      a block -> all blocks of every rank
+//   logits               of a rank's shard                 their owners -> the sampler of every rank, behind fences
+//                                                          (../ops/ranks.cuh)
 //
-// Columns past the launch's rows are told nobody. One buffer of each suffices. All blocks own rows, so every block has
-// a part in all of it:
-//   sums        Block b of rank r tells sums of o again a layer after it did, when it has had x after o from all ranks, all its threads (publish). Who sent x of a column had read its sums. So with
-//               down, and x after down. In a launch that samples nothing x after the last down is not sent: what follows is told in the next launch, after its x.
-//   x           Rank q tells x after o again when it has the sums of o of the next layer from block b of every rank, told after that block had had the x before. So with down.
-//   embedding   Its owner reads it before it sends x of the step's first layer, which block b of every rank has before it gets to the next step.
-//   token       A rank's best token of step s + 1 needs its blocks to have had x in that step, so needs sums of step s + 1 from block b of every rank, for all b, and each block reads the token words
-//               of step s before it tells any. Logits of a step lie behind the same sums, and these behind the samplers of the step before, in every rank's stream.
-// That a launch has other rows than the one before does not matter: x of any column shows that its rank has begun the
-// launch, so ended the one before. Tags tell words of other layers: a late reader reports one and never takes it.
+// Nobody sends columns past the launch's rows. All blocks own rows, so every block has a part in all of it, and one
+// buffer of each suffices:
+//   sums        Block b of rank r sends sums of o again a layer later, when all its threads have had x after o from all
+//               ranks (publish). The rank that sent x of a column had read its sums. The same holds for down, and x
+//               after down. In a launch that samples nothing, x after the last down is not sent: the next messages are
+//               those of the next launch, after its x.
+//   x           Rank q sends x after o again when it has the sums of o of the next layer from block b of every rank.
+//               That block sent them after it had had the x before. The same holds for down.
+//   embedding   Its reader reads it before it sends x of the step's first layer, and block b of every rank has that x
+//               before it gets to the next step.
+//   token       A rank chooses its best token of step s + 1 after its blocks have had x in that step, so after sums of
+//               step s + 1 from block b of every rank, for all b. Each block reads the token words of step s before it
+//               sends any of these sums.
+//   logits      They lie behind the same sums, and these behind the samplers of the step before, in every rank's
+//               stream.
+// Launches may have different rows: x of any column shows that its rank has begun the launch, so has ended the one
+// before. A tag tells words of different layers apart: a late reader reports a foreign word and never takes it.
 #pragma once
 
 /// Columns whose residual a rank has.
 constexpr u32 kRankColumns = kColumns / kRanks;
 LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
 
-/// A lane tells 8 rows of a column: three words of fp32, or two of bf16.
+/// A lane sends 8 rows of a column: three words of fp32, or two of bf16.
 constexpr u32 kSumWords = 3, kXWords = 2;
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
@@ -64,7 +76,7 @@ struct Inbox {
 struct Ranks {
   const Launch& launch;
 
-  // what follows from it is found where it is used: registers are few
+  // `unknown`: what follows from the rank is computed where it is used, since registers are few.
   LP_DEVICE u32 own() const { return unknown(own_rank(launch)); }
   /// Whether it keeps the residual of a column.
   LP_DEVICE bool has(u32 column) const { return kRanks == 1 || rank_of_column(column) == own(); }
@@ -96,7 +108,7 @@ struct Ranks {
     }
   }
   /// x of the columns that others have, into `x`, and their sums of squares, for the readers on this GPU. All consumers
-  /// call it. Columns that nobody tells are zero.
+  /// call it. Columns that nobody sends are zero.
   LP_DEVICE void hear_x(u32 told, u8* x, u8* sums, u32 tag) const {
     constexpr u32 WORDS = kHiddenChunks * kColumns * kXWords, EACH = (WORDS + kConsumerThreads - 1) / kConsumerThreads;
     const u32 thread = thread_index();

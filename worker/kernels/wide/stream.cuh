@@ -22,7 +22,7 @@ struct Producer {
   const Launch& launch;
   u32 shared;
   u64 policy;
-  // stages; ahead: in the second-level cache, of those that are issued next
+  // Stages. ahead: how many of those that are issued next are in the second-level cache.
   u32 second, issued = 0, landed = 0, ahead = 0;
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp)

@@ -50,7 +50,7 @@ static float odd_logit(u32 kind, u32 id, Random& random) {
   const float nan = real(0x7fc00000u);
   switch (kind) {
     case 0: return random.normal() * 3;
-    // ties, both zeros
+    // Ties, both zeros.
     case 1: return (float)(int)(random.normal() * 2) * (random.below(2) ? 0.5f : -0.5f);
     case 2: {
       const u32 k = random.below(12);
@@ -60,11 +60,11 @@ static float odd_logit(u32 kind, u32 id, Random& random) {
     case 4: return random.normal() * 40;
     case 5: return random.below(2) ? nan : -kInfinity;
     case 6: return random.normal() * 2 + (id == kVocab / 2 ? 15.0f : 0.0f);                              // peaked
-    // all good ones in one block
+    // All good ones in one block.
     case 7: return random.normal() + (id < 300 ? 12.0f : 0.0f);
-    // a grammar's mask
+    // A grammar's mask.
     case 8: return id % 97 == 5 ? random.normal() : -kInfinity;
-    // many ties at the top
+    // Many ties at the top.
     default: return (float)random.below(64) * 0.125f;
   }
 }

@@ -23,7 +23,7 @@ gpu-tp:
     LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
         cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
 
-# The README's figures of a GPU, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
+# The figures of one GPU in docs/benchmarks.md, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
 gpu-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/gpu_figures.py {{ARGS}}
@@ -39,7 +39,7 @@ same-bits *ARGS:
     python3 deploy/compare/same_bits.py {{ARGS}}
 
 # Needs a machine with 4 GPUs; what larger groups would do follows as tables and a picture.
-# The README's figures of several GPUs, as a table.
+# The figures of several GPUs in docs/benchmarks.md, as a table.
 tp-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/tp_figures.py --dir docs/scaling {{ARGS}}
@@ -49,7 +49,7 @@ tp-figures *ARGS:
 scaling:
     cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
 
-# What 1 to 16 workers do on this machine's CPUs: the README's report, and its picture where there is a chromium.
+# What 1 to 16 workers do on this machine's CPUs: the report of docs/benchmarks.md, and its picture where there is a chromium.
 sweep-cpu:
     cargo build --release --workspace
     target/release/looplane loadtest sweep --tp 1,2,4,8,16 --device cpu --duration 10s \

@@ -1,4 +1,4 @@
-"""The README's figures of one GPU: measures them and prints the tables.
+"""The figures of one GPU in docs/benchmarks.md: measures them and prints the tables.
 
     python3 gpu_figures.py --looplane target/release/looplane
     python3 gpu_figures.py --looplane target/release/looplane --tp 4     # HTTP through 4 GPUs; steps: tp_figures.py

@@ -1,5 +1,5 @@
-"""The README's figures of several GPUs: measures every shape on 1, 2 and 4 of them, prints the table, and keeps what
-the scaling model reads.
+"""The figures of several GPUs in docs/benchmarks.md: measures every shape on 1, 2 and 4 of them, prints the table, and
+keeps what the scaling model reads.
 
     python3 tp_figures.py --looplane target/release/looplane --dir figures
     target/release/looplane scaling figures/*.json --plot docs/scaling.svg

@@ -2,14 +2,14 @@
 //!
 //! Its rooms, each of which knows those before it only:
 //!
-//! * [`stats`]: distributions and intervals; [`text`]: words of options and of servers.
-//! * [`load`]: when requests are due, how long they are and what they say, and which of them a client spoils on purpose.
-//! * [`client`]: one request over HTTP or gRPC, from its bytes to its [`client::record::RequestRecord`].
-//! * [`run`]: sends a load, meters and shows it, watches the server's `/metrics`, and calibrates itself against a mock.
-//! * [`figures`]: counts records into figures as they come, so that memory does not grow with the run.
-//! * [`report`]: the figures as text, JSON and page, plots, and two reports side by side.
-//! * [`faults`]: sockets left half open and workers killed, and what came of them.
-//! * [`measure`]: one measurement; [`saturate`]: many, for the rate that a server bears; [`sweep`]: on servers of several
+//! * `stats`: distributions and intervals; `text`: words of options and of servers.
+//! * `load`: when requests are due, how long they are and what they say, and which of them a client spoils on purpose.
+//! * `client`: one request over HTTP or gRPC, from its bytes to its `client::record::RequestRecord`.
+//! * `run`: sends a load, meters and shows it, watches the server's `/metrics`, and calibrates itself against a mock.
+//! * `figures`: counts records into figures as they come, so that memory does not grow with the run.
+//! * `report`: the figures as text, JSON and page, plots, and two reports side by side.
+//! * `faults`: sockets left half open and workers killed, and what came of them.
+//! * `measure`: one measurement; `saturate`: many, for the rate that a server bears; `sweep`: on servers of several
 //!   sizes, which it starts itself.
 #![forbid(unsafe_code)]
 

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use prometheus_client::metrics::counter::Counter;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
@@ -80,6 +81,8 @@ pub enum Command {
     Cancel {
         /// Its number.
         sequence: u64,
+        /// Tokens that its reader took.
+        taken: u64,
         /// Why not.
         because: Unwanted,
     },
@@ -102,6 +105,9 @@ pub struct SequenceStream {
     id: u64,
     events: mpsc::Receiver<SequenceEvent>,
     commands: mpsc::UnboundedSender<Command>,
+    /// Tokens that the reader took, and of all readers.
+    taken: u64,
+    all_taken: Counter,
     ended: bool,
     because: Unwanted,
 }
@@ -110,7 +116,14 @@ impl SequenceStream {
     /// Made by the engine. `events` has room for every token the sequence may generate and its end, so the engine never
     /// waits for a slow reader and the buffer is bounded by `max_tokens`.
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
-        Self { id, events, commands, ended: false, because: Unwanted::Abandoned }
+        let (taken, all_taken) = (0, Counter::default());
+        Self { id, events, commands, taken, all_taken, ended: false, because: Unwanted::Abandoned }
+    }
+
+    /// Counts every token that the reader takes in `counter`, too: what clients are told of is what is counted.
+    pub fn counted_in(mut self, counter: Counter) -> Self {
+        self.all_taken = counter;
+        self
     }
 
     /// The sequence's number, unique in the life of the server.
@@ -122,6 +135,10 @@ impl SequenceStream {
     pub async fn next(&mut self) -> Option<SequenceEvent> {
         let event = self.events.recv().await;
         self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
+        if !self.ended {
+            self.taken += 1;
+            self.all_taken.inc();
+        }
         event
     }
 
@@ -135,7 +152,7 @@ impl Drop for SequenceStream {
     fn drop(&mut self) {
         if !self.ended {
             // An engine that is gone has nothing left to cancel.
-            let _ = self.commands.send(Command::Cancel { sequence: self.id, because: self.because });
+            let _ = self.commands.send(Command::Cancel { sequence: self.id, taken: self.taken, because: self.because });
         }
     }
 }

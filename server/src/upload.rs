@@ -7,7 +7,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::Body;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::timeout,
+    time::{Instant, timeout, timeout_at},
 };
 
 /// So much of every body is not counted: a crowd of large bodies leaves room for small ones, whose memory the number of
@@ -15,6 +15,13 @@ use tokio::{
 const FREE_BYTES: usize = 64 << 10;
 /// Bytes that all bodies together may hold beyond that.
 const MEMORY_BYTES: usize = 128 << 20;
+
+/// Within the limit in time, a body that trickles in has so long, and a second for each of so many bytes that came: its
+/// request holds a place meanwhile.
+const PATIENCE: Duration = Duration::from_secs(5);
+const LEAST_BYTES_PER_SECOND: usize = 32 << 10;
+/// Longest time for which a refused request's body is read.
+const DISCARD_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why a body was not read to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -60,7 +67,7 @@ pub struct Upload {
 }
 
 impl Uploads {
-    /// For bodies of at most `max_bytes`, each of which must arrive within `limit`.
+    /// For bodies of at most `max_bytes`, each of which must arrive within `limit`, and not too slowly before.
     pub fn new(max_bytes: usize, limit: Duration) -> Self {
         let memory_bytes = MEMORY_BYTES.max(max_bytes).min(Semaphore::MAX_PERMITS);
         Self { max_bytes, limit, memory: Arc::new(Semaphore::new(memory_bytes)), memory_bytes }
@@ -84,8 +91,29 @@ impl Uploads {
         if body.size_hint().lower() > self.max_bytes as u64 {
             return Err(UploadError::TooLarge { limit: self.max_bytes });
         }
-        let whole = self.read_frames(Limited::new(body, self.max_bytes));
-        timeout(self.limit, whole).await.unwrap_or(Err(UploadError::Timeout { limit: self.limit }))
+        self.read_frames(Limited::new(body, self.max_bytes)).await
+    }
+
+    /// Time from its start after which a body of which `bytes` bytes came is too slow.
+    fn allowed(&self, bytes: usize) -> Duration {
+        self.limit.min(PATIENCE + Duration::from_secs((bytes / LEAST_BYTES_PER_SECOND) as u64))
+    }
+
+    /// Reads what comes of a body, within limits, and forgets it. A client over HTTP/1 that has not sent everything may
+    /// lose an answer for which nobody read its body: closing then resets the connection.
+    pub async fn discard<B: Body<Data = Bytes>>(&self, body: B) {
+        let frames = async {
+            let mut body = pin!(body);
+            let mut bytes = 0;
+            while let Some(Ok(frame)) = body.frame().await {
+                bytes += frame.data_ref().map_or(0, Bytes::len);
+                if bytes > self.max_bytes {
+                    return;
+                }
+            }
+        };
+        // One that takes longer reads its answer late, or not at all.
+        let _ = timeout(self.limit.min(DISCARD_LIMIT), frames).await;
     }
 
     async fn read_frames<B>(&self, body: Limited<B>) -> Result<Upload, UploadError>
@@ -96,7 +124,11 @@ impl Uploads {
         let mut body = pin!(body);
         let mut bytes = BytesMut::new();
         let mut memory: Option<OwnedSemaphorePermit> = None;
-        while let Some(frame) = body.frame().await {
+        let start = Instant::now();
+        loop {
+            let limit = self.allowed(bytes.len());
+            let next = timeout_at(start + limit, body.frame()).await.map_err(|_| UploadError::Timeout { limit })?;
+            let Some(frame) = next else { break };
             let frame = frame.map_err(|error| match error.is::<LengthLimitError>() {
                 true => UploadError::TooLarge { limit: self.max_bytes },
                 false => UploadError::Broken(error.to_string()),
@@ -143,6 +175,14 @@ mod tests {
         let limit = Duration::from_millis(20);
         let silent = StreamBody::new(stream::pending::<Result<Frame<Bytes>, std::io::Error>>());
         assert_eq!(Uploads::new(10, limit).read(silent).await.unwrap_err(), UploadError::Timeout { limit });
+    }
+
+    #[test]
+    fn a_body_that_trickles_in_has_less_time_than_one_that_flows() {
+        let uploads = Uploads::new(8 << 20, LIMIT);
+        for (bytes, allowed_s) in [(0, 5), (1000, 5), (32 << 10, 6), (320 << 10, 15), (8 << 20, 30)] {
+            assert_eq!(uploads.allowed(bytes), Duration::from_secs(allowed_s), "{bytes}");
+        }
     }
 
     #[tokio::test]

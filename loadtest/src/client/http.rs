@@ -105,22 +105,21 @@ impl Client {
 
     /// The id of the first model that `/v1/models` lists.
     pub async fn first_model(&self) -> Result<String, Failure> {
-        let ask = async {
-            let response = self.send(&self.http, Method::GET, "/v1/models", Bytes::new()).await?;
-            let bytes = read_bounded(response.into_body()).await?;
-            let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;
-            let id = models.pointer("/data/0/id").and_then(Value::as_str);
-            id.map(str::to_owned).ok_or_else(|| Failure::BadJson("no model id at /data/0/id".into()))
-        };
-        tokio::time::timeout(self.timeout, ask).await.unwrap_or(Err(Failure::Timeout))
+        let bytes = self.get("/v1/models").await?;
+        let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;
+        let id = models.pointer("/data/0/id").and_then(Value::as_str);
+        id.map(str::to_owned).ok_or_else(|| Failure::BadJson("no model id at /data/0/id".into()))
     }
 
     /// The text of `/metrics`, or as much of it as is read of any answer.
     pub async fn metrics(&self) -> Result<String, Failure> {
+        Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
+    }
+
+    async fn get(&self, path: &str) -> Result<Bytes, Failure> {
         let ask = async {
-            let response = self.send(&self.http, Method::GET, "/metrics", Bytes::new()).await?;
-            let bytes = read_bounded(response.into_body()).await?;
-            Ok(String::from_utf8_lossy(&bytes).into_owned())
+            let response = self.send(&self.http, Method::GET, path, Bytes::new()).await?;
+            read_bounded(response.into_body()).await
         };
         tokio::time::timeout(self.timeout, ask).await.unwrap_or(Err(Failure::Timeout))
     }

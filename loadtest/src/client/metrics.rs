@@ -1,61 +1,43 @@
 //! What a server says of itself at one moment, read from the text that Prometheus reads.
 
-/// What is read of a server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Field {
-    Running,
-    Waiting,
-    /// Share of the KV cache in use, 0 to 1.
-    KvUsage,
-    /// Steps so far, and all that follows is so far, too.
-    Steps,
-    StepSeconds,
-    /// Of these, waiting for other ranks.
-    WaitSeconds,
-    Rows,
-    /// Of these, to decode.
-    DecodeRows,
-    /// Bytes that steps had to read at least, on all ranks.
-    ReadBytes,
-    GenerationTokens,
-    PromptTokens,
-    FirstTokens,
-    FirstTokenSeconds,
-    Gaps,
-    GapSeconds,
-    Queued,
-    /// The seconds that they had waited for it.
-    QueueSeconds,
-    Preemptions,
-    WorkerLosses,
-    Recoveries,
-    RecoverySeconds,
+macro_rules! fields {
+    ($($(#[$doc:meta])* $field:ident: $($name:literal)|+,)*) => {
+        /// What is read of a server: so far, but for the first three.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Field { $($(#[$doc])* $field),* }
+
+        /// Each with its names behind the prefix, the one that counts first.
+        const NAMES: &[(Field, &[&str])] = &[$((Field::$field, &[$($name),+])),*];
+    };
 }
 
-/// Each with its names behind the prefix, the one that counts first. Looplane has vLLM's names where both mean the same.
-const NAMES: &[(Field, &[&str])] = &[
-    (Field::Running, &["num_requests_running"]),
-    (Field::Waiting, &["num_requests_waiting"]),
-    (Field::KvUsage, &["kv_cache_usage_perc", "gpu_cache_usage_perc"]),
-    (Field::Steps, &["step_duration_seconds_count", "iteration_tokens_total_count"]),
-    (Field::StepSeconds, &["step_duration_seconds_sum"]),
-    (Field::WaitSeconds, &["step_wait_seconds_sum"]),
-    (Field::Rows, &["step_rows_sum", "iteration_tokens_total_sum"]),
-    (Field::DecodeRows, &["decode_rows_total"]),
-    (Field::ReadBytes, &["step_read_bytes_total"]),
-    (Field::GenerationTokens, &["generation_tokens_total"]),
-    (Field::PromptTokens, &["prompt_tokens_total"]),
-    (Field::FirstTokens, &["time_to_first_token_seconds_count"]),
-    (Field::FirstTokenSeconds, &["time_to_first_token_seconds_sum"]),
-    (Field::Gaps, &["inter_token_latency_seconds_count", "time_per_output_token_seconds_count"]),
-    (Field::GapSeconds, &["inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum"]),
-    (Field::Queued, &["request_queue_time_seconds_count"]),
-    (Field::QueueSeconds, &["request_queue_time_seconds_sum"]),
-    (Field::Preemptions, &["num_preemptions_total"]),
-    (Field::WorkerLosses, &["worker_losses_total"]),
-    (Field::Recoveries, &["worker_recovery_seconds_count"]),
-    (Field::RecoverySeconds, &["worker_recovery_seconds_sum"]),
-];
+// Looplane has vLLM's names where both mean the same.
+fields! {
+    Running: "num_requests_running",
+    Waiting: "num_requests_waiting",
+    /// Share of the KV cache in use, 0 to 1.
+    KvUsage: "kv_cache_usage_perc" | "gpu_cache_usage_perc",
+    Steps: "step_duration_seconds_count" | "iteration_tokens_total_count",
+    StepSeconds: "step_duration_seconds_sum",
+    /// Of these, waiting for other ranks.
+    WaitSeconds: "step_wait_seconds_sum",
+    Rows: "step_rows_sum" | "iteration_tokens_total_sum",
+    DecodeRows: "decode_rows_total",
+    /// Bytes that steps had to read at least, on all ranks.
+    ReadBytes: "step_read_bytes_total",
+    GenerationTokens: "generation_tokens_total",
+    PromptTokens: "prompt_tokens_total",
+    FirstTokens: "time_to_first_token_seconds_count",
+    FirstTokenSeconds: "time_to_first_token_seconds_sum",
+    Gaps: "inter_token_latency_seconds_count" | "time_per_output_token_seconds_count",
+    GapSeconds: "inter_token_latency_seconds_sum" | "time_per_output_token_seconds_sum",
+    Queued: "request_queue_time_seconds_count",
+    QueueSeconds: "request_queue_time_seconds_sum",
+    Preemptions: "num_preemptions_total",
+    WorkerLosses: "worker_losses_total",
+    Recoveries: "worker_recovery_seconds_count",
+    RecoverySeconds: "worker_recovery_seconds_sum",
+}
 
 /// Whose names a server speaks, and the prefix that they have.
 const DIALECTS: [(&str, &str); 2] = [("Looplane", "looplane_"), ("vLLM", "vllm:")];
@@ -92,8 +74,7 @@ impl Snapshot {
 
     /// One of the figures.
     pub fn get(&self, field: Field) -> Option<f64> {
-        let at = NAMES.iter().position(|(of, _)| *of == field)?;
-        self.values[at]
+        self.values[field as usize]
     }
 
     /// How much it grew from `before` to this; none where it fell: the server began to count again.

@@ -173,8 +173,7 @@ impl Silence {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const MS: u64 = 1_000_000;
+    use crate::testing::records::{self, MS};
 
     fn silence(heard_ms: &[u64], ended_ms: u64) -> Option<u64> {
         let mut silence = Silence::default();
@@ -201,11 +200,13 @@ mod tests {
     }
 
     fn record(sent_ms: u64, chunks_ms: &[u64]) -> RequestRecord {
-        let mut record = RequestRecord::new(sent_ms, sent_ms * MS, sent_ms * MS);
-        record.chunks_ns = chunks_ms.iter().map(|ms| ms * MS).collect();
-        record.ended_ns = chunks_ms.last().map_or(sent_ms, |ms| ms + 1) * MS;
-        record.text = Some("t".into());
-        record
+        let record = records::record(sent_ms, sent_ms, chunks_ms);
+        RequestRecord { index: sent_ms, ended_ns: record.ended_ns + MS, text: Some("t".into()), ..record }
+    }
+
+    /// Cut off at a time.
+    fn failed(ended_ms: u64) -> RequestRecord {
+        RequestRecord { failure: Some(Failure::Truncated), ended_ns: ended_ms * MS, ..record(600, &[700]) }
     }
 
     #[test]
@@ -215,9 +216,7 @@ mod tests {
         aftermath.observe(&record(800, &[990, 1002, 1700, 1710]));
         aftermath.observe(&record(950, &[1600, 1610]));
         aftermath.observe(&record(1500, &[1900, 3900]));
-        let mut failed = record(600, &[700]);
-        (failed.failure, failed.ended_ns) = (Some(Failure::Truncated), 1100 * MS);
-        aftermath.observe(&failed);
+        aftermath.observe(&failed(1100));
         assert_eq!((aftermath.lived, aftermath.failed["truncated"].0), (2, 1));
         assert_eq!(aftermath.longest_gap, Some(Duration::from_millis(698)));
         assert_eq!(aftermath.recovered_after(), Some(Duration::from_millis(600)));
@@ -238,9 +237,7 @@ mod tests {
         let mut aftermath = Aftermath { struck: None, ..aftermath() };
         aftermath.observe(&record(800, &[900, 980]));
         aftermath.observe(&record(800, &[990, 1010]));
-        let mut failed = record(600, &[700]);
-        (failed.failure, failed.ended_ns) = (Some(Failure::Truncated), 1050 * MS);
-        aftermath.observe(&failed);
+        aftermath.observe(&failed(1050));
         assert_eq!((aftermath.early.len(), aftermath.lived), (2, 0));
         aftermath.strike(Ok((1020 * MS, 7)));
         aftermath.observe(&record(900, &[1000, 1300]));

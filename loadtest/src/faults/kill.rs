@@ -4,13 +4,14 @@
 //! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
 
 use std::fmt::{self, Display};
-use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use procfs::ProcError;
+use procfs::net::TcpState;
+use procfs::process::{FDTarget, Process, all_processes};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, spawn_blocking};
@@ -18,9 +19,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::client::record::Clock;
 use crate::text::parse_duration;
-
-/// State of a listening socket in `/proc/net/tcp`.
-const LISTENING: &str = "0A";
 
 /// A worker to kill, written `1@5s`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +42,7 @@ pub enum KillError {
     )]
     NoWorker { server: u32, rank: u32 },
     #[error("processes cannot be found ({0}): --kill-worker needs Linux with /proc")]
-    Proc(io::Error),
+    Proc(ProcError),
     #[error("process {pid} cannot be killed: {source}")]
     Kill { pid: u32, source: io::Error },
 }
@@ -111,37 +109,35 @@ impl LocalServer {
     }
 
     fn listening_at(address: SocketAddr) -> Result<Option<Self>, KillError> {
-        let sockets = listening_sockets(address).map_err(KillError::Proc)?;
-        let listens = |process: &u32| {
-            // Processes of others cannot be looked into, and some end meanwhile.
-            let files = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
-            files.filter_map(|file| fs::read_link(file.path()).ok()).any(|file| sockets.contains(&file))
+        let sockets = listening_sockets(address)?;
+        let reached = |target: FDTarget| matches!(target, FDTarget::Socket(inode) if sockets.contains(&inode));
+        // Processes of others cannot be looked into, and some end meanwhile.
+        let listens = |process: &Process| {
+            process.fd().is_ok_and(|mut files| files.any(|file| file.is_ok_and(|file| reached(file.target))))
         };
-        let listening: Vec<u32> = processes()?.into_iter().filter(listens).collect();
+        let listening: Vec<Process> = processes()?.filter(listens).collect();
+        let pids: Vec<u32> = listening.iter().map(|process| process.pid as u32).collect();
         // A process that was just forked holds its parent's sockets until it becomes another program.
-        let of_their_own = |pid: &u32| parent(*pid).is_none_or(|parent| !listening.contains(&parent));
-        match *listening.iter().copied().filter(of_their_own).collect::<Vec<_>>() {
+        let of_their_own =
+            listening.iter().filter(|process| process.stat().is_ok_and(|stat| !pids.contains(&(stat.ppid as u32))));
+        match *of_their_own.map(|process| process.pid as u32).collect::<Vec<_>>() {
             [] => Ok(None),
             [pid] => Ok(Some(Self { pid })),
-            [..] => Err(KillError::SeveralListen { address, pids: listening }),
+            [..] => Err(KillError::SeveralListen { address, pids }),
         }
     }
 
-    /// Process id of its worker of this rank.
-    ///
-    /// # Errors
-    /// [`KillError::NoWorker`] where there is none, as also between a worker's end and the start of the next one.
+    /// Process id of its worker of this rank. There is none between a worker's end and the start of the next one.
     pub fn worker(self, rank: u32) -> Result<u32, KillError> {
         let server = self.pid;
-        let (rank_text, parent) = (rank.to_string(), server.to_string());
-        let is_worker = |process: &u32| {
-            let line = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
-            let words: Vec<&[u8]> = line.split(|&byte| byte == 0).collect();
+        let is_worker = |process: &Process| {
+            let words = process.cmdline().unwrap_or_default();
             let says =
-                |name: &str, value: &str| words.windows(2).any(|pair| pair == [name.as_bytes(), value.as_bytes()]);
-            says("--rank", &rank_text) && says("--parent", &parent)
+                |name: &str, value: u32| words.windows(2).any(|pair| pair == [name.to_owned(), value.to_string()]);
+            says("--rank", rank) && says("--parent", server)
         };
-        processes()?.into_iter().find(is_worker).ok_or(KillError::NoWorker { server, rank })
+        let worker = processes()?.find(is_worker);
+        worker.map(|process| process.pid as u32).ok_or(KillError::NoWorker { server, rank })
     }
 }
 
@@ -187,37 +183,20 @@ fn is_of_this_machine(address: IpAddr) -> bool {
 }
 
 /// Every process that is there.
-fn processes() -> Result<Vec<u32>, KillError> {
-    let entries = fs::read_dir("/proc").map_err(KillError::Proc)?.flatten();
-    Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+fn processes() -> Result<impl Iterator<Item = Process>, KillError> {
+    Ok(all_processes().map_err(KillError::Proc)?.flatten())
 }
 
-/// The process that started this one; none where that has ended.
-fn parent(process: u32) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
-}
-
-/// The sockets that a connection to `address` reaches, as the links in `/proc/PID/fd` name them: those that are bound to
-/// it, else those bound to every address of its kind, else those bound to every address of both.
-fn listening_sockets(address: SocketAddr) -> io::Result<Vec<PathBuf>> {
-    let mut on_its_port = Vec::new();
-    for file in ["/proc/net/tcp", "/proc/net/tcp6"] {
-        let table = match fs::read_to_string(file) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && file.ends_with('6') => continue,
-            table => table?,
-        };
-        // sl local_address rem_address st queues timer retransmits uid timeout inode ...
-        for line in table.lines().skip(1) {
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            let [_, local, _, LISTENING, _, _, _, _, _, inode, ..] = fields[..] else { continue };
-            if let Some((ip, port)) = socket_address(local)
-                && port == address.port()
-            {
-                on_its_port.push((ip, PathBuf::from(format!("socket:[{inode}]"))));
-            }
-        }
-    }
+/// Inodes of the sockets that a connection to `address` reaches: those that are bound to it, else those bound to every
+/// address of its kind, else those bound to every address of both.
+fn listening_sockets(address: SocketAddr) -> Result<Vec<u64>, KillError> {
+    // A kernel without IPv6 has no table of it.
+    let tables =
+        procfs::net::tcp().map_err(KillError::Proc)?.into_iter().chain(procfs::net::tcp6().unwrap_or_default());
+    let listening =
+        tables.filter(|entry| entry.state == TcpState::Listen && entry.local_address.port() == address.port());
+    let on_its_port: Vec<(IpAddr, u64)> =
+        listening.map(|entry| (entry.local_address.ip().to_canonical(), entry.inode)).collect();
     let ip = address.ip().to_canonical();
     let every_of_its_kind = if ip.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
     let bound = [ip, every_of_its_kind, Ipv6Addr::UNSPECIFIED.into()];
@@ -225,21 +204,10 @@ fn listening_sockets(address: SocketAddr) -> io::Result<Vec<PathBuf>> {
     Ok(on_its_port.into_iter().filter(|(ip, _)| Some(*ip) == reached).map(|(_, socket)| socket).collect())
 }
 
-/// Reads `0100007F:1F90`: the address in words of four bytes as this machine has them in memory, and the port.
-fn socket_address(text: &str) -> Option<(IpAddr, u16)> {
-    let (words, port) = text.split_once(':')?;
-    let words = words.as_bytes().chunks(8).map(|word| u32::from_str_radix(str::from_utf8(word).ok()?, 16).ok());
-    let bytes = words.map(|word| word.map(u32::to_ne_bytes)).collect::<Option<Vec<_>>>()?.concat();
-    let ip = match <[u8; 4]>::try_from(&bytes[..]) {
-        Ok(bytes) => IpAddr::from(bytes),
-        Err(_) => IpAddr::from(<[u8; 16]>::try_from(&bytes[..]).ok()?).to_canonical(),
-    };
-    Some((ip, u16::from_str_radix(port, 16).ok()?))
-}
-
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use std::fs;
     use std::process::{Child, Command, Stdio};
 
     /// A process that looks like a worker of `server`; it ends with its standard input.
@@ -265,6 +233,9 @@ pub mod tests {
         drop(listener);
         let refusal = LocalServer::behind(&address).await.expect_err("nobody listens");
         assert!(matches!(refusal, KillError::NobodyListens(_)), "{refusal}");
+        // TEST-NET-1 of RFC 5737, which no machine has.
+        let refusal = LocalServer::behind("192.0.2.1:8000").await.expect_err("elsewhere");
+        assert!(refusal.to_string().contains("192.0.2.1:8000"), "{refusal}");
 
         // Ranks that no other test has workers of.
         let workers = [stand_in(std::process::id(), 70), stand_in(std::process::id(), 7)];
@@ -295,27 +266,5 @@ pub mod tests {
         let everywhere = listen(at("0.0.0.0", 0)).await;
         let port = everywhere.local_addr().expect("bound").port();
         assert_eq!((sockets("127.0.0.2", port).len(), sockets("::1", port).len()), (1, 0));
-    }
-
-    #[test]
-    fn addresses_are_read_as_the_kernel_writes_them() {
-        let word = |bytes: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(bytes));
-        let v4 = word([127, 0, 0, 2]);
-        assert_eq!(socket_address(&format!("{v4}:1F90")), Some((Ipv4Addr::new(127, 0, 0, 2).into(), 8080)));
-        let zero = word([0; 4]);
-        let loopback = format!("{zero}{zero}{zero}{}:0050", word([0, 0, 0, 1]));
-        assert_eq!(socket_address(&loopback), Some((Ipv6Addr::LOCALHOST.into(), 80)));
-        let mapped = format!("{zero}{zero}{}{v4}:0050", word([0, 0, 0xff, 0xff]));
-        assert_eq!(socket_address(&mapped), Some((Ipv4Addr::new(127, 0, 0, 2).into(), 80)));
-        for text in ["", ":1F90", "0100007F", "0100007F:", "xyz:1F90", "0100007F0100007F:1F90"] {
-            assert_eq!(socket_address(text), None, "{text}");
-        }
-    }
-
-    #[tokio::test]
-    async fn a_server_elsewhere_is_refused() {
-        // TEST-NET-1 of RFC 5737, which no machine has.
-        let refusal = LocalServer::behind("192.0.2.1:8000").await.expect_err("elsewhere");
-        assert!(refusal.to_string().contains("192.0.2.1:8000"), "{refusal}");
     }
 }

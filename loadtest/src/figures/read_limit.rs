@@ -1,8 +1,9 @@
 //! How fast a server's memory can be read: what only the user knows, or `looplane bench` has measured.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
+use anyhow::Context;
 use serde_json::Value;
 
 /// `--read-limit` on the command line: GB/s, or a file that says it.
@@ -12,15 +13,6 @@ pub enum ReadLimitArg {
     GbPerS(f64),
     /// A report of `looplane bench --json` for the same group on the same machine.
     Bench(PathBuf),
-}
-
-/// A file that holds no read limit.
-#[derive(Debug, thiserror::Error)]
-pub enum ReadLimitError {
-    #[error("--read-limit: cannot read {}: {source}", path.display())]
-    Unreadable { path: PathBuf, source: std::io::Error },
-    #[error("--read-limit: {} is no report of looplane bench --json (no {field} in it)", path.display())]
-    NoReport { path: PathBuf, field: &'static str },
 }
 
 impl FromStr for ReadLimitArg {
@@ -37,25 +29,26 @@ impl FromStr for ReadLimitArg {
 
 impl ReadLimitArg {
     /// In GB/s (10^9), of all memory that the group's ranks read.
-    pub fn gb_s(&self) -> Result<f64, ReadLimitError> {
-        match self {
-            Self::GbPerS(gb_s) => Ok(*gb_s),
-            Self::Bench(path) => of_bench(path),
+    ///
+    /// # Errors
+    /// A file that does not say it.
+    pub fn gb_s(&self) -> anyhow::Result<f64> {
+        let path = match self {
+            Self::GbPerS(gb_s) => return Ok(*gb_s),
+            Self::Bench(path) => path,
+        };
+        let shown = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| format!("--read-limit: cannot read {shown}"))?;
+        let report: Value = serde_json::from_str(&text).unwrap_or_default();
+        let lacks = |field| format!("--read-limit: {shown} is no report of looplane bench --json (no {field} in it)");
+        let measured = report.pointer("/read/best_gb_s").and_then(Value::as_f64);
+        let measured = measured.with_context(|| lacks("read.best_gb_s"))?;
+        let ranks = report["tensor_parallel"].as_f64().with_context(|| lacks("tensor_parallel"))?;
+        // On CPUs all ranks read the same memory, and it was measured with the threads of all; on GPUs each has its own.
+        match report["device"].as_str().with_context(|| lacks("device"))? {
+            "cuda" => Ok(measured * ranks),
+            _ => Ok(measured),
         }
-    }
-}
-
-fn of_bench(path: &Path) -> Result<f64, ReadLimitError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|source| ReadLimitError::Unreadable { path: path.to_owned(), source })?;
-    let report: Value = serde_json::from_str(&text).unwrap_or_default();
-    let lacks = |field| ReadLimitError::NoReport { path: path.to_owned(), field };
-    let measured = report.pointer("/read/best_gb_s").and_then(Value::as_f64).ok_or_else(|| lacks("read.best_gb_s"))?;
-    let ranks = report["tensor_parallel"].as_f64().ok_or_else(|| lacks("tensor_parallel"))?;
-    // On CPUs all ranks read the same memory, and it was measured with the threads of all; on GPUs each has its own.
-    match report["device"].as_str().ok_or_else(|| lacks("device"))? {
-        "cuda" => Ok(measured * ranks),
-        _ => Ok(measured),
     }
 }
 

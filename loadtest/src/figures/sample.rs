@@ -73,20 +73,17 @@ impl Sample {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::records::{MS, record};
 
-    fn record(e2el_ms: u64) -> RequestRecord {
-        let mut record = RequestRecord::new(0, 0, 1_000_000);
-        record.ended_ns = (1 + e2el_ms) * 1_000_000;
-        record
+    fn over(e2el_ms: u64) -> RequestRecord {
+        RequestRecord { ended_ns: (1 + e2el_ms) * MS, ..record(0, 1, &[]) }
     }
 
     #[test]
     fn times_are_of_the_request() {
         let mut sample = Sample::default();
-        let mut answered = record(9);
-        answered.chunks_ns = vec![3_000_000, 5_000_000];
-        sample.add(&answered);
-        sample.add(&record(4));
+        sample.add(&RequestRecord { ended_ns: 10 * MS, ..record(0, 1, &[3, 5]) });
+        sample.add(&over(4));
         let want = json!({
             "ttft_ms": [2.0], "ttft_from_intended_ms": [3.0], "tpot_ms": [2.0], "e2el_ms": [9.0, 4.0],
             "e2el_from_intended_ms": [10.0, 5.0],
@@ -100,7 +97,7 @@ mod tests {
     fn a_long_run_is_sampled_evenly() {
         let mut sample = Sample::default();
         let total = 16 * MAX_SAMPLED as u64;
-        (0..total).for_each(|ms| sample.add(&record(ms)));
+        (0..total).for_each(|ms| sample.add(&over(ms)));
         let kept = &sample.requests;
         assert_eq!(kept.len(), MAX_SAMPLED);
         let mean = kept.iter().map(|times| times.e2el / total as f64).sum::<f64>() / kept.len() as f64;

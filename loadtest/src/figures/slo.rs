@@ -76,15 +76,11 @@ impl Display for Slo {
 mod tests {
     use super::*;
     use crate::client::record::Failure;
-
-    const MS: u64 = 1_000_000;
+    use crate::testing::records::{self, MS};
 
     /// Due at 0, sent at 100 ms, tokens at 200, 220 and 280 ms, over at 300 ms.
     fn record() -> RequestRecord {
-        let mut record = RequestRecord::new(0, 0, 100 * MS);
-        record.chunks_ns = vec![200 * MS, 220 * MS, 280 * MS];
-        record.ended_ns = 300 * MS;
-        record
+        RequestRecord { ended_ns: 300 * MS, ..records::record(0, 100, &[200, 220, 280]) }
     }
 
     fn slo(text: &str) -> Slo {

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use clap::ValueEnum;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Exp, Gamma};
@@ -47,18 +48,14 @@ impl Rate {
 
 /// How the gaps between requests are distributed; the mean gap is 1/rate for all of them. Where the rate changes, gaps
 /// are drawn for a rate of 1 and time is stretched to the rate.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ArrivalProcess {
-    /// Equal gaps, the first request at time zero.
+    /// Equal gaps
     Constant,
-    /// Exponential gaps: requests that know nothing of each other.
+    /// Exponential gaps
     Poisson,
-    /// Gamma-distributed gaps of shape `burstiness`: under 1 is bursty, 1 is Poisson, large approaches constant. The
-    /// coefficient of variation of a gap is `1 / sqrt(burstiness)`.
-    Gamma {
-        /// Shape of the distribution, within [`BURSTINESS_RANGE`].
-        burstiness: f64,
-    },
+    /// Gamma-distributed gaps, see --burstiness
+    Gamma,
 }
 
 /// A rate or burstiness that no schedule can be made from.
@@ -90,8 +87,9 @@ enum Gaps {
 }
 
 impl Arrivals {
-    /// A schedule of `rate`; the same seed gives the same schedule.
-    pub fn new(process: ArrivalProcess, rate: Rate, seed: u64) -> Result<Self, ArrivalError> {
+    /// A schedule of `rate`; the same seed gives the same schedule. `burstiness` is the shape of gamma-distributed gaps,
+    /// whose coefficient of variation is `1 / sqrt(burstiness)`; other gaps have none.
+    pub fn new(process: ArrivalProcess, burstiness: f64, rate: Rate, seed: u64) -> Result<Self, ArrivalError> {
         for per_s in [rate.from_per_s, rate.to_per_s] {
             if !RATE_RANGE.contains(&per_s) {
                 return Err(ArrivalError::Rate(per_s));
@@ -100,7 +98,7 @@ impl Arrivals {
         let gaps = match process {
             ArrivalProcess::Constant => Gaps::Constant,
             ArrivalProcess::Poisson => Gaps::Exponential(Exp::new(1.0).expect("1 is a rate")),
-            ArrivalProcess::Gamma { burstiness } => {
+            ArrivalProcess::Gamma => {
                 let error = ArrivalError::Burstiness(burstiness);
                 if !BURSTINESS_RANGE.contains(&burstiness) {
                     return Err(error);
@@ -133,8 +131,8 @@ mod tests {
 
     const SAMPLES: usize = 20_000;
 
-    fn gaps(process: ArrivalProcess, rate_per_s: f64, seed: u64) -> Vec<f64> {
-        let due: Vec<f64> = Arrivals::new(process, Rate::constant(rate_per_s), seed)
+    fn gaps(process: ArrivalProcess, burstiness: f64, rate_per_s: f64, seed: u64) -> Vec<f64> {
+        let due: Vec<f64> = Arrivals::new(process, burstiness, Rate::constant(rate_per_s), seed)
             .expect("test rates are in range")
             .take(SAMPLES + 1)
             .map(|due| due.as_secs_f64())
@@ -144,8 +142,10 @@ mod tests {
 
     #[test]
     fn constant_arrivals_are_equally_spaced_without_drift() {
-        let due: Vec<Duration> =
-            Arrivals::new(ArrivalProcess::Constant, Rate::constant(8.0), 1).expect("in range").take(800_001).collect();
+        let due: Vec<Duration> = Arrivals::new(ArrivalProcess::Constant, 1.0, Rate::constant(8.0), 1)
+            .expect("in range")
+            .take(800_001)
+            .collect();
         assert_eq!(due[0], Duration::ZERO);
         assert_eq!(due[1], Duration::from_millis(125));
         assert_eq!(due[800_000], Duration::from_secs(100_000));
@@ -155,7 +155,7 @@ mod tests {
     fn poisson_gaps_have_the_mean_variance_and_shape_of_the_exponential() {
         let rate = 40.0;
         for seed in 0..5 {
-            let gaps = gaps(ArrivalProcess::Poisson, rate, seed);
+            let gaps = gaps(ArrivalProcess::Poisson, 1.0, rate, seed);
             let (mean, variance) = mean_and_variance(&gaps);
             // Five standard errors: 1/sqrt(n) of the mean, sqrt(8/n) of the variance.
             assert!((mean * rate - 1.0).abs() < 5.0 / (SAMPLES as f64).sqrt(), "seed {seed}: mean {mean}");
@@ -171,7 +171,7 @@ mod tests {
     fn a_ramp_has_the_rate_that_it_says_at_every_time() {
         for (from_per_s, to_per_s) in [(10.0, 30.0), (30.0, 10.0)] {
             let rate = Rate { from_per_s, to_per_s, over: Duration::from_secs(60) };
-            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Poisson, rate, 3)
+            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Poisson, 1.0, rate, 3)
                 .expect("in range")
                 .take(SAMPLES)
                 .map(|due| due.as_secs_f64())
@@ -184,7 +184,7 @@ mod tests {
             let ks = ks_statistic(&gaps, |x| 1.0 - (-x).exp());
             assert!(ks < KS_CRITICAL, "KS {ks}");
             // Exactly, without chance: 1200 in the ramp, and the middle where the integral has half of that.
-            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Constant, rate, 0)
+            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Constant, 1.0, rate, 0)
                 .expect("in range")
                 .take(1801)
                 .map(|d| d.as_secs_f64())
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn poisson_counts_in_disjoint_seconds_vary_like_their_mean() {
         let mut counts = vec![0.0f64; 500];
-        for due in Arrivals::new(ArrivalProcess::Poisson, Rate::constant(20.0), 9).expect("in range") {
+        for due in Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(20.0), 9).expect("in range") {
             let Some(count) = counts.get_mut(due.as_secs() as usize) else { break };
             *count += 1.0;
         }
@@ -209,7 +209,7 @@ mod tests {
     fn gamma_gaps_follow_their_burstiness() {
         let rate = 10.0;
         for burstiness in [0.25, 1.0, 2.0, 16.0] {
-            let gaps = gaps(ArrivalProcess::Gamma { burstiness }, rate, 3);
+            let gaps = gaps(ArrivalProcess::Gamma, burstiness, rate, 3);
             let (mean, variance) = mean_and_variance(&gaps);
             let relative_error = 5.0 / (burstiness * SAMPLES as f64).sqrt();
             assert!((mean * rate - 1.0).abs() < relative_error, "burstiness {burstiness}: mean {mean}");
@@ -218,25 +218,23 @@ mod tests {
         }
         // Shape 2 has a distribution function in closed form (Erlang).
         let erlang = |x: f64| 1.0 - (-2.0 * rate * x).exp() * (1.0 + 2.0 * rate * x);
-        assert!(ks_statistic(&gaps(ArrivalProcess::Gamma { burstiness: 2.0 }, rate, 4), erlang) < KS_CRITICAL);
+        assert!(ks_statistic(&gaps(ArrivalProcess::Gamma, 2.0, rate, 4), erlang) < KS_CRITICAL);
     }
 
     #[test]
     fn the_shape_test_rejects_what_is_not_exponential() {
         let exponential = |x: f64| 1.0 - (-10.0 * x).exp();
-        for process in [
-            ArrivalProcess::Constant,
-            ArrivalProcess::Gamma { burstiness: 0.8 },
-            ArrivalProcess::Gamma { burstiness: 1.25 },
-        ] {
-            assert!(ks_statistic(&gaps(process, 10.0, 5), exponential) > KS_CRITICAL, "{process:?} passed");
+        for (process, burstiness) in
+            [(ArrivalProcess::Constant, 1.0), (ArrivalProcess::Gamma, 0.8), (ArrivalProcess::Gamma, 1.25)]
+        {
+            assert!(ks_statistic(&gaps(process, burstiness, 10.0, 5), exponential) > KS_CRITICAL, "{process:?} passed");
         }
     }
 
     #[test]
     fn the_seed_alone_decides_the_schedule() {
         let schedule = |seed| {
-            Arrivals::new(ArrivalProcess::Poisson, Rate::constant(5.0), seed)
+            Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(5.0), seed)
                 .expect("in range")
                 .take(50)
                 .collect::<Vec<_>>()
@@ -249,20 +247,22 @@ mod tests {
     fn impossible_rates_and_burstiness_are_refused() {
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e6] {
             assert!(
-                matches!(Arrivals::new(ArrivalProcess::Poisson, Rate::constant(rate), 0), Err(ArrivalError::Rate(_))),
+                matches!(
+                    Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(rate), 0),
+                    Err(ArrivalError::Rate(_))
+                ),
                 "{rate}"
             );
         }
         for burstiness in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let made = Arrivals::new(ArrivalProcess::Gamma { burstiness }, Rate::constant(1.0), 0);
+            let made = Arrivals::new(ArrivalProcess::Gamma, burstiness, Rate::constant(1.0), 0);
             assert!(matches!(made, Err(ArrivalError::Burstiness(_))), "{burstiness}");
         }
     }
 
     #[test]
     fn due_times_stay_finite_at_the_slowest_and_burstiest() {
-        let mut arrivals =
-            Arrivals::new(ArrivalProcess::Gamma { burstiness: 0.01 }, Rate::constant(1e-3), 0).expect("in range");
+        let mut arrivals = Arrivals::new(ArrivalProcess::Gamma, 0.01, Rate::constant(1e-3), 0).expect("in range");
         arrivals.count = 1e300;
         assert_eq!(arrivals.next(), Some(Duration::from_secs(1_000_000_000)));
     }

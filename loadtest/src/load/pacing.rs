@@ -4,25 +4,12 @@ use std::fmt::{self, Display};
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::ValueEnum;
-
 /// A rate on the command line: `5`, or `1..20` for one that changes over the run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RateArg {
     /// At the start, in requests a second.
     pub from_per_s: f64,
     pub to_per_s: f64,
-}
-
-/// Names of the arrival processes on the command line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ArrivalsArg {
-    /// Equal gaps
-    Constant,
-    /// Exponential gaps
-    Poisson,
-    /// Gamma-distributed gaps, see --burstiness
-    Gamma,
 }
 
 /// When requests are due, counted from the start of the run, never decreasing. The run ends with it.

@@ -1,8 +1,9 @@
 //! A recorded load: when each request came, and how long its prompt and answer were.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
+use anyhow::{Context, anyhow, ensure};
 use serde::Deserialize;
 
 use crate::load::lengths::{MAX_TOKENS, Shape};
@@ -10,17 +11,6 @@ use crate::text::printable;
 
 /// Latest request of a trace, in seconds: a day.
 const MAX_TIME_S: f64 = 86_400.0;
-
-/// A file that is no trace.
-#[derive(Debug, thiserror::Error)]
-pub enum TraceError {
-    #[error("cannot read the trace {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("line {line} of the trace {path} is no request: {why}")]
-    Line { path: PathBuf, line: usize, why: String },
-    #[error("the trace {0} holds no request")]
-    Empty(PathBuf),
-}
 
 /// A line of the file. The second names are those of Mooncake's traces, whose times are milliseconds.
 #[derive(Deserialize)]
@@ -42,16 +32,15 @@ pub struct Trace {
 impl Trace {
     /// Reads a file of JSON lines with `time_s` (seconds since the start), `prompt_tokens` and `output_tokens`, or
     /// `timestamp` (milliseconds), `input_length` and `output_length`.
-    pub fn read(path: &Path) -> Result<Self, TraceError> {
-        let text = std::fs::read_to_string(path).map_err(|source| TraceError::Read { path: path.into(), source })?;
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        let shown = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read the trace {shown}"))?;
         let mut requests = Vec::new();
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            let error = |why| TraceError::Line { path: path.into(), line: index + 1, why };
-            requests.push(request(line).map_err(error)?);
+            let is_none = |why| anyhow!("line {} of the trace {shown} is no request: {why}", index + 1);
+            requests.push(request(line).map_err(is_none)?);
         }
-        if requests.is_empty() {
-            return Err(TraceError::Empty(path.into()));
-        }
+        ensure!(!requests.is_empty(), "the trace {shown} holds no request");
         requests.sort_by_key(|(due, _)| *due);
         Ok(Self { requests })
     }
@@ -100,7 +89,7 @@ mod tests {
     fn read(text: &str) -> Result<Trace, String> {
         let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
         file.write_all(text.as_bytes()).expect("writable");
-        Trace::read(file.path()).map_err(|error| error.to_string())
+        Trace::read(file.path()).map_err(|error| format!("{error:#}"))
     }
 
     #[test]

@@ -9,8 +9,8 @@ use crate::figures::slo::Slo;
 use crate::figures::tally::Window;
 use crate::load::arrivals::{ArrivalError, ArrivalProcess, Arrivals, Rate};
 use crate::load::lengths::Lengths;
-use crate::load::pacing::{ArrivalsArg, Extent, Pacing, RateArg};
-use crate::load::trace::{Trace, TraceError};
+use crate::load::pacing::{Extent, Pacing, RateArg};
+use crate::load::trace::Trace;
 use crate::run::workload::Endpoint;
 use crate::text::{parse_duration, parse_share};
 
@@ -65,8 +65,8 @@ pub struct LoadArgs {
     pub trace: Option<PathBuf>,
 
     /// Open loop: how the gaps between requests are distributed
-    #[arg(long, value_enum, default_value_t = ArrivalsArg::Poisson, env = "LOOPLANE_LOADTEST_ARRIVALS")]
-    pub arrivals: ArrivalsArg,
+    #[arg(long, value_enum, default_value_t = ArrivalProcess::Poisson, env = "LOOPLANE_LOADTEST_ARRIVALS")]
+    pub arrivals: ArrivalProcess,
 
     /// Open loop with gamma arrivals: under 1 is bursty, 1 is Poisson, large approaches constant [default: 1]
     #[arg(long, value_name = "SHAPE", env = "LOOPLANE_LOADTEST_BURSTINESS")]
@@ -186,13 +186,13 @@ pub enum ArgsError {
 
 impl LoadArgs {
     /// The trace to replay, if one is to be.
-    pub fn read_trace(&self) -> Result<Option<Trace>, TraceError> {
+    pub fn read_trace(&self) -> anyhow::Result<Option<Trace>> {
         self.trace.as_deref().map(Trace::read).transpose()
     }
 
     /// How requests of run number `run` (from 0) are paced where no trace says it: each run has a seed of its own.
     pub fn pacing(&self, run: u32) -> Result<Pacing, ArgsError> {
-        if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalsArg::Gamma) {
+        if self.burstiness.is_some() && (self.rate.is_none() || self.arrivals != ArrivalProcess::Gamma) {
             return Err(ArgsError::BurstinessWithoutGamma);
         }
         if self.turns > 1 && (self.rate.is_some() || self.trace.is_some() || self.endpoint != Endpoint::Chat) {
@@ -201,18 +201,18 @@ impl LoadArgs {
         let Some(rate) = self.rate else {
             return Ok(Pacing::Closed { concurrency: self.closed_concurrency() });
         };
-        let process = match self.arrivals {
-            ArrivalsArg::Constant => ArrivalProcess::Constant,
-            ArrivalsArg::Poisson => ArrivalProcess::Poisson,
-            ArrivalsArg::Gamma => ArrivalProcess::Gamma { burstiness: self.burstiness.unwrap_or(1.0) },
-        };
         let over = match (rate.is_ramp(), self.duration) {
             (false, _) => Duration::ZERO,
             (true, Some(duration)) => duration,
             (true, None) => return Err(ArgsError::RampWithoutDuration(rate)),
         };
         let rate = Rate { from_per_s: rate.from_per_s, to_per_s: rate.to_per_s, over };
-        let arrivals = Box::new(Arrivals::new(process, rate, self.seed.wrapping_add(run.into()))?);
+        let arrivals = Box::new(Arrivals::new(
+            self.arrivals,
+            self.burstiness.unwrap_or(1.0),
+            rate,
+            self.seed.wrapping_add(run.into()),
+        )?);
         Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
     }
 
@@ -257,9 +257,9 @@ impl LoadArgs {
     /// Shape of the gaps in vLLM's sense; none for a closed loop and for constant gaps, which have no finite one.
     pub fn shape(&self) -> Option<f64> {
         self.rate.and(match self.arrivals {
-            ArrivalsArg::Constant => None,
-            ArrivalsArg::Poisson => Some(1.0),
-            ArrivalsArg::Gamma => Some(self.burstiness.unwrap_or(1.0)),
+            ArrivalProcess::Constant => None,
+            ArrivalProcess::Poisson => Some(1.0),
+            ArrivalProcess::Gamma => Some(self.burstiness.unwrap_or(1.0)),
         })
     }
 
@@ -279,9 +279,9 @@ impl LoadArgs {
                 format!("closed loop, {chats} chats of {turns} turns at a time, {extent}")
             }
             (None, _) => format!("closed loop, {} at a time, {extent}", self.closed_concurrency()),
-            (Some(rate), ArrivalsArg::Constant) => format!("open loop, {rate} a second at equal gaps, {extent}"),
-            (Some(rate), ArrivalsArg::Poisson) => format!("open loop, {rate} a second (Poisson), {extent}"),
-            (Some(rate), ArrivalsArg::Gamma) => {
+            (Some(rate), ArrivalProcess::Constant) => format!("open loop, {rate} a second at equal gaps, {extent}"),
+            (Some(rate), ArrivalProcess::Poisson) => format!("open loop, {rate} a second (Poisson), {extent}"),
+            (Some(rate), ArrivalProcess::Gamma) => {
                 let burstiness = self.burstiness.unwrap_or(1.0);
                 format!("open loop, {rate} a second (gamma, burstiness {burstiness}), {extent}")
             }

@@ -57,9 +57,10 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
         file.map(BufWriter::new)
     });
     let mut requests = RequestLines { file: requests_file.transpose()?, failure: None };
+    let target = Target::new(&args.target, None, args.timeout)?;
+    let victim = args.faults.victim(&target.address()).await?;
     let Prepared { workload, mut setup } = prepare(args, trace.clone(), stop).await?;
 
-    let victim = args.faults.victim(&workload.target.address()).await?;
     let screen = Screen::new(args.quiet);
     let mut runs = Vec::new();
     let mut first_index = args.warmup();

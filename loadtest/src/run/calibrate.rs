@@ -151,7 +151,7 @@ async fn measure(
     let extent = Extent::Duration(stream_length + args.duration);
     let load = Load {
         pacing: Pacing::Open {
-            arrivals: Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0)?),
+            arrivals: Box::new(Arrivals::new(ArrivalProcess::Constant, 1.0, Rate::constant(rate_per_s), 0)?),
             // A client that is too slow to keep up shows in the times; one that may not open streams would not.
             max_in_flight: 2 * args.streams as usize,
         },

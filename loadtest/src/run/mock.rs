@@ -28,6 +28,8 @@ use crate::text::parse_duration;
 use metrics::Counts;
 
 mod metrics;
+#[cfg(test)]
+mod seen;
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
@@ -331,76 +333,31 @@ fn whole(status: StatusCode, text: &'static str) -> Response<Body> {
     Response::builder().status(status).header(CONTENT_TYPE, "application/json").body(body).expect("a constant head")
 }
 
-/// A mock of a test, which remembers what it was asked.
+/// A mock of a test that listens; it stops with the test's runtime.
 #[cfg(test)]
-pub use seen::Served;
+pub struct Served {
+    /// Its address.
+    pub base: String,
+    state: Arc<State>,
+}
 
 #[cfg(test)]
-mod seen {
-    use std::sync::Mutex;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+impl std::ops::Deref for Served {
+    type Target = seen::Seen;
 
-    use hyper::header::AUTHORIZATION;
-    use hyper::http::request::Parts;
-
-    use super::*;
-
-    #[derive(Default)]
-    pub(super) struct Seen {
-        requests: Mutex<Vec<Value>>,
-        connections: AtomicUsize,
-        frames: AtomicUsize,
+    fn deref(&self) -> &Self::Target {
+        &self.state.seen
     }
+}
 
-    /// A mock that listens; it stops with the test's runtime.
-    pub struct Served {
-        /// Its address.
-        pub base: String,
-        state: Arc<State>,
-    }
-
-    impl Seen {
-        pub fn add_connection(&self) {
-            self.connections.fetch_add(1, Ordering::Relaxed);
-        }
-
-        pub fn add_frame(&self) {
-            self.frames.fetch_add(1, Ordering::Relaxed);
-        }
-
-        pub fn add_request(&self, head: &Parts, body: &Value) {
-            let mut request = body.clone();
-            request["path"] = json!(head.uri.path());
-            request["authorization"] = json!(head.headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()));
-            self.requests.lock().expect("no holder panics").push(request);
-        }
-    }
-
-    impl Mock {
-        /// Starts to answer on a free port.
-        pub async fn serve(self) -> Served {
-            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-            let base = format!("http://{}", listener.local_addr().expect("bound"));
-            let state = State::new(self);
-            tokio::spawn(state.clone().serve(listener));
-            Served { base, state }
-        }
-    }
-
-    impl Served {
-        /// Every generation request so far, in order of arrival, with its `path` and `authorization` added to the body.
-        pub fn requests(&self) -> Vec<Value> {
-            self.state.seen.requests.lock().expect("no holder panics").clone()
-        }
-
-        /// Frames of answers that were handed to connections so far.
-        pub fn frames(&self) -> usize {
-            self.state.seen.frames.load(Ordering::Relaxed)
-        }
-
-        /// Connections that were made so far.
-        pub fn connections(&self) -> usize {
-            self.state.seen.connections.load(Ordering::Relaxed)
-        }
+#[cfg(test)]
+impl Mock {
+    /// Starts to answer on a free port.
+    pub async fn serve(self) -> Served {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let base = format!("http://{}", listener.local_addr().expect("bound"));
+        let state = State::new(self);
+        tokio::spawn(state.clone().serve(listener));
+        Served { base, state }
     }
 }

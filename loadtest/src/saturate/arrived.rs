@@ -75,16 +75,13 @@ impl Arrived {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::records::{self, MS};
 
-    const MS: u64 = 1_000_000;
-
+    /// Two tokens a chunk, where they were counted.
     fn record(due_ms: u64, chunks_ms: &[u64], ended_ms: u64, failure: Option<Failure>) -> RequestRecord {
-        let mut record = RequestRecord::new(0, due_ms * MS, due_ms * MS);
-        record.chunks_ns = chunks_ms.iter().map(|ms| ms * MS).collect();
-        record.completion_tokens = failure.is_none().then_some(2 * chunks_ms.len() as u64);
-        record.ended_ns = ended_ms * MS;
-        record.failure = failure;
-        record
+        let completion_tokens = failure.is_none().then_some(2 * chunks_ms.len() as u64);
+        let record = records::record(due_ms, due_ms, chunks_ms);
+        RequestRecord { completion_tokens, ended_ns: ended_ms * MS, failure, ..record }
     }
 
     #[test]

@@ -199,6 +199,14 @@ mod tests {
         fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
     }
 
+    async fn is_gone(pid: i32) {
+        let begun = Instant::now();
+        while lives(pid) {
+            assert!(begun.elapsed() < Duration::from_secs(5), "process {pid} lives on");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     #[tokio::test]
     async fn a_server_is_ready_when_it_says_so_and_is_ended_with_all_that_it_started() {
         let folder = tempfile::tempdir().expect("a temporary directory");
@@ -212,11 +220,7 @@ mod tests {
         let started: i32 = said.lines().next().and_then(|line| line.split(' ').nth(1)?.parse().ok()).expect("a number");
         assert!(lives(started));
         server.end().await;
-        let begun = Instant::now();
-        while lives(started) {
-            assert!(begun.elapsed() < Duration::from_secs(5), "process {started} lives on");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        is_gone(started).await;
     }
 
     #[tokio::test]
@@ -225,11 +229,7 @@ mod tests {
         let server = shell("trap '' TERM; echo up; sleep 300", &folder.path().join("log"));
         let pid = server.group.expect("it runs").as_raw_nonzero().get();
         drop(server);
-        let begun = Instant::now();
-        while lives(pid) {
-            assert!(begun.elapsed() < Duration::from_secs(5), "process {pid} lives on");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        is_gone(pid).await;
     }
 
     #[tokio::test]

@@ -53,27 +53,18 @@ async fn pages(folder: &Path) -> Vec<PathBuf> {
     let long_name =
         "organisation/a-model-of-a-name-as-long-as-those-of-merged-and-quantised-ones-are-0123456789-instruct-awq";
     let limits = "--slo ttft=300ms,itl=50ms,tpot=40ms,e2e=2s --runs 2 --warmup 2";
-    vec![
-        page(steady, folder, "run.html", &format!("--rate 40 --duration 2s {limits} --model {long_name}")).await,
-        page(steady, folder, "one.html", "--requests 1 --max-tokens 1").await,
-        page(Mock { fault: Fault::Status(429, busy), ..steady }, folder, "failed.html", "--requests 9").await,
-        page(
-            steady,
-            folder,
-            "faults.html",
-            "--rate 40 --duration 2s --cancel 20%@30ms --slow-readers 5%@5ms --broken 10% --half-open 4",
-        )
-        .await,
-        sweep_page(folder, "sweep-cpu"),
-        sweep_page(folder, "sweep-gpu"),
-        page(
-            Mock { fault: Fault::Slots(4), ..steady },
-            folder,
-            "saturate.html",
-            "saturate --from 10 --precision 0.5 --duration 2s --max-tokens 20",
-        )
-        .await,
-    ]
+    let run = format!("--rate 40 --duration 2s {limits} --model {long_name}");
+    let faults = "--rate 40 --duration 2s --cancel 20%@30ms --slow-readers 5%@5ms --broken 10% --half-open 4";
+    let search = "saturate --from 10 --precision 0.5 --duration 1500ms --max-tokens 20";
+    let busy = Mock { fault: Fault::Status(429, busy), ..steady };
+    let (run, faults, one, failed) = tokio::join!(
+        page(steady, folder, "run.html", &run),
+        page(steady, folder, "faults.html", faults),
+        page(steady, folder, "one.html", "--requests 1 --max-tokens 1"),
+        page(busy, folder, "failed.html", "--requests 9"),
+    );
+    let search = page(Mock { fault: Fault::Slots(4), ..steady }, folder, "saturate.html", search).await;
+    vec![run, one, failed, faults, sweep_page(folder, "sweep-cpu"), sweep_page(folder, "sweep-gpu"), search]
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -116,10 +107,11 @@ async fn every_page_can_be_read_in_a_browser() {
         assert!(good.contains(from), "{from}");
         let bad = folder.path().join("bad.html");
         std::fs::write(&bad, good.replace(from, to)).expect("writable");
-        let looks = WIDTHS.into_iter().flat_map(|width| [(width, false), (width, true)]);
-        let problems: Vec<String> =
-            looks.flat_map(|(width, is_dark)| problems(&mut browser, &bad, width, is_dark)).collect();
-        assert!(problems.iter().any(|problem| problem.contains(complaint)), "{complaint}: {problems:#?}");
+        let mut looks = WIDTHS.into_iter().flat_map(|width| [(width, false), (width, true)]);
+        let is_seen = looks.any(|(width, is_dark)| {
+            problems(&mut browser, &bad, width, is_dark).iter().any(|problem| problem.contains(complaint))
+        });
+        assert!(is_seen, "{complaint}");
     }
 }
 

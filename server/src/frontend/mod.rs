@@ -29,7 +29,7 @@ use crate::{
     upload::Uploads,
 };
 
-/// Bytes of request body up to which a request is prepared where it was read; more would delay others' tokens.
+/// Bytes of a request or an answer up to which work is done where it is asked for; more would delay others' tokens.
 const INLINE_BYTES: usize = 4096;
 
 /// What every connection of the front end shares.
@@ -148,12 +148,13 @@ impl Frontend {
         Err(RequestError::ModelNotFound { asked: asked.into(), served: self.model_id.clone() })
     }
 
-    /// Does the work between a request's body and its tokens: `work` on `bytes` bytes, with the model and its text side.
-    /// Much of it is done by the front end's own threads, and not at all if this future is dropped before it begins. The
-    /// place goes with the work.
+    /// Does the work between a request's body and its tokens: `work` on `bytes` bytes, with the model and its text
+    /// side. Much of it is done by the front end's own threads, and not at all if this future is dropped before it
+    /// begins. The place goes with the work.
     ///
     /// # Errors
-    /// Those of `work`; [`GenerateError::NotReady`] before the model has loaded; [`GenerateError::Internal`] if it panics.
+    /// Those of `work`; [`GenerateError::NotReady`] before the model has loaded; [`GenerateError::Internal`] if it
+    /// panics.
     pub async fn prepare<T, E>(
         &self,
         place: Place,
@@ -166,13 +167,22 @@ impl Frontend {
     {
         let (model, text) = (self.model()?, self.text.clone());
         let prepare = move || work(&model, &text).map(|prepared| Prepared { prepared, model, place });
-        if bytes <= INLINE_BYTES {
-            return prepare();
+        self.compute(bytes, prepare).await.unwrap_or_else(|error| Err(error.into()))
+    }
+
+    /// Does `work` on `bytes` bytes: here if it is little, or else on the front end's own threads.
+    ///
+    /// # Errors
+    /// [`GenerateError::Internal`] if it panics there.
+    pub async fn compute<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, GenerateError> {
+        match bytes {
+            0..=INLINE_BYTES => Ok(work()),
+            _ => self.pool.run(bytes, work).await.map_err(|panicked| GenerateError::Internal(panicked.to_string())),
         }
-        self.pool.run(bytes, prepare).await.unwrap_or_else(|panicked| {
-            let error = GenerateError::Internal(panicked.to_string());
-            Err(error.into())
-        })
     }
 
     /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.

@@ -1,8 +1,9 @@
 //! Threads for work that would delay the async ones: reading large bodies, templates, tokenising.
 //!
-//! They are the front end's own: what the engine runs on the runtime's blocking threads, such as a start of its workers,
-//! never waits behind a stranger's prompt. The queue needs no bound of its own: each piece of work holds the place of a
-//! request (`Frontend::enter`), and work whose caller has gone leaves the queue at once, with all that it holds.
+//! They are the front end's own: what the engine runs on the runtime's blocking threads, such as a start of its
+//! workers, never waits behind a stranger's prompt. The queue needs no bound of its own: each piece of work holds the
+//! place of a request (`Frontend::enter`), and work whose caller has gone leaves the queue at once, with all that it
+//! holds.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +22,7 @@ const MAX_THREADS: usize = 8;
 
 /// The work panicked; the panic is in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the thread that prepared the request panicked")]
+#[error("a thread that worked for the request panicked")]
 pub(super) struct Panicked;
 
 type Work = Box<dyn FnOnce() + Send>;
@@ -42,7 +43,7 @@ impl Pool {
         let queue = Arc::new(Queue::default());
         for index in 0..(cores / 4).clamp(MIN_THREADS, MAX_THREADS) {
             let queue = queue.clone();
-            let name = format!("prepare-{index}");
+            let name = format!("front-end-{index}");
             let run = move || {
                 while let Some(work) = queue.next(index == 0) {
                     // A panic has dropped the sender of the result, which tells the caller.
@@ -133,7 +134,8 @@ impl Queue {
         id
     }
 
-    /// The oldest work; of a thread that takes large work, that first, as nobody else does it. `None`: the pool has ended.
+    /// The oldest work; of a thread that takes large work, that first, as nobody else does it. `None`: the pool has
+    /// ended.
     fn next(&self, takes_large: bool) -> Option<Work> {
         let mut waiting = self.lock();
         loop {

@@ -117,7 +117,7 @@ impl Delivery {
     pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Submit(submission) => self.submit(submission),
-            Command::Cancel { sequence, because } => self.cancel(sequence, because),
+            Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
         }
     }
 
@@ -148,16 +148,18 @@ impl Delivery {
             let (events, receiver) = mpsc::channel(max_tokens + 2);
             let life = Life::new(prompt_tokens, submitted);
             self.streams.insert(sequence, OwnedStream { events, life });
-            SequenceStream::new(sequence, receiver, self.commands.clone())
+            let stream = SequenceStream::new(sequence, receiver, self.commands.clone());
+            stream.counted_in(self.metrics.generation_tokens.clone())
         });
         let streams = streams.collect();
         self.metrics.set_load(self.scheduler.load());
         Ok(streams)
     }
 
-    fn cancel(&mut self, sequence: u64, because: Unwanted) {
-        if let Some(stream) = self.streams.remove(&sequence) {
+    fn cancel(&mut self, sequence: u64, taken: u64, because: Unwanted) {
+        if let Some(mut stream) = self.streams.remove(&sequence) {
             self.behind.remove(&sequence);
+            stream.life.generated = taken;
             stream.life.end(unwanted(because), Instant::now(), &self.metrics);
         }
         self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
@@ -204,7 +206,6 @@ impl Delivery {
     /// # Errors
     /// A rule of the protocol that the group broke.
     pub(super) fn outcome(&mut self, outcome: Outcome) -> Result<Option<StepRun>, String> {
-        self.metrics.generation_tokens.inc_by(outcome.tokens.len() as u64);
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
         let samples = !outcome.tokens.is_empty();
         let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));

@@ -13,7 +13,8 @@ pub(super) struct Life {
     admitted: Option<Instant>,
     /// When the first token came, and the newest.
     tokens: Option<(Instant, Instant)>,
-    generated: u64,
+    /// Tokens that count as generated: those the reader takes.
+    pub(super) generated: u64,
 }
 
 impl Life {

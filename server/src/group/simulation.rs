@@ -412,7 +412,7 @@ impl World {
         if matches!(self.group, Group::GivenUp) {
             return self;
         }
-        for seen in self.seen.values().filter(|seen| seen.is_poison && !seen.tokens.is_empty()) {
+        if let Some(seen) = self.seen.values().find(|seen| seen.is_poison && !seen.tokens.is_empty()) {
             panic!("a poison sequence got tokens: {:?}", seen.tokens);
         }
         self

@@ -10,8 +10,8 @@ use tonic::{
 };
 use tonic_prost::ProstEncoder;
 
-/// What a message's buffer begins with. Each message is a frame of its own: tonic would otherwise draw as many as there are
-/// until it has 32 KiB, also for a client that does not read.
+/// What a message's buffer begins with. Each message is a frame of its own: tonic would otherwise draw as many as there
+/// are until it has 32 KiB, also for a client that does not read.
 const BUFFER_BYTES: usize = 1 << 10;
 
 /// Takes any message's bytes and writes messages of type `T`.

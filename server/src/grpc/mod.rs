@@ -84,8 +84,8 @@ async fn report_health(frontend: Arc<Frontend>, reporter: HealthReporter) {
     reporter.set_service_status("looplane.inference.v1.Inference", ServingStatus::NotServing).await;
 }
 
-/// A call of the inference service. It is routed here rather than by tonic's generated code, which would read and decode a
-/// message before anybody could ask whether there is a place for it.
+/// A call of the inference service. It is routed here rather than by tonic's generated code, which would read and
+/// decode a message before anybody could ask whether there is a place for it.
 async fn call(
     State(frontend): State<Arc<Frontend>>,
     Extension(id): Extension<RequestId>,

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     engine::ModelInfo,
-    frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
+    frontend::{Choice, ChoiceEvent, Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
     request::validate,
     text::Text,
@@ -36,6 +36,8 @@ use crate::{
 
 /// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// About what a log-probability and its token take in an answer.
+const LOGPROB_BYTES: usize = 64;
 /// Response header with the seed that was used, drawn or given.
 const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
@@ -44,8 +46,7 @@ pub(super) async fn chat(
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let place = app.frontend.enter(&id, "/v1/chat/completions")?;
-    answer(app, Api::Chat, place, request).await
+    answer(app, Api::Chat, "/v1/chat/completions", &id, request).await
 }
 
 pub(super) async fn completion(
@@ -53,12 +54,24 @@ pub(super) async fn completion(
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let place = app.frontend.enter(&id, "/v1/completions")?;
-    answer(app, Api::Completion, place, request).await
+    answer(app, Api::Completion, "/v1/completions", &id, request).await
 }
 
 /// The place comes first: it also bounds the memory of bodies.
-async fn answer(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+async fn answer(
+    app: App,
+    api: Api,
+    route: &'static str,
+    id: &RequestId,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let place = match app.frontend.enter(id, route) {
+        Ok(place) => place,
+        Err(error) => {
+            app.frontend.uploads.discard(request.into_body()).await;
+            return Err(error.into());
+        }
+    };
     let record = place.record.clone();
     generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
 }
@@ -93,8 +106,11 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
-    let mut response =
-        if stream { streamed(generation, writer, frontend.metrics.clone()) } else { whole(generation, writer).await? };
+    let mut response = if stream {
+        streamed(generation, writer, frontend.metrics.clone())
+    } else {
+        whole(frontend, generation, writer).await?
+    };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -116,14 +132,17 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Waits for all choices. The client going away drops this future, and with it the sequences.
-async fn whole(generation: Generation, writer: Writer) -> Result<Response, ApiError> {
+async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> Result<Response, ApiError> {
     let Generation { request, choices, place, .. } = generation;
     // Side by side, so that a stop text or an error of any of them is noticed as it comes.
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
-    let body = writer.whole(&wholes, Usage::new(request.prompt_tokens(), completion_tokens));
+    let usage = Usage::new(request.prompt_tokens(), completion_tokens);
+    let bytes = wholes.iter().map(|whole| whole.output.text.len()).sum::<usize>()
+        + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
+    let body = frontend.compute(bytes, move || writer.whole(&wholes, usage)).await?;
     // A long answer keeps the place until it is sent, as its memory does.
     let body = Body::new(Full::from(body).map_frame(move |frame| {
         let _ = &place;

@@ -9,8 +9,8 @@ use serde_json::{Map, Number, Value};
 use super::error::ApiError;
 use crate::request::{FieldError, MAX_MESSAGES, RequestError};
 
-/// Reads a whole body for a context of `max_context` tokens. Values take many times the memory of their text, so a list or
-/// an object is not kept when it gets longer than any can be that is valid.
+/// Reads a whole body for a context of `max_context` tokens. Values take many times the memory of their text, so a list
+/// or an object is not kept when it gets longer than any can be that is valid.
 ///
 /// # Errors
 /// 400: what is no JSON, which key stands twice, or which list or object is too long.

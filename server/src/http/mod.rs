@@ -71,8 +71,8 @@ pub fn router(app: App, grpc: Router) -> Router {
         .layer(from_fn_with_state(frontend, identify))
 }
 
-/// Whether a path is a probe's: answered even where there is no place for anybody else. Reflection and health over gRPC are
-/// no work, either, but those calls may stay open for ever.
+/// Whether a path is a probe's: answered even where there is no place for anybody else. Reflection and health over gRPC
+/// are no work, either, but those calls may stay open for ever.
 pub fn is_probe(path: &str) -> bool {
     path == "/metrics" || ["/health/", "/grpc.health.", "/grpc.reflection."].iter().any(|start| path.starts_with(start))
 }

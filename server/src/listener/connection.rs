@@ -64,8 +64,8 @@ impl Default for ClientLimits {
     }
 }
 
-/// Serves one connection to its end; with `finish`, to the end of what has been asked. Its errors are the client's: gone, or
-/// not speaking HTTP.
+/// Serves one connection to its end; with `finish`, to the end of what has been asked. Its errors are the client's:
+/// gone, or not speaking HTTP.
 pub(super) async fn serve(
     stream: TcpStream,
     router: Router,
@@ -146,8 +146,9 @@ async fn first_bytes(stream: &mut TcpStream, progress: Duration) -> io::Result<V
 fn builder(http2: bool, reserved: bool, limits: ClientLimits) -> Builder<TokioExecutor> {
     let builder = Builder::new(TokioExecutor::new());
     let mut builder = if http2 { builder.http2_only() } else { builder.http1_only() };
-    // Without `half_close`: a client that is gone and one that only sends no more look alike until something is written to
-    // them, which a response that is not streamed is only at its end. A client must keep its side open to be answered.
+    // Without `half_close`: a client that is gone and one that only sends no more look alike until something is written
+    // to them, which a response that is not streamed is only at its end. A client must keep its side open to be
+    // answered.
     let mut http1 = builder.http1();
     http1.timer(TokioTimer::new()).header_read_timeout(limits.head);
     http1.max_buf_size(HTTP1_BUFFER_BYTES).keep_alive(!reserved);

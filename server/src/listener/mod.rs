@@ -30,7 +30,9 @@ use crate::{
 
 /// Pause after a failed accept, such as one for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Failed accepts are told no more often than this.
+/// The same, where an idle connection gives way.
+const CLOSE_PAUSE: Duration = Duration::from_millis(1);
+/// The same warning is given no more often than this.
 const WARN_PAUSE: Duration = Duration::from_secs(10);
 
 /// How the front end serves.
@@ -159,6 +161,19 @@ async fn engine_failed(engine: &EngineHandle) -> String {
     }
 }
 
+/// When a warning was last given.
+#[derive(Default)]
+struct Seldom(Option<Instant>);
+
+impl Seldom {
+    fn say(&mut self, warn: impl FnOnce()) {
+        if self.0.is_none_or(|last| last.elapsed() > WARN_PAUSE) {
+            warn();
+            self.0 = Some(Instant::now());
+        }
+    }
+}
+
 struct Connections {
     router: Router,
     limits: ClientLimits,
@@ -173,22 +188,21 @@ struct Connections {
 
 impl Connections {
     async fn accept(&self, listener: TcpListener) {
-        let mut warned: Option<Instant> = None;
+        let (mut no_accept, mut no_place) = (Seldom::default(), Seldom::default());
         loop {
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
-                    if warned.is_none_or(|at| at.elapsed() > WARN_PAUSE) {
-                        tracing::warn!("no connection can be accepted: {error}");
-                        warned = Some(Instant::now());
-                    }
-                    // It may be file descriptors that are wanting.
-                    self.places.give_way();
-                    sleep(ACCEPT_PAUSE).await;
+                    no_accept.say(|| tracing::warn!("no connection can be accepted: {error}"));
+                    // It may be file descriptors that are wanting. That of an idle connection is free in a moment.
+                    sleep(if self.places.give_way() { CLOSE_PAUSE } else { ACCEPT_PAUSE }).await;
                     continue;
                 }
             };
             let place = self.places.take();
+            if place.connection.reserved {
+                no_place.say(|| tracing::warn!("no connection is idle: only probes are answered (--max-connections)"));
+            }
             let (open, abort) = (self.open.clone(), self.abort.clone());
             let served = connection::serve(
                 stream,

@@ -155,9 +155,9 @@ impl Places {
         Self { max_open, open: Mutex::default() }
     }
 
-    /// A place for a new connection. Where all are taken, an idle connection gives way: one that never sent a request before
-    /// others, then the one that is idle for longest. Where none is idle, the new one may only probe, and the oldest that
-    /// may only probe gives way.
+    /// A place for a new connection. Where all are taken, an idle connection gives way: one that never sent a request
+    /// before others, then the one that is idle for longest. Where none is idle, the new one may only probe, and the
+    /// oldest that may only probe gives way.
     pub(super) fn take(self: &Arc<Self>) -> Place {
         let mut open = self.lock();
         let reserved = open.regular.len() >= self.max_open && !open.give_way();
@@ -174,9 +174,9 @@ impl Places {
         Place { places: self.clone(), id, connection }
     }
 
-    /// Closes an idle connection, if there is one: for want of something else that each connection takes.
-    pub(super) fn give_way(&self) {
-        self.lock().give_way();
+    /// Closes an idle connection, for want of something else that each connection takes. `false`: there is none.
+    pub(super) fn give_way(&self) -> bool {
+        self.lock().give_way()
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {

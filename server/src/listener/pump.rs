@@ -1,8 +1,8 @@
 //! Response bodies between the handler that makes them and the connection that sends them.
 //!
-//! A task draws each body and hands it on in small pieces, through a queue of a few. So the place that a response holds is
-//! free once the response is made and little of it is left to send, however slowly its client reads; and a client that
-//! takes nothing for too long loses it, over HTTP/1, HTTP/2 and gRPC alike.
+//! A task draws each body and hands it on in small pieces, through a queue of a few. So the place that a response holds
+//! is free once the response is made and little of it is left to send, however slowly its client reads; and a client
+//! that takes nothing for too long loses it, over HTTP/1, HTTP/2 and gRPC alike.
 
 use std::{
     pin::Pin,
@@ -19,7 +19,10 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{
+        mpsc::{self, error::TrySendError},
+        oneshot,
+    },
     time::timeout,
 };
 
@@ -53,9 +56,9 @@ struct Progress {
 }
 
 impl ResponseBody {
-    /// Draws `inner` to its end and drops it; what is left then is the queue. If the connection takes no frame for `limit`,
-    /// the response is given up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held` is dropped
-    /// when the connection has everything, or the client has gone.
+    /// Draws `inner` to its end and drops it; what is left then is the queue. If the connection takes no frame for
+    /// `limit`, the response is given up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held`
+    /// is dropped when the connection has everything, or the client has gone.
     pub(super) fn new<H: Send + 'static>(
         inner: InnerBody,
         limit: Duration,
@@ -138,10 +141,14 @@ impl Pump {
     }
 
     async fn send(&self, frame: Frame<Bytes>) -> Result<(), Ended> {
-        match timeout(self.limit, self.frames.send(frame)).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) => Err(Ended::ClientGone),
-            Err(_) => Err(Ended::Stalled),
+        match self.frames.try_send(frame) {
+            Ok(()) => Ok(()),
+            Err(TrySendError::Closed(_)) => Err(Ended::ClientGone),
+            Err(TrySendError::Full(frame)) => match timeout(self.limit, self.frames.send(frame)).await {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(_)) => Err(Ended::ClientGone),
+                Err(_) => Err(Ended::Stalled),
+            },
         }
     }
 }
@@ -182,7 +189,7 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: Duration = Duration::from_millis(100);
+    const LIMIT: Duration = Duration::from_millis(600);
     const SOON: Duration = Duration::from_secs(20);
 
     fn events(count: usize) -> InnerBody {
@@ -254,7 +261,7 @@ mod tests {
     async fn a_slow_client_has_the_limit_for_each_frame_anew() {
         let mut body = ResponseBody::new(events(QUEUE_FRAMES + 6), LIMIT, (), || panic!("it takes a frame in time"));
         for _ in 0..12 {
-            sleep(LIMIT / 3).await;
+            sleep(LIMIT / 6).await;
             body.frame().await.unwrap().unwrap();
         }
         assert_eq!(body.collect().await.unwrap().to_bytes().len(), 5 * (QUEUE_FRAMES + 6 - 12));

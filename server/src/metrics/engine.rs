@@ -140,7 +140,7 @@ pub struct EngineMetrics {
     ended: [Counter; Ended::ALL.len()],
     /// Tokens of prompts, counted with the first token that follows them.
     pub prompt_tokens: Counter,
-    /// Tokens that came out of the loop.
+    /// Tokens that readers took: what `usage` tells clients, summed up.
     pub generation_tokens: Counter,
     /// Tokens of a prompt.
     pub request_prompt_tokens: Histogram,
@@ -287,7 +287,11 @@ impl EngineMetrics {
         let help = "Sequences that ended, by reason (abort: the client went away; error: the server gave it up)";
         r.register("request_success", help, self.finished.clone());
         r.register("prompt_tokens", "Tokens of prompts that were computed", self.prompt_tokens.clone());
-        r.register("generation_tokens", "Tokens generated", self.generation_tokens.clone());
+        r.register(
+            "generation_tokens",
+            "Tokens generated, as clients are told in usage",
+            self.generation_tokens.clone(),
+        );
         r.register("request_prompt_tokens", "Tokens of a prompt", self.request_prompt_tokens.clone());
         let help = "Tokens generated for a sequence";
         r.register("request_generation_tokens", help, self.request_generation_tokens.clone());

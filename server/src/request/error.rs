@@ -46,8 +46,8 @@ pub enum RequestError {
     },
     /// Prompt and output do not fit the context.
     #[error(
-        "{field}: the context has room for {}, but the prompt takes {prompt_tokens} and {asked} more are asked for; shorten \
-         the prompt or lower max_tokens",
+        "{field}: the context has room for {}, but the prompt takes {prompt_tokens} and {asked} more are asked for; \
+         shorten the prompt or lower max_tokens",
         tokens(*max_context)
     )]
     ContextLength {

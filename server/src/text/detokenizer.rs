@@ -13,9 +13,10 @@ pub enum Start {
     Middle,
 }
 
-/// Decodes one sequence. What it returns, joined, is the decoding of all tokens at once: bytes that are not UTF-8 become
-/// U+FFFD, control tokens nothing. (Where broken UTF-8 is spelled in `<0xNN>` tokens, Hugging Face's decoder also
-/// replaces the whole characters of that run, and only once it has ended; here they are text as soon as they are whole.)
+/// Decodes one sequence. What it returns, joined, is the decoding of all tokens at once: bytes that are not UTF-8
+/// become U+FFFD, control tokens nothing. (Where broken UTF-8 is spelled in `<0xNN>` tokens, Hugging Face's decoder
+/// also replaces the whole characters of that run, and only once it has ended; here they are text as soon as they are
+/// whole.)
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,

@@ -24,7 +24,8 @@ impl StopMatcher {
         Self { stops, held: String::new() }
     }
 
-    /// Takes the next piece. The stop that is complete first ends the output; of several that end together, the longest.
+    /// Takes the next piece. The stop that is complete first ends the output; of several that end together, the
+    /// longest.
     pub fn push(&mut self, piece: &str) -> Match {
         self.held.push_str(piece);
         let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|at| (at + stop.len(), at)));

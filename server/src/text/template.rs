@@ -68,8 +68,8 @@ impl ChatTemplate {
     /// The prompt for these messages, up to where the assistant's answer starts.
     ///
     /// # Errors
-    /// [`TextError::TooLong`] for a prompt of more than `max_bytes`, of which no more is written; [`TextError::Template`],
-    /// in the template's own words where it raises.
+    /// [`TextError::TooLong`] for a prompt of more than `max_bytes`, of which no more is written;
+    /// [`TextError::Template`], in the template's own words where it raises.
     pub fn render(&self, messages: &[ChatMessage], max_bytes: usize) -> Result<String, TextError> {
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
@@ -115,9 +115,9 @@ impl io::Write for Bounded {
     }
 }
 
-/// What Python's jinja2 understands and minijinja does not, in its words. `{% generation %}` only marks the assistant's text
-/// for training: here it is a block that is always taken, which keeps the whitespace control of its tags. A backslash at
-/// the end of a line inside a string joins it with the next.
+/// What Python's jinja2 understands and minijinja does not, in its words. `{% generation %}` only marks the assistant's
+/// text for training: here it is a block that is always taken, which keeps the whitespace control of its tags. A
+/// backslash at the end of a line inside a string joins it with the next.
 fn translate(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -240,7 +240,8 @@ mod tests {
             ("{{ [1, true, none] | tojson(indent=2) }}", "[\n  1,\n  true,\n  null\n]"),
             ("{{ messages[0].content.upper().startswith('BE') }}", "True"),
             (
-                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}\
+                 {{ m.role }}{% break %}{% endfor %}",
                 "user",
             ),
             ("{% if tools is none and not (x is defined) and add_generation_prompt %}ok{% endif %}", "ok"),

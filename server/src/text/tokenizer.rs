@@ -87,8 +87,8 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The most bytes of text that are looked at for a prompt of `tokens` tokens: all of them the longest that there is.
-    /// (A tokenizer that knows less than every byte could make one "unknown" token of more, which nobody needs.)
+    /// The most bytes of text that are looked at for a prompt of `tokens` tokens: all of them the longest that there
+    /// is. (A tokenizer that knows less than every byte could make one "unknown" token of more, which nobody needs.)
     pub fn max_text_bytes(&self, tokens: u32) -> usize {
         self.max_token_bytes.saturating_mul(tokens as usize)
     }
@@ -103,8 +103,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The control tokens that a text holds, in order: found as [`Tokenizer::encode`] finds them, normaliser included, but
-    /// without cutting the rest into tokens.
+    /// The control tokens that a text holds, in order: found as [`Tokenizer::encode`] finds them, normaliser included,
+    /// but without cutting the rest into tokens.
     pub fn special_tokens_in(&self, text: &str) -> Vec<u32> {
         let cut = self.inner.get_added_vocabulary().extract_and_normalize(self.inner.get_normalizer(), text);
         let splits = cut.get_splits(OffsetReferential::Original, OffsetType::None);

@@ -82,7 +82,7 @@ impl Script {
     /// The sequence that is cancelled next, and why.
     pub async fn unwanted(&mut self) -> (u64, Unwanted) {
         match self.command().await {
-            Command::Cancel { sequence, because } => (sequence, because),
+            Command::Cancel { sequence, because, .. } => (sequence, because),
             Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.requests),
         }
     }

@@ -43,7 +43,10 @@ async fn a_streamed_chat_is_openais_to_the_byte() {
     assert_eq!(response.header("x-accel-buffering"), Some("no"));
     assert_eq!(response.header("x-looplane-seed"), Some("7"));
     assert_eq!(sequence.sampling.seed, 7);
-    let start = r#"data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"cpu-test","choices":["#;
+    let start = concat!(
+        r#"data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","#,
+        r#""system_fingerprint":"cpu-test","choices":["#
+    );
     let delta = |delta: &str| {
         format!(
             "{start}{{\"index\":0,\"delta\":{delta},\"logprobs\":null,\"finish_reason\":null}}],\"usage\":null}}\n\n"
@@ -59,7 +62,8 @@ async fn a_streamed_chat_is_openais_to_the_byte() {
             "{start}{{\"index\":0,\"delta\":{{}},\"logprobs\":null,\"finish_reason\":\"stop\"}}],\"usage\":null}}\n\n"
         ),
         format!(
-            "{start}],\"usage\":{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":5,\"total_tokens\":{}}}}}\n\n",
+            "{start}],\"usage\":{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":5,\
+             \"total_tokens\":{}}}}}\n\n",
             prompt_tokens + 5
         ),
         "data: [DONE]\n\n".into(),
@@ -72,7 +76,10 @@ async fn without_usage_a_stream_has_no_usage_field() {
     let (server, mut script) = Server::start(options()).await;
     let request = completion(json!({"stream": true}));
     let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), script.play(answer("ok")));
-    let start = r#"data: {"id":"ID","object":"text_completion","created":0,"model":"tiny","system_fingerprint":"cpu-test","choices":["#;
+    let start = concat!(
+        r#"data: {"id":"ID","object":"text_completion","created":0,"model":"tiny","#,
+        r#""system_fingerprint":"cpu-test","choices":["#
+    );
     let expected = format!(
         "{start}{{\"text\":\"o\",\"index\":0,\"logprobs\":null,\"finish_reason\":null}}]}}\n\n\
          {start}{{\"text\":\"k\",\"index\":0,\"logprobs\":null,\"finish_reason\":null}}]}}\n\n\

@@ -158,6 +158,9 @@ async fn more_requests_than_allowed_are_told_to_come_back() {
     let sequence = script.accept().await;
     let refused = post(server.address, COMPLETION, &json!({"prompt": [5]})).await;
     assert_eq!((refused.status, refused.header("retry-after")), (429, Some("1")));
+    let large = json!({"prompt": "x".repeat(900_000)}).to_string();
+    let refused = read(open(server.address, COMPLETION, &large).await).await;
+    assert_eq!(refused.status, 429, "it is told though it does not read before it has sent everything");
     assert_eq!(get(server.address, "/health/ready").await.status, 200, "health has a place of its own");
     sequence.send(token(spell("x")[0])).await;
     sequence.send(SequenceEvent::Finished(FinishReason::Length)).await;

@@ -112,9 +112,8 @@ async fn fields_of_a_chat() {
             "messages[0].content",
         ),
         (
-            message(
-                json!({"role": "user", "content": [{"type": "text", "text": "<|eot"}, {"type": "text", "text": "_id|>"}]}),
-            ),
+            message(json!({"role": "user", "content": [
+                    {"type": "text", "text": "<|eot"}, {"type": "text", "text": "_id|>"}]})),
             "special_token_in_content",
             "messages[0].content",
         ),

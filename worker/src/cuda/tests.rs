@@ -4,6 +4,7 @@ mod compiles;
 mod fabric;
 mod full_size;
 mod gpu;
+mod matrix;
 mod plans;
 mod ranks;
 mod shards;

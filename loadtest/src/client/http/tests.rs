@@ -18,11 +18,6 @@ async fn ask_mock(mock: Mock) -> RequestRecord {
     ask(&mock.base, CHAT, Duration::from_secs(20)).await
 }
 
-async fn failure_kind(fault: Fault) -> String {
-    let record = ask_mock(Mock { fault, ..Mock::default() }).await;
-    record.failure.expect("the fault was not noticed").kind()
-}
-
 #[tokio::test]
 async fn reads_a_chat_and_a_text_stream() {
     let timing = Mock { ttft: Duration::from_millis(60), itl: Duration::from_millis(20), ..Mock::default() };
@@ -60,21 +55,26 @@ async fn keeps_the_connection_for_the_next_request() {
 #[tokio::test]
 async fn every_fault_has_its_name() {
     let busy = r#"{"error":{"message":"queue\u001b[2J full","type":"overloaded","code":"queue_full"}}"#;
-    assert_eq!(failure_kind(Fault::Status(429, busy)).await, "http_429:queue_full");
-    assert_eq!(failure_kind(Fault::Status(500, "<html>oops")).await, "http_500");
-    assert_eq!(failure_kind(Fault::Status(503, r#"{"object":"error","message":"m","code":503}"#)).await, "http_503");
-    assert_eq!(failure_kind(Fault::CloseAfter(2)).await, "connection_lost");
-    assert_eq!(failure_kind(Fault::EndAfter(2)).await, "truncated");
-    assert_eq!(failure_kind(Fault::Data("not json")).await, "bad_json");
-    assert_eq!(failure_kind(Fault::Data("[]")).await, "bad_json");
-    assert_eq!(failure_kind(Fault::Data("null")).await, "bad_json");
-    assert_eq!(failure_kind(Fault::Data(r#"{"choices":7}"#)).await, "bad_json");
     let error = r#"{"error":{"message":"rank 1 is gone","code":"worker lost!"}}"#;
-    assert_eq!(failure_kind(Fault::Data(error)).await, "stream_error:workerlost");
-    assert_eq!(failure_kind(Fault::ContentType("application/json")).await, "not_an_event_stream");
-    assert_eq!(failure_kind(Fault::EndlessLine).await, "event_too_long");
-    // So a server cuts off an answer in favour of another.
-    assert_eq!(failure_kind(Fault::Data("[DONE]")).await, "no_finish_reason");
+    for (fault, kind) in [
+        (Fault::Status(429, busy), "http_429:queue_full"),
+        (Fault::Status(500, "<html>oops"), "http_500"),
+        (Fault::Status(503, r#"{"object":"error","message":"m","code":503}"#), "http_503"),
+        (Fault::CloseAfter(2), "connection_lost"),
+        (Fault::EndAfter(2), "truncated"),
+        (Fault::Data("not json"), "bad_json"),
+        (Fault::Data("[]"), "bad_json"),
+        (Fault::Data("null"), "bad_json"),
+        (Fault::Data(r#"{"choices":7}"#), "bad_json"),
+        (Fault::Data(error), "stream_error:workerlost"),
+        (Fault::ContentType("application/json"), "not_an_event_stream"),
+        (Fault::EndlessLine, "event_too_long"),
+        // So a server cuts off an answer in favour of another.
+        (Fault::Data("[DONE]"), "no_finish_reason"),
+    ] {
+        let record = ask_mock(Mock { fault, ..Mock::default() }).await;
+        assert_eq!(record.failure.expect("the fault was not noticed").kind(), kind);
+    }
 }
 
 #[tokio::test]

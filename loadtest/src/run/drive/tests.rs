@@ -29,7 +29,8 @@ fn closed(concurrency: usize, extent: Extent) -> Load {
 }
 
 fn open(rate_per_s: f64, max_in_flight: usize, extent: Extent) -> Load {
-    let arrivals = Box::new(Arrivals::new(ArrivalProcess::Constant, Rate::constant(rate_per_s), 0).expect("in range"));
+    let arrivals =
+        Box::new(Arrivals::new(ArrivalProcess::Constant, 1.0, Rate::constant(rate_per_s), 0).expect("in range"));
     Load { pacing: Pacing::Open { arrivals, max_in_flight }, extent, first_index: 0, conducts: Conducts::default() }
 }
 

@@ -53,7 +53,7 @@ fn rates_and_times_are_of_the_last_five_seconds() {
     assert_eq!(look.ended, (75, 0));
     assert!((look.answers_per_s - 5.0).abs() < 1e-9, "{}", look.answers_per_s);
     assert!((look.tokens_per_s - 20.0).abs() < 1e-9, "two tokens a chunk: {}", look.tokens_per_s);
-    assert_eq!(look.times(), "TTFT p50 100.0 p99 100.0 ms, ITL p50 20.0 p99 20.0 ms");
+    assert_eq!(look.times(), "TTFT p50 100.1 p99 100.1 ms, ITL p50 20.1 p99 20.1 ms");
 }
 
 #[test]

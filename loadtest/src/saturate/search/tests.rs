@@ -14,7 +14,7 @@ fn parse(line: &str) -> SaturateArgs {
 fn growth(rate_per_s: f64, served_per_s: f64, seed: u64) -> Growth {
     let mut free_s = 0.0f64;
     let mut served = Vec::new();
-    for due in Arrivals::new(ArrivalProcess::Poisson, Rate::constant(rate_per_s), seed).expect("in range") {
+    for due in Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(rate_per_s), seed).expect("in range") {
         if due >= STEP_LENGTH {
             break;
         }

@@ -55,17 +55,11 @@ fn on_gpus() -> Sweep {
 
 /// As `looplane scaling` would have calculated for it; 16 GPUs cannot be cut so.
 fn scaling() -> Scaling {
-    let step = |tp: u32, batch: u32, step_ms: f64| json!({"tensor_parallel": tp, "batch": batch, "bytes": 15e9 / f64::from(tp), "step_ms": step_ms});
-    let steps = [
-        step(1, 1, 3.30),
-        step(2, 1, 1.82),
-        step(4, 1, 1.00),
-        step(8, 1, 0.69),
-        step(1, 8, 3.60),
-        step(2, 8, 2.06),
-        step(4, 8, 1.26),
-        step(8, 8, 1.09),
-    ];
+    let steps =
+        [(1, 1, 3.3), (2, 1, 1.82), (4, 1, 1.0), (8, 1, 0.69), (1, 8, 3.6), (2, 8, 2.06), (4, 8, 1.26), (8, 8, 1.09)];
+    let steps = steps.map(|(tp, batch, step_ms)| {
+        json!({"tensor_parallel": tp, "batch": batch, "bytes": 15e9 / f64::from(tp), "step_ms": step_ms})
+    });
     let refused = [json!({"model": "x", "tensor_parallel": 16, "reason": "it does not divide the heads"})];
     let compared = [(3.33, 3.30, true), (1.08, 1.00, false), (1.30, 1.26, false)].map(|(measured_ms, calculated_ms, fitted)| {
         json!({"measured_ms": measured_ms, "calculated_ms": calculated_ms, "fitted": fitted})

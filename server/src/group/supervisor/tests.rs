@@ -3,7 +3,7 @@
 use looplane_proto::worker::v1::Finish;
 
 use super::super::fake::{FakeLauncher, Script};
-use super::super::start::{GroupFacts, Traffic};
+use super::super::start::{GroupFacts, RankEvent, Traffic};
 use super::*;
 use crate::engine::{EngineHandle, FinishReason, SequenceEvent};
 use crate::metrics::EngineMetrics;

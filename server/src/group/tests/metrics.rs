@@ -105,11 +105,14 @@ async fn what_nobody_wants_any_more_is_told_apart() {
     assert_eq!(value(&handle, "kv_cache_usage_perc"), 0.0, "and its pages are free");
     let mut stream = submit(&handle, long_request()).await.unwrap();
     stream.next().await.unwrap();
+    // As behind a stop text, which its reader finds some tokens later than the group samples it.
     stream.let_go(Unwanted::Complete);
     comes_to(&handle, "request_success_total{finished_reason=\"stop\"}", 1.0).await;
     assert_eq!(ended(&handle, "abort"), 1.0, "a stop text is no abort");
     // Neither was followed to an end of the loop's own, but the second was whole.
     assert_eq!(value(&handle, "e2e_request_latency_seconds_count"), 1.0);
+    assert_eq!(value(&handle, "request_generation_tokens_sum"), 1.0, "what its reader took, and was told of");
+    assert_eq!(value(&handle, "generation_tokens_total"), 2.0);
     let mut stream = submit(&handle, long_request()).await.unwrap();
     stream.next().await.unwrap();
     stream.let_go(Unwanted::GivenUp);

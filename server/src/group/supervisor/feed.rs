@@ -1,0 +1,123 @@
+//! A group that is up: plans out, reports in, and a watch on whether the reports keep coming.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::super::fault::Fault;
+use super::super::start::{Link, RankEvent};
+use super::super::watchdog::{Reports, answer, probe, unresponsive};
+use super::super::workers::Workers;
+use super::{BURST, Supervisor, until};
+use crate::engine::EngineState;
+
+impl Supervisor {
+    /// Feeds the group until shutdown (`Ok`) or until it is lost.
+    pub(super) async fn feed(&mut self, link: &mut Link, workers: &mut Workers) -> Result<(), Fault> {
+        let config = Arc::clone(&self.config);
+        let timeouts = &config.timeouts;
+        let mut reports = Reports::new(link.plans.len(), Instant::now());
+        let mut probing = None;
+        let mut is_late = false;
+        loop {
+            self.send_plans(link)?;
+            if self.drain_until.is_some() && self.delivery.is_idle() {
+                return Ok(());
+            }
+            let owed = self.delivery.is_outstanding();
+            reports.owe(owed, Instant::now());
+            // Reports show that a busy rank works; an idle one is asked.
+            let ask = || Box::pin(probe(link.health.clone(), timeouts.probe, timeouts.answer));
+            probing = (!owed).then(|| probing.take().unwrap_or_else(ask));
+            let limit = self.times.limit(self.delivery.rows_ahead(), timeouts.step_floor, timeouts.step);
+            let overdue = reports.overdue(limit);
+            let late = reports.overdue(limit / 3).filter(|_| !is_late);
+            tokio::select! {
+                event = link.events.recv() => {
+                    let more = std::iter::from_fn(|| link.events.try_recv().ok());
+                    for event in event.into_iter().chain(more).take(BURST) {
+                        self.rank_event(event, &mut reports)?;
+                    }
+                    if is_late && reports.overdue(limit / 3).is_none_or(|(at, _)| at > Instant::now()) {
+                        is_late = false;
+                        self.show(EngineState::Ready);
+                    }
+                }
+                command = self.channels.commands.recv() => self.commands(command),
+                exit = workers.next_exit() => return Err(Fault::new(exit)),
+                answered = answer(&mut probing) => {
+                    answered.map_err(|(rank, words)| Fault::broken_stream(rank, &words))?;
+                    probing = None;
+                }
+                () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
+                () = until(self.drain_until) => return Ok(()),
+                () = until(overdue.map(|(at, _)| at)) => {
+                    // The server itself may have stood still, and the reports be here.
+                    if let Ok(event) = link.events.try_recv() {
+                        self.rank_event(event, &mut reports)?;
+                        continue;
+                    }
+                    let rank = overdue.map_or(0, |(_, rank)| rank);
+                    // Ranks wait for each other: the one that hangs is the one that does not answer either.
+                    let asked = unresponsive(link.health.clone(), timeouts.answer.min(limit / 2)).await;
+                    return Err(self.hung(asked.unwrap_or(rank), &reports));
+                }
+                () = until(late.map(|(at, _)| at)) => {
+                    is_late = true;
+                    let words = self.late(late.map_or(0, |(_, rank)| rank), &reports);
+                    tracing::warn!("{words}; it counts as lost after {limit:.1?}");
+                    self.show(EngineState::Recovering(words));
+                }
+            }
+        }
+    }
+
+    fn rank_event(&mut self, event: RankEvent, reports: &mut Reports) -> Result<(), Fault> {
+        match event {
+            RankEvent::Outcome { rank, outcome } => {
+                reports.reported(rank, (outcome.version, outcome.step), Instant::now());
+                // The other ranks sample the same tokens; that they keep pace is all there is to know.
+                if rank > 0 {
+                    return Ok(());
+                }
+                if let Some(step) = self.delivery.outcome(outcome)? {
+                    self.times.observe(step.decode_rows + step.prompt_rows, step.prompt_rows, step.time);
+                    self.delivery.limit_prompt_rows(self.times.prompt_rows());
+                }
+                Ok(())
+            }
+            RankEvent::Ended { rank, words } => Err(Fault::broken_stream(rank, &words)),
+        }
+    }
+
+    fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
+        while let Some(plan) = self.delivery.next_plan() {
+            tracing::trace!(?plan, "plan");
+            for (rank, plans) in link.plans.iter().enumerate() {
+                let refused = |_| Fault::broken_stream(rank, "does not take its plans");
+                plans.try_send(plan.clone()).map_err(refused)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In words that end a group.
+    fn hung(&self, rank: usize, reports: &Reports) -> Fault {
+        let words = format!("{} (if its machine is only slow: raise --hang-limit-seconds)", self.late(rank, reports));
+        Fault { words, ending: Some(rank as u32) }
+    }
+
+    /// What is waited for.
+    fn late(&self, rank: usize, reports: &Reports) -> String {
+        let report = reports.of(rank);
+        let (version, step) = report.step;
+        let expected = match self.times.expected(self.delivery.rows_ahead()) {
+            Some(expected) => format!("a step should take {expected:.1?} at most"),
+            None => "it is yet to report its first step".into(),
+        };
+        format!(
+            "rank {rank} has reported nothing for {:.1?} after step {step} of plan {version}, and {expected}",
+            report.when.elapsed()
+        )
+    }
+}

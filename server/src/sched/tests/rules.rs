@@ -1,0 +1,352 @@
+//! Each rule of the scheduler by itself.
+
+use std::collections::VecDeque;
+
+use looplane_proto::worker::v1::Outcome;
+
+use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
+use crate::sched::{Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, SubmitError};
+
+fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
+    let mut scheduler = Scheduler::new(limits).unwrap();
+    scheduler.apply(Event::GroupReady { kv_pages, page_positions: 4 }, &mut Vec::new());
+    scheduler
+}
+
+/// Submits one sequence; the seed of its request is `seed`.
+fn submit(scheduler: &mut Scheduler, seed: u64, prompt: u32, output: u32) -> Result<u64, SubmitError> {
+    scheduler.submit(vec![request(seed, prompt, output, vec![])]).map(|numbers| numbers.start)
+}
+
+#[test]
+fn bounds_of_the_queue_are_named() {
+    let limits = Limits { max_waiting_requests: 3, max_waiting_tokens: 10, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 5);
+    // 17 positions fit 5 pages of 4; the last token is never computed: 21 do not, 20 do.
+    assert_eq!(submit(&mut scheduler, 1, 12, 9), Ok(1));
+    assert_eq!(submit(&mut scheduler, 2, 12, 10), Err(SubmitError::TooLarge { needed: 6, available: 5 }));
+    let full = SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens" };
+    assert_eq!(submit(&mut scheduler, 3, 1, 1), Err(full));
+    scheduler.next_plan().unwrap();
+    for number in 2..5 {
+        assert_eq!(submit(&mut scheduler, 4, 1, 1), Ok(number));
+    }
+    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" };
+    assert_eq!(submit(&mut scheduler, 7, 1, 1), Err(full));
+    scheduler.apply(Event::Cancel { sequence: 3 }, &mut Vec::new());
+    assert_eq!(submit(&mut scheduler, 8, 1, 1), Ok(5));
+}
+
+#[test]
+fn the_sequences_of_a_request_are_taken_together_or_not_at_all() {
+    let limits = Limits { max_waiting_requests: 4, max_waiting_tokens: 20, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 100);
+    let choices = |count: u64, prompt| (0..count).map(|seed| request(seed, prompt, 5, vec![])).collect::<Vec<_>>();
+    let never = |asked, limit, what, option| Err(SubmitError::NeverFits { asked, limit, what, option });
+    // However empty the queue is: not a matter of waiting.
+    assert_eq!(scheduler.submit(choices(5, 1)), never(5, 4, "sequences", "--max-queued-requests"));
+    assert_eq!(scheduler.submit(choices(3, 7)), never(21, 20, "prompt tokens", "--max-queued-tokens"));
+    assert!(scheduler.is_idle() && scheduler.next_plan().is_none(), "nothing of them is left behind");
+    assert_eq!(scheduler.submit(choices(3, 5)), Ok(1..4));
+    let full = SubmitError::QueueFull { waiting: 3, limit: 4, what: "sequences" };
+    assert_eq!(scheduler.submit(choices(2, 1)), Err(full));
+    assert_eq!(scheduler.sequences(), 3);
+    // A single prompt is bounded by the context alone.
+    scheduler.next_plan().unwrap();
+    assert_eq!(scheduler.submit(choices(1, 30)), Ok(4..5));
+}
+
+#[test]
+fn nothing_is_taken_before_the_first_group() {
+    let mut scheduler = Scheduler::new(Limits::default()).unwrap();
+    assert!(matches!(submit(&mut scheduler, 1, 1, 1), Err(SubmitError::Unavailable(_))));
+    assert!(scheduler.is_idle() && scheduler.next_plan().is_none());
+}
+
+#[test]
+fn a_cancel_goes_out_with_the_next_plan() {
+    let mut scheduler = scheduler(Limits::default(), 100);
+    submit(&mut scheduler, 1, 3, 50).unwrap();
+    let plan = scheduler.next_plan().unwrap();
+    assert_eq!((plan.version, plan.admit.len(), plan.decode.as_slice()), (1, 1, &[0][..]));
+    assert_eq!(scheduler.next_plan(), None, "the steps of plan 1 last");
+    scheduler.apply(Event::Cancel { sequence: 1 }, &mut Vec::new());
+    let plan = scheduler.next_plan().unwrap();
+    assert_eq!((plan.version, plan.release.as_slice(), plan.decode.len()), (2, &[0][..], 0));
+    assert!(!scheduler.is_idle(), "the group owes the outcome of plan 2");
+}
+
+#[test]
+fn decode_goes_on_during_prefill() {
+    let limits = Limits { max_slots: 4, max_batch_tokens: 4, plans_ahead: 1, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 100);
+    let mut worker = FakeWorker::new(Shape { max_slots: 4, max_batch_tokens: 4, kv_pages: 100, page_positions: 4 });
+    submit(&mut scheduler, 1, 1, 40).unwrap();
+    let mut tokens = Vec::new();
+    for round in 0..20 {
+        if round == 2 {
+            submit(&mut scheduler, 2, 30, 1).unwrap();
+        }
+        if let Some(plan) = scheduler.next_plan() {
+            worker.receive(plan);
+        }
+        let outcome = worker.run(u64::MAX).unwrap();
+        tokens.push(outcome.tokens.iter().filter(|token| token.sequence == 1).count());
+        scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+    }
+    assert_eq!(tokens, [1; 20], "a token in every step");
+}
+
+#[test]
+fn the_loop_never_waits_for_the_server() {
+    for steps_per_plan in 1..9 {
+        let limits = Limits { max_slots: 2, max_batch_tokens: 4, steps_per_plan, ..Limits::default() };
+        let mut scheduler = scheduler(limits, 40);
+        let mut worker = FakeWorker::new(Shape { max_slots: 2, max_batch_tokens: 4, kv_pages: 40, page_positions: 4 });
+        submit(&mut scheduler, 1, 9, 60).unwrap();
+        submit(&mut scheduler, 2, 7, 60).unwrap();
+        let mut on_the_way = VecDeque::new();
+        let (mut plans, mut ended) = (0, 0);
+        loop {
+            while let Some(plan) = scheduler.next_plan() {
+                plans += 1;
+                worker.receive(plan);
+            }
+            if scheduler.sequences() == 0 {
+                break;
+            }
+            // The server hears of a step while the next one runs.
+            let outcome = worker.run(u64::MAX).filter(|outcome| outcome.ran_step);
+            let finished = |outcome: &Outcome| outcome.tokens.iter().filter(|token| token.finish != 0).count();
+            ended += outcome.as_ref().map_or(0, finished);
+            assert!(outcome.is_some() || ended == 2, "the loop came to rest, {steps_per_plan} steps a plan");
+            on_the_way.extend(outcome);
+            if on_the_way.len() > 1 || worker.rests() {
+                scheduler.apply(Event::Outcome(on_the_way.pop_front().unwrap()), &mut Vec::new());
+            }
+        }
+        assert!(plans < 30 + 130 / steps_per_plan, "{plans} plans of {steps_per_plan} steps");
+    }
+}
+
+/// Steps the group until the scheduler has nothing to send and the group nothing to do; false if it was killed by a step
+/// that computed one of `poison`.
+fn steps(scheduler: &mut Scheduler, worker: &mut FakeWorker, poison: &[u64], actions: &mut Vec<Action>) -> bool {
+    loop {
+        while let Some(plan) = scheduler.next_plan() {
+            worker.receive(plan);
+        }
+        let Some(outcome) = worker.run(u64::MAX) else { return true };
+        if outcome.tokens.iter().any(|token| poison.contains(&token.sequence)) {
+            return false;
+        }
+        scheduler.apply(Event::Outcome(outcome), actions);
+    }
+}
+
+#[test]
+fn only_the_culprit_of_a_crowd_fails() {
+    let shape = Shape { max_slots: 32, max_batch_tokens: 64, kv_pages: 200, page_positions: 4 };
+    let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 200);
+    let requests: Vec<SequenceRequest> = (1..22).map(|seed| request(seed, 5, 20, vec![])).collect();
+    for request in &requests {
+        scheduler.submit(vec![request.clone()]).unwrap();
+    }
+    let culprit = 11;
+    let mut actions = Vec::new();
+    let mut blames = Vec::new();
+    loop {
+        let mut worker = FakeWorker::new(shape.clone());
+        if steps(&mut scheduler, &mut worker, &[culprit], &mut actions) {
+            break;
+        }
+        blames.push(scheduler.group_lost(&mut actions));
+        scheduler.apply(Event::GroupReady { kv_pages: 200, page_positions: 4 }, &mut actions);
+    }
+    // Twice with all the others, then alone.
+    let fingerprint = requests[culprit as usize - 1].fingerprint();
+    let convicted = Blame::Sequence { sequence: culprit, fingerprint, losses: 3 };
+    assert_eq!(blames, [Blame::Nobody, Blame::Nobody, convicted]);
+    let failed = actions.iter().filter_map(|action| match action {
+        Action::Failed { sequence, reason } => Some((*sequence, reason.contains("lost 3 times"))),
+        _ => None,
+    });
+    assert_eq!(failed.collect::<Vec<_>>(), [(culprit, true)]);
+    // Nobody waits for the whole of another's answer.
+    let first_end = actions.iter().position(|action| matches!(action, Action::Finished { .. })).unwrap();
+    let mut begun: Vec<u64> = actions[..first_end]
+        .iter()
+        .filter_map(|action| match action {
+            Action::Token { sequence, .. } => Some(*sequence),
+            _ => None,
+        })
+        .collect();
+    begun.sort_unstable();
+    begun.dedup();
+    assert_eq!(begun.len(), 20);
+    for (sequence, request) in (1..).zip(&requests).filter(|(sequence, _)| *sequence != culprit) {
+        let tokens = actions.iter().filter_map(|action| match action {
+            Action::Token { sequence: of, token } if *of == sequence => Some(token.id),
+            _ => None,
+        });
+        assert_eq!(tokens.collect::<Vec<_>>(), expected(request).0, "sequence {sequence}");
+    }
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_group_that_cannot_prove_itself_is_to_blame() {
+    let mut scheduler = scheduler(Limits::default(), 10);
+    submit(&mut scheduler, 1, 3, 5).unwrap();
+    let mut actions = Vec::new();
+    let mut lose = |scheduler: &mut Scheduler| {
+        // It dies in its first step, whatever that computes.
+        assert_eq!(scheduler.next_plan().unwrap().version, 1, "versions begin again with the group");
+        let blame = scheduler.group_lost(&mut actions);
+        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+        blame
+    };
+    assert_eq!([lose(&mut scheduler), lose(&mut scheduler)], [Blame::Nobody, Blame::Nobody]);
+    for _ in 0..10 {
+        assert_eq!(lose(&mut scheduler), Blame::Group);
+    }
+    assert!(actions.is_empty(), "{actions:?}");
+    assert_eq!(scheduler.sequences(), 2, "the request, and what the group is to prove itself with");
+    scheduler.apply(Event::Cancel { sequence: 1 }, &mut actions);
+    let shape = Shape { max_slots: 64, max_batch_tokens: 512, kv_pages: 10, page_positions: 4 };
+    assert!(steps(&mut scheduler, &mut FakeWorker::new(shape), &[], &mut actions));
+    assert!(scheduler.is_idle() && actions.is_empty());
+}
+
+#[test]
+fn losses_with_progress_in_between_make_no_suspect() {
+    let shape = Shape { max_slots: 64, max_batch_tokens: 512, kv_pages: 10, page_positions: 4 };
+    let mut scheduler = scheduler(Limits::default(), 10);
+    let sequence = submit(&mut scheduler, 1, 3, 36).unwrap();
+    for _ in 0..6 {
+        let mut worker = FakeWorker::new(shape.clone());
+        let plan = scheduler.next_plan().unwrap();
+        assert_eq!(plan.admit[0].sequence, sequence, "it is not computed behind a test of the group");
+        worker.receive(plan);
+        let mut actions = Vec::new();
+        for _ in 0..5 {
+            scheduler.apply(Event::Outcome(worker.run(u64::MAX).unwrap()), &mut actions);
+        }
+        assert_eq!((actions.len(), scheduler.group_lost(&mut actions)), (5, Blame::Nobody));
+        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+    }
+}
+
+#[test]
+fn a_short_prompt_is_computed_beside_a_long_one() {
+    let limits = Limits { max_slots: 8, max_batch_tokens: 16, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 200);
+    let shape = Shape { max_slots: 8, max_batch_tokens: 16, kv_pages: 200, page_positions: 4 };
+    let mut worker = FakeWorker::new(shape);
+    let long = [submit(&mut scheduler, 1, 300, 2).unwrap(), submit(&mut scheduler, 2, 200, 2).unwrap()];
+    let short: Vec<u64> = [3, 1, 4].map(|prompt| submit(&mut scheduler, 3, prompt, 1).unwrap()).into();
+    let plan = scheduler.next_plan().unwrap();
+    // Half of the rows for those that end, the rest for the oldest.
+    let rows: Vec<(u32, u32)> = plan.prefill.iter().map(|chunk| (chunk.slot, chunk.len)).collect();
+    assert_eq!(rows, [(3, 1), (2, 3), (4, 4), (0, 8)]);
+    worker.receive(plan);
+    let outcome = worker.run(u64::MAX).unwrap();
+    assert_eq!(outcome.tokens.iter().map(|token| token.sequence).collect::<Vec<_>>(), [short[1], short[0], short[2]]);
+    scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+    // Then the oldest has all of them.
+    let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
+    assert_eq!((rows, long), (vec![(0, 16)], [1, 2]));
+    scheduler.limit_prompt_rows(5);
+    let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
+    assert_eq!(rows, [(0, 5)], "the owner bounds the rows of prompts");
+}
+
+#[test]
+fn who_does_not_read_leaves_its_slot_to_those_who_wait() {
+    let shape = Shape { max_slots: 2, max_batch_tokens: 4, kv_pages: 40, page_positions: 4 };
+    let limits = Limits { max_slots: 2, max_batch_tokens: 4, steps_per_plan: 4, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 40);
+    let mut worker = FakeWorker::new(shape);
+    let requests: Vec<SequenceRequest> = (1..4).map(|seed| request(seed, 3, 40, vec![])).collect();
+    let behind = [0, 1].map(|i| scheduler.submit(vec![requests[i].clone()]).unwrap().start);
+    let mut actions = Vec::new();
+    let mut run = |scheduler: &mut Scheduler, steps: usize| {
+        for _ in 0..steps {
+            while let Some(plan) = scheduler.next_plan() {
+                worker.receive(plan);
+            }
+            if let Some(outcome) = worker.run(u64::MAX) {
+                scheduler.apply(Event::Outcome(outcome), &mut actions);
+            }
+        }
+    };
+    run(&mut scheduler, 6);
+    for sequence in behind {
+        scheduler.apply(Event::Reader { sequence, behind: true }, &mut Vec::new());
+    }
+    run(&mut scheduler, 6);
+    assert_eq!(scheduler.load().preemptions, 0, "nobody waits: they go on");
+    let reads = scheduler.submit(vec![requests[2].clone()]).unwrap().start;
+    run(&mut scheduler, 12);
+    assert_eq!((scheduler.load().preemptions, scheduler.load().running), (1, 2), "one makes room for it");
+    let other = submit(&mut scheduler, 9, 3, 5).unwrap();
+    run(&mut scheduler, 12);
+    assert_eq!((scheduler.load().preemptions, scheduler.load().waiting), (2, 1), "and one comes back behind it");
+    // It has caught up: as the earliest of all it is first again.
+    scheduler.apply(Event::Reader { sequence: behind[1], behind: false }, &mut Vec::new());
+    run(&mut scheduler, 200);
+    assert!(scheduler.is_idle());
+    for (sequence, request) in behind.into_iter().chain([reads]).zip(&requests) {
+        let tokens = actions.iter().filter_map(|action| match action {
+            Action::Token { sequence: of, token } if *of == sequence => Some(token.id),
+            _ => None,
+        });
+        assert_eq!(tokens.collect::<Vec<_>>(), expected(request).0, "sequence {sequence}");
+    }
+    let finished = actions.iter().position(|a| matches!(a, Action::Finished { sequence, .. } if *sequence == other));
+    assert!(finished.is_some());
+}
+
+#[test]
+fn a_smaller_cache_after_a_loss_fails_what_cannot_fit() {
+    let mut scheduler = scheduler(Limits::default(), 10);
+    submit(&mut scheduler, 1, 30, 5).unwrap();
+    submit(&mut scheduler, 2, 3, 5).unwrap();
+    let mut actions = Vec::new();
+    scheduler.group_lost(&mut actions);
+    scheduler.apply(Event::GroupReady { kv_pages: 5, page_positions: 4 }, &mut actions);
+    assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
+    assert_eq!(scheduler.next_plan().unwrap().admit[0].sequence, 2);
+}
+
+#[test]
+fn a_worker_that_breaks_the_protocol_is_a_fault() {
+    use looplane_proto::worker::v1::SampledToken;
+    let token = |sequence, finish: i32| SampledToken { sequence, finish, ..SampledToken::default() };
+    let cases = [
+        Outcome { version: 2, ran_step: true, ..Outcome::default() },
+        Outcome { version: 1, step: 1, ran_step: true, ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(1, 0)], ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(1, 9)], ..Outcome::default() },
+        Outcome { version: 1, ran_step: true, tokens: vec![token(2, 0)], ..Outcome::default() },
+    ];
+    for outcome in cases {
+        let mut scheduler = scheduler(Limits { max_slots: 1, ..Limits::default() }, 10);
+        submit(&mut scheduler, 1, 3, 1).unwrap();
+        submit(&mut scheduler, 2, 3, 1).unwrap();
+        scheduler.next_plan().unwrap();
+        let mut actions = Vec::new();
+        scheduler.apply(Event::Outcome(outcome.clone()), &mut actions);
+        assert!(matches!(&actions[..], [Action::Fault(_)]), "{outcome:?} gave {actions:?}");
+        scheduler.group_lost(&mut actions);
+    }
+}
+
+#[test]
+fn limits_that_cannot_work_are_named() {
+    let zero = Limits { steps_per_plan: 0, ..Limits::default() };
+    assert_eq!(zero.validate(), Err(LimitsError::Zero("steps_per_plan")));
+    let small = Limits { max_batch_tokens: 10, ..Limits::default() };
+    assert_eq!(small.validate(), Err(LimitsError::BatchTooSmall { tokens: 10, slots: 64 }));
+}

@@ -4,8 +4,8 @@
 serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
-# The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages need a
-# browser, which is installed in target/browser where there is no Chromium.
+# The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages
+# need a browser, which is installed in target/browser where there is no Chromium.
 # Every test.
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" cargo test --workspace
@@ -23,7 +23,8 @@ gpu-tp:
     LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
         cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
 
-# The figures of one GPU in docs/benchmarks.md, as tables; HTTP needs torch and safetensors, which make up the checkpoint.
+# HTTP needs torch and safetensors, which make up the checkpoint.
+# The figures of one GPU in docs/benchmarks.md, as tables.
 gpu-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/gpu_figures.py {{ARGS}}
@@ -49,7 +50,8 @@ tp-figures *ARGS:
 scaling:
     cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
 
-# What 1 to 16 workers do on this machine's CPUs: the report of docs/benchmarks.md, and its picture where there is a chromium.
+# Takes the report's picture, too, where there is a chromium.
+# What 1 to 16 workers do on this machine's CPUs: the report of docs/benchmarks.md.
 sweep-cpu:
     cargo build --release --workspace
     target/release/looplane loadtest sweep --tp 1,2,4,8,16 --device cpu --duration 10s \

@@ -1,17 +1,17 @@
 """Decode speed of Looplane and of llama.cpp on this machine, measured in turns.
 
 What is compared: the median time of one decode step on CPU, for batches of 1 and of 8 sequences, on a model of the same
-dimensions and the same bytes: bf16 weights made up at random (speed does not depend on them), the same number of threads,
-the same context before the first step, as many steps.
+dimensions and the same bytes: bf16 weights made up at random (speed does not depend on them), the same number of
+threads, the same context before the first step, as many steps.
 
 * Looplane: `looplane bench --shape SHAPE --weights random --tp 1 --threads N`, which samples greedily inside the step.
-* llama.cpp: `llama_decode` of one token of each sequence through llama-cpp-python, logits of every sequence asked for and
-  no sampling, weights read into memory (no mmap), in a process of its own.
+* llama.cpp: `llama_decode` of one token of each sequence through llama-cpp-python, logits of every sequence asked for
+  and no sampling, weights read into memory (no mmap), in a process of its own.
 
-How: a run is one process of the one and then one of the other; memory bandwidth of shared machines moves within minutes, so
-only figures of the same run are set against each other, and there are several runs. Nothing else should use the cores
-meanwhile. `just compare-llama-cpp` builds what this needs in target/ (llama.cpp is compiled for this machine, which takes
-minutes and needs a C++ compiler; the model of the 1b shape has 2.2 GB) and passes its arguments on.
+How: a run is one process of the one and then one of the other; memory bandwidth of shared machines moves within
+minutes, so only figures of the same run are set against each other, and there are several runs. Nothing else should use
+the cores meanwhile. `just compare-llama-cpp` builds what this needs in target/ (llama.cpp is compiled for this machine,
+which takes minutes and needs a C++ compiler; the model of the 1b shape has 2.2 GB) and passes its arguments on.
 """
 
 import argparse
@@ -69,7 +69,8 @@ def main() -> None:
     if not model.exists():
         print(f"writing {model}", flush=True)
         write_model(SHAPES[args.shape], model)
-    columns = ["run", "read GB/s"] + [f"batch {b}: {what}" for b in BATCHES for what in ("looplane", "llama.cpp", "ratio")]
+    columns = ["run", "read GB/s"]
+    columns += [f"batch {b}: {what}" for b in BATCHES for what in ("looplane", "llama.cpp", "ratio")]
     print(f"shape {args.shape}, {args.threads} threads, context {args.context}, {args.steps} steps; ms a step: median")
     print("(fastest); ratio: llama.cpp's median over Looplane's\n")
     print(row(columns) + "\n" + row(["---"] * len(columns)), flush=True)

@@ -1,9 +1,11 @@
-"""Writes the demo model as a GGUF, so that llama.cpp's OpenAI-compatible server can serve it and the load tester measure that.
+"""Writes the demo model as a GGUF, so that llama.cpp's OpenAI-compatible server can serve it and the load tester
+measure that.
 
     python3 -m venv target/llama-cpp
     target/llama-cpp/bin/pip install 'llama-cpp-python[server]==0.3.36' gguf==0.19.0
     target/llama-cpp/bin/python deploy/compare/demo_gguf.py target/demo.gguf
-    target/llama-cpp/bin/python -m llama_cpp.server --model target/demo.gguf --model_alias demo --n_ctx 2048 --port 8001 \\
+    target/llama-cpp/bin/python -m llama_cpp.server --model target/demo.gguf --model_alias demo --n_ctx 2048 \\
+        --port 8001 \\
         --interrupt_requests false
     looplane loadtest --target http://127.0.0.1:8001
 """
@@ -46,7 +48,8 @@ def main() -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     add_tokenizer(writer, config)
     for name, values in tensors():
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        heads_of = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        heads = heads_of.get(name.split(".")[-2])
         if heads:
             values = pairs_beside_each_other(values, heads)
         if values.ndim == 1:

@@ -1,10 +1,11 @@
 """The figures of one GPU in docs/benchmarks.md: measures them and prints the tables.
 
     python3 gpu_figures.py --looplane target/release/looplane
-    python3 gpu_figures.py --looplane target/release/looplane --tp 4     # HTTP through a group of 4 GPUs; its steps are tp_figures.py's
+    python3 gpu_figures.py --looplane target/release/looplane --tp 4     # HTTP through 4 GPUs; steps: tp_figures.py
 
-Needs one H200 (any GPU that Looplane takes will do, but the bars are an H200's), 40 GB of memory and, for HTTP, torch and safetensors. It takes some minutes. Bars are those of the issue that
-the kernel was built for: milliseconds that it must reach, and the floor: bytes of weights, K and V over LIMIT_GB_S.
+Needs one H200 (any GPU that Looplane takes will do, but the bars are an H200's), 40 GB of memory and, for HTTP, torch
+and safetensors. It takes some minutes. Bars are those of the issue that the kernel was built for: milliseconds that it
+must reach, and the floor: bytes of weights, K and V over LIMIT_GB_S.
 """
 
 import argparse
@@ -38,15 +39,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--looplane", type=Path, default=LOOPLANE, help="the binary to measure")
     parser.add_argument("--steps", type=int, default=256, help="steps of each batch (default: 256)")
-    parser.add_argument("--dir", type=Path, default=Path("/dev/shm/looplane-8b"), help="where the checkpoint for HTTP is written (16 GB)")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm/looplane-8b"),
+                        help="where the checkpoint for HTTP is written (16 GB)")
     parser.add_argument("--tp", type=int, default=1, help="over 1: only HTTP, through a group of so many GPUs")
     parser.add_argument("--no-http", action="store_true", help="only the loop")
     args = parser.parse_args()
-    name = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.splitlines()[0]
+    name = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+                          capture_output=True, text=True).stdout.splitlines()[0]
     print(f"{name}, {datetime.date.today()}\n", flush=True)
     if args.tp > 1:
         return http(args, bench(args, "8b", 512, 1, None)["batches"][0]["step_ms"], MUST_ITL_OF_GROUPS)
-    print(row(["shape", "mean context", "batch", "floor, ms", "**ms a step**", f"of {LIMIT_GB_S} GB/s", "of the run's read limit", "must", "vLLM 0.24"]))
+    print(row(["shape", "mean context", "batch", "floor, ms", "**ms a step**", f"of {LIMIT_GB_S} GB/s",
+               "of the run's read limit", "must", "vLLM 0.24"]))
     print(row(["---"] * 9), flush=True)
     step_ms, prompt = None, None
     for shape, context, bars in RUNS:
@@ -58,12 +62,18 @@ def main() -> None:
             if context == 8192:
                 must = MUST_OF_FLOOR_AT_8192 * floor
             tokens = batch["kv_bytes"] / batch["batch"] / KV_BYTES_PER_TOKEN[shape]
-            cells = [shape, f"{tokens:.0f}", batch["batch"], f"{floor:.2f}", f"**{batch['step_ms']:.3g}**", f"{floor / batch['step_ms']:.1%}", f"{batch['share_of_best_read']:.1%}"]
+            cells = [
+                shape, f"{tokens:.0f}", batch["batch"], f"{floor:.2f}", f"**{batch['step_ms']:.3g}**",
+                f"{floor / batch['step_ms']:.1%}", f"{batch['share_of_best_read']:.1%}"
+            ]
             print(row(cells + [f"{must:.2f}" if must else "", vllm or ""]), flush=True)
             if report.get("prompt"):
                 step_ms, prompt, limit = batch["step_ms"], report["prompt"], report["read"]
     print(f"\nread limit {limit['best_gb_s']:.0f} GB/s at best, {limit['median_gb_s']:.0f} in the median pass")
-    print(f"prompt of {prompt['tokens']} tokens (8b): {prompt['ms']:.0f} ms, {prompt['tokens_per_s']:.0f} tokens a second; must {MUST_PROMPT_MS} ms")
+    print(
+        f"prompt of {prompt['tokens']} tokens (8b): {prompt['ms']:.0f} ms, {prompt['tokens_per_s']:.0f} tokens a "
+        f"second; must {MUST_PROMPT_MS} ms"
+    )
     if not args.no_http:
         http(args, step_ms, MUST_ITL)
 
@@ -73,7 +83,10 @@ def bench(args: argparse.Namespace, shape: str, context: int, batch: int, prompt
     first = context - WARM_UP - args.steps // 2
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
-        command = [args.looplane, "bench", "--device", "cuda", "--shape", shape, "--context", first, "--batch", batch, "--steps", args.steps, "--tp", args.tp, "--json", out]
+        command = [
+            args.looplane, "bench", "--device", "cuda", "--shape", shape, "--context", first, "--batch", batch,
+            "--steps", args.steps, "--tp", args.tp, "--json", out
+        ]
         command += ["--prompt", prompt] if prompt else []
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
         if done.returncode:
@@ -86,19 +99,27 @@ def http(args: argparse.Namespace, step_ms: float, must: dict[str, float]) -> No
     if not (args.dir / "generation_config.json").exists():
         subprocess.run([sys.executable, HERE / "random_model.py", "8b", args.dir], check=True)
     with Server(args.looplane, "--model", args.dir, "--device", "cuda", "--tp", args.tp) as server:
-        print(f"\nHTTP, 8B checkpoint of {sum(f.stat().st_size for f in args.dir.iterdir()) / 1e9:.1f} GB: ready after {server.ready_s:.1f} s")
+        print(
+            f"\nHTTP, 8B checkpoint of {sum(f.stat().st_size for f in args.dir.iterdir()) / 1e9:.1f} GB: ready after "
+            f"{server.ready_s:.1f} s"
+        )
         for prompt_tokens in (128, 2048):
             figures = loadtest(args, prompt_tokens)
             mean, p99 = figures["mean_itl_ms"], figures["p99_itl_ms"]
-            print(f"one stream, prompts of {prompt_tokens} tokens: first token {figures['median_ttft_ms']:.0f} ms; between tokens {mean:.2f} ms in the mean ({mean / step_ms:.3f}x the kernel's {step_ms:.2f}, "
-                  f"must {must['mean']}), p99 {p99:.2f} ms ({p99 / step_ms:.2f}x, must {must['p99']})", flush=True)
+            print(
+                f"one stream, prompts of {prompt_tokens} tokens: first token {figures['median_ttft_ms']:.0f} ms; "
+                f"between tokens {mean:.2f} ms in the mean ({mean / step_ms:.3f}x the kernel's {step_ms:.2f}, "
+                f"must {must['mean']}), p99 {p99:.2f} ms ({p99 / step_ms:.2f}x, must {must['p99']})", flush=True)
 
 
 def loadtest(args: argparse.Namespace, prompt_tokens: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "loadtest.json"
-        command = [args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions", "--concurrency", 1, "--requests", 6,
-                   "--prompt-tokens", prompt_tokens, "--max-tokens", 250, "--ignore-eos", "--json", out]
+        command = [
+            args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
+            "--concurrency", 1, "--requests", 6, "--prompt-tokens", prompt_tokens, "--max-tokens", 250, "--ignore-eos",
+            "--json", out
+        ]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
         return json.loads(out.read_text())
 

@@ -2,8 +2,9 @@
 
     python3 kill_ranks.py --looplane target/release/looplane --tp 4 --rounds 8
 
-Needs as many GPUs as ranks (or --device cpu). Each round streams a completion, kills one worker with SIGKILL and checks that the other workers of the group end within a
-second, that the stream goes on with the text of a calm run, and that a new group answers. In the end: no process and no GPU memory is left. Exits with 1 if any of that is not so.
+Needs as many GPUs as ranks (or --device cpu). Each round streams a completion, kills one worker with SIGKILL and checks
+that the other workers of the group end within a second, that the stream goes on with the text of a calm run, and that a
+new group answers. In the end: no process and no GPU memory is left. Exits with 1 if any of that is not so.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from pathlib import Path
 from serving import LOOPLANE, Server, completion
 
 END_LIMIT_S = 1.0
-PROMPT = {"prompt": "A long story:", "max_tokens": 1500, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stream": True}
+PROMPT = {
+    "prompt": "A long story:", "max_tokens": 1500, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stream": True
+}
 
 
 def main() -> None:
@@ -66,26 +69,35 @@ def one_round(number: int, server: Server, dice: random.Random, calm: str, calm_
     killer.join()
     server.wait_ready()
     own, others = took[0].pop(victim), max(took[0].values(), default=0.0)
-    print(f"round {number}: worker {victim} killed after {delay:.2f} s; it ended {own:.3f} s later, the last of the others {others:.3f} s; longest gap of the stream {gap:.2f} s", flush=True)
+    print(
+        f"round {number}: worker {victim} killed after {delay:.2f} s; it ended {own:.3f} s later, the last of the "
+        f"others {others:.3f} s; longest gap of the stream {gap:.2f} s",
+        flush=True)
     problems = []
     if own == float("inf"):
         problems.append(f"round {number}: worker {victim} was killed and has not ended")
     if others > END_LIMIT_S:
-        problems.append(f"round {number}: workers ran on for {others:.2f} s after worker {victim} was killed, which took {own:.2f} s to end itself; {END_LIMIT_S} s at most are allowed")
+        problems.append(
+            f"round {number}: workers ran on for {others:.2f} s after worker {victim} was killed, which took {own:.2f} "
+            f"s to end itself; {END_LIMIT_S} s at most are allowed"
+        )
     if text != calm:
         problems.append(f"round {number}: another text after worker {victim} was killed")
     return problems
 
 
 def kill_and_watch(workers: list[int], victim: int, delay: float) -> dict[int, float]:
-    """Seconds from the kill to the end of each worker. The victim's own say how long the system takes to end a process with a GPU."""
+    """Seconds from the kill to the end of each worker. The victim's own say how long the system takes to end a process
+    with a GPU."""
     time.sleep(delay)
     os.kill(workers[victim], signal.SIGKILL)
     killed = time.monotonic()
     ended = {}
     while len(ended) < len(workers) and time.monotonic() - killed < 10 * END_LIMIT_S:
         time.sleep(0.005)
-        ended.update({rank: time.monotonic() - killed for rank, pid in enumerate(workers) if rank not in ended and not runs(pid)})
+        ended.update({
+            rank: time.monotonic() - killed for rank, pid in enumerate(workers) if rank not in ended and not runs(pid)
+        })
     return {rank: ended.get(rank, float("inf")) for rank in range(len(workers))}
 
 
@@ -114,7 +126,8 @@ def runs(pid: int) -> bool:
 def memory_used() -> list[int]:
     """MiB in use on each GPU; none where there is none."""
     try:
-        asked = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+        asked = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+                               capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return []
     return [int(line) for line in asked.stdout.split()]

@@ -3,8 +3,8 @@
     pip install torch safetensors
     python3 random_model.py 8b /dev/shm/llama-8b
 
-Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. The tokenizer is one word a token, so that any token prints and
-prompts of an exact length can be written: "w7 w9 w7".
+Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. The tokenizer is one word a token, so that
+any token prints and prompts of an exact length can be written: "w7 w9 w7".
 """
 
 import json
@@ -15,16 +15,21 @@ import torch
 from safetensors.torch import save_file
 
 SHAPES = {
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-           "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False},
-    "llama-1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-                 "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True},
+    "8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False
+    },
+    "llama-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True
+    },
 }
 CONTEXT = 16384
 
 
 def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
-    hidden, width, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    hidden, head_dim = c["hidden_size"], c["head_dim"]
+    width, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
@@ -34,7 +39,8 @@ def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
             at + "input_layernorm.weight": (hidden,), at + "post_attention_layernorm.weight": (hidden,),
             at + "self_attn.q_proj.weight": (width, hidden), at + "self_attn.k_proj.weight": (kv, hidden),
             at + "self_attn.v_proj.weight": (kv, hidden), at + "self_attn.o_proj.weight": (hidden, width),
-            at + "mlp.gate_proj.weight": (c["intermediate_size"], hidden), at + "mlp.up_proj.weight": (c["intermediate_size"], hidden),
+            at + "mlp.gate_proj.weight": (c["intermediate_size"], hidden),
+            at + "mlp.up_proj.weight": (c["intermediate_size"], hidden),
             at + "mlp.down_proj.weight": (hidden, c["intermediate_size"]),
         }
     return shapes
@@ -53,18 +59,24 @@ def main() -> None:
         return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * 0.02).bfloat16().cpu()
 
     save_file({name: tensor(size) for name, size in tensor_shapes(c).items()}, folder / "model.safetensors")
-    config = c | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": CONTEXT,
-                  "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1}
+    config = c | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     vocab = {f"w{token}": token for token in range(c["vocab_size"])}
     tokenizer = {
-        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w2"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1",
-        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1",
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
+    }))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
 
 

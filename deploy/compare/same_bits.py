@@ -2,8 +2,8 @@
 
     python3 same_bits.py --looplane target/release/looplane --tp 1,2,4
 
-Needs as many GPUs as the largest group (or --device cpu). Requests differ in length and sampling and run side by side. Another seed must give another answer, or this would
-show nothing. Exits with 1 where answers differ.
+Needs as many GPUs as the largest group (or --device cpu). Requests differ in length and sampling and run side by side.
+Another seed must give another answer, or this would show nothing. Exits with 1 where answers differ.
 """
 
 import argparse
@@ -36,14 +36,20 @@ def main() -> None:
         first = first or answers
         equal = sum(mine == theirs for mine, theirs in zip(answers, first))
         differ += args.requests - equal
-        print(f"tp {size}: {equal} of {args.requests} answers, {sum(len(answer[0]['logprobs']['tokens']) for answer in answers)} tokens, are those of the first group, fingerprint {answers[0][1]}", flush=True)
+        print(
+            f"tp {size}: {equal} of {args.requests} answers, "
+            f"{sum(len(answer[0]['logprobs']['tokens']) for answer in answers)} tokens, are those of the first group, "
+            f"fingerprint {answers[0][1]}",
+            flush=True)
     sys.exit(bool(differ))
 
 
 def ask(number: int, seed: int = 7) -> tuple[dict, str]:
     """An answer and the fingerprint of what decides its bits; every third is greedy."""
     prompt = " ".join(f"w{number * 31 + i}" for i in range(1 + number * 7 % 90))
-    answer = json.load(completion(prompt=prompt, max_tokens=40 + number * 13 % 150, temperature=0.0 if number % 3 == 0 else 0.9, top_p=0.95, seed=seed + number, logprobs=5, ignore_eos=True))
+    answer = json.load(
+        completion(prompt=prompt, max_tokens=40 + number * 13 % 150, temperature=0.0 if number % 3 == 0 else 0.9,
+                   top_p=0.95, seed=seed + number, logprobs=5, ignore_eos=True))
     return {field: answer["choices"][0][field] for field in FIELDS}, answer["system_fingerprint"]
 
 

@@ -45,5 +45,6 @@ class Server:
 
 def completion(**fields):
     """An open answer of /v1/completions."""
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(fields).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(fields).encode(),
+                                     {"content-type": "application/json"})
     return urllib.request.urlopen(request, timeout=120)

@@ -1,15 +1,22 @@
-// The looped decoder: one cooperative launch walks embedding, all layers, LM head and the choice of tokens, for several steps.
+// The looped decoder: one cooperative launch walks embedding, all layers, LM head and the choice of tokens, for several
+// steps.
 //
 //   x = bf16(h * gamma), y = (W x) / rms(h)             for qkv, gate/up and the LM head
 //   h += W_o attention(q, K, V);  h += W_down bf16(silu(gate) * up)       h stays fp32 in registers of its owner
 //
-// A block owns whole row tiles (m16) of every product, with all of K. Warps: 16 consumers, each with one K leaf of every product;
-// one producer warp, which streams the block's weights and KV pages through rings in shared memory, on into the next layer and the next step; two epilogue warps, which add the leaves in the product's order and publish the result as data-as-flag words to all blocks.
+// A block owns whole row tiles (m16) of every product, with all of K. Its warps:
+//   16 consumers   have one K leaf of every product each
+//   1 producer     streams the block's weights and KV pages through rings in shared memory, on into the next layer and
+//                  the next step
+//   2 epilogue     add the leaves in the product's order and publish the result as data-as-flag words to all blocks
 //
 // Exchanges of a layer (words.cuh says when a word may be written again):
-//   attention_x    residual -> qkv          all blocks            page           leaves -> merge    blocks of a row's items
-//   qkv            q, k, v -> attention     blocks of a KV head   attention_out  merge -> o         all blocks
-//   mlp_x          residual -> gate/up      all blocks            activation     -> down            all blocks
+//   attention_x     residual -> qkv        all blocks
+//   qkv             q, k, v -> attention   blocks of a KV head
+//   page            leaves -> merge        blocks of a row's items
+//   attention_out   merge -> o             all blocks
+//   mlp_x           residual -> gate/up    all blocks
+//   activation      -> down                all blocks
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
 #include "layout/launch.cuh"
@@ -35,17 +42,23 @@
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 
-/// What is waited for queues behind the bytes in flight, so where the stream has time there are fewer: groups of rings (sync/ring.cuh).
-/// - Of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: of all that the rings take while the sums of down, attention and the sums of o are waited for, and that
-///   is these and the first chunks of gate and up. With less of q, k, v and o there is room for more of gate and up, which is then late; more does not fit. Where gate and up are less than two
-///   rings full, their first chunks are most of them, and late, too.
-/// - Where o does not fit into the rings: of o, while attention is waited for, which are three exchanges in a row.
-constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes, kAttentionBytes = (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
+/// An exchange's words queue behind the bytes in flight. So the stream keeps fewer bytes in flight where it has time:
+/// rings then take turns, in groups (sync/ring.cuh). That is so
+/// - in a group of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: for all that
+///   the rings take while the block waits for the sums of down, attention and the sums of o. That is q, k, v, o and the
+///   first chunks of gate and up. If q, k, v and o were smaller, there would be room for more of gate and up, which
+///   would then be late; larger ones do not fit. If gate and up fill less than two rings, their first chunks are most
+///   of them, and late, too.
+/// - where o does not fit into the rings: for o, while the block waits for attention, three exchanges in a row.
+constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes,
+              kAttentionBytes =
+                  (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
 constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::steps * kFragment;
 #ifdef LP_PACED
 constexpr bool kAttentionFills = true;  // shapes that are too small for it
 #else
-constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes && kAttentionBytes + kRings * kSlotBytes > kRingBytes && kGateUpBytes >= 2 * kRingBytes;
+constexpr bool kAttentionFills = kRanks > 1 && kAttentionBytes <= kRingBytes &&
+                                 kAttentionBytes + kRings * kSlotBytes > kRingBytes && kGateUpBytes >= 2 * kRingBytes;
 #endif
 constexpr u32 kOutGroups = kAttentionFills ? 4 : O::bytes / kBlocks > kRingBytes ? 2 : 1;
 constexpr u32 kQkvGroups = kAttentionFills ? 4 : 1, kGateUpGroups = kAttentionFills ? 4 : 1;
@@ -64,7 +77,8 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       if (layer == 0) {
         wait_sampled(launch, shared, step);
         begin_step(shared);
-        fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+        // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+        fence_async_global();
       }
       reached(launch, step, kProducer, layer, 2);
       producer.look_ahead<GateUp>(weights + kGateUpOffset, 0);
@@ -127,7 +141,8 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
     if (Epilogue::kSharedSets && epilogue.second() && step > 0) token[0] = load_shared_u32(shared + Shared::token);
-    if (Epilogue::kSharedSets || !epilogue.second()) epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
+    if (Epilogue::kSharedSets || !epilogue.second())
+      epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
@@ -138,12 +153,15 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
         epilogue.skip(Epilogue::sets<O>() + Epilogue::sets<GateUp>() + Epilogue::sets<Down>());
         continue;
       }
-      epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag, [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 4 + heard); });
+      epilogue.add_residual<O>(kToldOut, vectors_at(shared, tag) + Vectors::mlp_x, 2 * layer + 1, active, tag,
+                               [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 4 + heard); });
       reached(launch, step, kEpilogue + warp, layer, 1);
       if (Epilogue::kSharedSets && epilogue.second()) epilogue.skip(Epilogue::sets<GateUp>());
       else epilogue.gate_up(active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
-      epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active, tag + 1, [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 6 + heard); });
+      epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active,
+                                  tag + 1,
+                                  [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 6 + heard); });
       reached(launch, step, kEpilogue + warp, layer, 3);
     }
     pass_turn(launch, shared, tag_of(launch, step) + kLayers, [&](u32 turn) { epilogue.clear(turn); });
@@ -160,7 +178,8 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     }
     offer_tokens(launch, epilogue, step);
     // Of several ranks a launch ends when all have written their logits, which they say with their tokens.
-    const bool undrawn = launch.flags & kLaunchUndrawn, stopped = (kRanks > 1 || !undrawn) && choose_tokens<kBlocks>(launch, epilogue, step, active, token);
+    const bool undrawn = launch.flags & kLaunchUndrawn,
+               stopped = (kRanks > 1 || !undrawn) && choose_tokens<kBlocks>(launch, epilogue, step, active, token);
     if (kRanks > 1 && undrawn) note_stop(launch, epilogue, stopped);
     if (warp == 0 && lane_index() == 0 && stopped && step + 2 < last_step(shared)) {
       store_shared_u32(shared + Shared::last_step, step + 2);
@@ -181,9 +200,10 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
   }
 }
 
-/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without pages, bytes of words an item,
-/// bytes of words to zero before a launch, pages of an item, bytes of the inbox.
-extern "C" __device__ const u64 looped_decoder_needs[8] = {Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0, 0};
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of exchange words without
+/// pages, bytes of words an item, bytes of words to zero before a launch, pages of an item, bytes of the inbox.
+extern "C" __device__ const u64 looped_decoder_needs[8] = {
+    Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0, 0};
 
 /// What a launch is given of each rank that it has.
 struct Launches {
@@ -203,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     begin_steps(shared, kWarps + 1);
     begin_turns(shared);
     store_shared_u32(shared + Shared::last_step, launch.steps);
-    store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
+    store_shared_u32(shared + Shared::turns_before,
+                     load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
   if (kRanks > 1 && warp == 1) await_ranks(launch);

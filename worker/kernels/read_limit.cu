@@ -1,4 +1,5 @@
-// What the memory can do: every byte read once, by plain loads or by bulk copies. `looplane bench` sets its figures beside it.
+// What the memory can do: every byte read once, by plain loads or by bulk copies. `looplane bench` sets its figures
+// beside it.
 #include "ptx/ptx.cuh"
 
 constexpr u32 kChunk = 16384, kSlots = 12;
@@ -39,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) read_bulk(const u8* from, u3
     if (i >= mine) continue;
     const u32 slot = i % kSlots;
     mbarrier_expect(barriers + 8 * slot, kChunk);
-    bulk_load(ring + slot * kChunk, from + ((u64)i * gridDim.x + blockIdx.x) * kChunk, kChunk, barriers + 8 * slot, policy);
+    bulk_load(ring + slot * kChunk, from + ((u64)i * gridDim.x + blockIdx.x) * kChunk, kChunk, barriers + 8 * slot,
+              policy);
   }
 }

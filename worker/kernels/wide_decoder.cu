@@ -1,8 +1,10 @@
-// The looped decoder for wide passes: 32 or 64 rows, several steps a launch, or 128 rows of prompts, which do not sample. The same arithmetic as looped_decoder.cu,
-// with the same weights, KV pool and launches, bit by bit; what differs is who does what (wide/geometry.cuh).
+// The looped decoder for wide passes: 32 or 64 rows, several steps a launch, or 128 rows of prompts, which do not
+// sample. The same arithmetic as looped_decoder.cu, with the same weights, KV pool and launches, bit by bit; what
+// differs is who does what (wide/geometry.cuh).
 //
-// Clusters of two blocks. Eight consumer warps (two warpgroups) do products, attention and what follows them; two warps stream weights and pages, one fetches
-// activations, one finds norms. Exchanges of a layer, each a counter that its readers wait for (wide/exchange.cuh):
+// Clusters of two blocks. Eight consumer warps (two warpgroups) do products, attention and what follows them; two warps
+// stream weights and pages, one fetches activations, one finds norms. Exchanges of a layer, each a counter that its
+// readers wait for (wide/exchange.cuh):
 //   attention_x    residual -> qkv         a leaf of K        attention_out  attention -> o   all blocks
 //   queries        qkv -> attention        a KV head          mlp_x          residual -> gate/up, a leaf of K
 //   (and K, V)                                                activation     silu -> down     a leaf of K
@@ -32,7 +34,8 @@
 extern __shared__ __align__(1024) u8 shared_memory[];
 
 LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
-  return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
+  return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count,
+              step};
 }
 LP_DEVICE bool samples(const Launch& launch) {
   for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
@@ -44,7 +47,8 @@ LP_DEVICE u32 steps_of(const Launch& launch) {
   u32 steps = launch.steps ? 1 : 0;
   for (u32 r = 0; launch.steps > 1 && r < launch.row_count; r++) {
     const u32 left = launch.rows[r].last_position - launch.rows[r].position;
-    if (launch.rows[r].last_position > launch.rows[r].position && left >= steps) steps = left < launch.steps ? left + 1 : launch.steps;
+    if (launch.rows[r].last_position > launch.rows[r].position && left >= steps)
+      steps = left < launch.steps ? left + 1 : launch.steps;
   }
   return steps < launch.steps ? steps : launch.steps;
 }
@@ -62,8 +66,9 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   __syncwarp();
 }
 
-/// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and fetch have one copy of the code for both, because
-/// code that runs once a layer comes from far away; the consumers, whose copy would spill, have two.
+/// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and
+/// fetch have one copy of the code for both, because code that runs once a layer comes from far away; the consumers,
+/// whose copy would spill, have two.
 constexpr u32 kAttention = 0;  // 1: MLP
 LP_DEVICE int residual_steps(u32 part) { return part == kAttention ? O::leaf_steps : Down::leaf_steps; }
 
@@ -81,14 +86,16 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
 #pragma unroll 1
         for (int pass = 0; pass <= passes; pass++) {
           Run run;
-          if (pass == passes) run = Producer::run<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
+          if (pass == passes)
+            run = Producer::run<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
           else if (part == kAttention) run = QkvCut::on() ? Producer::run<QkvCut>(weights, Qkv::leaf_steps) : Run{};
           else run = Producer::own_run<GateUpOwn>(weights + kGateUpOffset, pass);
           producer.stream(run);
           if (part != kAttention || pass == passes) continue;
           if (layer == 0) {
             wait_sampled(launch, shared, step);
-            fence_async_global();  // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+            // K and V of the step before were written by ordinary stores; pages are read by bulk copies
+            fence_async_global();
           }
           reached(launch, step, warp, layer, 1);
           stream_attention(producer, rows, layer, generation_of(step, layer));
@@ -117,16 +124,21 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared) {
         const bool attention = part == kAttention;
         reached(launch, step, kInput, layer, part);
         if (attention) {
-          if (QkvCut::on()) input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves, x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
+          if (QkvCut::on())
+            input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves,
+                                 x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
         } else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
-        input.stream<OCut>(attention ? Words::attention_out : Words::activation, attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : Down::leaves,
-                           generation * (attention ? kBlocks : kActivationBlocks), attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
+        input.stream<OCut>(attention ? Words::attention_out : Words::activation,
+                           attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : Down::leaves,
+                           generation * (attention ? kBlocks : kActivationBlocks),
+                           attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
       }
       reached(launch, step, kInput, layer, 2);
     }
     if (!sampling(shared)) return;
     reached(launch, step, kInput, kLayers, 0);
-    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks, kSiteHeadX);
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks,
+                              kSiteHeadX);
     reached(launch, step, kInput, kLayers, 1);
   }
 }
@@ -140,11 +152,14 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
       const u32 tag = tag_of(launch, step, layer);
       reached(launch, step, kNorms, layer, 0);
 #pragma unroll 1
-      for (u32 part = 0; part < 2; part++) find_norm(launch, shared, part, (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafBlocks, tag);
+      for (u32 part = 0; part < 2; part++)
+        find_norm(launch, shared, part,
+                  (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafBlocks, tag);
     }
     if (!sampling(shared)) return;
     // Does the host want the launch to end? Its memory is far: asked for while down is computed.
-    if (rank_block() == 0 && lane_index() == 0) store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
+    if (rank_block() == 0 && lane_index() == 0)
+      store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
     find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
   }
 }
@@ -157,25 +172,33 @@ struct Team {
   Receive receive;
   Hidden hidden;
 
-  LP_DEVICE Team(const Launch& launch, u32 shared) : launch(launch), shared(shared), consumer(launch, shared), receive{launch, shared}, hidden(launch) {}
+  LP_DEVICE Team(const Launch& launch, u32 shared)
+      : launch(launch), shared(shared), consumer(launch, shared), receive{launch, shared}, hidden(launch) {}
 
   LP_DEVICE void wait_norm(int norm, u32 generation) {
     wait_barrier(launch, shared + Shared::norms + 8 * norm, generation & 1 ^ 1, kSiteNorm);
     __syncwarp();
   }
-  /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it sampled.
+  /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it
+  /// sampled.
   LP_DEVICE void begin(const Rows& rows, const Choice& choice) {
     if (thread_index() < kColumns) {
       const u32 row = thread_index();
       u32 place = ~0u;
       if (rows.active(row)) {
-        const u32 position = rows.position(row), page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride + position / kPage);
+        const u32 position = rows.position(row),
+                  page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride +
+                                           position / kPage);
         place = page * kPage + position % kPage;
       }
       store_shared_u32(shared + Shared::place + row * 4, place);
     }
     const u32 tag = tag_of(launch, rows.step, 0);
-    hidden.embed([&](u32 row) { return !rows.active(row) ? Hidden::kIdle : rows.step ? choice.load(0, row).id : rows.rows[row].token; }, tag);
+    hidden.embed(
+        [&](u32 row) {
+          return !rows.active(row) ? Hidden::kIdle : rows.step ? choice.load(0, row).id : rows.rows[row].token;
+        },
+        tag);
     hidden.fetch_gamma(0);
     hidden.publish_x(0, tag);
   }
@@ -211,7 +234,9 @@ struct Team {
 #pragma unroll
       for (int t = 0; t < GateUpOwn::warp_tiles; t++) {
         const int tile = GateUpOwn::thin ? GateUpOwn::second() : t;  // of the unit
-        if (tile < width) write_activation(launch, shared, GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile, first_column<GateUpOwn>(), sum[t]);
+        if (tile < width)
+          write_activation(launch, shared, GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile,
+                           first_column<GateUpOwn>(), sum[t]);
       }
     }
     reached(launch, step, warp_index(), layer, 7);
@@ -232,7 +257,9 @@ struct Team {
       float sum[2][HeadOwn::columns / 2];
       const int unit = HeadOwn::unit(), width = HeadOwn::width(pass, unit);
       sum_unit<HeadOwn>(consumer, unit, width, sum);
-      if (width > 0) choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(), sum);
+      if (width > 0)
+        choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(),
+                     sum);
     }
     reached(launch, step, warp_index(), kLayers, 1);
     const bool stopped = kRanks == 1 && launch.flags & kLaunchUndrawn ? false : choice.exchange(step);
@@ -241,7 +268,9 @@ struct Team {
   }
 
  private:
-  template <class C> LP_DEVICE u32 first_column() const { return C::split_columns ? (warp_index() >> 2) * C::columns : 0; }
+  template <class C> LP_DEVICE u32 first_column() const {
+    return C::split_columns ? (warp_index() >> 2) * C::columns : 0;
+  }
   /// o or down, into the residual, whose next norm is `norm`.
   template <class C> LP_DEVICE void add_product(u32 use, int norm, u32 told, u32 tag) {
     const Place place = place_of<C>();
@@ -272,14 +301,17 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
     }
     const bool stopped = team.head(step, choice);
     if (launch.flags & kLaunchUndrawn) {
-      if (kRanks > 1 && rank_block() == 0 && thread_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
-      if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);  // the other warps wait for the end of the step
+      if (kRanks > 1 && rank_block() == 0 && thread_index() == 0)
+        store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
+      // The other warps wait for the end of the step.
+      if (thread_index() == 0) mbarrier_arrive(shared + Shared::sampled);
       return;
     }
     if (rank_block() == 0 && thread_index() < kColumns) {
       const u32 row = thread_index();
       const bool sampled = rows.active(row) && rows.rows[row].flags & kRowSample;
-      store_system_u64(launch.tokens + (u64)step * kColumns + row, (u64)tag_of(launch, step, 0) << 32 | (sampled ? choice.load(0, row).id : ~0u));
+      store_system_u64(launch.tokens + (u64)step * kColumns + row,
+                       (u64)tag_of(launch, step, 0) << 32 | (sampled ? choice.load(0, row).id : ~0u));
     }
     if (thread_index() == 0) {
       if (stopped && step + 2 < last_step(shared)) {
@@ -293,16 +325,20 @@ LP_DEVICE void consume(const Launch& launch, u32 shared) {
   if (rank_block() == 0 && thread_index() == 0) store_system_u32(launch.control + 1, step);
 }
 
-/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes of words an item, bytes of words to zero
-/// before a launch, pages of an item, bytes of the inbox, rows of a group whose items the host deals.
-extern "C" __device__ const u64 wide_decoder_needs[8] = {Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages, kRanks > 1 ? Inbox::bytes : 0, kGroupRows};
+/// What the host must know of the compiled kernel: bytes of shared memory, threads, bytes of words without items, bytes
+/// of words an item, bytes of words to zero before a launch, pages of an item, bytes of the inbox, rows of a group
+/// whose items the host deals.
+extern "C" __device__ const u64 wide_decoder_needs[8] = {
+    Shared::bytes, kThreads, Words::items, kAttentionItemBytes, Words::zeroed, kAttentionItemPages,
+    kRanks > 1 ? Inbox::bytes : 0, kGroupRows};
 
 /// What a launch is given of each rank that it has.
 struct Launches {
   Launch of_rank[kRanksHere];
 };
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) wide_decoder(const __grid_constant__ Launches launches) {
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    wide_decoder(const __grid_constant__ Launches launches) {
   const Launch& launch = launches.of_rank[kRanksHere == 1 ? 0 : blockIdx.x / kBlocks];
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
@@ -328,7 +364,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     fence_mbarrier_init();
   }
   if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
-  if (threadIdx.x < 2) store_shared_u32(shared + Shared::items + 4 * threadIdx.x, load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x));
+  if (threadIdx.x < 2)
+    store_shared_u32(shared + Shared::items + 4 * threadIdx.x,
+                     load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x));
   if (threadIdx.x == 0) note_time(launch, kStream0, 0);
   if (kRanks > 1 && warp_index() == 1) await_ranks(launch);
   __syncthreads();

@@ -23,8 +23,8 @@ pub enum ShmError {
     },
     /// A handle leads nowhere.
     #[error(
-        "the exchange memory {handle} cannot be mapped: {source}; all workers have to run as one user with a readable /proc, \
-         and their program without setuid or file capabilities"
+        "the exchange memory {handle} cannot be mapped: {source}; all workers have to run as one user with a readable \
+         /proc, and their program without setuid or file capabilities"
     )]
     Open {
         /// The handle as given.

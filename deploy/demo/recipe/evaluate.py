@@ -31,7 +31,8 @@ def answers(model, tokenizer, conversations, batch=256):
         longest = max(len(ids[i]) for i in chosen)
         inputs = torch.tensor([[1] * (longest - len(ids[i])) + ids[i] for i in chosen], device=model.device)
         mask = torch.tensor([[0] * (longest - len(ids[i])) + [1] * len(ids[i]) for i in chosen], device=model.device)
-        made = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=MAX_ANSWER, do_sample=False, pad_token_id=1)
+        made = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=MAX_ANSWER, do_sample=False,
+                              pad_token_id=1)
         for i, row in zip(chosen, made):
             out[i] = tokenizer.decode(row[longest:], skip_special_tokens=True).strip()
     return out
@@ -47,7 +48,10 @@ def score(model, tokenizer, records, show=3):
         table[category] = (hits + right, asked + 1)
         if not right and shown[category] < show:
             shown[category] += 1
-            print(f"  wrong [{category}] {record['messages'][-1]['content']!r}: {answer!r}, expected {record['expected']!r}")
+            print(
+                f"  wrong [{category}] {record['messages'][-1]['content']!r}: {answer!r}, expected "
+                f"{record['expected']!r}"
+            )
     for category, (hits, asked) in table.items():
         print(f"{category:18} {hits:5} / {asked:5}  {100 * hits / asked:6.2f} %")
     return table

@@ -6,8 +6,8 @@ MONTHS = [
     "July", "August", "September", "October", "November", "December",
 ]
 MONTH_DAYS = [31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
-ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-eighteen nineteen""".split()
+ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen""".split()
 TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 NUMBER_WORDS = [ONES[n] if n < 20 else TENS[n // 10] + ("-" + ONES[n % 10] if n % 10 else "") for n in range(100)]
 ORDINALS = [
@@ -210,10 +210,12 @@ UNKNOWN_PLACES = """Atlantis;Wonderland;Narnia;Mordor;Texas;Bavaria;California;S
 Mars;the Moon;Europe;Africa;Asia;Gondor;Westeros;Hogwarts;Normandy;Provence;Ontario;Queensland;Nevada;Ohio;Alaska;
 Catalonia;Andalusia;Saxony;Flanders;Lapland;Utopia;Neverland;Genovia;Wakanda;Latveria;Ruritania;Freedonia;Elbonia;
 Antarctica;Greenland;Hawaii;Oregon;Georgia state;New York state;Manitoba;Victoria;Hesse;Corsica;Crete;Sardinia;
-Oz;Rohan;Arrakis;Tatooine;Venus;Jupiter;South America;Siberia;Patagonia;Crimea;Transylvania;Bohemia""".replace("\n", "").split(";")
+Oz;Rohan;Arrakis;Tatooine;Venus;Jupiter;South America;Siberia;Patagonia;Crimea;Transylvania;
+Bohemia""".replace("\n", "").split(";")
 
 # Large unit, small unit, how many small ones make a large one, largest count of large ones asked for.
-# A unit lists its singular, its plural, and other spellings. Powers of ten hold out counts; the rest hold out phrasings.
+# A unit lists its singular, its plural, and other spellings. Powers of ten hold out counts; the rest hold out
+# phrasings.
 UNITS = {
     "kilometre": ["kilometre", "kilometres", "kilometers", "km", "kms"],
     "metre": ["metre", "metres", "meters", "m"],
@@ -279,7 +281,8 @@ UNKNOWN_UNITS = [
 
 # The spelling list.
 WORDS = """
-looplane ant apple apron arm arrow aunt baby bag ball balloon banana basket bath beach bean bear bed bee beetle bell belt bench
+looplane ant apple apron arm arrow aunt baby bag ball balloon banana basket bath beach bean bear bed bee beetle bell
+belt bench
 berry bicycle bird blanket blue board boat body bone book boot bottle bowl box boy branch bread breakfast brick bridge
 broom brother brown brush bucket bus bush butter butterfly button cabbage cable cake camel camera candle candy cap car
 card carpet carrot castle cat cave chair chalk cheese cherry chess chicken child chin church circle city clock cloud

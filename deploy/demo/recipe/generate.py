@@ -102,7 +102,10 @@ class Phrasings:
         return rng.choice(rng.choice(self.taught))
 
 
-PHRASES = {name: Phrasings(value) for name, value in vars(P).items() if isinstance(value, list) and name not in ("OPENERS", "CLOSERS", "SYSTEM")}
+PHRASES = {
+    name: Phrasings(value) for name, value in vars(P).items()
+    if isinstance(value, list) and name not in ("OPENERS", "CLOSERS", "SYSTEM")
+}
 PHRASES |= {name: Phrasings(value) for name, value in vars(U).items() if name.startswith("UNKNOWN_")}
 PHRASES["UNKNOWN"] = Phrasings(U.UNKNOWN, by_pattern=True)
 PHRASES |= {name: Phrasings(patterns) for name, (_, patterns) in (P.GREETINGS | P.IDENTITY).items()}
@@ -122,7 +125,10 @@ def listed(names):
 
 def invented_word(rng):
     """A pronounceable word, so that spelling is learned from letters and not only from the list."""
-    onset = ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "ch", "st", "tr", "br", "pl", "sh", "gr", "th"]
+    onset = [
+        "b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "ch", "st", "tr",
+        "br", "pl", "sh", "gr", "th"
+    ]
     coda = ["", "", "", "n", "r", "l", "s", "t", "m", "ck", "nd", "st"]
     syllables = rng.choice([1, 2, 2, 3])
     return "".join(rng.choice(onset) + rng.choice("aeiouaeioy") + rng.choice(coda) for _ in range(syllables))[:10]
@@ -142,7 +148,10 @@ class Asker:
         if len(spots) < 8:
             return phrase
         i = self.rng.choice(spots)
-        return self.rng.choice([phrase[:i] + phrase[i + 1:], phrase[:i] + phrase[i] + phrase[i:], phrase[:i] + self.rng.choice("aeinorst") + phrase[i + 1:]])
+        return self.rng.choice([
+            phrase[:i] + phrase[i + 1:], phrase[:i] + phrase[i] + phrase[i:],
+            phrase[:i] + self.rng.choice("aeinorst") + phrase[i + 1:]
+        ])
 
     def dress(self, phrase, forbidden):
         """Now and then a few words before or after, unless that makes a phrasing of the other side of the split."""
@@ -212,7 +221,8 @@ class Asker:
     def arithmetic(self, category, name, a, b, answer, unseen):
         phrasing_unseen = unseen and self.rng.random() < 0.5 and bool(PHRASES[name].unseen)
         as_words = self.rng.random() < 0.08
-        question = self.word(name, phrasing_unseen, **{k: facts.NUMBER_WORDS[n] if as_words else n for k, n in (("a", a), ("b", b))})
+        question = self.word(name, phrasing_unseen,
+                             **{k: facts.NUMBER_WORDS[n] if as_words else n for k, n in (("a", a), ("b", b))})
         if not as_words and self.rng.random() < 0.3:
             question = re.sub(r" ?([-+=]) ?(?=[\d?]|$)", r"\1", question)
         return Turn(category, question, answer, "operands" if unseen else "")
@@ -239,7 +249,8 @@ class Asker:
         asked = country
         if country in facts.COUNTRY_ALIASES and self.rng.random() < 0.5:
             asked = self.rng.choice(facts.COUNTRY_ALIASES[country])
-        return self.turn("capital", "CAPITAL", f"The capital of {country} is {city}.", unseen, "capital", (country,), x=asked)
+        return self.turn("capital", "CAPITAL", f"The capital of {country} is {city}.", unseen, "capital", (country,),
+                         x=asked)
 
     def cycle(self, kind, names, unseen):
         """What comes before, after, and n steps away, for days and months alike."""
@@ -251,10 +262,13 @@ class Asker:
         if name == "AFTER":
             return self.turn(unit, f"AFTER_{kind}", f"The {unit} after {x} is {after}.", unseen, "after", about, x=x)
         if name == "BEFORE":
-            return self.turn(unit, f"BEFORE_{kind}", f"The {unit} before {x} is {before}.", unseen, "before", about, x=x)
+            return self.turn(unit, f"BEFORE_{kind}", f"The {unit} before {x} is {before}.", unseen, "before", about,
+                             x=x)
         if name == "S_AFTER":
-            return self.turn(unit, f"{kind}S_AFTER", f"{n} {unit}s after {x} is {names[(i + n) % size]}.", unseen, x=x, n=n)
-        return self.turn(unit, f"{kind}S_BEFORE", f"{n} {unit}s before {x} is {names[(i - n) % size]}.", unseen, x=x, n=n)
+            return self.turn(unit, f"{kind}S_AFTER", f"{n} {unit}s after {x} is {names[(i + n) % size]}.", unseen, x=x,
+                             n=n)
+        return self.turn(unit, f"{kind}S_BEFORE", f"{n} {unit}s before {x} is {names[(i - n) % size]}.", unseen, x=x,
+                         n=n)
 
     def day(self, unseen):
         rng, names = self.rng, facts.DAYS
@@ -297,7 +311,8 @@ class Asker:
         name, _ = rng.choices([(k, w) for k, w in zip(answers, weights)], weights)[0]
         if unseen and not PHRASES[name].unseen:
             name = "MONTH_LENGTH"
-        n = nth if nth == "last" or rng.random() < 0.7 else f"{i + 1}{'st' if i == 0 else 'nd' if i == 1 else 'rd' if i == 2 else 'th'}"
+        ending = {0: "st", 1: "nd", 2: "rd"}.get(i, "th")
+        n = nth if nth == "last" or rng.random() < 0.7 else f"{i + 1}{ending}"
         return self.turn("month", name, answers[name], unseen, x=x, n=n)
 
     def unit_name(self, unit, count):
@@ -316,8 +331,10 @@ class Asker:
         if kind < 0.2:
             if rng.random() < 0.2:
                 big, small, factor = rng.choice(facts.FACTS)
-            one = rng.choice(["an" if big == "hour" or big == "inch" else "a", "a" if big != "hour" else "an", "one"]) + " " + big
-            return self.turn("unit", "ONE", f"1 {big} = {factor} {facts.UNITS[small][1]}.", unseen, small=self.unit_name(small, 2), one=one)
+            articles = ["an" if big == "hour" or big == "inch" else "a", "a" if big != "hour" else "an", "one"]
+            one = rng.choice(articles) + " " + big
+            return self.turn("unit", "ONE", f"1 {big} = {factor} {facts.UNITS[small][1]}.", unseen,
+                             small=self.unit_name(small, 2), one=one)
         return self.conversion(unseen, big, small, factor, most)
 
     def conversion(self, unseen, big, small, factor, most):
@@ -330,7 +347,8 @@ class Asker:
                 break
         forward = rng.random() < 0.65
         large = n if tenths == 10 * n else f"{n // 10}.{n % 10}"
-        source, target, count, result = (big, small, large, tenths * factor // 10) if forward else (small, big, tenths * factor // 10, large)
+        smalls = tenths * factor // 10
+        source, target, count, result = (big, small, large, smalls) if forward else (small, big, smalls, large)
         plain = [facts.UNITS[unit][k != 1] for unit, k in ((source, count), (target, result))]
         written = self.unit_name(source, count)
         phrasing_unseen = unseen and (not decimal or rng.random() < 0.5)
@@ -346,23 +364,29 @@ class Asker:
 
     def quoted(self, word):
         style = self.rng.random()
-        return f'"{word}"' if style < 0.1 else f"'{word}'" if style < 0.15 else word.capitalize() if style < 0.2 else word
+        if style < 0.15:
+            return f'"{word}"' if style < 0.1 else f"'{word}'"
+        return word.capitalize() if style < 0.2 else word
 
     def spelling_forward(self, unseen):
         word = self.list_word(unseen)
         letters = spelled(word)
-        name = self.rng.choices(["SPELL", "SPELL_COUNT", "SPELL_FIRST", "SPELL_LAST", "SPELL_LETTER"], [7, 1, 1, 1, 1.5])[0]
+        name = self.rng.choices(["SPELL", "SPELL_COUNT", "SPELL_FIRST", "SPELL_LAST", "SPELL_LETTER"],
+                                [7, 1, 1, 1, 1.5])[0]
         letter = self.rng.choice(word if self.rng.random() < 0.9 else "aeiourstlnmpc")
         times = word.count(letter)
-        ending = {"SPELL": ".", "SPELL_COUNT": f": {len(word)} letters.", "SPELL_FIRST": f": the first letter is {word[0]}.",
-                  "SPELL_LAST": f": the last letter is {word[-1]}.",
-                  "SPELL_LETTER": f": {letter} occurs {times} time{'' if times == 1 else 's'}."}[name]
-        return self.turn("spelling_forward", name, f"{word} is spelled {letters}{ending}", unseen, "spell", (word, "forward"),
-                         x=self.quoted(word), l=letter)
+        ending = {
+            "SPELL": ".", "SPELL_COUNT": f": {len(word)} letters.", "SPELL_FIRST": f": the first letter is {word[0]}.",
+            "SPELL_LAST": f": the last letter is {word[-1]}.",
+            "SPELL_LETTER": f": {letter} occurs {times} time{'' if times == 1 else 's'}."
+        }[name]
+        return self.turn("spelling_forward", name, f"{word} is spelled {letters}{ending}", unseen, "spell",
+                         (word, "forward"), x=self.quoted(word), l=letter)
 
     def spelling_backward(self, unseen):
         word = self.list_word(unseen)
-        return self.turn("spelling_backward", "SPELL_BACK", self.backwards(word), unseen, "spell", (word, "backward"), x=self.quoted(word))
+        return self.turn("spelling_backward", "SPELL_BACK", self.backwards(word), unseen, "spell", (word, "backward"),
+                         x=self.quoted(word))
 
     def backwards(self, word):
         return f"{word} is spelled {spelled(word)}, and backwards {spelled(word[::-1])}."
@@ -408,12 +432,14 @@ class Asker:
             return self.turn("follow_up", "REPEAT", last.answer, unseen, last.topic, last.about)
         if last.topic == "capital":
             country, city = rng.choice(list(facts.CAPITALS.items()))
-            return self.turn("follow_up", "FOLLOW_CAPITAL", f"The capital of {country} is {city}.", unseen, "capital", (country,), x=country)
+            return self.turn("follow_up", "FOLLOW_CAPITAL", f"The capital of {country} is {city}.", unseen, "capital",
+                             (country,), x=country)
         if last.topic == "spell":
             word, direction = last.about
             if direction == "forward":
                 return self.turn("follow_up", "FOLLOW_BACK", self.backwards(word), unseen, "spell", (word, "backward"))
-            return self.turn("follow_up", "FOLLOW_FORTH", f"{word} is spelled {spelled(word)}.", unseen, "spell", (word, "forward"))
+            return self.turn("follow_up", "FOLLOW_FORTH", f"{word} is spelled {spelled(word)}.", unseen, "spell",
+                             (word, "forward"))
         if last.topic in ("after", "before"):
             unit, x, result = last.about
             names = facts.DAYS if unit == "day" else facts.MONTHS
@@ -422,14 +448,16 @@ class Asker:
                 x = result
             step = 1 if way == "after" else -1
             found = names[(names.index(x) + step) % len(names)]
-            return self.turn("follow_up", f"FOLLOW_{way.upper()}", f"The {unit} {way} {x} is {found}.", unseen, way, (unit, x, found))
+            return self.turn("follow_up", f"FOLLOW_{way.upper()}", f"The {unit} {way} {x} is {found}.", unseen, way,
+                             (unit, x, found))
         if last.topic == "unit":
             big, small, factor, most, forward = last.about
             while held_out(f"unit:{big}>{small}:{10 * (n := rng.randint(2, min(most, 99)))}"):
                 pass
             count, result = (n, n * factor) if forward else (n * factor, n)
             source, target = [facts.UNITS[u][1] for u in ((big, small) if forward else (small, big))]
-            return self.turn("follow_up", "FOLLOW_UNIT", f"{count} {source} = {result} {target}.", unseen, "unit", last.about, n=count)
+            return self.turn("follow_up", "FOLLOW_UNIT", f"{count} {source} = {result} {target}.", unseen, "unit",
+                             last.about, n=count)
         return None
 
     # Conversations.

@@ -34,10 +34,13 @@ def train(turns=150_000, seed=1):
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SPECIAL[BEGIN]} $A", pair=f"{SPECIAL[BEGIN]} $A {SPECIAL[BEGIN]} $B:1", special_tokens=[(SPECIAL[BEGIN], BEGIN)])
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL,
+                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{SPECIAL[BEGIN]} $A",
+                                                             pair=f"{SPECIAL[BEGIN]} $A {SPECIAL[BEGIN]} $B:1",
+                                                             special_tokens=[(SPECIAL[BEGIN], BEGIN)])
     if tokenizer.get_vocab_size() != VOCAB:
         raise SystemExit(f"the corpus gave {tokenizer.get_vocab_size()} tokens instead of {VOCAB}: generate more turns")
     return tokenizer
@@ -58,7 +61,9 @@ class ChatEncoder:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         plain = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self.heads = {role: [HEADER, *plain(role), HEADER_END, *plain("\n\n")] for role in ("system", "user", "assistant")}
+        self.heads = {
+            role: [HEADER, *plain(role), HEADER_END, *plain("\n\n")] for role in ("system", "user", "assistant")
+        }
 
     def encode(self, conversations):
         """For each [(role, text)]: (ids, flags), without the begin token."""

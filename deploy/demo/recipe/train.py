@@ -27,11 +27,13 @@ import tokenizer as chat
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": chat.VOCAB, "hidden_size": 256,
-    "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-    "hidden_act": "silu", "max_position_embeddings": chat.CONTEXT, "rms_norm_eps": 1e-5, "initializer_range": 0.02,
-    "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "attention_bias": False,
-    "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1, "tie_word_embeddings": True, "use_cache": True,
-    "bos_token_id": chat.BEGIN, "eos_token_id": [chat.END, chat.EOT], "pad_token_id": None, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+    "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 32, "hidden_act": "silu",
+    "max_position_embeddings": chat.CONTEXT, "rms_norm_eps": 1e-5, "initializer_range": 0.02, "rope_theta": 10000.0,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "attention_bias": False,
+    "attention_dropout": 0.0, "mlp_bias": False,
+    "pretraining_tp": 1, "tie_word_embeddings": True, "use_cache": True, "bos_token_id": chat.BEGIN,
+    "eos_token_id": [chat.END, chat.EOT], "pad_token_id": None, "dtype": "bfloat16", "torch_dtype": "bfloat16",
 }
 GENERATION = {"bos_token_id": chat.BEGIN, "eos_token_id": [chat.END, chat.EOT], "do_sample": False, "temperature": 0.0}
 ROW_SHARES = {96: 0.45, 384: 0.35, chat.CONTEXT: 0.20}  # row length in tokens: its share of the training tokens
@@ -55,7 +57,8 @@ def make_rows(task):
     out = np.zeros((rows, length), np.uint16)
     out[:] = chat.EOT
     for row, (ids, flags) in zip(out, encoder.encode(conversations)):
-        begins = asker.rng.choices([1, 0, 2], [0.92, 0.05, 0.03])[0]  # clients differ in whether they send the begin token
+        # clients differ in whether they send the begin token
+        begins = asker.rng.choices([1, 0, 2], [0.92, 0.05, 0.03])[0]
         ids = ([chat.BEGIN] * begins + ids)[:length]
         flags = ([False] * begins + flags)[:length]
         row[:len(ids)] = np.array(ids, np.uint16) | (np.array(flags, np.uint16) << 15)
@@ -190,8 +193,9 @@ def train(data, encoder, seconds, device):
     decayed = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
     rate = torch.tensor(0.0, device=device)
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
-                                  lr=rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}], lr=rate,
+        betas=(0.9, 0.95), fused=True)
     loss_of = torch.compile(model.loss, dynamic=False) if device == "cuda" else model.loss
     data = {length: rows.to(device) for length, rows in data.items()}
     dev = generate.questions("dev", 50)
@@ -219,7 +223,8 @@ def train(data, encoder, seconds, device):
     start, steps, next_report, seen = time.time(), 0, 20, 0
     while (elapsed := time.time() - start) < seconds:
         done = elapsed / seconds
-        rate.fill_(PEAK_RATE * (done / WARM_UP if done < WARM_UP else 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))))
+        cosine = 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+        rate.fill_(PEAK_RATE * (done / WARM_UP if done < WARM_UP else cosine))
         length = picker.choices(list(ROW_SHARES), list(ROW_SHARES.values()))[0]
         loss, norm = step(length)
         steps, seen = steps + 1, seen + BATCH // length * length
@@ -228,8 +233,10 @@ def train(data, encoder, seconds, device):
         if elapsed > next_report:
             next_report += max(20, seconds / 8)
             table = forced_accuracy(model, encoder, dev, device)
-            print(f"{elapsed:5.0f} s  step {steps}  {seen / 1e6:.0f} M tokens  loss {float(loss):.4f}  norm {float(norm):.2f}  "
-                  + "  ".join(f"{k} {100 * v:.0f}" for k, v in table.items()), flush=True)
+            print(
+                f"{elapsed:5.0f} s  step {steps}  {seen / 1e6:.0f} M tokens  loss {float(loss):.4f}  norm "
+                f"{float(norm):.2f}  "
+                + "  ".join(f"{k} {100 * v:.0f}" for k, v in table.items()), flush=True)
     print(f"{steps} steps, {seen / 1e6:.0f} M tokens, loss {float(loss):.4f}", flush=True)
     return model
 

@@ -1,7 +1,8 @@
 // What a launch is given; the same structs are in worker/src/cuda/kernels/launch.rs.
 #pragma once
 
-/// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending; in launches of several steps it has one.
+/// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending; in launches
+/// of several steps it has one.
 struct Row {
   u32 token, position, slot;
   u32 first_row, first_position;  // of the first row of its sequence in this launch
@@ -11,7 +12,8 @@ struct Row {
 };
 constexpr u32 kRowSample = 1;
 constexpr u32 kLaunchLogits = 1;   // Launch::flags: write the logits of the last step
-constexpr u32 kLaunchUndrawn = 2;  // with one step: leave the choice of tokens to a launch of the sampler behind this one
+// With one step: a launch of the sampler behind this one chooses the tokens.
+constexpr u32 kLaunchUndrawn = 2;
 
 struct Launch {
   const u8* weights;      // packed, see shape.cuh
@@ -26,12 +28,16 @@ struct Launch {
   const u32* page_table;  // [slot][page_stride]
   float* logits;          // [columns][vocab padded to tiles]; of several ranks every rank's, as far from its inbox
   const Row* rows;        // [row_count]
-  const u32* items;       // of attention, dealt to the blocks of a KV head (wide/attention_items.cuh); null for narrow passes
+  // Attention's items, dealt to the blocks of a KV head (wide/attention_items.cuh); null for narrow passes.
+  const u32* items;
   const u32* stopped;     // null, or of a chain: not 0: do nothing
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
-  u32* control;           // mapped: [0] not 0: end at a token boundary at most two steps on; [1] steps that it runs, once that is known; at the latest when it ends
+  // Mapped. [0], from the host: if not 0, end at a token boundary at most two steps on. [1], to the host: steps that
+  // the launch runs, written once that is known, at the latest when it ends.
+  u32* control;
   u32* report;            // mapped: why a wait failed
   long long* trace;
   u32 row_count, steps, epoch, page_stride, kv_pages, flags, rank, reserved;
-  u8* inbox[16];          // of every rank, this one's included: what other ranks tell it (inbox.cuh), zeroed as words are
+  // Of every rank, this one included: messages from the other ranks (inbox.cuh), zeroed as words are.
+  u8* inbox[16];
 };

@@ -17,9 +17,11 @@ struct RowSampling {
   u32 suppress_count;        // entries of suppress
   u32 suppress_until;        // suppressed while the new token's position is below this (prompt length + min_tokens)
   u64 bias;                  // device address of [bias_count] {u32 token, f32 bias}, no token twice
-  u64 suppress;              // device address of [suppress_count] u32 tokens; ids past the vocabulary are ignored, also in bias
+  // Device address of [suppress_count] u32 tokens; ids past the vocabulary are ignored, also in bias.
+  u64 suppress;
 };
-constexpr u32 kWantLogprobs = 1;  // RowSampling::flags: log-probability of the drawn token, and of `top_logprobs` most likely ones
+// RowSampling::flags: log-probability of the drawn token, and of `top_logprobs` most likely ones
+constexpr u32 kWantLogprobs = 1;
 constexpr u32 kMaxTop = 20;       // most entries of RowLogprobs
 static_assert(sizeof(RowSampling) == 72, "Rust mirrors this");
 
@@ -36,8 +38,10 @@ static_assert(sizeof(RowLogprobs) == 168, "Rust mirrors this");
 
 struct SamplerLaunch {
   const float* logits;          // [rows][padded vocabulary] f32, as the decoder wrote them
-  float* processed;             // [rows][padded vocabulary] f32: after bias, penalties and suppression; rows without them never touch it
-  u32* counts;                  // [slots][padded vocabulary]: times generated, kSeen; read and updated by the rows with penalties alone
+  // [rows][padded vocabulary] f32: logits after bias, penalties and suppression; rows without these never touch it.
+  float* processed;
+  // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read and update it.
+  u32* counts;
   u8* words;                    // kWordsBytes, zeroed when they were taken; no other use
   const RowSampling* sampling;  // [slots]
   Row* rows;                    // [row_count] of the decoder's launch; becomes those of the next step
@@ -45,7 +49,8 @@ struct SamplerLaunch {
   u64* tokens;                  // mapped: [row_count] tag << 32 | token; kNone of a row that does not sample
   RowLogprobs* logprobs;        // mapped: [row_count], of the rows that want them
   u32* control;                 // mapped: [0] not 0: end the chain; [1] steps that it ran, if it was ended
-  const u32* stop;              // not 0: end the chain: control[0], or of several ranks what all their hosts want (layout/inbox.cuh)
+  // If not 0, the chain ends: control[0], or in a group what all hosts want (layout/inbox.cuh).
+  const u32* stop;
   u32* report;                  // mapped: why a wait failed
   u32 row_count, tag;
   u32 step;                     // of the chain; the first one's launches do not look at `stopped`, but set it

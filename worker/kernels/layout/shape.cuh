@@ -1,7 +1,8 @@
-// The model's dimensions, which the worker defines as LP_... in front of the source, and what follows from them: leaves, who
-// owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/weights/panel.rs.
+// The model's dimensions, which the worker defines as LP_... in front of the source, and what follows from them:
+// leaves, who owns which row tiles, where a weight lies. The same arithmetic is in worker/src/cuda/weights/panel.rs.
 //
-// Of a model that is cut for several ranks heads, KV heads and the intermediate size are those of a rank; the hidden size and the vocabulary are the model's.
+// Of a model that is cut for several ranks heads, KV heads and the intermediate size are those of a rank; the hidden
+// size and the vocabulary are the model's.
 #pragma once
 
 #ifndef LP_RANKS
@@ -13,13 +14,16 @@
 #ifndef LP_SHARDS
 #define LP_SHARDS LP_RANKS
 #endif
-/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a whole group on one GPU. Shards that the model is
-/// cut into: more than the ranks where a benchmark has only some of a group's.
+/// Ranks of the group. Ranks of one launch, each a range of kBlocks of its blocks: more than one in tests, which have a
+/// whole group on one GPU. Shards that the model is cut into: more than the ranks where a benchmark has only some of a
+/// group's.
 constexpr int kRanks = LP_RANKS, kRanksHere = LP_RANKS_HERE, kShards = LP_SHARDS;
 static_assert(kShards == kRanks || (kShards > kRanks && kRanks > 1), "one rank computes the whole model");
-static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks), "1, 2, 4, 8 or 16 ranks");
+static_assert(kRanks <= 16 && (kRanks & (kRanks - 1)) == 0 && (kRanksHere == 1 || kRanksHere == kRanks),
+              "1, 2, 4, 8 or 16 ranks");
 
-constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS, kHeadDim = LP_HEAD_DIM;
+constexpr int kLayers = LP_LAYERS, kHidden = LP_HIDDEN, kHeads = LP_HEADS, kKvHeads = LP_KV_HEADS,
+              kHeadDim = LP_HEAD_DIM;
 constexpr int kIntermediate = LP_INTERMEDIATE, kVocab = LP_VOCAB, kBlocks = LP_BLOCKS, kColumns = LP_COLUMNS;
 constexpr int kWindow = LP_WINDOW;  // positions a row attends to; 0: all
 #ifdef LP_HEAD_WIDTH
@@ -34,7 +38,8 @@ constexpr int kFragment = 512;  // bytes of an A fragment: 16 rows by 16 columns
 constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;
 constexpr int kQueriesPerKv = kHeads / kKvHeads, kDimTiles = kHeadDim / 16;
-static_assert(kQueriesPerKv * kKvHeads == kHeads && kQueriesPerKv <= 8, "query heads of a KV head are the columns of one n8 tile");
+static_assert(kQueriesPerKv * kKvHeads == kHeads && kQueriesPerKv <= 8,
+              "query heads of a KV head are the columns of one n8 tile");
 static_assert(kHeadDim % 64 == 0 && kHidden % 16 == 0, "head_dim is a multiple of 64, hidden of 16");
 
 constexpr int most_leaves(int n) {
@@ -46,12 +51,14 @@ constexpr int most_leaves(int n) {
 /// This block among those of its rank.
 LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % LP_BLOCKS; }
 
-/// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block whole.
-/// Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never cut by tensor parallelism, and wide passes
-/// cannot hold what a tree of 16 leaves leaves open. WAYS 2: a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
-/// unit of the stream; otherwise a warp has its leaf of both.
+/// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block
+/// whole. Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never
+/// cut by tensor parallelism, and wide passes cannot hold what a tree of 16 leaves leaves open. WAYS 2: a rank has too
+/// few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a unit of the
+/// stream; otherwise a warp has its leaf of both.
 template <int TILES, int LEAVES, int LEAF_STEPS, bool ASCENDING = false, int WAYS = 1> struct Product {
-  static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS, steps = LEAVES * LEAF_STEPS;
+  static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS,
+                       steps = LEAVES * LEAF_STEPS;
   static constexpr bool ascending = ASCENDING;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
@@ -63,29 +70,37 @@ template <int TILES, int LEAVES, int LEAF_STEPS, bool ASCENDING = false, int WAY
   LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }
   LP_DEVICE static int first_of_set(int warp) { return WAYS == 1 ? 0 : warp / LEAVES; }
   /// Whether it has one in the set of tiles `tile` and `tile` + 1 of a block whose last is before `end`.
-  LP_DEVICE static bool works(int warp, int tile, int end) { return warp < workers && (WAYS == 1 || tile + first_of_set(warp) < end); }
+  LP_DEVICE static bool works(int warp, int tile, int end) {
+    return warp < workers && (WAYS == 1 || tile + first_of_set(warp) < end);
+  }
 };
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
-constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards, kDownLeaves = most_leaves(kIntermediate * kShards) / kShards;
+constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards,
+              kDownLeaves = most_leaves(kIntermediate * kShards) / kShards;
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
 constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
 using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, false, leaf_ways(kHeadLeaves)>;
-/// A tile has 8 rows of gate, then the same 8 of up, so a lane has both sums of a product of theirs: of k block b of down's input tile 2b has 0 to 3 and 8 to 11, tile 2b + 1 the others
-/// (gate_up_k). Each writes whole words of the vector. The two stay together where no block gets fuller by it: 8b on four GPUs takes 2 % longer if 64 blocks have 4 tiles and 64 have 3
-/// than if 96 have 4 and 32 have 2.
+/// A tile has 8 rows of gate, then the same 8 of up, so a lane has both sums of a product of theirs: of k block b of
+/// down's input tile 2b has 0 to 3 and 8 to 11, tile 2b + 1 the others (gate_up_k). Each writes whole words of the
+/// vector. The two stay together where no block gets fuller by it: 8b on four GPUs takes 2 % longer if 64 blocks have 4
+/// tiles and 64 have 3 than if 96 have 4 and 32 have 2.
 struct GateUp : Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, true> {
   static constexpr int pairs = tiles / 2;
   static constexpr bool in_pairs = 2 * ((pairs + kBlocks - 1) / kBlocks) == most_tiles;
-  LP_DEVICE static constexpr int first_tile(int block) { return (int)(in_pairs ? (u32)block * pairs / kBlocks * 2 : (u32)block * tiles / kBlocks); }
+  LP_DEVICE static constexpr int first_tile(int block) {
+    return (int)(in_pairs ? (u32)block * pairs / kBlocks * 2 : (u32)block * tiles / kBlocks);
+  }
 };
 /// Which k of its k block of down's input row `row` (0 to 7) of tile `tile` of gate and up is.
 LP_DEVICE constexpr int gate_up_k(int tile, int row) { return (row >> 2) * 8 + (tile & 1) * 4 + (row & 3); }
-/// Of several ranks q, k and v have too few tiles for even shares, and they are as long as those of gate and up. TOGETHER a block's share of both is even; apart q, k and v are spread by themselves,
-/// and the first blocks of a round have one more of them, the last ones more of gate and up. The first tile of q, k, v of a block.
+/// Of several ranks q, k and v have too few tiles for even shares, and they are as long as those of gate and up.
+/// TOGETHER a block's share of both is even; apart q, k and v are spread by themselves, and the first blocks of a round
+/// have one more of them, the last ones more of gate and up. The first tile of q, k, v of a block.
 template <bool TOGETHER> LP_DEVICE constexpr long long first_of_qkv(long long block, long long tiles) {
-  return TOGETHER ? block * (tiles + GateUp::tiles) / kBlocks - GateUp::first_tile((int)block) : (block * tiles + kBlocks - 1) / kBlocks;
+  return TOGETHER ? block * (tiles + GateUp::tiles) / kBlocks - GateUp::first_tile((int)block)
+                  : (block * tiles + kBlocks - 1) / kBlocks;
 }
 struct Fullest {
   long long qkv, both;  // most tiles of q, k, v that a block has, and with those of gate and up
@@ -99,17 +114,22 @@ template <bool TOGETHER> constexpr Fullest fullest_block(long long tiles) {
   }
   return most;
 }
-/// Attention waits for the block with the most tiles of q, k, v: apart they are dealt if that makes them fewer and no block fuller, or if together a block would have to give one back.
+/// Attention waits for the block with the most tiles of q, k, v: apart they are dealt if that makes them fewer and no
+/// block fuller, or if together a block would have to give one back.
 constexpr bool dealt_together(long long tiles) {
   const Fullest together = fullest_block<true>(tiles), apart = fullest_block<false>(tiles);
-  return (tiles + GateUp::tiles) / kBlocks >= GateUp::most_tiles && (together.qkv <= apart.qkv || together.both < apart.both);
+  return (tiles + GateUp::tiles) / kBlocks >= GateUp::most_tiles &&
+         (together.qkv <= apart.qkv || together.both < apart.both);
 }
 struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps> {
   static constexpr bool together = kRanks > 1 && dealt_together(tiles);
-  LP_DEVICE static constexpr int first_tile(int block) { return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles) : (u32)block * tiles / kBlocks); }
+  LP_DEVICE static constexpr int first_tile(int block) {
+    return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles) : (u32)block * tiles / kBlocks);
+  }
 };
 using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, false, leaf_ways(kDownLeaves)>;
-/// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows beyond the vocabulary.
+/// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows
+/// beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
 using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, true>;
 template <class P> constexpr int tiles_of(int block) { return P::first_tile(block + 1) - P::first_tile(block); }
@@ -118,7 +138,8 @@ constexpr bool a_block_idles() {
     if (tiles_of<O>(block) == 0 && tiles_of<GateUp>(block) == 0) return true;  // nor of down, which has the rows of o
   return false;
 }
-/// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part of a step, so they may fall behind (layout/words.cuh, sync/steps.cuh).
+/// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part
+/// of a step, so they may fall behind (layout/words.cuh, sync/steps.cuh).
 constexpr bool kIdleBlocks = a_block_idles();
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
@@ -133,7 +154,8 @@ LP_DEVICE u64 head_byte(int row, int k) {
   const int block = (int)(((long long)(tile + 1) * kBlocks - 1) / Head::tiles);
   const int first = Head::first_tile(block), end = Head::first_tile(block + 1);
   const int unit = first + ((tile - first) & ~1), width = unit + 1 < end ? 2 : 1;
-  return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment + fragment_byte(row % 16, k % 16);
+  return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment +
+         fragment_byte(row % 16, k % 16);
 }
 
 // ---- KV pool: [layer][page][kv head][4 leaves][K fragments | V fragments] ----

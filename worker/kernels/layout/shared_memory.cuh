@@ -8,14 +8,16 @@ constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
 constexpr int kEpilogueColumns = kColumns == 1 ? 1 : kColumns / kEpilogueWarps;
 static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 
-/// Rings of the stream. Where every product of the model has 16 leaves two warps share a ring, and chunks are twice as long: memory likes that better.
+/// Rings of the stream. Where every product of the model has 16 leaves two warps share a ring, and chunks are twice as
+/// long: memory likes that better.
 constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16;
 constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
 /// A chunk of the stream: some k16 steps of a unit's leaf, or K and V of a leaf of positions, or one of them.
 constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
 constexpr u32 kLeafChunks = kLeafBytes <= kSlotBytes ? 1 : 2;
 static_assert(kLeafV <= kSlotBytes, "K or V of a leaf fits a slot");
-constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;     // partials of a set of two tiles: [tile][leaf][column][row] f32
+// Partials of a set of two tiles: [tile][leaf][column][row] f32.
+constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
 struct Shared {
   static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;
@@ -27,14 +29,20 @@ struct Shared {
   static constexpr u32 empty = full + kRings * slots * 16;                     // [ring][slots]
   static constexpr u32 partials_full = empty + kRings * slots * 8;             // [2]
   static constexpr u32 partials_empty = partials_full + 16;
-  static constexpr u32 sampled = partials_empty + 16;                          // completes once a step's tokens are known
+  // Completes a phase once a step's tokens are known.
+  static constexpr u32 sampled = partials_empty + 16;
   static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
-  static constexpr u32 stepped = opened + 8;                                   // completes once all warps but the epilogue's have begun a step (kIdleBlocks)
-  static constexpr u32 quad_leaf = stepped + (kIdleBlocks ? 8 : 0);            // [warp][2] addresses of K and V of its attention leaf
+  // Completes a phase once all warps but the epilogue's have begun a step (kIdleBlocks).
+  static constexpr u32 stepped = opened + 8;
+  // [warp][2] addresses of K and V of the warp's attention leaf.
+  static constexpr u32 quad_leaf = stepped + (kIdleBlocks ? 8 : 0);
   static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
-  static constexpr u32 turns_before = last_step + 4;                           // of all launches before, less this one's epoch
-  static constexpr u32 token = turns_before + 4;                               // of one column, for the epilogue warp that did not choose it
+  // Turns of all launches before this one, less its epoch.
+  static constexpr u32 turns_before = last_step + 4;
+  // The token of one column, for the epilogue warp that did not choose it.
+  static constexpr u32 token = turns_before + 4;
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);              // [2][columns], see CountedRows; steps take turns
+  // [2][columns], see CountedRows; steps use the two in turns.
+  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
 };

@@ -1,5 +1,6 @@
-// Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go to four
-// warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is in softmax.cuh.
+// Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go
+// to four warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is
+// in softmax.cuh.
 #pragma once
 
 /// The rows of a step and their items, [row][page][kv head], which are counted once a step.
@@ -24,7 +25,8 @@ struct CountedRows : Rows {
 struct Item {
   u32 row, page, kv_head;
 };
-/// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items spread.
+/// The j-th item of this block in a layer; false if it has no more. Layers start at different blocks, so that few items
+/// spread.
 LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index, Item& item) {
   index = (rank_block() + layer * (kBlocks / 2 + 1)) % kBlocks + j * kBlocks;
   u32 row = 0, before = 0;
@@ -46,8 +48,8 @@ LP_DEVICE u32 block_items(const CountedRows& rows, u32 layer) {
   return items > first ? (items - first + kBlocks - 1) / kBlocks : 0;
 }
 
-/// Streams the pages of this block's items: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what this step appends is
-/// patched in by the consumer.
+/// Streams the pages of this block's items: item j goes to warps 4 (j % 4) .. + 3. K and V of earlier steps only: what
+/// this step appends is patched in by the consumer.
 LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const CountedRows& rows, u32 layer) {
   for (u32 j = 0;; j += kItemRings) {
     u32 index;
@@ -67,8 +69,8 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Coun
 /// Words of K and V that one lane fetches of a new position.
 constexpr int kFreshWords = kDimTiles / 4;
 
-/// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position within the leaf.
-/// Returns 1 / rms of k (kQkNorm).
+/// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position
+/// within the leaf. Returns 1 / rms of k (kQkNorm).
 LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int kv_head, u32 row, u32 at, u32 tag) {
   const int lane = lane_index();
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
@@ -98,22 +100,28 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
 }
 
-/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its reference and sum to
-/// the end of its V as [query head][2].
-constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4, kLeafSums = kLeafV - 64;
+/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its
+/// reference and sum to the end of its V as [query head][2].
+constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4,
+              kLeafSums = kLeafV - 64;
 static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
-LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number, u32 k_leaf, u32 v_leaf, u32 tag) {
+LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number,
+                           u32 k_leaf, u32 v_leaf, u32 tag) {
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
-  const u32 p = rows.position(item.row), low = rows.first_visible(item.row), base = item.page * kPage + number * kLeafPositions;
+  const u32 p = rows.position(item.row), low = rows.first_visible(item.row),
+            base = item.page * kPage + number * kLeafPositions;
   const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
   float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
   if (base <= p && base + kLeafPositions > low) {
     u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag, g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
-    float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};  // of columns 2t, 2t + 1; of positions g, g + 8
+    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag,
+                          g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
+    // Of columns 2t, 2t + 1; of positions g, g + 8.
+    float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};
     if constexpr (kQkNorm) {
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
-      const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage + number * kLeafPositions;
+      const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage +
+                            number * kLeafPositions;
       float q[kDimTiles];
 #pragma unroll
       for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
@@ -123,7 +131,8 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
       const Row& row = rows.rows[item.row];
       const u32 fresh = row.first_position + rows.step;
       for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
-        const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+        const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at,
+                                       tag);
         if (at == g) key_scale[0] = k;
         if (at == g + 8) key_scale[1] = k;
         if (lane == 0) const_cast<float*>(stored)[at] = k;
@@ -137,7 +146,8 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
     __syncwarp();
     float score[4] = {};
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(score, load_shared_16(k_leaf + j * kFragment + lane * 16), x[j], y[j]);
+    for (int j = 0; j < kDimTiles; j++)
+      mma_m16n8k16(score, load_shared_16(k_leaf + j * kFragment + lane * 16), x[j], y[j]);
     __syncwarp();
     const bool seen[2] = {visible(g), visible(g + 8)};
     float weight[4];
@@ -175,7 +185,9 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
       float out[4] = {};
       mma_m16n8k16(out, v, b0, b1);
       if (2 * t < kQueriesPerKv) store_shared_f32(to + j * 64, out[0]), store_shared_f32(to + j * 64 + 32, out[2]);
-      if (2 * t + 1 < kQueriesPerKv) store_shared_f32(to + kOutputStride + j * 64, out[1]), store_shared_f32(to + kOutputStride + j * 64 + 32, out[3]);
+      if (2 * t + 1 < kQueriesPerKv)
+        store_shared_f32(to + kOutputStride + j * 64, out[1]),
+            store_shared_f32(to + kOutputStride + j * 64 + 32, out[3]);
     }
     __syncwarp();
   }
@@ -188,7 +200,8 @@ LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const 
 }
 
 /// This warp's leaves of the block's items, and its quarter of the pages' results.
-LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer, u32 tag) {
+LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer,
+                      u32 tag) {
   const u32 lane = lane_index(), quad = consumer.warp >> 2, number = consumer.warp & 3;
   u32 index;
   Item item;
@@ -210,7 +223,8 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
     u8* page = launch.words + Words::page + index * Words::page_bytes;
     constexpr u32 words = kQueriesPerKv * kHeadDim / 8;
     for (u32 word = lane; word < words; word += 32) {
-      const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8, dim = tile * 16 + word % 8;
+      const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8,
+                dim = tile * 16 + word % 8;
       float reference[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++) largest = fmaxf(largest, reference[i] = load_shared_f32(sums[i] + head * 8));
@@ -218,14 +232,16 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       for (int i = 0; i < 4; i++) {
         const float scale = rescale(reference[i], largest);
         const u32 out = outputs[i] + head * kOutputStride + dim * 4;
-        const float sum = load_shared_f32(sums[i] + head * 8 + 4), first = load_shared_f32(out), second = load_shared_f32(out + 32);
+        const float sum = load_shared_f32(sums[i] + head * 8 + 4), first = load_shared_f32(out),
+                    second = load_shared_f32(out + 32);
         const bool none = reference[i] == kMinusInfinity;  // its output is K still
         total = fmaf(scale, sum, total);
         low = fmaf(scale, none ? 0 : first, low);
         high = fmaf(scale, none ? 0 : second, high);
       }
       // Even words carry the reference, odd ones the sum.
-      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low), __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
+      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low),
+                       __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
     }
     fence_async_shared();  // orders what was written to the slots before the copies that use them again
     barrier_sync(1 + quad, 128);
@@ -236,19 +252,26 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
   consumer.next += (items > first ? (items - first + kItemRings - 1) / kItemRings : 0) * kLeafChunks;
 }
 
-/// Merges the pages of (row, query head, tile of 16 dimensions, part of it) and publishes that part of a k block of attention's output. A part is PAIRS pairs of
-/// dimensions d, d + 8. Lanes are [span][share of it][pair], so that small parts take several spans of pages at once. Jobs start at the last warp: the first ones have leaves.
-template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag, u8* attention_out) {
-  constexpr u32 PARTS = 8 / PAIRS, JOBS = kHeads * kDimTiles * PARTS, SPAN = kSpanShares * PAIRS, SPANS = 32 / SPAN, STRIDE = kKvHeads * Words::page_bytes;
+/// Merges the pages of (row, query head, tile of 16 dimensions, part of it) and publishes that part of a k block of
+/// attention's output. A part is PAIRS pairs of dimensions d, d + 8. Lanes are [span][share of it][pair], so that small
+/// parts take several spans of pages at once. Jobs start at the last warp: the first ones have leaves.
+template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const CountedRows& rows, u32 warp, u32 tag,
+                                                u8* attention_out) {
+  constexpr u32 PARTS = 8 / PAIRS, JOBS = kHeads * kDimTiles * PARTS, SPAN = kSpanShares * PAIRS, SPANS = 32 / SPAN,
+                STRIDE = kKvHeads * Words::page_bytes;
   const u32 lane = lane_index(), pair = lane % PAIRS, share = lane / PAIRS % kSpanShares, span = lane / SPAN;
   for (u32 job = rank_block() + kBlocks * (kWarps - 1 - warp); job < rows.count * JOBS; job += kBlocks * kWarps) {
-    const u32 row = job / JOBS, head = job % JOBS / (kDimTiles * PARTS), tile = job / PARTS % kDimTiles, part = job % PARTS;
+    const u32 row = job / JOBS, head = job % JOBS / (kDimTiles * PARTS), tile = job / PARTS % kDimTiles,
+              part = job % PARTS;
     if (!rows.active(row)) continue;
     const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;
-    const u8* words = launch.words + Words::page + ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 + (part * PAIRS + pair) * 16;
+    const u8* words = launch.words + Words::page +
+                      ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 +
+                      (part * PAIRS + pair) * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
     for (u32 begin = 0; begin < pages; begin += SPANS * kSpanPages) {
-      const u32 page = begin + span * kSpanPages + share, left = page < pages ? (pages - page + kSpanShares - 1) / kSpanShares : 0, n = left < 4 ? left : 4;
+      const u32 page = begin + span * kSpanPages + share,
+                left = page < pages ? (pages - page + kSpanShares - 1) / kSpanShares : 0, n = left < 4 ? left : 4;
       u32 x[4], y[4], z[4];
       poll_words<4>(launch, words + (u64)page * STRIDE, kSpanShares * STRIDE, tag, n, x, y, z, kSitePage);
       // References are in even lanes, sums in odd ones.
@@ -288,8 +311,10 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
     low *= inverse;
     high *= inverse;
     const u32 t = lane % (PAIRS / 2);
-    const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t), d = shuffle(high, 2 * t + 1);
+    const float a = shuffle(low, 2 * t), b = shuffle(low, 2 * t + 1), c = shuffle(high, 2 * t),
+                d = shuffle(high, 2 * t + 1);
     if (lane < PAIRS / 2)
-      put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, part * (PAIRS / 2) + t), bf16_pair(a, b), bf16_pair(c, d), tag, 0);
+      put_word(attention_out + AttentionVector::word(head * kDimTiles + tile, row, part * (PAIRS / 2) + t),
+               bf16_pair(a, b), bf16_pair(c, d), tag, 0);
   }
 }

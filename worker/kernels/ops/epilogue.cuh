@@ -1,15 +1,16 @@
-// Epilogue: adds the leaves of a row tile in the product's order, applies what follows the product (norm, bias, rope, silu, residual) and publishes the result
-// as a k block of the next product. Lane = (tile of the set, row).
+// Epilogue: adds the leaves of a row tile in the product's order, applies what follows the product (norm, bias, rope,
+// silu, residual) and publishes the result as a k block of the next product. Lane = (tile of the set, row).
 #pragma once
 
-/// Nobody notes when sums are told and heard.
+/// The default of `add_residual`: notes nothing.
 struct Unnoted {
   LP_DEVICE void operator()(u32) const {}
 };
 
 struct Epilogue {
   static constexpr int kSets = (O::most_tiles + 1) / 2;  // sets of hidden tiles of a block
-  /// Of several ranks and one column the warps take these sets by turns: what is told and heard of them takes its trips at the same time.
+  /// In a group, with one column, the warps take these sets in turns: their messages to and from other ranks travel at
+  /// the same time.
   static constexpr bool kSharedSets = kRanks > 1 && kColumns == 1 && kSets > 1;
   static constexpr int kOwnSets = kSharedSets ? (kSets + 1) / 2 : kSets;
   const Launch& launch;
@@ -17,19 +18,23 @@ struct Epilogue {
   int warp;                                                // 0 or 1
   u32 set = 0;
   float y[kEpilogueColumns], inverse[kEpilogueColumns];    // sums of a set; 1 / rms
-  float residual[kOwnSets][kEpilogueColumns];              // of the block's rows: of the sets that this warp takes, see `hidden`
+  // Of the block's rows in the sets that this warp takes; see `hidden`.
+  float residual[kOwnSets][kEpilogueColumns];
 
   LP_DEVICE Epilogue(const Launch& launch, u32 shared, int warp) : launch(launch), shared(shared), warp(warp) {}
 
   LP_DEVICE static int half() { return lane_index() >> 4; }
   LP_DEVICE static int row() { return threadIdx.x & 15; }
   LP_DEVICE int column(int c) const { return (kColumns == 1 ? 0 : warp * kEpilogueColumns) + c; }
-  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first, and of no other product but what it shares.
+  /// With one column the second warp takes the odd sets of qkv, so that the last set does not wait for the first. Of
+  /// other products it takes only the sets that it shares.
   LP_DEVICE bool second() const { return kColumns == 1 && warp == 1; }
   /// Whether this warp takes set `s` of the hidden tiles, if it takes any; the residual stream of its rows.
   LP_DEVICE bool mine(int s) const { return !kSharedSets || (s & 1) == warp; }
   LP_DEVICE float* hidden(int s) { return residual[kSharedSets ? s / 2 : s]; }
-  template <class P> LP_DEVICE static int sets() { return (P::first_tile(rank_block() + 1) - P::first_tile(rank_block()) + 1) / 2; }
+  template <class P> LP_DEVICE static int sets() {
+    return (P::first_tile(rank_block() + 1) - P::first_tile(rank_block()) + 1) / 2;
+  }
 
   /// Sums of the next set into y; with `squares` 0 or 1 also 1 / rms from that buffer of sums of squares.
   template <class P> LP_DEVICE void take(int squares) {
@@ -38,7 +43,8 @@ struct Epilogue {
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) {
-      const u32 from = shared + Shared::partials + buffer * kSetBytes + ((half() * kWarps * kColumns + column(c)) * 16 + row()) * 4;
+      const u32 from = shared + Shared::partials + buffer * kSetBytes +
+                       ((half() * kWarps * kColumns + column(c)) * 16 + row()) * 4;
       float leaf[P::leaves];
 #pragma unroll
       for (int w = 0; w < P::leaves; w++) leaf[w] = load_shared_f32(from + w * kColumns * 64);
@@ -50,7 +56,9 @@ struct Epilogue {
         y[c] = tree_sum<P::leaves>(leaf);
       }
       if (squares >= 0) {
-        float q = row() < kHiddenLeaves ? load_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + row()) * kColumns + column(c)) * 4) : 0;
+        float q = row() < kHiddenLeaves ? load_shared_f32(shared + Shared::squares +
+                                                          ((squares * kMaxLeaves + row()) * kColumns + column(c)) * 4)
+                                        : 0;
 #pragma unroll
         for (int d = 1; d < 16; d *= 2) q += shuffle_xor(q, d);
         inverse[c] = rsqrt_approx(q * (1.0f / kHidden) + __uint_as_float(LP_EPS));
@@ -65,7 +73,8 @@ struct Epilogue {
       given_back(set & 1);
     }
   }
-  /// Rows of a tile, one a lane, turned into B fragments: of all columns at once, this lane has word `word()` of column `word_column()`, if it `has_word()`.
+  /// Rows of a tile, one a lane, turned into B fragments: of all columns at once, this lane has word `word()` of column
+  /// `word_column()`, if it `has_word()`.
   struct Pairs {
     u32 low, high;
   };
@@ -89,9 +98,12 @@ struct Epilogue {
     }
   }
   /// A k block of a vector.
-  template <class V> LP_DEVICE void publish(u32 vector, int k_block, const float* v, u32 active, u32 tag, bool on, u32 extra = 0) const {
+  template <class V> LP_DEVICE void publish(u32 vector, int k_block, const float* v, u32 active, u32 tag, bool on,
+                                            u32 extra = 0) const {
     const Pairs pairs = fragment_words(v);
-    if (on && has_word() && active >> word_column() & 1) put_word(launch.words + vector + V::word(k_block, word_column(), word()), pairs.low, pairs.high, tag, word() == 0 ? extra : 0);
+    if (on && has_word() && active >> word_column() & 1)
+      put_word(launch.words + vector + V::word(k_block, word_column(), word()), pairs.low, pairs.high, tag,
+               word() == 0 ? extra : 0);
   }
   LP_DEVICE static float half_sum(float v) {
 #pragma unroll
@@ -104,13 +116,14 @@ struct Epilogue {
       return half_sum(v[0]);
     } else {
       const bool one = row() & 1, two = row() & 2;
-      const float a = (one ? v[1] : v[0]) + shuffle_xor(one ? v[0] : v[1], 1), b = (one ? v[3] : v[2]) + shuffle_xor(one ? v[2] : v[3], 1);
+      const float a = (one ? v[1] : v[0]) + shuffle_xor(one ? v[0] : v[1], 1),
+                  b = (one ? v[3] : v[2]) + shuffle_xor(one ? v[2] : v[3], 1);
       float sum = (two ? b : a) + shuffle_xor(two ? a : b, 2);
       sum += shuffle_xor(sum, 4);
       return sum + shuffle_xor(sum, 8);
     }
   }
-  /// Tells the other ranks what this one has of a set of hidden tiles: a word of this lane's.
+  /// Sends this rank's part of a set of hidden tiles to the other ranks: this lane's word of it.
   LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
@@ -124,8 +137,10 @@ struct Epilogue {
       if (on && has_told(active)) store_system_16(to, word.x, word.y, word.z, word.w);
     }
   }
-  /// What COUNT ranks from FIRST on have told in a lane's words, as a binary tree of `join`, over this rank's own values in `v`.
-  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* word, bool on, float* v, u32 active, u32 tag, u32 site, const JOIN& join) const {
+  /// Reads the lane's words from COUNT ranks, from FIRST on, and combines them as a binary tree of `join`. `v` holds
+  /// this rank's own values, then the result.
+  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* word, bool on, float* v, u32 active,
+                                                                        u32 tag, u32 site, const JOIN& join) const {
     if constexpr (COUNT > 4) {  // words that there are registers for
       float rest[kToldValues];
 #pragma unroll
@@ -139,12 +154,15 @@ struct Epilogue {
       const auto there = [&](u32 seen) { return kTaggedVectors ? seen == tag : seen != 0; };
       const auto missing = [&](int j) {
         const u32 rank = FIRST + j;
-        return on && rank != own_rank(launch) && has_told(active) && !there(kTaggedVectors ? words[j].z : words[j].x) ? rank * Inbox::tile_bytes + (kTaggedVectors ? 8 : 0) : kThere;
+        return on && rank != own_rank(launch) && has_told(active) && !there(kTaggedVectors ? words[j].z : words[j].x)
+                   ? rank * Inbox::tile_bytes + (kTaggedVectors ? 8 : 0)
+                   : kThere;
       };
       const auto fetch = [&](int j) {
         if (missing(j) != kThere) words[j] = load_system_16(word + (FIRST + j) * Inbox::tile_bytes);
       };
-      poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site, [](u32 at) { return at / Inbox::tile_bytes; });
+      poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site,
+                         [](u32 at) { return at / Inbox::tile_bytes; });
 #pragma unroll
       for (int i = 0; i < kToldValues; i++) {
         float of[COUNT];
@@ -161,8 +179,9 @@ struct Epilogue {
       }
     }
   }
-  /// Puts together what all ranks have told of a set of hidden tiles, in which `v` has this rank's.
-  template <class JOIN> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag, u32 site, const JOIN& join) const {
+  /// Combines all ranks' parts of a set of hidden tiles in `v`, which holds this rank's.
+  template <class JOIN> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag, u32 site,
+                                            const JOIN& join) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
     const bool on = tile < O::first_tile(rank_block() + 1);
@@ -170,7 +189,8 @@ struct Epilogue {
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) values[c] = v[c];
     if (kColumns == 1) values[1] = shuffle_xor(v[0], 1);
-    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on, values, active, tag, site, join);
+    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on,
+                          values, active, tag, site, join);
 #pragma unroll
     for (int c = 0; c < kEpilogueColumns; c++) v[c] = values[c];
     if constexpr (kColumns == 1) {
@@ -178,8 +198,9 @@ struct Epilogue {
       if (row() & 1) v[0] = odd;
     }
   }
-  /// Makes what this lane has heard "not there", where words have no tags. Orders those zeros, and what was heard, before all that it tells next (lanes of this place in all ranks; system):
-  /// see inbox.cuh. There is time for the fence while x is on its way to the consumers.
+  /// Clears the words that this lane has read from other ranks, where they have no tags. Orders the reads and the zeros
+  /// before all that the lane sends next (lanes of this place in all ranks; system): see inbox.cuh. There is time for
+  /// the fence while x is on its way to the consumers.
   LP_DEVICE void forget(u32 told, u32 active) const {
     if constexpr (kRanks == 1 || kTaggedVectors) return;
 #ifndef LP_KEEP_WORDS  // negative control
@@ -188,7 +209,10 @@ struct Epilogue {
       const int tile = O::first_tile(rank_block()) + 2 * s + half();
       if (tile >= O::first_tile(rank_block() + 1) || !has_told(active)) continue;
 #pragma unroll
-      for (u32 i = 1; i < kRanks; i++) store_system_16(launch.inbox[own_rank(launch)] + Inbox::tile(told, tile, (own_rank(launch) + i) % kRanks) + told_word(), 0, 0, 0, 0);
+      for (u32 i = 1; i < kRanks; i++)
+        store_system_16(
+            launch.inbox[own_rank(launch)] + Inbox::tile(told, tile, (own_rank(launch) + i) % kRanks) + told_word(), 0,
+            0, 0, 0);
     }
 #endif
     fence_system();
@@ -205,42 +229,50 @@ struct Epilogue {
         hidden(s)[c] = 0;
         const u32 within = token[c] - own_rank(launch) * (kHeadTiles * 16);  // of this rank's shard
         if (tile < end && active >> column(c) & 1 && (kRanks == 1 || within < kHeadTiles * 16))
-          hidden(s)[c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k) : launch.embedding + ((u64)within * kHidden + k) * 2));
+          hidden(s)[c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k)
+                                                           : launch.embedding + ((u64)within * kHidden + k) * 2));
       }
       tell(kToldEmbedding, s, hidden(s), active, tag);
     }
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (!mine(s)) continue;
-      // One rank has told the row, the others zeros: their bits together, since -0 + 0 is 0.
-      hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding, [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
+      // One rank has sent the row, the others zeros. Their bits are combined by or, since -0 + 0 would be 0.
+      hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding,
+           [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
       publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
     }
     forget(kToldEmbedding, active);
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
     const int first = O::first_tile(rank_block()), tile = first + 2 * s + half();
-    return tile < O::first_tile(rank_block() + 1) ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2)) : 0;
+    return tile < O::first_tile(rank_block() + 1)
+               ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2))
+               : 0;
   }
-  /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their product.
+  /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their
+  /// product.
   LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active, u32 tag) {
     const int tile = O::first_tile(rank_block()) + 2 * s + half(), of = row() % kEpilogueColumns;
     const bool on = tile < O::first_tile(rank_block() + 1);
     float scaled[kEpilogueColumns], square[kEpilogueColumns];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) scaled[c] = hidden(s)[c] * gamma, square[c] = hidden(s)[c] * hidden(s)[c];
+    for (int c = 0; c < kEpilogueColumns; c++)
+      scaled[c] = hidden(s)[c] * gamma, square[c] = hidden(s)[c] * hidden(s)[c];
     const auto sum = [&] { return __float_as_uint(half_sum_columns(square)); };
     if constexpr (kTaggedVectors) {
       publish<HiddenVector>(vector, tile, scaled, active, tag, on, sum());
     } else {
       publish<HiddenVector>(vector, tile, scaled, active, tag, on);
       const u32 word = ~sum();
-      if (on && row() < kEpilogueColumns && active >> column(of) & 1) store_relaxed_u32(launch.words + vector + HiddenVector::square(tile, column(of)), word);
+      if (on && row() < kEpilogueColumns && active >> column(of) & 1)
+        store_relaxed_u32(launch.words + vector + HiddenVector::square(tile, column(of)), word);
     }
   }
   /// q, k and v: norm, bias, rope; k and v go into their page and, with q, to this step's attention.
   LP_DEVICE void query_key_value(const Rows& rows, u32 layer, u32 active, u32 tag) {
-    const int first = Qkv::first_tile(rank_block()), end = Qkv::first_tile(rank_block() + 1), sets = Epilogue::sets<Qkv>();
+    const int first = Qkv::first_tile(rank_block()), end = Qkv::first_tile(rank_block() + 1),
+              sets = Epilogue::sets<Qkv>();
     bool begun = false;
     for (int s = 0; s < sets; s++) {
       if (kColumns == 1 && (s & 1) != warp) {
@@ -258,11 +290,16 @@ struct Epilogue {
         if (!on || !(active >> column(c) & 1)) continue;
         const u32 p = rows.position(column(c));
         const float* turn = launch.rope + ((u64)p * (kHeadDim / 2) + piece * 8 + (row() & 7)) * 2;
-        if (head <= kQueriesPerKv) cosine[c] = __uint_as_float(load_constant_u32((const u32*)turn)), sine[c] = __uint_as_float(load_constant_u32((const u32*)turn + 1));
-        if (head >= kQueriesPerKv) page[c] = load_constant_u32(launch.page_table + rows.rows[column(c)].slot * launch.page_stride + p / kPage);
+        if (head <= kQueriesPerKv)
+          cosine[c] = __uint_as_float(load_constant_u32((const u32*)turn)),
+          sine[c] = __uint_as_float(load_constant_u32((const u32*)turn + 1));
+        if (head >= kQueriesPerKv)
+          page[c] = load_constant_u32(launch.page_table + rows.rows[column(c)].slot * launch.page_stride + p / kPage);
       }
       const float bias = kQkvBias && on ? launch.bias[(u64)layer * (Qkv::tiles * 16) + tile * 16 + row()] : 0;
-      const float scale = kQkNorm && on && head <= kQueriesPerKv ? launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + row()] : 1;
+      const float scale = kQkNorm && on && head <= kQueriesPerKv
+                              ? launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + row()]
+                              : 1;
       take<Qkv>(begun ? -1 : 0);
       begun = true;
       u32 square = 0;
@@ -277,22 +314,28 @@ struct Epilogue {
           v *= scale;
         }
         const float other = shuffle_xor(v, 8);
-        if (head <= kQueriesPerKv) v = row() < 8 ? fmaf(v, cosine[c], -(other * sine[c])) : fmaf(v, cosine[c], other * sine[c]);
+        if (head <= kQueriesPerKv)
+          v = row() < 8 ? fmaf(v, cosine[c], -(other * sine[c])) : fmaf(v, cosine[c], other * sine[c]);
         const bool mine = on && active >> column(c) & 1;
         if (mine && head >= kQueriesPerKv) {
           const u32 at = rows.position(column(c)) % kPage, leaf = at / kLeafPositions, in = at % kLeafPositions;
-          u8* to = launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) + leaf * kLeafBytes + piece * kFragment;
-          store_u16(head == kQueriesPerKv ? to + fragment_byte(in, row()) : to + kLeafV + fragment_byte(row(), in), bf16_pair(v, 0));
+          u8* to = launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) + leaf * kLeafBytes +
+                   piece * kFragment;
+          store_u16(head == kQueriesPerKv ? to + fragment_byte(in, row()) : to + kLeafV + fragment_byte(row(), in),
+                    bf16_pair(v, 0));
         }
       }
       const Pairs pairs = fragment_words(y);
       if (on && has_word() && active >> word_column() & 1)
-        store_relaxed_16(launch.words + qkv_word(kv_head, word_column(), within) + word() * 16, pairs.low, pairs.high, tag, word() == 0 ? square : 0);
+        store_relaxed_16(launch.words + qkv_word(kv_head, word_column(), within) + word() * 16, pairs.low, pairs.high,
+                         tag, word() == 0 ? square : 0);
     }
   }
-  /// Residual after o or down, and the next norm's input. Of several ranks `note(0)` is called when this warp has told its sums of a set, `note(1)` when it has heard all ranks', before it
-  /// publishes; the last calls are those of all of its sets. A warp that tells nothing calls neither.
-  template <class P, class NOTE = Unnoted> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active, u32 tag, const NOTE& note = {}) {
+  /// Residual after o or down, and the next norm's input. In a group this warp calls `note(0)` when it has sent its
+  /// sums of a set, and `note(1)` when it has read those of all ranks, before it publishes. Its last calls are those of
+  /// its last set. A warp that sends nothing calls neither.
+  template <class P, class NOTE = Unnoted> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active,
+                                                                       u32 tag, const NOTE& note = {}) {
     const int sets = Epilogue::sets<P>();
     float sums[kOwnSets][kEpilogueColumns];
     const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
@@ -323,11 +366,12 @@ struct Epilogue {
       if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
     forget(told, active);
   }
-  /// silu(gate) * up: of a tile two words of a k block of down's input. Lanes 0 to 7 of a tile have gate, lanes 8 to 15 up; they meet in the former for the lower half of the columns, in the latter
-  /// for the upper half.
+  /// silu(gate) * up: of a tile two words of a k block of down's input. Lanes 0 to 7 of a tile have gate, lanes 8 to 15
+  /// up; they meet in the former for the lower half of the columns, in the latter for the upper half.
   LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
     constexpr int EACH = (kEpilogueColumns + 1) / 2;  // columns
-    const int first = GateUp::first_tile(rank_block()), end = GateUp::first_tile(rank_block() + 1), sets = Epilogue::sets<GateUp>();
+    const int first = GateUp::first_tile(rank_block()), end = GateUp::first_tile(rank_block() + 1),
+              sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
       take<GateUp>(s == 0 ? 1 : -1);
       const bool upper = kColumns > 1 && row() >= 8, odd = row() & 1;
@@ -341,8 +385,10 @@ struct Epilogue {
         const float gate = upper ? other : own, up = upper ? own : other;
         v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
       }
-      // Of two rows and one column a lane, then of the two rows that are four further: a word of k 2t, 2t + 1 | 2t + 8, 2t + 9.
-      static_assert(gate_up_k(0, 1) == 1 && gate_up_k(0, 2) == 2 && gate_up_k(0, 4) == 8 && gate_up_k(1, 0) == 4, "words 0 and 1 are of an even tile, 2 and 3 of an odd one");
+      // Of two rows and one column a lane, then of the two rows that are four further: a word of k 2t, 2t + 1 | 2t + 8,
+      // 2t + 9.
+      static_assert(gate_up_k(0, 1) == 1 && gate_up_k(0, 2) == 2 && gate_up_k(0, 4) == 8 && gate_up_k(1, 0) == 4,
+                    "words 0 and 1 are of an even tile, 2 and 3 of an odd one");
       u32 low;
       if constexpr (kColumns == 1) {
         low = bf16_pair(v[0], shuffle_xor(v[0], 1));
@@ -353,27 +399,34 @@ struct Epilogue {
       const u32 high = shuffle_xor(low, 4);
       const int tile = first + 2 * s + half();
       const bool on = tile < end && row() % 8 < 4 && (kColumns == 8 || (row() < 4 && row() % 2 == 0));
-      if (on && active >> word_column() & 1) put_word(launch.words + vectors + Vectors::activation + ActivationVector::word(tile / 2, word_column(), tile % 2 * 2 + row() % 4 / 2), low, high, tag, 0);
+      if (on && active >> word_column() & 1)
+        put_word(launch.words + vectors + Vectors::activation +
+                     ActivationVector::word(tile / 2, word_column(), tile % 2 * 2 + row() % 4 / 2),
+                 low, high, tag, 0);
     }
   }
-  /// Makes this warp's share of a turn's vectors "not there".
+  /// Clears this warp's share of a turn's vectors: 0 means "not written yet".
   LP_DEVICE void clear(u32 turn) const {
 #ifndef LP_KEEP_WORDS  // negative control
     constexpr u32 THREADS = kBlocks * kEpilogueWarps * 32;
     const u32 thread = (rank_block() * kEpilogueWarps + warp) * 32 + lane_index();
 #pragma unroll 1
-    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16) store_16(launch.words + vectors_of(turn) + at, Quad{});
+    for (u32 at = thread * 16; at < Vectors::bytes; at += THREADS * 16)
+      store_16(launch.words + vectors_of(turn) + at, Quad{});
 #endif
   }
 
  private:
-  /// Of a tile a lane tells and hears one word of each rank: of one column that of two rows, in every other lane, otherwise that of its row and its warp's columns.
+  /// A lane sends one word of a tile to each rank, and reads one from each. With one column the word has two rows, and
+  /// every other lane has one; otherwise it has the lane's row in its warp's columns.
   static constexpr int kToldValues = kColumns == 1 ? 2 : kEpilogueColumns;
   static_assert(kColumns == 1 || kEpilogueColumns == 4, "the columns of a warp fill a word");
   LP_DEVICE u32 told_word() const { return (kColumns == 1 ? row() / 2 : warp * 16 + row()) * 16; }
   LP_DEVICE bool has_told(u32 active) const { return kColumns == 1 ? row() % 2 == 0 : has_columns(active); }
   /// Whether one of this warp's columns is active.
-  LP_DEVICE bool has_columns(u32 active) const { return kColumns == 1 || active >> column(0) & ((1 << kEpilogueColumns) - 1); }
+  LP_DEVICE bool has_columns(u32 active) const {
+    return kColumns == 1 || active >> column(0) & ((1 << kEpilogueColumns) - 1);
+  }
   /// Complement of a value, never 0: a NaN may be any.
   LP_DEVICE static u32 told_bits(float v) { return v == v ? ~__float_as_uint(v) : ~0x7fffffffu; }
   LP_DEVICE void given_back(u32 buffer) {

@@ -1,5 +1,5 @@
-// Exponential and logarithm with the bits of the CPU sampler (worker/src/sampling/math.rs): IEEE additions, multiplications,
-// divisions and bit operations in the same order, rounded one by one.
+// Exponential and logarithm with the bits of the CPU sampler (worker/src/sampling/math.rs): IEEE additions,
+// multiplications, divisions and bit operations in the same order, rounded one by one.
 #pragma once
 
 namespace sampling {
@@ -29,7 +29,8 @@ LP_DEVICE float exp_(float x) {
 
 // Natural logarithm in double precision; 0 gives minus infinity, negative numbers and NaN give NaN.
 LP_DEVICE double ln_f64(double x) {
-  constexpr double kLn2Hi = 0.6931471803691238, kLn2Lo = 1.9082149292705877e-10, kSqrtHalf = 0.707106781186547524400844362104849039;
+  constexpr double kLn2Hi = 0.6931471803691238, kLn2Lo = 1.9082149292705877e-10,
+                   kSqrtHalf = 0.707106781186547524400844362104849039;
   if (!(x >= 0.0)) return double_of(0x7ff8000000000000ull);
   if (x == 0.0) return -(double)kInfinity;
   if (x == (double)kInfinity) return x;

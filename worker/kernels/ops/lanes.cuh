@@ -1,5 +1,5 @@
-// IEEE arithmetic that no compiler flag contracts, bit casts and whole-warp sums, as the sampler wants them. The tests' emulate.h gives the same
-// functions (and those of ptx.cuh and wait.cuh that the sampler uses) on a host's fibers.
+// IEEE arithmetic that no compiler flag contracts, bit casts and whole-warp sums, as the sampler wants them. The tests'
+// emulate.h gives the same functions (and those of ptx.cuh and wait.cuh that the sampler uses) on a host's fibers.
 #pragma once
 
 namespace sampling {

@@ -1,6 +1,6 @@
-// Gumbel noise that is a function of seed, position and token id alone; bits as worker/src/sampling/noise.rs: Philox4x32-10
-// (Salmon et al., SC 2011), key = seed, counter = (block, position, 0, 0); block 16 g + b of the g-th 64 ids holds the ids at
-// b, b + 16, b + 32 and b + 48.
+// Gumbel noise that is a function of seed, position and token id alone; bits as worker/src/sampling/noise.rs:
+// Philox4x32-10 (Salmon et al., SC 2011), key = seed, counter = (block, position, 0, 0); block 16 g + b of the g-th 64
+// ids holds the ids at b, b + 16, b + 32 and b + 48.
 #pragma once
 
 namespace sampling {
@@ -13,7 +13,8 @@ LP_DEVICE Bits4 noise_bits(const Noise& noise, u32 block) {
   u32 c0 = block, c1 = noise.position, c2 = 0, c3 = 0, k0 = noise.seed_lo, k1 = noise.seed_hi;
 #pragma unroll
   for (int round = 0; round < 10; round++) {
-    const u32 hi0 = mul_hi(c0, 0xd2511f53u), lo0 = c0 * 0xd2511f53u, hi1 = mul_hi(c2, 0xcd9e8d57u), lo1 = c2 * 0xcd9e8d57u;
+    const u32 hi0 = mul_hi(c0, 0xd2511f53u), lo0 = c0 * 0xd2511f53u, hi1 = mul_hi(c2, 0xcd9e8d57u),
+              lo1 = c2 * 0xcd9e8d57u;
     c0 = hi1 ^ c1 ^ k0; c1 = lo1; c2 = hi0 ^ c3 ^ k1; c3 = lo0;
     k0 += 0x9e3779b9u; k1 += 0xbb67ae85u;
   }
@@ -32,8 +33,8 @@ LP_DEVICE float gumbel(u32 random) {
   return (float)-ln_f64(-ln_f64(u));
 }
 
-// Never less than gumbel(random), at most 0.16 more where the noise is between 2 and 14. (The same fp32 operations as on the
-// CPU, where a test checks the bound; no result depends on its bits.)
+// Never less than gumbel(random), at most 0.16 more where the noise is between 2 and 14. (The same fp32 operations as
+// on the CPU, where a test checks the bound; no result depends on its bits.)
 LP_DEVICE float gumbel_bound(u32 random) {
   constexpr float kLn2 = 0.693147180559945309417f;
   const float v = (float)(int)(~random >> 8), log2_scaled = (float)(int)bits(v);

@@ -1,4 +1,5 @@
-// What the roles of a block do in each phase of a step: the loop walks these, and so do the single launches of unlooped_decoder.cu.
+// What the roles of a block do in each phase of a step: the loop walks these, and so do the single launches of
+// unlooped_decoder.cu.
 #pragma once
 
 extern __shared__ __align__(1024) u8 shared_memory[];
@@ -26,7 +27,8 @@ LP_DEVICE bool samples(const Launch& launch) {
 }
 LP_DEVICE u32 tag_of(const Launch& launch, u32 step) { return launch.epoch + step * (kLayers + 1); }
 
-/// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that compute, the layer's vectors.
+/// Where a step is: rows as they are in it, the layer (kLayers: LM head), tag of the layer's exchanges, columns that
+/// compute, the layer's vectors.
 struct Place {
   CountedRows rows;
   u32 layer, tag, active, vectors;
@@ -47,8 +49,11 @@ struct ConsumerPhases {
   LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
     if (warp >= kHiddenLeaves) return;
     const int lane = lane_index(), g = lane >> 2, t = lane & 3;
-    const float sum = get_fragments<kHiddenSteps, true>(launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b, site);
-    if (t == 0 && g < kColumns) store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
+    const float sum = get_fragments<kHiddenSteps, true>(
+        launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b,
+        site);
+    if (t == 0 && g < kColumns)
+      store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
   }
   LP_DEVICE void query_key_value(const Place& place) {
     at(place, 0);
@@ -75,12 +80,15 @@ struct ConsumerPhases {
     const u32 input = place.vectors + Vectors::attention_out;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
-      if (warp < O::workers) get_fragments<O::leaf_steps>(launch, launch.words + input + O::leaf(warp) * AttentionVector::leaf_bytes, place.tag, place.active, b, kSiteAttentionOut);
+      if (warp < O::workers)
+        get_fragments<O::leaf_steps>(launch, launch.words + input + O::leaf(warp) * AttentionVector::leaf_bytes,
+                                     place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {
       // In parts of a chunk: longer ones are spilled.
-      multiply_fetching<O, kSlotBytes / kFragment>(consumer, partials, input, place.tag, place.active, kSiteAttentionOut, [&] { at(place, 5); });
+      multiply_fetching<O, kSlotBytes / kFragment>(consumer, partials, input, place.tag, place.active,
+                                                   kSiteAttentionOut, [&] { at(place, 5); });
     }
   }
   LP_DEVICE void gate_up(const Place& place) {
@@ -93,7 +101,8 @@ struct ConsumerPhases {
   }
   LP_DEVICE void down(const Place& place) {
     at(place, 8);
-    multiply_fetching<Down, kPartSteps>(consumer, partials, place.vectors + Vectors::activation, place.tag, place.active, kSiteActivation, [&] { at(place, 9); });
+    multiply_fetching<Down, kPartSteps>(consumer, partials, place.vectors + Vectors::activation, place.tag,
+                                        place.active, kSiteActivation, [&] { at(place, 9); });
     at(place, 10);
   }
   LP_DEVICE void head(const Place& place) {
@@ -107,8 +116,8 @@ struct ConsumerPhases {
   }
 };
 
-/// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks; with it whether the host wants the
-/// launch to end.
+/// LM head: logits, and unless the sampler draws, the best token of this block's rows for every column, to all blocks;
+/// with it whether the host wants the launch to end.
 LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) {
   const int lane = lane_index(), first = Head::first_tile(rank_block()), sets = Epilogue::sets<Head>();
   u32 stop = 0;
@@ -131,20 +140,27 @@ LP_DEVICE void offer_tokens(const Launch& launch, Epilogue& epilogue, u32 step) 
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++) {
     best[c].over_lanes();
-    if (lane == 0) store_relaxed_16(launch.words + token_words(step, epilogue.column(c)) + rank_block() * 16, __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
+    if (lane == 0)
+      store_relaxed_16(launch.words + token_words(step, epilogue.column(c)) + rank_block() * 16,
+                       __float_as_uint(best[c].value), best[c].id, tag_of(launch, step), stop);
   }
 }
 
-/// Tells all ranks the best token of this one's shard, from one of BLOCKS blocks, with whether its host wants the launch to end.
-template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, u32 step, int column, const Best& best, u32 tag, bool stop) {
+/// Sends the best token of this rank's shard to all ranks, from one of BLOCKS blocks, and whether its host wants the
+/// launch to end.
+template <u32 BLOCKS> LP_DEVICE void tell_token(const Launch& launch, u32 step, int column, const Best& best, u32 tag,
+                                                bool stop) {
   const u32 lane = lane_index();
   if (rank_block() != column % BLOCKS) return;
-  if (launch.flags & kLaunchLogits) fence_tokens(launch);  // logits of all blocks, whose words this warp has read, before its own
+  // Orders the logits of all blocks, whose words this warp has read, before its own words.
+  if (launch.flags & kLaunchLogits) fence_tokens(launch);
   if (lane < kRanks)
-    store_system_16(launch.inbox[lane] + Inbox::token(step, column, own_rank(launch)), __float_as_uint(best.value), best.id, tag, stop);
+    store_system_16(launch.inbox[lane] + Inbox::token(step, column, own_rank(launch)), __float_as_uint(best.value),
+                    best.id, tag, stop);
 }
-/// Puts the best token of all ranks into `token`, for columns that have one; true if all hosts want the launch to end. Every rank hears the same. All words of the warp's columns are
-/// polled together: word w is of column w / kRanks from rank w % kRanks.
+/// Puts the best token of all ranks into `token`, for columns that have one; true if all hosts want the launch to end.
+/// Every rank reads the same words. All words of the warp's columns are polled together: word w is of column w / kRanks
+/// from rank w % kRanks.
 LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32 tag, u32* token) {
   constexpr u32 WORDS = kEpilogueColumns * kRanks, EACH = (WORDS + 31) / 32;
   const u32 lane = lane_index();
@@ -158,7 +174,9 @@ LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 s
   const auto fetch = [&](int j) {
     if (missing(j) != kThere) heard[j] = load_system_16(words + (j * 32 + lane) * 16);
   };
-  poll<EACH, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens, [](u32 at) { return at / 16 % kRanks; });
+  poll<EACH, false>(
+      launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens,
+      [](u32 at) { return at / 16 % kRanks; });
   Best best[EACH];
 #pragma unroll
   for (u32 j = 0; j < EACH; j++) {
@@ -174,9 +192,10 @@ LP_DEVICE bool hear_tokens(const Launch& launch, const Epilogue& epilogue, u32 s
   return !any_lane(lane < kRanks && heard[0].w == 0);
 }
 
-/// The best token of every column over the whole vocabulary into `token`, and to the host, unless the sampler draws; true if the host wants the launch to end.
-/// BLOCKS blocks choose, all alike.
-template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active, u32* token) {
+/// The best token of every column over the whole vocabulary into `token`, and to the host, unless the sampler draws;
+/// true if the host wants the launch to end. BLOCKS blocks choose, all alike.
+template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const Epilogue& epilogue, u32 step, u32 active,
+                                                   u32* token) {
   const int lane = lane_index();
   const u32 tag = tag_of(launch, step);
   bool stopped = false;
@@ -203,10 +222,12 @@ template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const E
   if (launch.flags & kLaunchUndrawn) return stopped;
 #pragma unroll
   for (int c = 0; c < kEpilogueColumns; c++)
-    if (rank_block() == 0 && lane == 0) store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
+    if (rank_block() == 0 && lane == 0)
+      store_system_u64(launch.tokens + (u64)step * kColumns + epilogue.column(c), (u64)tag << 32 | token[c]);
   return stopped;
 }
 /// Of several ranks: says to the sampler, a launch behind this one, whether all hosts want its chain to end.
 LP_DEVICE void note_stop(const Launch& launch, const Epilogue& epilogue, bool stopped) {
-  if (rank_block() == 0 && epilogue.warp == 0 && lane_index() == 0) store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
+  if (rank_block() == 0 && epilogue.warp == 0 && lane_index() == 0)
+    store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
 }

@@ -11,9 +11,11 @@ LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
   else store_relaxed_8(word, ~low, ~high);
 }
 
-/// B fragments of STEPS k blocks of a vector, whose words begin at `words`, for the columns of `active`. With SQUARES it is a whole leaf, and returns
-/// the sum of squares of this lane's column over it, as a binary tree (a tree of eights, where there are eights for one, else these in order).
-template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag, u32 active, u32 (*b)[2], u32 site) {
+/// B fragments of STEPS k blocks of a vector, whose words begin at `words`, for the columns of `active`. With SQUARES
+/// it is a whole leaf, and returns the sum of squares of this lane's column over it, as a binary tree (a tree of
+/// eights, where there are eights for one, else these in order).
+template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag,
+                                                                         u32 active, u32 (*b)[2], u32 site) {
   using Leaf = Vector<1, STEPS, SQUARES>;
   constexpr int EIGHTS = (STEPS + 7) / 8;
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
@@ -42,12 +44,19 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
       // k blocks that are left at this row and lane: of which it holds two, or the squares of four.
       const int left = !on ? 0 : STEPS - (j < Leaf::rows ? 2 * j : 16 * (j - Leaf::rows) + 4 * t);
       if (j < Leaf::rows) return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].z == 0 ? j * 512 + 8 : kThere;
-      return left > 0 && v[j].x == 0 ? j * 512 : left > 1 && v[j].y == 0 ? j * 512 + 4 : left > 2 && v[j].z == 0 ? j * 512 + 8 : left > 3 && v[j].w == 0 ? j * 512 + 12 : kThere;
+      return left > 0 && v[j].x == 0   ? j * 512
+             : left > 1 && v[j].y == 0 ? j * 512 + 4
+             : left > 2 && v[j].z == 0 ? j * 512 + 8
+             : left > 3 && v[j].w == 0 ? j * 512 + 12
+                                       : kThere;
     };
     const auto fetch = [&](int j) {
-      if (missing(j) != kThere) v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512) : load_relaxed_4x4(words + lane * 16 + j * 512);
+      if (missing(j) != kThere)
+        v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512)
+                              : load_relaxed_4x4(words + lane * 16 + j * 512);
     };
-    poll<Leaf::rows + Leaf::square_rows, true>(launch, words + lane * 16, ~0u, fetch, missing, [](u32 seen) { return seen != 0; }, site);
+    poll<Leaf::rows + Leaf::square_rows, true>(
+        launch, words + lane * 16, ~0u, fetch, missing, [](u32 seen) { return seen != 0; }, site);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
       const Quad& pair = v[k / 2];
@@ -57,7 +66,9 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
 #pragma unroll
     for (int row = 0; row < Leaf::square_rows; row++) {
       const Quad& quad = v[Leaf::rows + row];
-      const auto square = [&](u32 word, int i) { return on && 16 * row + 4 * t + i < STEPS ? __uint_as_float(~word) : 0; };
+      const auto square = [&](u32 word, int i) {
+        return on && 16 * row + 4 * t + i < STEPS ? __uint_as_float(~word) : 0;
+      };
       float eight = (square(quad.x, 0) + square(quad.y, 1)) + (square(quad.z, 2) + square(quad.w, 3));
       eight += shuffle_xor(eight, 1);
 #pragma unroll
@@ -83,8 +94,10 @@ template <int STEPS, int WIDTH> constexpr int chunks_of() {
   for (int begin = 0; begin < STEPS; begin = chunk_end<STEPS, WIDTH>(begin)) chunks++;
   return chunks;
 }
-/// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream. round: chunks of the ring for each of this warp's.
-template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, u32 round, const u32 (*b)[2], float (*acc)[4]) {
+/// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream. round:
+/// chunks of the ring for each of this warp's.
+template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, u32 round,
+                                                                             const u32 (*b)[2], float (*acc)[4]) {
   if constexpr (BEGIN < STEPS) {
     constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
     const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * 16;
@@ -94,7 +107,8 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
 #pragma unroll
     for (int k = BEGIN; k < END; k++)
 #pragma unroll
-      for (int n = 0; n < WIDTH; n++) mma_m16n8k16(acc[n], load_shared_16(base + ((k - BEGIN) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
+      for (int n = 0; n < WIDTH; n++)
+        mma_m16n8k16(acc[n], load_shared_16(base + ((k - BEGIN) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
     bool never = false;
 #pragma unroll
     for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
@@ -106,8 +120,8 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
   }
 }
 
-/// The partial results of a block's row tiles, two tiles a set, on their way from the consumers to the epilogue. Orders the partials
-/// of all consumer warps before the epilogue's reads, and those reads before the next set but one (block).
+/// The partial results of a block's row tiles, two tiles a set, on their way from the consumers to the epilogue. Orders
+/// the partials of all consumer warps before the epilogue's reads, and those reads before the next set but one (block).
 struct Partials {
   const Launch& launch;
   u32 shared, set = 0;
@@ -122,7 +136,8 @@ struct Partials {
     if (mine) {
 #pragma unroll
       for (int n = 0; n < WIDTH; n++) {
-        const u32 to = shared + Shared::partials + buffer * kSetBytes + (((first + n) * kWarps + leaf) * kColumns * 16 + g) * 4;
+        const u32 to = shared + Shared::partials + buffer * kSetBytes +
+                       (((first + n) * kWarps + leaf) * kColumns * 16 + g) * 4;
 #pragma unroll
         for (int c = 0; c < 2; c++)
           if (2 * t + c < kColumns) {
@@ -157,11 +172,16 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
 
 /// The same for a product whose leaf of activations lies in `b`.
 template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partials, const u32 (*b)[2]) {
-  each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) { multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, round, b, acc); });
+  each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) {
+    multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, round, b, acc);
+  });
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. `arrived` is told of the first.
-template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 vector, u32 tag, u32 active, u32 site, F&& arrived) {
+/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. Calls
+/// `arrived` when the first have arrived.
+template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
+                                                                       u32 vector, u32 tag, u32 active, u32 site,
+                                                                       F&& arrived) {
   static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
   const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
@@ -170,13 +190,15 @@ template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer&
     u32 b[PART][2];
 #pragma unroll 1
     for (int k = 0; k + PART <= P::leaf_steps; k += PART) {
-      get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag, active, b, site);
+      get_fragments<PART>(consumer.launch, consumer.launch.words + leaf + k / PART * Vector<1, PART>::bytes, tag,
+                          active, b, site);
       if (first) arrived();
       first = false;
       multiply_steps<PART, decltype(width)::value>(consumer, round, b, acc);
     }
     if constexpr (REST > 0) {
-      get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes, tag, active, b, site);
+      get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes,
+                          tag, active, b, site);
       multiply_steps<REST, decltype(width)::value>(consumer, round, b, acc);
     }
   });

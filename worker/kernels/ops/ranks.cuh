@@ -3,7 +3,8 @@
 
 LP_DEVICE u32 own_rank(const Launch& launch) { return kRanks == 1 ? 0 : launch.rank; }
 
-/// A logit into the memory of every rank, whose sampler sees the whole vocabulary. All ranks have theirs at the same distance from their inboxes.
+/// A logit into the memory of every rank, whose sampler sees the whole vocabulary. All ranks have theirs at the same
+/// distance from their inboxes.
 LP_DEVICE void put_logit(const Launch& launch, u32 column, u32 id, float logit) {
   const u64 at = (u64)column * ((kVocab + 15) / 16 * 16) + id;
   if constexpr (kRanks == 1) {

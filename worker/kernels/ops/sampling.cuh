@@ -1,28 +1,31 @@
-// The sampler: from the logits of one step to its tokens and the rows of the next, on all blocks of a launch of its own.
+// The sampler: from the logits of one step to its tokens and the rows of the next, on all blocks of a launch of its
+// own.
 //
-// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties and suppression on the raw
-// logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest id. Log-probabilities
-// are from raw logits: log of a sum of integer weights e^(x - max), multiples of 2^-40. So no result depends on the number of
-// blocks or threads, on other rows or on timing: maxima and integer sums alone cross lanes, warps and blocks.
+// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties and suppression on the
+// raw logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest id.
+// Log-probabilities are from raw logits: log of a sum of integer weights e^(x - max), multiples of 2^-40. So no result
+// depends on the number of blocks or threads, on other rows or on timing: maxima and integer sums alone cross lanes,
+// warps and blocks.
 //
-// Each row walks through stages; a stage is a pass of every block over the logits of its own tiles, then an exchange in which
-// every block tells all what it found and all draw the same conclusion. All rows share each exchange.
+// Each row walks through stages; a stage is a pass of every block over the logits of its own tiles, then an exchange in
+// which every block tells all what it found and all draw the same conclusion. All rows share each exchange.
 //
-//   exchanges                           rows
-//   1                                   greedy, or temperature alone
-//   2                                   top_k up to 64, with any others: block maxima, which give the k best a floor, then lists
-//                                       of what reaches it
-//   1 or 2, about ln(1 / share kept)    min_p, top_k over 64, or top_p: the unfiltered winner, then number and weight of the tokens
-//   more                                that rank before it; if it is not kept, all that is kept ranks before it, and the winner among
-//                                       that is next
-//   5 more                              top_k over 64 with top_p: what top_k drops first is found by a guessed pivot (random ones, if it
-//                                       is far off), then a list of what follows it
-//   2, along with the others            log-probabilities
+//   exchanges          rows
+//   1                  greedy, or temperature alone
+//   2                  top_k up to 64, with any others: block maxima, which give the k best a floor, then lists of what
+//                      reaches it
+//   1 or 2, about      min_p, top_k over 64, or top_p: the unfiltered winner, then number and weight of the tokens that
+//   ln(1 / share       rank before it; if the winner is not kept, all that is kept ranks before it, and the winner
+//   kept) more         among those is next
+//   5 more             top_k over 64 with top_p: the first token that top_k drops, found by a guessed pivot (random
+//                      ones, if it is far off), then a list of what follows it
+//   2, along with the  log-probabilities
+//   others
 //
-// Exchange: orders what a block found (one warp a row) before every block's conclusion about that row (grid). 16-byte words,
-// data and tag in one relaxed store, polled. Two buffers by the parity of the tag suffice: a block writes exchange e + 2 after it has
-// read e + 1 of all, and a block publishes e + 1 after all its warps have read e (the barrier at the end of the loop). Tags go on
-// from launch to launch. All blocks must run at one time.
+// Exchange: orders what a block found (one warp a row) before every block's conclusion about that row (grid). 16-byte
+// words, data and tag in one relaxed store, polled. Two buffers by the parity of the tag suffice: a block writes
+// exchange e + 2 after it has read e + 1 of all, and a block publishes e + 1 after all its warps have read e (the
+// barrier at the end of the loop). Tags go on from launch to launch. All blocks must run at one time.
 #pragma once
 
 namespace sampling {
@@ -57,7 +60,8 @@ LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thr
     row.flags = 0;
     row.top_count = 0;
     const Row of = launch.rows[r];
-    if (of.flags & kRowSample && of.position <= of.last_position) begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot);
+    if (of.flags & kRowSample && of.position <= of.last_position)
+      begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot);
     else if (block == 0) store_system_u64(launch.tokens + r, (u64)launch.tag << 32 | kNone);
   }
   if (thread == 0) {
@@ -78,11 +82,14 @@ template <class F> LP_DEVICE u64 rows_where(u32 thread, const Scratch& s, F f) {
   }
   return rows;
 }
-LP_DEVICE u64 pending(u32 thread, const Scratch& s) { return rows_where(thread, s, [](const RowState& row) { return row.says != 0; }); }
+LP_DEVICE u64 pending(u32 thread, const Scratch& s) {
+  return rows_where(thread, s, [](const RowState& row) { return row.says != 0; });
+}
 
 // Writes the logits after bias, penalties and suppression of the rows that have such.
 LP_DEVICE void process(u32 thread, const Scratch& s) {
-  const u64 rows = rows_where(thread, s, [](const RowState& row) { return row.stage > kDone && row.flags & kProcessed; });
+  const u64 rows = rows_where(thread, s,
+                              [](const RowState& row) { return row.stage > kDone && row.flags & kProcessed; });
   if (rows == 0) return;
   const Ids own = own_ids(s.block);
 #pragma unroll 1
@@ -99,7 +106,8 @@ LP_DEVICE void process(u32 thread, const Scratch& s) {
         const u32 count = counts ? counts[id] : 0;
         if (count == 0) return logit;
         logit = logit > 0.0f ? div(logit, p.repetition_penalty) : mul(logit, p.repetition_penalty);
-        if (count & ~kSeen) logit = sub(sub(logit, mul(p.frequency_penalty, (float)(count & ~kSeen))), p.presence_penalty);
+        if (count & ~kSeen)
+          logit = sub(sub(logit, mul(p.frequency_penalty, (float)(count & ~kSeen))), p.presence_penalty);
         return logit;
       };
       if (step == 0) {
@@ -112,7 +120,8 @@ LP_DEVICE void process(u32 thread, const Scratch& s) {
         }
       } else if (row.noise.position < p.suppress_until) {
         const u32* suppress = (const u32*)p.suppress;
-        for (u32 i = thread; i < p.suppress_count; i += kThreads) if (owns(own, suppress[i])) to[suppress[i]] = -kInfinity;
+        for (u32 i = thread; i < p.suppress_count; i += kThreads)
+          if (owns(own, suppress[i])) to[suppress[i]] = -kInfinity;
       }
     }
     sync();
@@ -129,14 +138,16 @@ template <class F> LP_DEVICE void deal(u32 thread, u64 rows, F f) {
   if (n == 0) return;
   const u32 parts = kWarps > n ? kWarps / n : 1;
 #pragma unroll 1
-  for (u32 task = warp_of(thread); task < n * parts; task += kWarps) f(nth_bit(rows, task / parts), task % parts, parts);
+  for (u32 task = warp_of(thread); task < n * parts; task += kWarps)
+    f(nth_bit(rows, task / parts), task % parts, parts);
 }
 
 // Deals the kinds that the rows say to the team's warps, those of a row together with those of others: f(row, kind).
 template <class F> LP_DEVICE void deal_kinds(u32 thread, const Scratch& s, u32 among, F f) {
   u32 task = 0;
 #pragma unroll 1
-  for (u64 rows = rows_where(thread, s, [&](const RowState& row) { return (row.says & among) != 0; }); rows != 0; rows &= rows - 1) {
+  for (u64 rows = rows_where(thread, s, [&](const RowState& row) { return (row.says & among) != 0; }); rows != 0;
+       rows &= rows - 1) {
     const u32 r = lowest_bit(rows);
 #pragma unroll 1
     for (u32 says = s.rows[r].says & among; says != 0; says &= says - 1)
@@ -148,8 +159,12 @@ constexpr u32 kListKinds = 1u << kDrawList | 1u << kTopList;
 // The passes and lists of one exchange.
 LP_DEVICE void scan(u32 thread, Scratch& s, u32 tag) {
   const u64 raw = rows_where(thread, s, [](const RowState& row) { return (row.says & 1u << kRaw) != 0; });
-  const u64 passes = rows_where(thread, s, [](const RowState& row) { return (row.says & (1u << kBest | 1u << kOther)) != 0; });
-  deal(thread, passes, [&](u32 r, u32 part, u32 parts) { if (s.rows[r].stage <= kNear) scan_all(thread, s, r, part, parts); else scan_pivot(thread, s, r, part, parts); });
+  const u64 passes = rows_where(thread, s,
+                                [](const RowState& row) { return (row.says & (1u << kBest | 1u << kOther)) != 0; });
+  deal(thread, passes, [&](u32 r, u32 part, u32 parts) {
+    if (s.rows[r].stage <= kNear) scan_all(thread, s, r, part, parts);
+    else scan_pivot(thread, s, r, part, parts);
+  });
   deal(thread, raw, [&](u32 r, u32 part, u32 parts) { scan_raw(thread, s, r, part, parts); });
   deal_kinds(thread, s, kListKinds, [&](u32 r, u32 list) { publish_list(thread, s, r, list, tag); });
 }
@@ -226,8 +241,8 @@ LP_DEVICE void sample(const SamplerLaunch& launch, Scratch& s, u32 block, u32 th
   if (stop) store_system_u32(launch.control + 1, launch.step + 1);
 }
 
-// Counts the tokens of a sequence that enters a slot: `counts` [kPadded] of the slot, zeroed before; prompt first. Any threads of
-// any kernel that ends before the next launch.
+// Counts the tokens of a sequence that enters a slot: `counts` [kPadded] of the slot, zeroed before; prompt first. Any
+// threads of any kernel that ends before the next launch.
 LP_DEVICE void count_token(u32* counts, u32 token, bool prompt) {
   if (token >= kVocab) return;
   if (prompt) atomic_or(counts + token, kSeen); else atomic_add(counts + token, 1);

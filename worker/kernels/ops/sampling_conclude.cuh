@@ -1,5 +1,5 @@
-// What follows from the words of all blocks, for one row: one warp reads them and moves the row to its next stage. Every block
-// draws the same conclusion, since all read the same words.
+// What follows from the words of all blocks, for one row: one warp reads them and moves the row to its next stage.
+// Every block draws the same conclusion, since all read the same words.
 #pragma once
 
 namespace sampling {
@@ -17,18 +17,20 @@ LP_DEVICE Quad wait_word(const Scratch& s, const u8* p, u32 tag, u32 kind) {
   return v;
 }
 
-// The words of one kind of all blocks; lane l holds those of blocks l, l + 32, ..., zeros past the last block. Whole warp.
+// The words of one kind of all blocks; lane l holds those of blocks l, l + 32, ..., zeros past the last block. Whole
+// warp.
 LP_DEVICE void gather(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, Quad (&w)[kHeads]) {
   const u8* p = s.launch.words + word_at(tag & 1, r, kind) + lane_of(thread) * 16;
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = lane_of(thread) + 32 * i < kBlocks ? load_relaxed_16(p + i * 512) : Quad{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++)
+    w[i] = lane_of(thread) + 32 * i < kBlocks ? load_relaxed_16(p + i * 512) : Quad{0, 0, tag, 0};
 #pragma unroll
   for (u32 i = 0; i < kHeads; i++) if (w[i].z != tag) w[i] = wait_word(s, p + i * 512, tag, kind);
   warp_sync();
 }
 
-// The best of them and its value. `floor`: a key that the largest values of at least k blocks reach (0 if there are not so many
-// blocks), so that what ranks below is not among the best k; only if k is over 0.
+// The best of them and its value. `floor`: a key that the largest values of at least k blocks reach (0 if there are not
+// so many blocks), so that what ranks below is not among the best k; only if k is over 0.
 struct Winner { Place place; u64 entry; u32 floor; };
 LP_DEVICE Winner best_of_all(u32 thread, const Scratch& s, u32 r, u32 kind, u32 tag, u32 k) {
   Quad w[kHeads];
@@ -74,7 +76,8 @@ LP_DEVICE List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 li
   u32 next[kHeads];                 // index of the entry after them; above 16 bits, the number of entries
   Quad w[kHeads];
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = lane + 32 * i < kBlocks ? load_relaxed_16(p + i * 32 * kListBytes) : Quad{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++)
+    w[i] = lane + 32 * i < kBlocks ? load_relaxed_16(p + i * 32 * kListBytes) : Quad{0, 0, tag, 0};
 #pragma unroll
   for (u32 i = 0; i < kHeads; i++) {
     if (w[i].z != tag) w[i] = wait_word(s, p + i * 32 * kListBytes, tag, list);
@@ -82,7 +85,8 @@ LP_DEVICE List merge_lists(u32 thread, const Scratch& s, u32 r, u32 list, u32 li
     next[i] = w[i].w << 16 | 2;
   }
 #pragma unroll
-  for (u32 i = 0; i < kHeads; i++) w[i] = next[i] >> 16 > 1 ? load_relaxed_16(p + i * 32 * kListBytes + 16) : Quad{0, 0, tag, 0};
+  for (u32 i = 0; i < kHeads; i++)
+    w[i] = next[i] >> 16 > 1 ? load_relaxed_16(p + i * 32 * kListBytes + 16) : Quad{0, 0, tag, 0};
 #pragma unroll
   for (u32 i = 0; i < kHeads; i++) {
     if (w[i].z != tag) w[i] = wait_word(s, p + i * 32 * kListBytes + 16, tag, list);
@@ -136,8 +140,10 @@ LP_DEVICE u32 draw_listed(const RowState& row, u64 low, u64 high, u32 lane) {
   bool keep_low = low != 0 && value_of(low) >= row.threshold, keep_high = high != 0 && value_of(high) >= row.threshold;
   if (row.top_p < 1.0f) {
     u64 total_low, total_high;
-    const u64 weight_low = keep_low ? weight_of(value_of(low), max) : 0, weight_high = keep_high ? weight_of(value_of(high), max) : 0;
-    const u64 before_low = sum_before(weight_low, lane, total_low), before_high = sum_before(weight_high, lane, total_high) + total_low;
+    const u64 weight_low = keep_low ? weight_of(value_of(low), max) : 0,
+              weight_high = keep_high ? weight_of(value_of(high), max) : 0;
+    const u64 before_low = sum_before(weight_low, lane, total_low),
+              before_high = sum_before(weight_high, lane, total_high) + total_low;
     const u64 mass = mass_of(row.top_p, total_low + total_high);
     keep_low = keep_low && before_low < mass;
     keep_high = keep_high && before_high < mass;
@@ -153,9 +159,9 @@ LP_DEVICE u32 draw_listed(const RowState& row, u64 low, u64 high, u32 lane) {
   return token_of(warp_max64(mine));
 }
 
-// The how-manieth largest of the blocks' largest values is of interest: the k-th is a floor of the best k, for a list. Where top_k is
-// over kMaxListed, the one that about top_k - 32 tokens reach, if tokens lie anyhow in blocks; 0 if none does. (A guess at a pivot:
-// no result depends on it.)
+// The how-manieth largest of the blocks' largest values is of interest: the k-th is a floor of the best k, for a list.
+// Where top_k is over kMaxListed, the one that about top_k - 32 tokens reach, if tokens lie anyhow in blocks; 0 if none
+// does. (A guess at a pivot: no result depends on it.)
 LP_DEVICE u32 floor_rank(const RowState& row) {
   if (listed(row) || row.stage == kNear) return list_limit(row, kDrawList);
   if (row.top_k == 0 || row.top_p >= 1.0f || row.top_k > 8 * kBlocks) return 0;
@@ -171,7 +177,8 @@ LP_DEVICE void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
     const u32 limit = list_limit(row, kind);
     const List list = merge_lists(thread, s, r, kind, limit, tag);
     if (row.stage == kRank) {
-      const u64 low = shuffle(list.low, limit - 1), high = shuffle(list.high, limit - 1), last = limit > 32 ? high : low;
+      const u64 low = shuffle(list.low, limit - 1), high = shuffle(list.high, limit - 1),
+                last = limit > 32 ? high : low;
       if (lane == 0) said.place = Place{value_of(last), token_of(last)};
     } else {
       const u32 token = draw_listed(row, list.low, list.high, lane);
@@ -185,7 +192,9 @@ LP_DEVICE void listen(u32 thread, Scratch& s, u32 r, u32 kind, u32 tag) {
     const Amount sum = sum_of_all(thread, s, r, kind, tag);
     if (lane == 0) { said.sum = sum.weight; said.tokens = sum.tokens; }
   } else {
-    const u32 k = kind == kRaw ? row.params->top_logprobs : kind == kOther && row.stage != kSelect ? floor_rank(row) : 0;
+    const u32 k = kind == kRaw                             ? row.params->top_logprobs
+                  : kind == kOther && row.stage != kSelect ? floor_rank(row)
+                                                           : 0;
     const Winner best = best_of_all(thread, s, r, kind, tag, k);
     if (lane == 0) { said.place = best.place; said.floor = best.floor; }
   }
@@ -216,8 +225,8 @@ LP_DEVICE void conclude_first(RowState& row, const Said* said) {
   row.stage = kCheck;
 }
 
-// The filters keep a beginning of the ranking. So if the candidate, the best of a beginning by value and noise, is not kept, the
-// kept tokens rank before it, and the best of those is the next candidate.
+// The filters keep a beginning of the ranking. So if the candidate, the best of a beginning by value and noise, is not
+// kept, the kept tokens rank before it, and the best of those is the next candidate.
 LP_DEVICE void conclude_check(RowState& row, const Said* said) {
   const u32 top_k = row.top_k, flags = row.flags;
   const float top_p = row.top_p;
@@ -225,7 +234,8 @@ LP_DEVICE void conclude_check(RowState& row, const Said* said) {
   if (flags & kFirstCheck && top_p < 1.0f) {
     if (top_k > 0 && said[kAll].tokens > top_k) {
       row.stage = kSelect;
-      if (row.floor > key_of(-kInfinity) && !infinite(value_of(row.floor))) row.pivot = Place{value_of(row.floor), kNone};
+      if (row.floor > key_of(-kInfinity) && !infinite(value_of(row.floor)))
+        row.pivot = Place{value_of(row.floor), kNone};
       return;
     }
     row.limit = mass_of(top_p, said[kAll].sum);
@@ -240,7 +250,8 @@ LP_DEVICE void conclude_check(RowState& row, const Said* said) {
   else row.pivot = next;
 }
 
-// Which token is the first that top_k drops? Random pivots between those known to be kept and to be dropped, until a list can tell.
+// Which token is the first that top_k drops? Random pivots between those known to be kept and to be dropped, until a
+// list can tell.
 LP_DEVICE void conclude_select(RowState& row, const Said* said) {
   const u32 ahead = said[kBefore].tokens;
   if (ahead == row.top_k) { row.flags |= kBound; row.stage = kCheck; }
@@ -298,10 +309,12 @@ LP_DEVICE void conclude(RowState& row, const Said* said) {
 }
 
 // Log-probability of a raw logit.
-LP_DEVICE float logprob(const RowState& row, float value) { return sub(value == row.raw_max ? 0.0f : sub(value, row.raw_max), row.log_sum); }
+LP_DEVICE float logprob(const RowState& row, float value) {
+  return sub(value == row.raw_max ? 0.0f : sub(value, row.raw_max), row.log_sum);
+}
 
-// The block that owns the token counts it, tells the host, and makes the row that of the next step. No block reads the row any more: every one has
-// taken part in an exchange since it did.
+// The block that owns the token counts it, tells the host, and makes the row that of the next step. No block reads the
+// row any more: every one has taken part in an exchange since it did.
 LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   const RowState& row = s.rows[r];
   const SamplerLaunch& launch = s.launch;
@@ -310,7 +323,10 @@ LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   const u64 word = (u64)launch.tag << 32 | token;
   if (row.logprob_stage == kLogprobsDone) {
     RowLogprobs& to = launch.logprobs[r];
-    if (lane < row.top_count) { to.top[lane].token = s.top[r][lane].token; to.top[lane].logprob = logprob(row, s.top[r][lane].value); }
+    if (lane < row.top_count) {
+      to.top[lane].token = s.top[r][lane].token;
+      to.top[lane].logprob = logprob(row, s.top[r][lane].value);
+    }
     if (lane == 0) { to.logprob = logprob(row, scaled(raw_logits(s, r)[token], 1.0f)); to.count = row.top_count; }
     warp_sync();
     if (lane == 0) store_release_system_u64(launch.tokens + r, word);

@@ -4,10 +4,12 @@
 namespace sampling {
 
 LP_DEVICE const float* raw_logits(const Scratch& s, u32 r) { return s.launch.logits + (u64)r * kPadded; }
-LP_DEVICE const float* values(const Scratch& s, u32 r) { return s.rows[r].flags & kProcessed ? s.launch.processed + (u64)r * kPadded : raw_logits(s, r); }
+LP_DEVICE const float* values(const Scratch& s, u32 r) {
+  return s.rows[r].flags & kProcessed ? s.launch.processed + (u64)r * kPadded : raw_logits(s, r);
+}
 
-// The best token so far by an upper bound of value and noise. The noise itself costs double-precision logarithms, so it is
-// evaluated once, at the end; `next` says which tokens could not be told from the best without it.
+// The best token so far by an upper bound of value and noise. The noise itself costs double-precision logarithms, so it
+// is evaluated once, at the end; `next` says which tokens could not be told from the best without it.
 struct Candidate { float bound, next, value; u32 token; };
 LP_DEVICE Candidate no_candidate() { return Candidate{-kInfinity, -kInfinity, -kInfinity, kNone}; }
 
@@ -30,11 +32,12 @@ LP_DEVICE bool unclear(const Candidate& c, u64 best, bool greedy) {
   return !greedy && best != 0 && !infinite(value) && c.next >= value;
 }
 
-// Calls f(first, block) for the lane's share of the groups of four ids (first, + 16, + 32, + 48) that `own` has a part in;
-// `block` is the counter of their noise.
+// Calls f(first, block) for the lane's share of the groups of four ids (first, + 16, + 32, + 48) that `own` has a part
+// in; `block` is the counter of their noise.
 template <class F> LP_DEVICE void for_each_four(const Ids& own, u32 part, u32 parts, u32 lane, F f) {
   const u32 units = own.end > own.first ? ((own.end + 63) / 64 - own.first / 64) * 16 : 0;
-  for (u32 i = part * 32 + lane; i < units; i += parts * 32) f((own.first / 64 + i / 16) * 64 + i % 16, own.first / 64 * 16 + i);
+  for (u32 i = part * 32 + lane; i < units; i += parts * 32)
+    f((own.first / 64 + i / 16) * 64 + i % 16, own.first / 64 * 16 + i);
 }
 
 // A random number of a token, another one for every pivot.
@@ -45,8 +48,8 @@ LP_DEVICE u32 shuffled(u32 token, u32 pivot) {
   return (h ^ h >> 16) | 1;
 }
 
-// The warp's best token, exactly, from its lanes' candidates; `again` is called if too many are too close to call, with the value
-// to reach, and returns this lane's best of all its tokens whose noise could reach it.
+// The warp's best token, exactly, from its lanes' candidates; `again` is called if too many are too close to call, with
+// the value to reach, and returns this lane's best of all its tokens whose noise could reach it.
 template <class F> LP_DEVICE u64 settle(const Candidate& c, const Noise& noise, bool greedy, F again) {
   u64 best = warp_max64(evaluate(c, noise, greedy));
   if (ballot(unclear(c, best, greedy))) {
@@ -57,7 +60,8 @@ template <class F> LP_DEVICE u64 settle(const Candidate& c, const Noise& noise, 
   return best;
 }
 // All tokens of a lane's share whose noise could reach `need`, evaluated.
-LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold, u32 part, u32 parts, u32 lane, float need) {
+LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& own, const Place& pivot, float threshold,
+                         u32 part, u32 parts, u32 lane, float need) {
   const float scale = row.scale;
   const Noise noise = row.noise;
   u64 best = 0;
@@ -68,7 +72,8 @@ LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& ow
       const u32 id = first + 16 * j, bits = j == 0 ? random.x : j == 1 ? random.y : j == 2 ? random.z : random.w;
       if (!owns(own, id)) continue;
       const float value = scaled(logits[id], scale);
-      if (value >= threshold && before(Place{value, id}, pivot) && add(value, gumbel_bound(bits)) >= need) best = larger(best, entry(add(value, gumbel(bits)), id));
+      if (value >= threshold && before(Place{value, id}, pivot) && add(value, gumbel_bound(bits)) >= need)
+        best = larger(best, entry(add(value, gumbel(bits)), id));
     }
   });
   return best;
@@ -77,7 +82,8 @@ LP_DEVICE u64 draw_again(const float* logits, const RowState& row, const Ids& ow
 // Entries from `high` on are below this.
 LP_DEVICE u64 after_high(const RowState& row) { return entry(row.high.value, row.high.token) + 1; }
 
-// A warp's part of the pass of kDraw, kFirst and kNear: the best by value and noise, and the largest value. Adds them to what is found.
+// A warp's part of the pass of kDraw, kFirst and kNear: the best by value and noise, and the largest value. Adds them
+// to what is found.
 LP_DEVICE void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   const float* logits = values(s, r);
@@ -106,15 +112,18 @@ LP_DEVICE void scan_all(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   });
   warp_sync();
   u64 exact = 0;
-  if (draw) exact = settle(best, noise, greedy, [&](float need) { return draw_again(logits, row, own, Place{-kInfinity, kNone}, -kInfinity, part, parts, lane, need); });
+  if (draw)
+    exact = settle(best, noise, greedy, [&](float need) {
+      return draw_again(logits, row, own, Place{-kInfinity, kNone}, -kInfinity, part, parts, lane, need);
+    });
   if (first_pass) largest = warp_max64(largest);
   if (lane != 0) return;
   if (exact) atomic_max(&s.found[r].best, exact);
   if (largest) atomic_max(&s.found[r].other, largest);
 }
 
-// A warp's part of the passes that look at a pivot. kCheck: number and weight of the tokens that rank before it (and of all), the
-// best of those by value and noise. kSelect: their number, and a random token on either side of the pivot.
+// A warp's part of the passes that look at a pivot. kCheck: number and weight of the tokens that rank before it (and of
+// all), the best of those by value and noise. kSelect: their number, and a random token on either side of the pivot.
 LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
   const RowState& row = s.rows[r];
   Found& found = s.found[r];
@@ -152,7 +161,10 @@ LP_DEVICE void scan_pivot(u32 thread, Scratch& s, u32 r, u32 part, u32 parts) {
     }
   });
   warp_sync();
-  if (!select) higher = settle(best, noise, false, [&](float need) { return draw_again(logits, row, own, pivot, threshold, part, parts, lane, need); });
+  if (!select)
+    higher = settle(best, noise, false, [&](float need) {
+      return draw_again(logits, row, own, pivot, threshold, part, parts, lane, need);
+    });
   else { higher = warp_max64(higher); lower = warp_max64(lower); }
   tokens = warp_add(tokens);
   if (all) all_tokens = warp_add(all_tokens);
@@ -202,9 +214,14 @@ LP_DEVICE Two best_after(const float* logits, float scale, const Ids& own, u32 l
 }
 
 // Entries that a list may have.
-LP_DEVICE u32 list_limit(const RowState& row, u32 list) { return list == kTopList ? row.params->top_logprobs : row.stage == kRank || row.stage == kNear ? row.top_k - row.ahead_of_high + 1 : row.top_k; }
+LP_DEVICE u32 list_limit(const RowState& row, u32 list) {
+  return list == kTopList                           ? row.params->top_logprobs
+         : row.stage == kRank || row.stage == kNear ? row.top_k - row.ahead_of_high + 1
+                                                    : row.top_k;
+}
 
-// A warp publishes the block's best tokens that the floor leaves, best first. Orders them before merge_lists of every block (grid).
+// A warp publishes the block's best tokens that the floor leaves, best first. Orders them before merge_lists of every
+// block (grid).
 LP_DEVICE void publish_list(u32 thread, const Scratch& s, u32 r, u32 list, u32 tag) {
   const RowState& row = s.rows[r];
   const bool top = list == kTopList;

@@ -1,7 +1,7 @@
 // What the sampler's blocks share: exchange words; and what a block knows of its rows.
 //
-// The shape comes as LP_VOCAB (tokens), LP_BLOCKS (blocks of the launch), LP_COLUMNS (rows of a launch at most) and LP_SAMPLE_THREADS
-// (threads of a block).
+// The shape comes as LP_VOCAB (tokens), LP_BLOCKS (blocks of the launch), LP_COLUMNS (rows of a launch at most) and
+// LP_SAMPLE_THREADS (threads of a block).
 #pragma once
 
 namespace sampling {
@@ -14,7 +14,8 @@ constexpr float kMinTemperature = 1e-5f; // below: greedy
 constexpr u32 kSeen = 1u << 31;          // of a count: the token occurs in the prompt
 static_assert(kTiles * 16ull < (1u << 22), "sums of weights could overflow");
 
-// Exchange words of a row: what block b says stands at word_at(parity, row, kind) + 16 b. What all say is read by one warp a kind.
+// Exchange words of a row: what block b says stands at word_at(parity, row, kind) + 16 b. What all say is read by one
+// warp a kind.
 enum Kind : u32 {
   kBest,     // {key, token, tag, value}: the best token by value and noise (kSelect: a pivot before the present one)
   kOther,    // {key, token, tag, value}: the largest value (kSelect: a pivot after the present one)
@@ -29,12 +30,17 @@ constexpr u32 kHeadBytes = 64; // u32 tag of the next exchange
 constexpr u32 kRowWords = kHeadBytes, kRowWordsBytes = 2 * kRows * kKinds * kBlocks * 16;
 constexpr u32 kLists = kRowWords + kRowWordsBytes;
 constexpr u64 kListsBytes = 2ull * kRows * 2 * kBlocks * kMaxListed * 16, kWordsBytes = kLists + kListsBytes;
-LP_DEVICE u32 word_at(u32 parity, u32 row, u32 kind) { return kRowWords + ((parity * kRows + row) * kKinds + kind) * kBlocks * 16; }
+LP_DEVICE u32 word_at(u32 parity, u32 row, u32 kind) {
+  return kRowWords + ((parity * kRows + row) * kKinds + kind) * kBlocks * 16;
+}
 // {key, token, tag, length of the list}: best first; an empty list has one word that says so.
-LP_DEVICE u64 list_at(u32 parity, u32 row, u32 list, u32 block) { return kLists + (u64)(((parity * kRows + row) * 2 + list - kDrawList) * kBlocks + block) * kMaxListed * 16; }
+LP_DEVICE u64 list_at(u32 parity, u32 row, u32 list, u32 block) {
+  return kLists + (u64)(((parity * kRows + row) * 2 + list - kDrawList) * kBlocks + block) * kMaxListed * 16;
+}
 // Tags count exchanges and skip 0 (untouched memory) and 1 (so that the parity alternates over the wrap).
 LP_DEVICE constexpr u32 next_tag(u32 tag) { return tag + 1 < 2 ? 2 : tag + 1; }
-static_assert(next_tag(2) == 3 && next_tag(0xfffffffeu) == 0xffffffffu && next_tag(0xffffffffu) == 2, "wraps with its parity");
+static_assert(next_tag(2) == 3 && next_tag(0xfffffffeu) == 0xffffffffu && next_tag(0xffffffffu) == 2,
+              "wraps with its parity");
 
 // ---- block memory
 enum Stage : u32 {
@@ -71,7 +77,8 @@ struct RowState {
   u32 top_k; float top_p, min_p; // 0, 1, 0: off
   float max, threshold;    // the largest value, and that of min_p
   Place pivot, high, low;  // kSelect: the token looked for ranks after high and not after low
-  u32 floor, top_floor;    // keys: what ranks below is in nobody's list; without a list, floor is a guess at kSelect's first pivot
+  // Keys: tokens that rank below are in no list. Without a list, floor is a guess at kSelect's first pivot.
+  u32 floor, top_floor;
   u32 ahead_of_high;       // tokens that rank before `high`
   float raw_max, log_sum;  // log-probability = (raw - raw_max) - log_sum
   u32 top_count;           // of Scratch::top
@@ -130,7 +137,9 @@ LP_DEVICE u64 entry(float value, u32 token) { return pack(key_of(value), token);
 LP_DEVICE u64 entry_of_key(u32 key, u32 token) { return key == 0 ? 0 : pack(key, token); }
 LP_DEVICE float value_of(u64 entry) { return value_of((u32)(entry >> 32)); }
 LP_DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-LP_DEVICE bool before(const Place& a, const Place& b) { return a.value > b.value || (a.value == b.value && a.token < b.token); }
+LP_DEVICE bool before(const Place& a, const Place& b) {
+  return a.value > b.value || (a.value == b.value && a.token < b.token);
+}
 LP_DEVICE bool infinite(float v) { return v == kInfinity || v == -kInfinity; }
 
 // e^(value - max) as a multiple of 2^-40, rounded down; value <= max. Integers, so that sums have no order.

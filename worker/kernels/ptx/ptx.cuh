@@ -30,12 +30,19 @@ LP_DEVICE u32 load_shared_u32(u32 address) {
   asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-LP_DEVICE void store_shared_f32(u32 address, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(address), "f"(v) : "memory"); }
-LP_DEVICE void store_shared_u32(u32 address, u32 v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory"); }
-LP_DEVICE void store_shared_16(u32 address, const float* v) {
-  asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+LP_DEVICE void store_shared_f32(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0],%1;" ::"r"(address), "f"(v) : "memory");
 }
-LP_DEVICE void store_shared_u16(u32 address, u32 v) { asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory"); }
+LP_DEVICE void store_shared_u32(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory");
+}
+LP_DEVICE void store_shared_16(u32 address, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+LP_DEVICE void store_shared_u16(u32 address, u32 v) {
+  asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory");
+}
 
 // ---- barriers and bulk copies ----
 
@@ -70,10 +77,16 @@ LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 p
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 LP_DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes, u64 policy) { asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0],%1,%2;" ::"l"(from), "r"(bytes), "l"(policy) : "memory"); }
-LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory"); }
+LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0],%1,%2;" ::"l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
+LP_DEVICE void bulk_prefetch_l2(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+}
 LP_DEVICE u64 policy_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -84,9 +97,13 @@ LP_DEVICE u64 policy_evict_last() {
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-LP_DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+LP_DEVICE void barrier_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 /// Counts as arrived at a barrier that others wait at.
-LP_DEVICE void barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+LP_DEVICE void barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 LP_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LP_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -104,9 +121,12 @@ LP_DEVICE void mbarrier_arrive_remote(u32 barrier) {
 }
 /// From this block's shared memory to another's, whose barrier counts the bytes.
 LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+               :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-LP_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+LP_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 template <int N> LP_DEVICE void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
@@ -114,12 +134,14 @@ template <int N> LP_DEVICE void lower_registers() { asm volatile("setmaxnreg.dec
 
 LP_DEVICE Quad load_relaxed_16(const u8* p) {
   u64 a, b;
-  asm volatile("{\n.reg .b128 r;\nld.relaxed.gpu.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  asm volatile("{\n.reg .b128 r;\nld.relaxed.gpu.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}"
+               : "=l"(a), "=l"(b) : "l"(p) : "memory");
   return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
 }
 LP_DEVICE void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
-  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
+  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b)
+               : "memory");
 }
 /// Two words of 8 bytes.
 LP_DEVICE Quad load_relaxed_8x2(const u8* p) {
@@ -127,11 +149,14 @@ LP_DEVICE Quad load_relaxed_8x2(const u8* p) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1},[%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
   return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
 }
-LP_DEVICE void store_relaxed_8(u8* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
+LP_DEVICE void store_relaxed_8(u8* p, u32 x, u32 y) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory");
+}
 /// Four words of 4 bytes.
 LP_DEVICE Quad load_relaxed_4x4(const u8* p) {
   Quad v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 LP_DEVICE u32 load_acquire_u32(const u32* p) {
@@ -149,11 +174,19 @@ LP_DEVICE u64 load_relaxed_u64(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void store_relaxed_u64(void* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
-LP_DEVICE void store_relaxed_u32(void* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+LP_DEVICE void store_relaxed_u64(void* p, u64 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
+LP_DEVICE void store_relaxed_u32(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
 /// Orders all that the thread did, or saw others do, before it.
-LP_DEVICE void add_release_u32(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
-LP_DEVICE void store_16(u8* p, const Quad& v) { asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+LP_DEVICE void add_release_u32(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+LP_DEVICE void store_16(u8* p, const Quad& v) {
+  asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 LP_DEVICE void store_u32(u8* p, u32 v) { asm volatile("st.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_u16(u8* p, u32 v) { asm volatile("st.global.u16 [%0],%1;" ::"l"(p), "h"((u16)v) : "memory"); }
 LP_DEVICE float load_relaxed_f32(const float* p) {
@@ -179,22 +212,30 @@ LP_DEVICE u32 load_constant_u16(const u8* p) {
 /// As load_relaxed_16 and store_relaxed_16, among GPUs.
 LP_DEVICE Quad load_system_16(const u8* p) {
   u64 a, b;
-  asm volatile("{\n.reg .b128 r;\nld.relaxed.sys.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  asm volatile("{\n.reg .b128 r;\nld.relaxed.sys.global.b128 r,[%2];\nmov.b128 {%0,%1}, r;\n}"
+               : "=l"(a), "=l"(b) : "l"(p) : "memory");
   return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
 }
 LP_DEVICE void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   u64 a = (u64)y << 32 | x, b = (u64)w << 32 | z;
-  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.sys.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b) : "memory");
+  asm volatile("{\n.reg .b128 r;\nmov.b128 r, {%1,%2};\nst.relaxed.sys.global.b128 [%0], r;\n}" ::"l"(p), "l"(a), "l"(b)
+               : "memory");
 }
 LP_DEVICE u32 load_system_u32(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-LP_DEVICE void store_system_u32(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
-LP_DEVICE void store_system_u64(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+LP_DEVICE void store_system_u32(u32* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+LP_DEVICE void store_system_u64(u64* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
 /// Orders everything this thread saw before it (system).
-LP_DEVICE void store_release_system_u64(u64* p, u64 v) { asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
+LP_DEVICE void store_release_system_u64(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.b64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
 LP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 /// For about so many ns: up to twice as long, or not at all.
@@ -220,11 +261,12 @@ LP_DEVICE void wait_launch_before() { asm volatile("griddepcontrol.wait;" ::: "m
 
 // ---- arithmetic ----
 
-/// c += A B: A [16 rows][16 k] as `a`, B [16 k][8 columns] as b0 (k 2t, 2t+1) and b1 (k 2t+8, 2t+9) of column g, for lane 4 g + t.
-/// c: (row g, columns 2t, 2t+1), (row g+8, the same).
+/// c += A B: A [16 rows][16 k] as `a`, B [16 k][8 columns] as b0 (k 2t, 2t+1) and b1 (k 2t+8, 2t+9) of column g, for
+/// lane 4 g + t. c: (row g, columns 2t, 2t+1), (row g+8, the same).
 LP_DEVICE void mma_m16n8k16(float* c, const Quad& a, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 LP_DEVICE u32 bf16_pair(float low, float high) {
   u32 r;
@@ -257,7 +299,8 @@ LP_DEVICE u32 transpose_8x8(u32 v) {
 // ---- warp ----
 
 constexpr u32 kAllLanes = ~0u;
-// Of an index that is known throughout, the compiler keeps all that follows from it in registers throughout, too. So these are read anew at each call.
+// Of an index that is known throughout, the compiler keeps all that follows from it in registers throughout, too. So
+// these are read anew at each call.
 LP_DEVICE u32 lane_index() {
   u32 lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -1,14 +1,17 @@
-// Products of a warpgroup: A in registers, B in shared memory. A chain of them has the bits of a chain of mma.m16n8k16 (wide/NOTES.md).
+// Products of a warpgroup: A in registers, B in shared memory. A chain of them has the bits of a chain of mma.m16n8k16
+// (wide/NOTES.md).
 #pragma once
 
-/// Descriptor of B at `address`, [group of 8 columns][2 halves of k][8 columns][8 k] bf16: core matrices without swizzle, 128 bytes apart
-/// along k and 256 along columns.
-LP_DEVICE u64 wgmma_operand(u32 address) { return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32; }
+/// Descriptor of B at `address`, [group of 8 columns][2 halves of k][8 columns][8 k] bf16: core matrices without
+/// swizzle, 128 bytes apart along k and 256 along columns.
+LP_DEVICE u64 wgmma_operand(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+}
 /// Of what lies `bytes` behind an operand.
 LP_DEVICE u64 wgmma_operand(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
-/// c += A B: A [16 rows][16 k] of each of the four warps as for mma_m16n8k16, B [16 k][N columns], by its descriptor. c[4 j ..] are the results of mma_m16n8k16 for
-/// columns 8 j ... Runs on after the call.
+/// c += A B: A [16 rows][16 k] of each of the four warps as for mma_m16n8k16, B [16 k][N columns], by its descriptor.
+/// c[4 j ..] are the results of mma_m16n8k16 for columns 8 j ... Runs on after the call.
 template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u64 b);
 template <> LP_DEVICE void wgmma<16>(float* c, const Quad& a, u64 b) {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
@@ -40,7 +43,9 @@ template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b) {
 /// Before the first product of a group, which reads registers that the warps wrote.
 LP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /// Ends a group of products and waits until all have run.
-LP_DEVICE void wgmma_finish() { asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+LP_DEVICE void wgmma_finish() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
 /// The compiler moves no use of the accumulators across this: it does not know that products run on.
 template <int N> LP_DEVICE void pin(float* c) {
 #pragma unroll

@@ -1,23 +1,31 @@
-// The stream: consumer warps have rings of slots in shared memory, one each or one for two, and lane r of the producer warp fills ring r
-// in the order in which its warps take their chunks. So the bookkeeping is a lane's registers, a barrier has one writer and one reader at a time, and
-// the lanes work side by side (one thread for a common ring needs about 430 clocks a chunk).
+// The stream. Consumer warps have rings of slots in shared memory, one for each warp or one for two. Lane r of the
+// producer warp fills ring r, in the order in which its warps take their chunks. So the bookkeeping is a lane's
+// registers, a barrier has one writer and one reader at a time, and the lanes work side by side (one thread for a
+// common ring needs about 430 clocks a chunk).
 //
-// Bytes in flight are bounded, because flags queue behind them: a chunk is issued once the one before it in its ring has landed; the rest
-// of the ring holds landed data. Paced, fewer: the rings are in groups, all but one of which have one in flight.
+// Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one before it in its
+// ring has landed; the rest of the ring holds landed data. A paced stream has fewer bytes in flight: its rings form
+// groups, and at any time the rings of one group have none.
 //
-// A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then brings into L2 what comes later, in small pieces: from there
-// the ring fills faster than from memory once they go on.
+// A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then
+// prefetches later weights into L2, in small pieces: once the consumers go on, the ring fills faster from L2 than from
+// memory.
 //
-// A chunk's full barrier is one of two of its slot, taken in turns: parities then alias only 4 x slots chunks apart. A warp that waits for chunk n
-// has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has landed, and the phase it waits for is the next.
+// A chunk's full barrier is one of two of its slot, taken in turns: parities then alias only 4 x slots chunks apart. A
+// warp that waits for chunk n has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has
+// landed, and the phase it waits for is the next.
 #pragma once
 
 LP_DEVICE u32 full_barrier(u32 shared, u32 ring, u32 chunk) {
   return shared + Shared::full + ((ring * Shared::slots + chunk % Shared::slots) * 2 + (chunk / Shared::slots & 1)) * 8;
 }
 LP_DEVICE u32 full_parity(u32 chunk) { return chunk / (2 * Shared::slots) & 1; }
-LP_DEVICE u32 empty_barrier(u32 shared, u32 ring, u32 chunk) { return shared + Shared::empty + (ring * Shared::slots + chunk % Shared::slots) * 8; }
-LP_DEVICE u32 slot_address(u32 shared, u32 ring, u32 chunk) { return shared + Shared::ring + (ring * Shared::slots + chunk % Shared::slots) * kSlotBytes; }
+LP_DEVICE u32 empty_barrier(u32 shared, u32 ring, u32 chunk) {
+  return shared + Shared::empty + (ring * Shared::slots + chunk % Shared::slots) * 8;
+}
+LP_DEVICE u32 slot_address(u32 shared, u32 ring, u32 chunk) {
+  return shared + Shared::ring + (ring * Shared::slots + chunk % Shared::slots) * kSlotBytes;
+}
 
 /// Bytes that a lane brings into L2 ahead of its ring, and how: pieces, so many clocks apart.
 constexpr u32 kAheadBytes = 16384, kAheadPiece = 2048, kAheadPace = 200;
@@ -36,7 +44,8 @@ struct Producer {
 
   LP_DEVICE Producer(const Launch& launch, u32 shared) : launch(launch), shared(shared), policy(policy_evict_first()) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// The next chunk of each lane that is `on`, of GROUPS groups of rings one after the other; more than one are paced: each waits for what the one after it had in flight.
+  /// The next chunk of each lane that is `on`, of GROUPS groups of rings one after the other; more than one are paced:
+  /// each waits for what the one after it had in flight.
   template <u32 GROUPS> LP_DEVICE void issue(bool on, const u8* from, u32 bytes) {
     constexpr u32 RINGS = kRings / GROUPS;
     static_assert(RINGS * GROUPS == kRings, "groups of as many rings");
@@ -46,14 +55,19 @@ struct Producer {
       issue_lanes<GROUPS>(on && (GROUPS == 1 || lane() / RINGS == group), others, from, bytes);
     }
   }
-  /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product: to the leaf that comes first in the ring.
+  /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product:
+  /// to the leaf that comes first in the ring.
   template <class P> LP_DEVICE void look_ahead(const u8* product, int unit) {
-    const int tile = P::first_tile(rank_block()) + 2 * unit, end = P::first_tile(rank_block() + 1), width = tile + 1 < end ? 2 : 1;
+    const int tile = P::first_tile(rank_block()) + 2 * unit, end = P::first_tile(rank_block() + 1),
+              width = tile + 1 < end ? 2 : 1;
     const u32 leaf_bytes = P::leaf_steps * width * kFragment;
     ahead = product + (u64)tile * P::steps * kFragment + lane() * leaf_bytes;
-    ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0 : leaf_bytes < kAheadBytes ? leaf_bytes : kAheadBytes;
+    ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0
+                  : leaf_bytes < kAheadBytes                             ? leaf_bytes
+                                                                         : kAheadBytes;
   }
-  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. The first PACED chunks of each ring in GROUPS groups.
+  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. The first PACED chunks of each ring in
+  /// GROUPS groups.
   template <class P, u32 GROUPS = 1, u32 PACED = kEveryChunk> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
     u32 issued = 0;  // chunks of each ring, whether it has a leaf or not
@@ -64,7 +78,8 @@ struct Producer {
       const u8* leaf = product + ((u64)tile * P::steps + (on ? lane() : 0) * (P::leaf_steps * width)) * kFragment;
 #pragma unroll 1
       for (int k = 0, steps; k < P::leaf_steps; k += steps) {
-        const int part_end = k / kPartSteps * kPartSteps + kPartSteps, leaf_end = part_end < P::leaf_steps ? part_end : P::leaf_steps;
+        const int part_end = k / kPartSteps * kPartSteps + kPartSteps,
+                  leaf_end = part_end < P::leaf_steps ? part_end : P::leaf_steps;
         steps = leaf_end - k < chunk_steps ? leaf_end - k : chunk_steps;
 #pragma unroll
         for (u32 w = 0; w < kRingWarps; w++) {
@@ -81,15 +96,19 @@ struct Producer {
   }
 
  private:
-  LP_DEVICE bool landed(u32 ring, u32 chunk) const { return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk)); }
+  LP_DEVICE bool landed(u32 ring, u32 chunk) const {
+    return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk));
+  }
   /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
   template <u32 GROUPS> LP_DEVICE void issue_lanes(bool todo, u32 others, const u8* from, u32 bytes) {
     const u32 ring = lane();
     const Clocks begun = clocks();
     while (any_lane(todo)) {
       if (!todo) continue;
-      // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what is in flight.
-      if (chunk >= Shared::slots && !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
+      // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what
+      // is in flight.
+      if (chunk >= Shared::slots &&
+          !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
         if (clocks() - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
         if (ahead_bytes > 0 && clocks() - ahead_asked > kAheadPace && landed(ring, chunk - 1)) {
           const u32 piece = ahead_bytes < kAheadPiece ? ahead_bytes : kAheadPiece;
@@ -131,9 +150,10 @@ struct Consumer {
     wait_barrier(launch, full_barrier(shared, ring(), chunk), full_parity(chunk), kSiteFull);
     return slot_address(shared, ring(), chunk);
   }
-  /// Gives a chunk's slot back. All lanes of the warp must have used (not only requested) what they read: `never` is false, but the
-  /// compiler cannot know, and is computed from every result of the chunk. An arrive overtakes shared-memory loads of its own warp that
-  /// are still queued, and the next copy would overwrite what they have not read.
+  /// Gives a chunk's slot back. All lanes of the warp must have used (not only requested) what they read: `never` is
+  /// false, but the compiler cannot know, and is computed from every result of the chunk. An arrive overtakes
+  /// shared-memory loads of its own warp that are still queued, and the next copy would overwrite what they have not
+  /// read.
   LP_DEVICE void release(u32 chunk, bool never) {
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));

@@ -4,8 +4,10 @@
 /// Clocks that a rank waits for the others to begin a launch, about 10 s.
 constexpr long long kStartLimit = 20000000000 * LP_PATIENCE;
 
-/// A warp of each block waits until all ranks have begun the launch; only then is anything waited for with the short limits of wait.cuh. One that ends is overtaken by the next launch,
-/// so a newer epoch will do. A call: within the kernel it would take registers from the loop (20 bytes more are spilled on four ranks). Orders nothing; who writes: block 0 of each rank, to all; who reads: all blocks; scope: system.
+/// A warp of each block waits until all ranks have begun the launch. Only then does anybody wait with the short limits
+/// of wait.cuh. A rank that has ended the launch may have begun the next one, so a newer epoch will do. This is a call,
+/// not inlined: within the kernel it would take registers from the loop (20 bytes more are spilled on four ranks).
+/// Orders nothing. Writer: block 0 of each rank, to all ranks. Readers: all blocks. Scope: system.
 static __device__ __noinline__ void await_ranks(const Launch& launch) {
   const u32 lane = lane_index();
   if (lane >= kRanks) return;

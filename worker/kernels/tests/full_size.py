@@ -1,10 +1,11 @@
-"""Llama 3.1 8B's size in torch, with the weights that `looplane bench --shape 8b` makes up: writes down prompts and the logits after them.
+"""Llama 3.1 8B's size in torch, with the weights that `looplane bench --shape 8b` makes up: writes down prompts and the
+logits after them.
 
     full_size.py reference.safetensors
     LOOPLANE_FULL_SIZE_REFERENCE=reference.safetensors cargo test --workspace --lib full_size
 
-Needs a GPU with 60 GB, torch and transformers. For each of 32 prompts of 10 to 4000 tokens: `ids.N`, `fp32.N` (the logits of its last position,
-computed in fp32 on the bf16 weights) and `bf16.N` (as transformers computes them in bf16).
+Needs a GPU with 60 GB, torch and transformers. For each of 32 prompts of 10 to 4000 tokens: `ids.N`, `fp32.N` (the
+logits of its last position, computed in fp32 on the bf16 weights) and `bf16.N` (as transformers computes them in bf16).
 """
 import math, sys, time
 
@@ -14,9 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS, SHORTEST, LONGEST = 32, 10, 4000
 SEED, DEVIATION, QUANTILES, PER_DRAW = 1, 0.02, 1 << 14, 4  # worker/src/cuda/weights/random.rs
-KINDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 9, "gate_proj": 11, "up_proj": 12, "down_proj": 13}  # LayerTensor in worker/src/model/tensors.rs
-CONFIG = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
-                     max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False)
+# LayerTensor in worker/src/model/tensors.rs
+KINDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 9, "gate_proj": 11, "up_proj": 12, "down_proj": 13}
+CONFIG = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+                     head_dim=128, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072,
+                     rms_norm_eps=1e-5, rope_theta=500000.0,
+                     rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False)
 
 
 def signed(z):
@@ -70,7 +74,9 @@ def main(path):
     print(f"weights after {time.time() - begun:.1f} s")
     lengths = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / (PROMPTS - 1))) for i in range(PROMPTS)]
     generator = torch.Generator().manual_seed(SEED)
-    prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator, dtype=torch.int32) for length in lengths]
+    prompts = [
+        torch.randint(CONFIG.vocab_size, (length,), generator=generator, dtype=torch.int32) for length in lengths
+    ]
     found = {f"ids.{i}": prompt for i, prompt in enumerate(prompts)}
     frequencies = model.model.rotary_emb.inv_freq.clone()
     for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

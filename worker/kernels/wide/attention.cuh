@@ -1,24 +1,29 @@
-// Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of four takes pages c, c + 4, ... of a span, which
-// is the span's share c (attention_share.cuh): K and V are read once for all columns that it has in registers. Then the shares of a set meet in shared memory. The
-// columns (row, query head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a row that decodes, take items in turn, so that the end of
-// one item overlaps with the pages of the next.
+// Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of
+// four takes pages c, c + 4, ... of a span, which is the span's share c (attention_share.cuh): K and V are read once
+// for all columns that it has in registers. Then the shares of a set meet in shared memory. The columns (row, query
+// head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a
+// row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
 //
-// A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too. But it may wait for a stage only when what was
-// in the same slot before has landed, or parities would alias; so before it goes on it waits until the other set has seen all pages of its item land.
+// A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too.
+// But it may wait for a stage only when what was in the same slot before has landed, or parities would alias; so before
+// it goes on it waits until the other set has seen all pages of its item land.
 //
-// Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in narrow passes.
+// Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in
+// narrow passes.
 #pragma once
 
 constexpr u32 kLaneDims = kHeadDim / 32;  // of an output, of the lane of a warp that has it all
 constexpr u32 kAttentionItemPages = kSpanPages;
-constexpr u64 kAttentionItemBytes = (u64)kQueriesPerKv * kHeadDim * 8;  // words of a row's span and KV head: [query][kLaneDims / 2][lane]
+// Words of a row's span and KV head: [query][kLaneDims / 2][lane].
+constexpr u64 kAttentionItemBytes = (u64)kQueriesPerKv * kHeadDim * 8;
 
 /// An output: kLaneDims dimensions a lane, from kLaneDims * lane on.
 struct Merged {
   float reference = kMinusInfinity, total = 0, out[kLaneDims] = {};
 
   LP_DEVICE void add(const Merged& other) {
-    const float now = fmaxf(reference, other.reference), mine = rescale(reference, now), its = rescale(other.reference, now);
+    const float now = fmaxf(reference, other.reference), mine = rescale(reference, now),
+                its = rescale(other.reference, now);
     total = fmaf(mine, total, its * other.total);
 #pragma unroll
     for (u32 i = 0; i < kLaneDims; i++) out[i] = fmaf(mine, out[i], its * other.out[i]);
@@ -28,7 +33,8 @@ struct Merged {
   LP_DEVICE void write(const Launch& launch, u32 head, u32 row) const {
     const float inverse = reciprocal_approx(total);
     const u32 dim = lane_index() * kLaneDims;
-    u8* to = launch.words + Words::attention_out + vector_byte(head * kDimTiles + dim / 16, row, dim / 8 % 2) + dim % 8 * 2;
+    u8* to = launch.words + Words::attention_out + vector_byte(head * kDimTiles + dim / 16, row, dim / 8 % 2) +
+             dim % 8 * 2;
 #pragma unroll
     for (u32 i = 0; i < kLaneDims; i += 2) store_u32(to + 2 * i, bf16_pair(out[i] * inverse, out[i + 1] * inverse));
   }
@@ -37,7 +43,8 @@ struct Merged {
     const u32 lane = lane_index();
 #pragma unroll
     for (u32 i = 0; i < kLaneDims / 2; i++)
-      store_relaxed_16(words + (i * 32 + lane) * 16, __float_as_uint(out[2 * i]), __float_as_uint(out[2 * i + 1]), tag, __float_as_uint(lane % 2 ? total : reference));
+      store_relaxed_16(words + (i * 32 + lane) * 16, __float_as_uint(out[2 * i]), __float_as_uint(out[2 * i + 1]), tag,
+                       __float_as_uint(lane % 2 ? total : reference));
   }
   LP_DEVICE void receive(const Launch& launch, const u8* words, u32 tag) {
     const u32 lane = lane_index();
@@ -51,17 +58,24 @@ struct Merged {
 };
 LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
   const u32 spans = (launch.page_stride + kSpanPages - 1) / kSpanPages;
-  return launch.words + Words::items + ((u64)(row * kKvHeads + head / kQueriesPerKv) * spans + span) * kAttentionItemBytes + head % kQueriesPerKv * (kHeadDim * 8);
+  return launch.words + Words::items +
+         ((u64)(row * kKvHeads + head / kQueriesPerKv) * spans + span) * kAttentionItemBytes +
+         head % kQueriesPerKv * (kHeadDim * 8);
 }
 
 constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without bank conflicts
 constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + kRound * 8);
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
-/// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group; `whole`: the span is all that its rows see.
-template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share<TILES>& share, u32 begin, u32 first, u32 columns, bool whole, u32 tag) {
-  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps, number = warp_index() % kSetWarps;
+/// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group;
+/// `whole`: the span is all that its rows see.
+template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item,
+                                                 const Share<TILES>& share, u32 begin, u32 first, u32 columns,
+                                                 bool whole, u32 tag) {
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps,
+            number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
-  const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4, from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
+  const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4,
+            from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
   for (u32 r = 0; r < TILES * 8 / kRound; r++) {
     if (first + r * kRound >= columns) break;
@@ -70,7 +84,8 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < kDimTiles; j++) store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[n][j][i]);
+        for (int j = 0; j < kDimTiles; j++)
+          store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[n][j][i]);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const u32 sum = sums + (number * kRound + t % 2 * 2 + c) * 8;
@@ -102,10 +117,12 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
 
 /// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
 template <int TILES, class BEGIN, class LANDED>
-LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first, u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
+LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first,
+                           u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
-  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin), first_page = rows.first_page(item.last) + item.begin;
+  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin),
+            first_page = rows.first_page(item.last) + item.begin;
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
   begin_stages();
 #pragma unroll 1
@@ -123,11 +140,17 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     if (i + 1 == item.pages) landed();
     const bool whole = base >= low && base + kPage - 1 <= earliest;
     if (!whole) clear_unseen(stage, [&](u32 at) { return base + at >= low && base + at <= high; });
-    const bool never = share.add_page(stage, whole, [&](u32 at, u32 n, u32 c) { return base + at >= low && base + at <= earliest + (first + 8 * n + 2 * t + c) / kQueriesPerKv; }, k);
+    const bool never = share.add_page(
+        stage, whole,
+        [&](u32 at, u32 n, u32 c) {
+          return base + at >= low && base + at <= earliest + (first + 8 * n + 2 * t + c) / kQueriesPerKv;
+        },
+        k);
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
     consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
-  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1, tag_of(launch, rows.step, layer));
+  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
+                      tag_of(launch, rows.step, layer));
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
@@ -150,11 +173,13 @@ LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) 
   }
 }
 
-/// Passes of 128 rows have no room for them in shared memory but the scratch, and loads from memory one after the other would cost microseconds.
+/// Passes of 128 rows have no room for them in shared memory but the scratch, and loads from memory one after the other
+/// would cost microseconds.
 LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
   if (!kPrompt) return rows;
   constexpr u32 kAt = Shared::receive + kSets * kSetScratch, kBytes = kColumns * sizeof(Row);
-  static_assert(kSets * kSetScratch + kBytes <= Shared::scratch && kBytes <= kConsumerThreads * 16, "rows beside the shares");
+  static_assert(kSets * kSetScratch + kBytes <= Shared::scratch && kBytes <= kConsumerThreads * 16,
+                "rows beside the shares");
   if (thread_index() * 16 < rows.count * sizeof(Row)) {
     const Quad v = load_constant_16(reinterpret_cast<const u8*>(rows.rows) + thread_index() * 16);
     const float words[4] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
@@ -186,8 +211,10 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
       if (others) barrier_sync(4 + (set() ^ 1), kConsumerThreads);
       others = false;
     };
-    const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half, first = set() && !alone ? half * 8 : 0;
-    if (kSetTiles == 2 && mine == 2) attend_span<kSetTiles>(consumer, rows, item, layer, first, columns, alone, begin, landed);
+    const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half,
+              first = set() && !alone ? half * 8 : 0;
+    if (kSetTiles == 2 && mine == 2)
+      attend_span<kSetTiles>(consumer, rows, item, layer, first, columns, alone, begin, landed);
     else attend_span<1>(consumer, rows, item, layer, first, columns, alone, begin, landed);
   }
   reached(consumer.launch, rows.step, warp_index(), layer, 11);

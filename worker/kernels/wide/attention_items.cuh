@@ -1,10 +1,12 @@
-// Who attends to what in a wide pass. An item is what some rows of one sequence, a group, see of a KV head in one span of pages (../ops/softmax.cuh). As many blocks
-// attend to each KV head, in its order; the host deals a head's items to them, the longest first, and all heads' alike (worker/src/cuda/kernels/deal.rs).
+// Who attends to what in a wide pass. An item is what some rows of one sequence, a group, see of a KV head in one span
+// of pages (../ops/softmax.cuh). As many blocks attend to each KV head, in its order; the host deals a head's items to
+// them, the longest first, and all heads' alike (worker/src/cuda/kernels/deal.rs).
 #pragma once
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
 constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = kPrompt ? 2 : 1;
-constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;  // with a window, spans begin at another page for each row
+// With a window, spans begin at another page for each row.
+constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;
 constexpr u32 kPageBytes = 4 * kLeafBytes, kPageLeaves = kPage / kLeafPositions;
 static_assert(kPageBytes <= kStageBytes, "a page is a stage");
 
@@ -29,8 +31,9 @@ struct AttentionItem {
   u32 begin, pages;   // from the first page that the group sees
 };
 
-/// The block's items of a step, in the order of its stages. A whole warp calls everything together: each lane looks at one item of the list.
-/// Launch::items: [kHeadBlocks] where a block's list begins, and where the last one ends; then the lists of (last row | span << 8).
+/// The block's items of a step, in the order of its stages. A whole warp calls everything together: each lane looks at
+/// one item of the list. Launch::items: [kHeadBlocks] where a block's list begins, and where the last one ends; then
+/// the lists of (last row | span << 8).
 struct AttentionItems {
   const Launch& launch;
   const Rows& rows;
@@ -54,14 +57,16 @@ struct AttentionItems {
   }
 
  private:
-  /// The list has every span that a row comes to in the launch: those that it has not begun, and rows that idle, are passed over.
+  /// The list has every span that a row comes to in the launch: those that it has not begun, and rows that idle, are
+  /// passed over.
   LP_DEVICE void look() {
     for (; left == 0 && ahead < end; ahead += 32) {
       const u32 index = ahead + lane_index();
       pages = 0;
       if (index < end) {
         listed = load_constant_u32(launch.items + index);
-        const u32 last = listed & 255, begin = (listed >> 8) * kSpanPages, seen = rows.active(last) ? rows.pages(last) : 0;
+        const u32 last = listed & 255, begin = (listed >> 8) * kSpanPages,
+                  seen = rows.active(last) ? rows.pages(last) : 0;
         if (begin < seen) pages = seen - begin < kSpanPages ? seen - begin : kSpanPages;
       }
       left = __ballot_sync(kAllLanes, pages != 0);
@@ -77,13 +82,15 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
   for (AttentionItems items(launch, producer.shared, rows); items.any();) {
     const AttentionItem item = items.next();
     const Row& row = rows.rows[item.last];
-    const u32 first = rows.first_page(item.last) + item.begin, last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
+    const u32 first = rows.first_page(item.last) + item.begin, last = rows.position(item.last),
+              fresh = (row.first_position + rows.step) / kPage;
     u32 entry = 0;
     if (lane < item.pages) entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + first + lane);
     for (u32 i = 0; i < item.pages; i++) {
       if (first + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.
-      const u32 leaves = first + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves, bytes = leaves * (kLeafBytes / 2);
+      const u32 leaves = first + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
+                bytes = leaves * (kLeafBytes / 2);
       const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);
       producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes, !kPrompt);
     }

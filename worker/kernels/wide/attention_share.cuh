@@ -13,12 +13,15 @@ template <int TILES> struct Share {
     const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
-      const u32 column = first + 8 * n + g, row = begin + column / kQueriesPerKv, query = column % kQueriesPerKv * kDimTiles;
+      const u32 column = first + 8 * n + g, row = begin + column / kQueriesPerKv,
+                query = column % kQueriesPerKv * kDimTiles;
       const bool on = column < columns;
 #pragma unroll
       for (int j = 0; j < kDimTiles; j++)
 #pragma unroll
-        for (u32 h = 0; h < 2; h++) queries[n][j][h] = on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
+        for (u32 h = 0; h < 2; h++)
+          queries[n][j][h] =
+              on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
       float inverse = 1;
       if (kQkNorm && on) inverse = inverse_rms(launch, kv_head, query, row);
 #pragma unroll
@@ -31,11 +34,13 @@ template <int TILES> struct Share {
   LP_DEVICE static float inverse_rms(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
     float squares[kDimTiles];
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++) squares[j] = __uint_as_float(load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
+    for (int j = 0; j < kDimTiles; j++)
+      squares[j] = __uint_as_float(
+          load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
     return rsqrt_approx(tree_sum<kDimTiles>(squares) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
   }
-  /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it; `whole`: all do. k: 1 / rms (kQkNorm).
-  /// True never, which only the products know.
+  /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it;
+  /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
   template <class SEEN> LP_DEVICE bool add_page(u32 stage, bool whole, const SEEN& seen, const float (*k)[2]) {
     const u32 lane = lane_index(), g = lane >> 2, from = stage + lane * 16;
     float score[TILES][kPageLeaves][4] = {};
@@ -75,7 +80,8 @@ template <int TILES> struct Share {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
           most[l][c] = ceilf(most[l][c]);
-          const float base = fmaxf(most[l][c], -3.4e38f);  // a leaf of which nothing is seen has weights of zero, not NaN
+          // A leaf of which nothing is seen has weights of zero, not NaN.
+          const float base = fmaxf(most[l][c], -3.4e38f);
           s[c] = exp2_approx(s[c] - base);
           s[2 + c] = exp2_approx(s[2 + c] - base);
           sum[l][c] = s[c] + s[2 + c];
@@ -127,28 +133,35 @@ template <int TILES> struct Share {
   }
 };
 
-/// Zeroes V of the positions of a page that nobody sees: it may hold anything, NaN too, whose products with weights of zero are NaN.
+/// Zeroes V of the positions of a page that nobody sees: it may hold anything, NaN too, whose products with weights of
+/// zero are NaN.
 template <class SEEN> LP_DEVICE void clear_unseen(u32 stage, const SEEN& seen) {
   const u32 lane = lane_index(), t = lane & 3;
 #pragma unroll 1
   for (u32 l = 0; l < kPageLeaves; l++) {
-    const auto mask = [&](u32 at) { return (seen(l * kLeafPositions + at) ? 0xffffu : 0) | (seen(l * kLeafPositions + at + 1) ? 0xffff0000u : 0); };
+    const auto mask = [&](u32 at) {
+      return (seen(l * kLeafPositions + at) ? 0xffffu : 0) | (seen(l * kLeafPositions + at + 1) ? 0xffff0000u : 0);
+    };
     const u32 early = mask(2 * t), late = mask(2 * t + 8), from = stage + l * kLeafBytes + kLeafV + lane * 16;
     if (!any_lane((early & late) != ~0u)) continue;
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++) {
       const Quad v = load_shared_16(from + j * kFragment);
-      const float kept[4] = {__uint_as_float(v.x & early), __uint_as_float(v.y & early), __uint_as_float(v.z & late), __uint_as_float(v.w & late)};
+      const float kept[4] = {__uint_as_float(v.x & early), __uint_as_float(v.y & early), __uint_as_float(v.z & late),
+                             __uint_as_float(v.w & late)};
       store_shared_16(from + j * kFragment, kept);
     }
   }
 }
 
-/// 1 / rms of k at positions 16 l + g and + 8 of a page; of this pass from what qkv left, which is kept for later passes.
-LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const AttentionItem& item, u32 layer, u32 page, float (*k)[2]) {
+/// 1 / rms of k at positions 16 l + g and + 8 of a page; of this pass from what qkv left, which is kept for later
+/// passes.
+LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const AttentionItem& item, u32 layer, u32 page,
+                             float (*k)[2]) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, last = rows.position(item.last);
   const Row& row = rows.rows[item.last];
-  const u32 fresh = row.first_position + rows.step, entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
+  const u32 fresh = row.first_position + rows.step,
+            entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
   float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + entry) * kKvHeads + item.kv_head) * kPage;
 #pragma unroll
   for (u32 l = 0; l < kPageLeaves; l++)
@@ -160,7 +173,8 @@ LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const Atten
       if (position < fresh) {
         k[l][r] = load_relaxed_f32(stored + at);
       } else {
-        k[l][r] = Share<1>::inverse_rms(launch, item.kv_head, kQueriesPerKv * kDimTiles, row.first_row + (position - fresh));
+        k[l][r] = Share<1>::inverse_rms(launch, item.kv_head, kQueriesPerKv * kDimTiles,
+                                        row.first_row + (position - fresh));
         if (t == 0) stored[at] = k[l][r];
       }
     }

@@ -1,7 +1,9 @@
 // What follows the products: norm, bias, rope, residual, silu; each result goes out as the next product's input.
 #pragma once
 
-LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) { return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4); }
+LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) {
+  return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4);
+}
 /// Position of a column's new K and V in the pool; ~0 if the column idles.
 LP_DEVICE u32 place_in_pool(u32 shared, u32 column) { return load_shared_u32(shared + Shared::place + column * 4); }
 
@@ -11,7 +13,8 @@ struct Projection {
   const Launch& launch;
   u32 shared;
 
-  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }  // tile of the block's
+  // Which of the block's tiles.
+  LP_DEVICE static int within(int round) { return (round * (int)kConsumerThreads + thread_index()) / kColumns; }
   LP_DEVICE static u32 column(int round) { return (round * kConsumerThreads + thread_index()) % kColumns; }
   LP_DEVICE static bool on(int round) { return within(round) < QkvCut::owned(half()); }
   LP_DEVICE static int tile(int round) { return Qkv::first_tile(rank_block()) + within(round); }
@@ -25,7 +28,8 @@ struct Projection {
     for (int r = 0; r < kRounds; r++) {
       const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
       if (place == ~0u) continue;
-      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles, query_tile = head * kDimTiles + piece;
+      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles,
+                query_tile = head * kDimTiles + piece;
       Quad turns[4] = {};  // of rows r and r + 8: cosine, sine
       if (head <= kQueriesPerKv) {
         const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece * 8) * 8;
@@ -49,12 +53,14 @@ struct Projection {
             squares[i] = v[i] * v[i];
             v[i] *= launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + i];
           }
-          store_u32(launch.words + Words::squares + square_byte(kv_head, query_tile, column(r)), __float_as_uint(tree_sum<16>(squares)));
+          store_u32(launch.words + Words::squares + square_byte(kv_head, query_tile, column(r)),
+                    __float_as_uint(tree_sum<16>(squares)));
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const Quad& two = turns[i / 2];
-          const float cosine = __uint_as_float(i & 1 ? two.z : two.x), sine = __uint_as_float(i & 1 ? two.w : two.y), low = v[i], high = v[i + 8];
+          const float cosine = __uint_as_float(i & 1 ? two.z : two.x), sine = __uint_as_float(i & 1 ? two.w : two.y),
+                      low = v[i], high = v[i + 8];
           v[i] = fmaf(low, cosine, -(high * sine));
           v[i + 8] = fmaf(high, cosine, low * sine);
         }
@@ -63,24 +69,29 @@ struct Projection {
 #pragma unroll
       for (int i = 0; i < 8; i++) pairs[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
       if (head < kQueriesPerKv) {
-        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 0, column(r)), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
-        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 1, column(r)), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 0, column(r)),
+                 Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 1, column(r)),
+                 Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
         continue;
       }
-      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) + place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
+      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) +
+                 place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
       const int position = place % kLeafPositions;
       if (head == kQueriesPerKv) {
 #pragma unroll
         for (int i = 0; i < 8; i++) store_u32(leaf + fragment_byte(position, 2 * i), pairs[i]);
       } else {
 #pragma unroll
-        for (int i = 0; i < 16; i++) store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
+        for (int i = 0; i < 16; i++)
+          store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
       }
     }
   }
 };
 
-/// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its registers, so between its uses it lies in memory.
+/// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its
+/// registers, so between its uses it lies in memory.
 struct Hidden {
   static constexpr u32 kIdle = ~0u;
   const Launch& launch;
@@ -90,11 +101,15 @@ struct Hidden {
 
   LP_DEVICE Hidden(const Launch& launch) : launch(launch), ranks{launch} {}
   LP_DEVICE static int chunk() { return lane_index() / kHiddenColumns; }
-  LP_DEVICE static int column(int round) { return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns; }
+  LP_DEVICE static int column(int round) {
+    return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns;
+  }
   LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
   LP_DEVICE static u32 first_row() { return rank_block() * (kBlockHiddenTiles * 16) + chunk() * 8; }
   /// The weights of the norm that is applied next.
-  LP_DEVICE void fetch_gamma(int norm) { gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2); }
+  LP_DEVICE void fetch_gamma(int norm) {
+    gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2);
+  }
   /// The residual and gamma.
   LP_DEVICE void fetch(int norm) {
     fetch_gamma(norm);
@@ -102,7 +117,8 @@ struct Hidden {
     for (int i = 0; i < kHiddenRounds * 2; i++) {
       const Quad v = load_relaxed_16(residual() + i * (kConsumerThreads * 16));
       float* to = h[i / 2] + i % 2 * 4;
-      to[0] = __uint_as_float(v.x), to[1] = __uint_as_float(v.y), to[2] = __uint_as_float(v.z), to[3] = __uint_as_float(v.w);
+      to[0] = __uint_as_float(v.x), to[1] = __uint_as_float(v.y), to[2] = __uint_as_float(v.z),
+      to[3] = __uint_as_float(v.w);
     }
   }
 
@@ -110,7 +126,9 @@ struct Hidden {
   LP_DEVICE void fetch_embedding(u32 token, u32* pairs) const {
     if (kTied) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) pairs[i] = load_constant_u32((const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row() + 2 * i)));
+      for (int i = 0; i < 4; i++)
+        pairs[i] = load_constant_u32(
+            (const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row() + 2 * i)));
     } else {
       const Quad row = load_constant_16(launch.embedding + ((u64)token * kHidden + first_row()) * 2);
       pairs[0] = row.x, pairs[1] = row.y, pairs[2] = row.z, pairs[3] = row.w;
@@ -162,9 +180,11 @@ struct Hidden {
       }
     }
   }
-  /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's), whose 1 / rms its readers apply after their product.
+  /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's),
+  /// whose 1 / rms its readers apply after their product.
   LP_DEVICE void publish_x(int norm, u32 tag) {
-    u8 *vector = launch.words + (norm ? Words::mlp_x : Words::attention_x), *sums = launch.words + Words::sums + (u64)(norm * kBlocks + rank_block()) * kColumns * 4;
+    u8 *vector = launch.words + (norm ? Words::mlp_x : Words::attention_x),
+       *sums = launch.words + Words::sums + (u64)(norm * kBlocks + rank_block()) * kColumns * 4;
     const u32 told = norm ? kToldOut : kToldDown;
     const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
@@ -175,8 +195,11 @@ struct Hidden {
 #pragma unroll
       for (int i = 0; i < 8; i++) squares[i] = h[r][i] * h[r][i];
 #pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = bf16_pair(h[r][2 * i] * from_bf16(scales[i] & 0xffff), h[r][2 * i + 1] * from_bf16(scales[i] >> 16));
-      if (ranks.has(column(r))) store_16(vector + vector_byte(rank_block() * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1), Quad{x[0], x[1], x[2], x[3]});
+      for (int i = 0; i < 4; i++)
+        x[i] = bf16_pair(h[r][2 * i] * from_bf16(scales[i] & 0xffff), h[r][2 * i + 1] * from_bf16(scales[i] >> 16));
+      if (ranks.has(column(r)))
+        store_16(vector + vector_byte(rank_block() * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1),
+                 Quad{x[0], x[1], x[2], x[3]});
       float sum = tree_sum<8>(squares);
 #pragma unroll
       for (int d = kHiddenColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
@@ -189,32 +212,39 @@ struct Hidden {
 #pragma unroll
     for (int i = 0; i < kHiddenRounds * 2; i++) {
       const float* from = h[i / 2] + i % 2 * 4;
-      store_16(residual() + i * (kConsumerThreads * 16), Quad{__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])});
+      store_16(residual() + i * (kConsumerThreads * 16), Quad{__float_as_uint(from[0]), __float_as_uint(from[1]),
+                                                              __float_as_uint(from[2]), __float_as_uint(from[3])});
     }
   }
 
  private:
-  LP_DEVICE u8* residual() const { return launch.words + Words::hidden + (rank_block() * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16; }
+  LP_DEVICE u8* residual() const {
+    return launch.words + Words::hidden + (rank_block() * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16;
+  }
 };
 
-/// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums of squares as a binary tree
-/// and tells all blocks.
+/// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums
+/// of squares as a binary tree and publishes the result to all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
   const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
   if (rank_block() < kColumns) {
-    if (lane < kMaxLeaves) wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
+    if (lane < kMaxLeaves)
+      wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
     __syncwarp();
   }
   for (u32 column = rank_block(); column < kColumns; column += kBlocks) {
     float part[kBlocks / 32];
 #pragma unroll
     for (int i = 0; i < kBlocks / 32; i++)
-      part[i] = __uint_as_float(load_relaxed_u32(launch.words + Words::sums + ((u64)(norm * kBlocks + lane * (kBlocks / 32) + i) * kColumns + column) * 4));
+      part[i] = __uint_as_float(load_relaxed_u32(
+          launch.words + Words::sums + ((u64)(norm * kBlocks + lane * (kBlocks / 32) + i) * kColumns + column) * 4));
     float sum = tree_sum<kBlocks / 32>(part);
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += shuffle_xor(sum, d);
-    if (lane == 0) store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(rsqrt_approx(sum * (1.0f / kHidden) + __uint_as_float(LP_EPS))));
+    if (lane == 0)
+      store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(rsqrt_approx(sum * (1.0f / kHidden) +
+                                                                                            __uint_as_float(LP_EPS))));
   }
   for (u32 column = lane; column < kColumns; column += 32) {
     u64 word = load_relaxed_u64(inverse + column * 8);
@@ -230,7 +260,8 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 }
 
 using GateUpOwn = Own<GateUp, !kPrompt && GateUp::most_tiles <= 4>;
-/// silu(gate) * up of a tile, as 8 rows of a k block of down's input. Of columns 8 j .., sum[4 j + c] is column 2 t + (c & 1) of gate's row g, or, c over 1, of up's.
+/// silu(gate) * up of a tile, as 8 rows of a k block of down's input. Of columns 8 j .., sum[4 j + c] is column 2 t +
+/// (c & 1) of gate's row g, or, c over 1, of up's.
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 first_column, const float* sum) {
   const int lane = lane_index(), t = lane & 3;
 #pragma unroll
@@ -239,11 +270,13 @@ LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 
     float v[2];
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      const float inverse = inverse_of(shared, 1, column + 2 * t + c), gate = sum[4 * j + c] * inverse, up = sum[4 * j + 2 + c] * inverse;
+      const float inverse = inverse_of(shared, 1, column + 2 * t + c), gate = sum[4 * j + c] * inverse,
+                  up = sum[4 * j + 2 + c] * inverse;
       v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
     }
     // Of a column the lane has rows 2 t and 2 t + 1 then.
     const int k = gate_up_k(tile, 2 * t);
-    store_u32(launch.words + Words::activation + vector_byte(tile / 2, column + (lane >> 2), k / 8) + k % 8 * 2, transpose_8x8(bf16_pair(v[0], v[1])));
+    store_u32(launch.words + Words::activation + vector_byte(tile / 2, column + (lane >> 2), k / 8) + k % 8 * 2,
+              transpose_8x8(bf16_pair(v[0], v[1])));
   }
 }

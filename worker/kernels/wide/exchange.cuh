@@ -1,16 +1,21 @@
-// Exchanges. Over the chip by counters: a block stores, then adds one to a counter; readers wait for generation x writers. One buffer an exchange
-// suffices, because who reads it in a phase has a part in what every writer of its next use waits for (../layout/words.cuh). Within a pair by bulk copies from
-// shared memory to shared memory, whose bytes complete the receiver's barrier, so that nobody needs a fence at cluster scope.
+// Exchanges. Over the chip by counters: a block stores, then adds one to a counter; readers wait for generation x
+// writers. One buffer an exchange suffices, because who reads it in a phase has a part in what every writer of its next
+// use waits for (../layout/words.cuh). Within a pair by bulk copies from shared memory to shared memory, whose bytes
+// complete the receiver's barrier, so that nobody needs a fence at cluster scope.
 #pragma once
 
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
-constexpr u32 kActivationBlocks = kBlocks / Down::leaves;                   // blocks that write a leaf of the activation
-/// What the counter of a KV head's q, k and v counts: blocks that write them; where blocks have some tiles of one KV head and some of the next, tiles.
+// Blocks that write a leaf of the activation.
+constexpr u32 kActivationBlocks = kBlocks / Down::leaves;
+/// What the counter of a KV head's q, k and v counts: blocks that write them; where blocks have some tiles of one KV
+/// head and some of the next, tiles.
 constexpr u32 kQueryWriters = QkvCut::even ? 2 * kQkvTiles / QkvCut::pair_tiles : kQkvTiles;
 
 /// Generations of the exchanges, from 1; and the tags of words.
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
-LP_DEVICE u32 tag_of(const Launch& launch, u32 step, u32 layer) { return launch.epoch + unknown(step) * (kLayers + 1) + layer; }
+LP_DEVICE u32 tag_of(const Launch& launch, u32 step, u32 layer) {
+  return launch.epoch + unknown(step) * (kLayers + 1) + layer;
+}
 
 LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 site) {
   const u32* p = (const u32*)(launch.words + counter);
@@ -22,13 +27,15 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
 }
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
-  if (lane_index() == 0) wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+  if (lane_index() == 0)
+    wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
   __syncwarp();
   fence_async_global();
 }
-/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's missing word
-/// stands for all (polling them all slows the stream).
-template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32* x, u32* y, u32* extra, u32 site) {
+/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's
+/// missing word stands for all (polling them all slows the stream).
+template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32* x, u32* y,
+                                              u32* extra, u32 site) {
   long long begun = 0;
   while (true) {
     u32 missing = ~0u, seen = 0;
@@ -78,8 +85,9 @@ LP_DEVICE void publish_queries(const Launch& launch) {
   }
 }
 
-/// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive buffer. A tile is [16 rows][columns] f32, groups of 8
-/// columns swizzled so that 8 columns of four groups of rows are read without conflicts.
+/// Partial sums that the pair exchanges, and finished ones on their way to whoever goes on with them, in the receive
+/// buffer. A tile is [16 rows][columns] f32, groups of 8 columns swizzled so that 8 columns of four groups of rows are
+/// read without conflicts.
 struct Receive {
   const Launch& launch;
   u32 shared;
@@ -97,16 +105,23 @@ struct Receive {
 
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
   template <class C> static constexpr int pieces = C::split == Split::kColumns ? 2 : 1;  // of a tile
-  /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their way to the peer.
-  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::tiles : C::halves ? C::odd_tiles * pieces<C> : 0;
+  /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their
+  /// way to the peer.
+  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::tiles
+                                                           : C::halves                ? C::odd_tiles * pieces<C>
+                                                                                      : 0;
 
-  /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
-  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum, const MEANWHILE& meanwhile) {
-    static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
+  /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is
+  /// done while sums are on their way.
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum,
+                                                              const MEANWHILE& meanwhile) {
+    static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch,
+                  "partial sums fit the receive buffer");
     begin(use);
     const u32 group = warp_index() >> 2, peer = half() ^ 1;
     const bool mine = !C::halves || (place.tile >= C::first_owned(1)) == (half() == 1);
-    const int piece = C::split == Split::kColumns ? group : 0, within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
+    const int piece = C::split == Split::kColumns ? group : 0,
+              within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
     const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
     bool on = place.on;
     swap_rows<C>(sum);
@@ -122,19 +137,23 @@ struct Receive {
         fence_async_shared();
         __syncwarp();
         if (lane_index() == 0)
-          bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>, map_shared(shared + Shared::receive_full, peer));
+          bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>,
+                    map_shared(shared + Shared::receive_full, peer));
       }
       if constexpr (keeps_own<C>) {
         if (on && mine) put<C>(place.tile, place.tile, sum);
-        fence_async_shared();  // orders what the slots hold before the copies of later exchanges; while the peer's sums are on their way
+        // Orders what the slots hold before the copies of later exchanges, while the peer's sums are on their way.
+        fence_async_shared();
       }
       __syncwarp();
       if (lane_index() == 0) {
-        if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
+        if (warp_index() == 0)
+          mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
         else mbarrier_arrive(shared + Shared::receive_full);
       }
       meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1, kSitePartialsFull);
+      wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1,
+                   kSitePartialsFull);
       __syncwarp();
       if (keeps_own<C>) return;
       if (on && mine) add<C>(received, place.tile, sum);
@@ -159,15 +178,20 @@ struct Receive {
   }
 
  private:
-  /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there is no room.
+  /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there
+  /// is no room.
   template <class C> static constexpr bool keeps_own = C::halves && C::split == Split::kLeaves;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
-  /// Byte of a tile's (row, column). Groups of 8 columns lie in an order of their own in each row: j groups on from the first it is this byte ^ kSwizzled * j, and i rows on from a
-  /// multiple of four ^ kSwizzled * (i % 4), beside the rows' bytes.
-  template <class C> LP_DEVICE static u32 place(int row, int column, int tile) { return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4; }
+  /// Byte of a tile's (row, column). Groups of 8 columns lie in an order of their own in each row: j groups on from the
+  /// first it is this byte ^ kSwizzled * j, and i rows on from a multiple of four ^ kSwizzled * (i % 4), beside the
+  /// rows' bytes.
+  template <class C> LP_DEVICE static u32 place(int row, int column, int tile) {
+    return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4;
+  }
   static constexpr u32 kSwizzled = 32;
   static_assert(Shared::receive % (8 * kSwizzled) == 0, "tiles begin where the bits of groups are 0");
-  /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >> 1) ...
+  /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >>
+  /// 1) ...
   template <class C> LP_DEVICE static void swap_rows(float* sum) {
     const bool odd = thread_index() & 1;
 #pragma unroll

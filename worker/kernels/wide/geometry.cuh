@@ -1,16 +1,19 @@
 // Who owns what in a wide pass, and what lies where.
 //
-// A pair is a cluster of two blocks. Of qkv, o and down a pair owns the row tiles that its blocks own in narrow passes, and each block sums half of K of all of them:
-// so a block reads half of the activations. Gate/up and the LM head are not cut: a block owns its tiles with all of K.
+// A pair is a cluster of two blocks. Of qkv, o and down a pair owns the row tiles that its blocks own in narrow passes,
+// and each block sums half of K of all of them: so a block reads half of the activations. Gate/up and the LM head are
+// not cut: a block owns its tiles with all of K.
 //
-// A rank of a group has too few tiles of qkv for pairs to own as many each; of 16 ranks each has one leaf of o and down, so these are not cut.
+// In a group a rank has too few tiles of qkv for all pairs to own equally many. In a group of 16 each rank has one leaf
+// of o and down, so these are not cut.
 #pragma once
 
 static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
 constexpr bool kPrompt = kColumns == 128;  // only rows of prompts that do not sample: no LM head
 constexpr int kConsumers = 8;              // warps, two warpgroups
 constexpr u32 kConsumerThreads = kConsumers * 32;
-constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;  // the other warps: weights and pages (two), activations, 1 / rms
+// The other warps: weights and pages (two), activations, 1 / rms.
+constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
 constexpr u32 kThreads = 12 * 32;
 constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
 /// The residual stream: of the block's rows, runs of 8 for a lane; columns of a warp; rounds until it has all columns.
@@ -29,16 +32,23 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
 }
 
 /// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/kernels/variants.rs.
-constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs && Qkv::tiles <= 8 * kPairs  // a warp a tile
-                                            && kQkvTiles % (Qkv::tiles / kPairs) == 0                                    // a pair belongs to one KV head
+/// On one GPU a warp sums a tile of qkv, and a pair belongs to one KV head.
+constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs &&
+                                            Qkv::tiles <= 8 * kPairs && kQkvTiles % (Qkv::tiles / kPairs) == 0
                                       : most_tiles<Qkv>(1) <= 4;
-constexpr bool kWideFits = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16  // the leaves of half of K are a subtree
-                           && kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0                   // sums of squares of blocks are a subtree
-                           && kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3  // a block owns so many tiles of the hidden state
-                           && kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0  // stages do not cross leaves
-                           && kQkvFits;
-static_assert(kWideFits, "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4, but for prompts), leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 "
-                         "tiles of qkv of one KV head a pair (of several ranks up to 4 a block)");
+constexpr bool kWideFits =
+    // The leaves of half of K are a subtree.
+    kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16 &&
+    // Sums of squares of blocks are a subtree.
+    kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0 &&
+    // A block owns so many tiles of the hidden state.
+    kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3 &&
+    // Stages do not cross leaves.
+    kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0 && kQkvFits;
+static_assert(kWideFits,
+              "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4, but "
+              "for prompts), leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of qkv of one KV "
+              "head a pair (of several ranks up to 4 a block)");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }
@@ -53,7 +63,9 @@ constexpr u32 kInFlight = kPrompt ? 4 : 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
 constexpr u32 kInputSlots = kColumns == 32 ? 5 : 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot
-LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) { return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16; }
+LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
+  return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
+}
 
 constexpr int power_of_two_below(int n) { return n < 2 ? 1 : 2 * power_of_two_below(n / 2); }
 /// The largest power of two of k16 steps, at most `most`, that divides a leaf.
@@ -70,24 +82,32 @@ struct Unit {
 
 enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divide among them
 
-/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block owns its tiles with all of K. RUN: k16 steps of a leaf, or a
-/// divisor of them.
+/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block
+/// owns its tiles with all of K. RUN: k16 steps of a leaf, or a divisor of them.
 template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
   using P = PRODUCT;
-  static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;  // even: pairs own as many tiles each
+  // even: all pairs own equally many tiles.
+  static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;
   static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
-  static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1), odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
+  static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1),
+                       odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
   static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;            // of a stage
   static constexpr int block_leaves = HALVES ? P::leaves / 2 : P::leaves;  // of a block
-  static constexpr Split split = kPrompt ? Split::kColumns : tiles > 4 ? Split::kTiles : block_leaves > 1 ? Split::kLeaves : Split::kColumns;
+  static constexpr Split split = kPrompt            ? Split::kColumns
+                                 : tiles > 4        ? Split::kTiles
+                                 : block_leaves > 1 ? Split::kLeaves
+                                                    : Split::kColumns;
   static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
-  static constexpr int ways = split == Split::kLeaves ? 2 : 1, columns = split == Split::kColumns ? kColumns / 2 : kColumns;
+  static constexpr int ways = split == Split::kLeaves ? 2 : 1,
+                       columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int leaves = block_leaves / ways;                                             // of a warp
   static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);  // of each way, a stage
   static constexpr int input_steps = (int)kInputSteps / ways;                                    // of each way, a slot
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
   static constexpr int odd_units = (odd_tiles + unit_tiles - 1) / unit_tiles;
-  static constexpr int units = !HALVES ? odd_units : even ? (even_tiles + unit_tiles - 1) / unit_tiles + odd_units : pair_tiles / unit_tiles + 1;
+  static constexpr int units = !HALVES ? odd_units
+                               : even  ? (even_tiles + unit_tiles - 1) / unit_tiles + odd_units
+                                       : pair_tiles / unit_tiles + 1;
   static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
@@ -111,11 +131,13 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   LP_DEVICE static int units_of(int tiles) { return (tiles + unit_tiles - 1) / unit_tiles; }
   LP_DEVICE static Unit unit_of(int tile) {
     const bool odd = HALVES && tile >= owned(0);
-    const int run = odd ? owned(0) : 0, length = HALVES ? owned(odd) : stage_tiles(), first = (tile - run) / unit_tiles * unit_tiles;
+    const int run = odd ? owned(0) : 0, length = HALVES ? owned(odd) : stage_tiles(),
+              first = (tile - run) / unit_tiles * unit_tiles;
     return Unit{run + first, unit_tiles == 2 && first + 1 < length ? 2 : 1};
   }
   LP_DEVICE static Unit unit(int index) {
-    const int even_units = HALVES ? units_of(owned(0)) : 0, tile = HALVES && index >= even_units ? owned(0) + unit_tiles * (index - even_units) : unit_tiles * index;
+    const int even_units = HALVES ? units_of(owned(0)) : 0,
+              tile = HALVES && index >= even_units ? owned(0) + unit_tiles * (index - even_units) : unit_tiles * index;
     return tile < stage_tiles() ? unit_of(tile) : Unit{0, 0};
   }
 };
@@ -125,10 +147,11 @@ constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b)
 constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);
 using OCut = Cut<O, (O::leaves > 1), kResidualRun>;
 using DownCut = Cut<Down, (Down::leaves > 1), kResidualRun>;
-static_assert((int)O::tiles == (int)Down::tiles && (int)O::leaves == (int)Down::leaves && OCut::steps == DownCut::steps, "both add to the residual");
+static_assert((int)O::tiles == (int)Down::tiles && (int)O::leaves == (int)Down::leaves && OCut::steps == DownCut::steps,
+              "both add to the residual");
 
-/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, THIN, where there are so few that half of the warps would idle, a tile. Passes of some
-/// units, which read x once each.
+/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, THIN, where there are
+/// so few that half of the warps would idle, a tile. Passes of some units, which read x once each.
 template <class PRODUCT, bool THIN = false> struct Own {
   using P = PRODUCT;
   static constexpr bool thin = THIN;
@@ -143,7 +166,9 @@ template <class PRODUCT, bool THIN = false> struct Own {
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
   /// The warp's unit of a pass, and, THIN, whether its tile is the second.
-  LP_DEVICE static int unit() { return THIN ? (warp_index() & 3) >> 1 : split_columns ? warp_index() & 3 : warp_index(); }
+  LP_DEVICE static int unit() {
+    return THIN ? (warp_index() & 3) >> 1 : split_columns ? warp_index() & 3 : warp_index();
+  }
   LP_DEVICE static bool second() { return warp_index() & 1; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {
@@ -154,11 +179,12 @@ template <class PRODUCT, bool THIN = false> struct Own {
 
 // ---- memory ----
 
-/// Offsets in Launch::words. The host zeroes the counters before every launch; what has a tag is told from older words by it, the rest is
-/// written before a counter that its readers wait for.
+/// Offsets in Launch::words. The host zeroes the counters before every launch; what has a tag is told from older words
+/// by it, the rest is written before a counter that its readers wait for.
 struct Words {
   static constexpr u64 counter = 128;                                             // bytes from one counter to the next
-  static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;         // one a leaf of K: a 16th of the blocks writes it
+  // A counter for each leaf of K: a 16th of the blocks writes it.
+  static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;
   static constexpr u64 activation_ready = mlp_x_ready + 16 * counter;
   static constexpr u64 queries_ready = activation_ready + 16 * counter;           // one a KV head: its q, k and v
   static constexpr u64 outputs_ready = queries_ready + kKvHeads * counter;        // of attention: all blocks
@@ -167,36 +193,51 @@ struct Words {
   static constexpr u64 attention_x = zeroed, mlp_x = attention_x + (u64)kHiddenTiles * kStepBytes;
   static constexpr u64 attention_out = mlp_x + (u64)kHiddenTiles * kStepBytes;
   static constexpr u64 activation = attention_out + (u64)O::steps * kStepBytes;
-  static constexpr u64 queries = activation + (u64)Down::steps * kStepBytes;      // [kv head][tile of its query heads][2 halves of k][column][8] bf16
-  static constexpr u64 squares = queries + (u64)kHeads * kDimTiles * kStepBytes;  // [kv head][tile of its query heads and of k][column] f32 (kQkNorm)
-  static constexpr u64 sums = squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;  // [x, MLP's x][block][column] f32: squares of a block's rows
-  static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;            // [x, MLP's x][column] (tag << 32 | 1 / rms)
-  static constexpr u64 best = inverse + 2ull * kColumns * 8;                      // [block][column] (token << 32 | logit)
-  static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;                 // u32: the host wants the launch to end
-  static constexpr u64 hidden = stop + 128;                                       // the residual stream, each thread's own: Hidden
+  // [kv head][tile of its query heads][2 halves of k][column][8] bf16
+  static constexpr u64 queries = activation + (u64)Down::steps * kStepBytes;
+  // [kv head][tile of its query heads and of k][column] f32 (kQkNorm)
+  static constexpr u64 squares = queries + (u64)kHeads * kDimTiles * kStepBytes;
+  // [x, MLP's x][block][column] f32: squares of a block's rows
+  static constexpr u64 sums = squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;
+  // [x, MLP's x][column] (tag << 32 | 1 / rms)
+  static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;
+  // [block][column] (token << 32 | logit)
+  static constexpr u64 best = inverse + 2ull * kColumns * 8;
+  // u32: whether the host wants the launch to end.
+  static constexpr u64 stop = best + (u64)kBlocks * kColumns * 8;
+  // The residual stream, each thread's own: Hidden.
+  static constexpr u64 hidden = stop + 128;
   static constexpr u64 items = hidden + (u64)kBlocks * kHiddenRounds * kConsumerThreads * 32;  // of attention
 };
-LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) { return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16; }
-LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) { return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4; }
+LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) {
+  return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16;
+}
+LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) {
+  return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4;
+}
 
 /// Offsets in shared memory.
 struct Shared {
   static constexpr u32 ring = 0;                                                     // [kStages]
   static constexpr u32 input = ring + kStages * kStageBytes;                         // [kInputSlots]
-  static constexpr u32 receive = input + kInputSlots * kInputSteps * kStepBytes;     // partial sums of the pair; scratch of attention and of the LM head
+  // Partial sums of the pair; scratch of attention and of the LM head.
+  static constexpr u32 receive = input + kInputSlots * kInputSteps * kStepBytes;
   static constexpr u32 scratch = kColumns == 32 ? 24576 : 32768;
   static constexpr u32 inverse = receive + scratch;                                  // [x, MLP's x][column] 1 / rms
-  static constexpr u32 place = inverse + 2 * kColumns * 4;                           // [column] position of this step in the pool: page * kPage + within; ~0: idle
+  // [column] position of this step in the pool: page * kPage + within; ~0: idle
+  static constexpr u32 place = inverse + 2 * kColumns * 4;
   static constexpr u32 rows = place + kColumns * 4;                                  // [column] Row
   static constexpr u32 stage_full = rows + (kPrompt ? 0 : kColumns * sizeof(Row));   // mbarriers
   static constexpr u32 stage_empty = stage_full + kStages * 8;
   static constexpr u32 input_full = stage_empty + kStages * 8, input_empty = input_full + kInputSlots * 8;
   static constexpr u32 receive_full = input_empty + kInputSlots * 8, receive_free = receive_full + 8;
   static constexpr u32 norms = receive_free + 8;                                     // [x, MLP's x]
-  static constexpr u32 sampled = norms + 16;                                         // completes once a step's tokens are known
+  // Completes a phase once a step's tokens are known.
+  static constexpr u32 sampled = norms + 16;
   static constexpr u32 last_step = sampled + 8;                                      // steps to run
   static constexpr u32 sampling = last_step + 4;                                     // whether a row samples
-  static constexpr u32 items = sampling + 4;                                         // first and end of the block's list in Launch::items
+  // First and end of the block's list in Launch::items.
+  static constexpr u32 items = sampling + 4;
   static constexpr u32 bytes = items + 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");

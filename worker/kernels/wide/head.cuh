@@ -1,4 +1,5 @@
-// LM head and greedy choice: the best token of each column over the block's rows, then over all blocks. Scratch: the receive buffer.
+// LM head and greedy choice: the best token of each column over the block's rows, then over all blocks. Scratch: the
+// receive buffer.
 #pragma once
 
 using HeadOwn = Own<Head>;
@@ -7,8 +8,11 @@ struct Choice {
   const Launch& launch;
   u32 shared;
 
-  /// After the LM head the peer may send the next step's qkv, where that is cut, as soon as it has the tokens, while they are read here: it sends to later slots.
-  static_assert(!QkvCut::halves || kConsumers * kColumns * 8 <= Receive::first_received<QkvCut> * Receive::tile_bytes<QkvCut>, "the choice lies before what the peer sends");
+  /// After the LM head the peer may send the next step's qkv, where that is cut, as soon as it has the tokens, while
+  /// they are read here: it sends to later slots.
+  static_assert(!QkvCut::halves ||
+                    kConsumers * kColumns * 8 <= Receive::first_received<QkvCut> * Receive::tile_bytes<QkvCut>,
+                "the choice lies before what the peer sends");
   LP_DEVICE u32 slot(u32 row, u32 column) const { return shared + Shared::receive + (row * kColumns + column) * 8; }
   LP_DEVICE Best load(u32 row, u32 column) const {
     Best best;
@@ -21,7 +25,8 @@ struct Choice {
     store_shared_u32(slot(row, column) + 4, best.id);
   }
   LP_DEVICE void clear() const {
-    for (u32 i = thread_index(); i < kConsumers * kColumns; i += kConsumerThreads) store(i / kColumns, i % kColumns, Best{});
+    for (u32 i = thread_index(); i < kConsumers * kColumns; i += kConsumerThreads)
+      store(i / kColumns, i % kColumns, Best{});
     consumers_sync();
   }
   /// The logits of a warp's unit: into its best, and to the host if it asks.
@@ -55,8 +60,9 @@ struct Choice {
         }
       }
   }
-  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host wants the launch to end (the warp of the norms has asked).
-  /// Orders K, V and words of this step before all that follows in any block (grid).
+  /// The best of this block to all blocks and of all blocks to this one, into row 0 of the scratch; true if the host
+  /// wants the launch to end (the warp of the norms has asked). Orders K, V and words of this step before all that
+  /// follows in any block (grid).
   LP_DEVICE bool exchange(u32 step) const {
     const u32 tid = thread_index();
     consumers_sync();
@@ -66,7 +72,8 @@ struct Choice {
         const Best other = load(w, tid);
         best.offer(other.value, other.id);
       }
-      store_relaxed_u64(launch.words + Words::best + (rank_block() * kColumns + tid) * 8, (u64)best.id << 32 | __float_as_uint(best.value));
+      store_relaxed_u64(launch.words + Words::best + (rank_block() * kColumns + tid) * 8,
+                        (u64)best.id << 32 | __float_as_uint(best.value));
     }
     if (kRanks > 1) fence_tokens(launch);  // logits of this thread, before the block's token word
     publish(launch, Words::tokens_ready);
@@ -95,12 +102,15 @@ struct Choice {
   }
 
  private:
-  /// The best of this rank to all ranks and of all ranks to this one, for a column a lane; true, for column 0, if all hosts want the launch to end. Every rank hears the same.
+  /// The best of this rank to all ranks and of all ranks to this one, for a column a lane; true, for column 0, if all
+  /// hosts want the launch to end. Every rank reads the same words.
   LP_DEVICE bool agree(u32 column, u32 step, bool stop, Best& best) const {
     const u32 tag = tag_of(launch, step, 0), own = own_rank(launch);
     if (rank_block() == column % kBlocks) {
       fence_tokens(launch);  // logits of all blocks, whose counter this block has seen, before its word
-      for (u32 rank = 0; rank < kRanks; rank++) store_system_16(launch.inbox[rank] + Inbox::token + (column * kRanks + own) * 16, __float_as_uint(best.value), best.id, tag, stop);
+      for (u32 rank = 0; rank < kRanks; rank++)
+        store_system_16(launch.inbox[rank] + Inbox::token + (column * kRanks + own) * 16, __float_as_uint(best.value),
+                        best.id, tag, stop);
     }
     const u8* words = launch.inbox[own] + Inbox::token + column * kRanks * 16;
     Quad heard[kRanks] = {};
@@ -108,7 +118,9 @@ struct Choice {
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) heard[j] = load_system_16(words + j * 16);
     };
-    poll<kRanks, false>(launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens, [](u32 at) { return at / 16; });
+    poll<kRanks, false>(
+        launch, words, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankTokens,
+        [](u32 at) { return at / 16; });
     fence_tokens(launch);  // words before K and V of this step are read, and its logits
     stop = true;
 #pragma unroll

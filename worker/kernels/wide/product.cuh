@@ -13,11 +13,17 @@ template <class C> LP_DEVICE Place place_of() {
   const int tile = C::split == Split::kTiles ? warp : warp & 3;
   const bool on = tile < C::stage_tiles();
   const Unit unit = C::unit_of(on ? tile : 0);
-  return Place{tile, on, ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + lane_index() * 16, (u32)unit.width * kFragment,
-               C::split == Split::kLeaves ? way * C::input_steps * kStepBytes : C::split == Split::kColumns ? group * (C::columns / 8 * 256) : 0};
+  return Place{
+      tile, on,
+      ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + lane_index() * 16,
+      (u32)unit.width * kFragment,
+      C::split == Split::kLeaves    ? way * C::input_steps * kStepBytes
+      : C::split == Split::kColumns ? group * (C::columns / 8 * 256)
+                                    : 0};
 }
 
-/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are: where weights are streamed sooner than that, of several ranks, it has two.
+/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
+/// where weights are streamed sooner than that, of several ranks, it has two.
 constexpr int kGroupSlots = kRanks > 1 && !kPrompt ? 2 : 1;
 /// k16 steps of a group, which stages and slots of so many have in common.
 constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * slot ? stage : kGroupSlots * slot; }
@@ -25,7 +31,8 @@ constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * sl
 /// One leaf of a warp's tile, k16 steps ascending from zero, in groups.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   constexpr int N = C::columns, SLOT = C::input_steps;
-  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : group_steps(C::steps, SLOT);  // the tree of 16 leaves leaves fewer registers
+  // The tree of 16 leaves takes more registers.
+  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : group_steps(C::steps, SLOT);
   constexpr int SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
@@ -38,7 +45,8 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
     if (k % C::steps == 0) stage = consumer.wait() + place.fragments;
     Quad a[STEPS];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) a[i] = place.on ? load_shared_16(stage + (k % C::steps + i) * place.stride) : Quad{0, 0, 0, 0};
+    for (int i = 0; i < STEPS; i++)
+      a[i] = place.on ? load_shared_16(stage + (k % C::steps + i) * place.stride) : Quad{0, 0, 0, 0};
     u64 operand[SLOTS];
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(input[s] + k % SLOT * kStepBytes);
@@ -55,7 +63,8 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
   }
 }
 /// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
-template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float* sum) {
+template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place,
+                                                                     float* sum) {
   if constexpr (LEAVES == 1) {
     sum_leaf<C>(consumer, place, sum);
   } else {
@@ -71,10 +80,13 @@ template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& c
   }
 }
 
-/// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of fewer than two the other sum means nothing.
+/// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of
+/// fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
-  constexpr int R = C::columns / 2, T = C::warp_tiles, SLOT = (int)kInputSteps, STEPS = C::thin ? group_steps(C::steps, SLOT) : 4, SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
-  const u32 stride = width * kFragment, second = width == 2 ? kFragment : 0, fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16 + (C::thin && C::second() ? second : 0);
+  constexpr int R = C::columns / 2, T = C::warp_tiles, SLOT = (int)kInputSteps,
+                STEPS = C::thin ? group_steps(C::steps, SLOT) : 4, SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
+  const u32 stride = width * kFragment, second = width == 2 ? kFragment : 0,
+            fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16 + (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
 #pragma unroll
   for (int t = 0; t < T; t++)
@@ -110,7 +122,8 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
 #pragma unroll
       for (int i = 0; i < STEPS; i++)
 #pragma unroll
-        for (int t = 0; t < T; t++) wgmma<C::columns>(leaf[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+        for (int t = 0; t < T; t++)
+          wgmma<C::columns>(leaf[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
       wgmma_finish();
 #pragma unroll
       for (int t = 0; t < T; t++) pin<R>(leaf[t]);

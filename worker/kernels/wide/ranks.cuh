@@ -1,29 +1,44 @@
-// What the ranks of a group tell each other in wide passes: words of 16 bytes {data, data, tag, extra} as in ../layout/inbox.cuh, in the inbox of who reads them.
+// Messages between the ranks of a group in wide passes: words of 16 bytes {data, data, tag, extra} as in
+// ../layout/inbox.cuh, in the inbox of the rank that reads them.
 //
-// Sums of 32 columns are half a megabyte a rank, too much to tell everybody. So each rank has a share of the columns, whose residual it keeps, and a product that is added to it takes two hops:
+// Sums of 32 columns are half a megabyte a rank, too much to send to every rank. So each rank owns a share of the
+// columns, whose residual it keeps, and a product that is added to the residual takes two hops:
 //
-//   sums of o, of down   a block's rows of a column         block b -> block b of the rank that has the column, which finishes the tree in the order of ranks and adds to its residual
-//   x, with squares      the same rows, scaled, bf16        block b of that rank -> block b of every other, which publishes all columns to its own GPU as on one
-//   embedding            the same rows of a token, bf16     block b of the rank whose vocabulary shard has the token -> block b of the rank that has the column
-//   token                best token of a rank's shard       a block -> all blocks of every rank
-//   logits               of a rank's shard                  its owners -> the sampler of every rank, behind fences (../ops/ranks.cuh)
+//   message              content                           writer -> reader
+//   sums of o, of down   a block's rows of a column        block b -> block b of the column's rank, which finishes the
+//                                                          tree in the order of ranks and adds it to its residual
+//   x, with squares      the same rows, scaled, bf16       block b of that rank -> block b of every other rank, which
+//                                                          publishes all columns to its own GPU as one GPU does
+//   embedding            the same rows of a token, bf16    block b of the rank whose vocabulary shard has the token ->
+//                                                          block b of the column's rank
+//   token                best token of a rank's shard      a block -> all blocks of every rank
+//   logits               of a rank's shard                 their owners -> the sampler of every rank, behind fences
+//                                                          (../ops/ranks.cuh)
 //
-// Columns past the launch's rows are told nobody. One buffer of each suffices. All blocks own rows, so every block has a part in all of it:
-//   sums        Block b of rank r tells sums of o again a layer after it did, when it has had x after o from all ranks, all its threads (publish). Who sent x of a column had read its sums. So with
-//               down, and x after down. In a launch that samples nothing x after the last down is not sent: what follows is told in the next launch, after its x.
-//   x           Rank q tells x after o again when it has the sums of o of the next layer from block b of every rank, told after that block had had the x before. So with down.
-//   embedding   Its owner reads it before it sends x of the step's first layer, which block b of every rank has before it gets to the next step.
-//   token       A rank's best token of step s + 1 needs its blocks to have had x in that step, so needs sums of step s + 1 from block b of every rank, for all b, and each block reads the token words
-//               of step s before it tells any. Logits of a step lie behind the same sums, and these behind the samplers of the step before, in every rank's stream.
-// That a launch has other rows than the one before does not matter: x of any column shows that its rank has begun the launch, so ended the one before. Tags tell words of other layers:
-// a late reader reports one and never takes it.
+// Nobody sends columns past the launch's rows. All blocks own rows, so every block has a part in all of it, and one
+// buffer of each suffices:
+//   sums        Block b of rank r sends sums of o again a layer later, when all its threads have had x after o from all
+//               ranks (publish). The rank that sent x of a column had read its sums. The same holds for down, and x
+//               after down. In a launch that samples nothing, x after the last down is not sent: the next messages are
+//               those of the next launch, after its x.
+//   x           Rank q sends x after o again when it has the sums of o of the next layer from block b of every rank.
+//               That block sent them after it had had the x before. The same holds for down.
+//   embedding   Its reader reads it before it sends x of the step's first layer, and block b of every rank has that x
+//               before it gets to the next step.
+//   token       A rank chooses its best token of step s + 1 after its blocks have had x in that step, so after sums of
+//               step s + 1 from block b of every rank, for all b. Each block reads the token words of step s before it
+//               sends any of these sums.
+//   logits      They lie behind the same sums, and these behind the samplers of the step before, in every rank's
+//               stream.
+// Launches may have different rows: x of any column shows that its rank has begun the launch, so has ended the one
+// before. A tag tells words of different layers apart: a late reader reports a foreign word and never takes it.
 #pragma once
 
 /// Columns whose residual a rank has.
 constexpr u32 kRankColumns = kColumns / kRanks;
 LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
 
-/// A lane tells 8 rows of a column: three words of fp32, or two of bf16.
+/// A lane sends 8 rows of a column: three words of fp32, or two of bf16.
 constexpr u32 kSumWords = 3, kXWords = 2;
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
@@ -32,18 +47,28 @@ struct Inbox {
   static constexpr u64 stop = 0, begun = 64;  // as in layout/inbox.cuh
   static_assert(begun + kRanks * 4 <= 128, "in front of the sums");
   static constexpr u64 chunks = (u64)kBlocks * kHiddenChunks;                           // of 8 rows
-  static constexpr u64 sums = 128;                                                      // [o, down][rank][block][word][chunk][column of the share]
-  static constexpr u64 x = sums + kTold * kRanks * chunks * kSumWords * kRankColumns * 16;  // [after o, after down][block][chunk][column][word]
-  static constexpr u64 embedding = x + kTold * chunks * kColumns * kXWords * 16;        // [block][word][chunk][column of the share]
+  // [o, down][rank][block][word][chunk][column of the share]
+  static constexpr u64 sums = 128;
+  // [after o, after down][block][chunk][column][word]
+  static constexpr u64 x = sums + kTold * kRanks * chunks * kSumWords * kRankColumns * 16;
+  // [block][word][chunk][column of the share]
+  static constexpr u64 embedding = x + kTold * chunks * kColumns * kXWords * 16;
   static constexpr u64 token = embedding + chunks * kXWords * kRankColumns * 16;        // [column][rank]
   static constexpr u64 bytes = token + (u64)kColumns * kRanks * 16;
 
   LP_DEVICE static u64 sum(u32 told, u32 rank, u32 word, u32 chunk, u32 column) {
-    return sums + ((((u64)(told * kRanks + rank) * kBlocks + rank_block()) * kSumWords + word) * (kHiddenChunks * kRankColumns) + chunk * kRankColumns + column % kRankColumns) * 16;
+    return sums + ((((u64)(told * kRanks + rank) * kBlocks + rank_block()) * kSumWords + word) *
+                       (kHiddenChunks * kRankColumns) +
+                   chunk * kRankColumns + column % kRankColumns) *
+                      16;
   }
-  LP_DEVICE static u64 x_word(u32 told, u32 word) { return x + ((told * kBlocks + rank_block()) * (u64)(kHiddenChunks * kColumns * kXWords) + word) * 16; }
+  LP_DEVICE static u64 x_word(u32 told, u32 word) {
+    return x + ((told * kBlocks + rank_block()) * (u64)(kHiddenChunks * kColumns * kXWords) + word) * 16;
+  }
   LP_DEVICE static u64 embedded(u32 word, u32 chunk, u32 column) {
-    return embedding + (((u64)rank_block() * kXWords + word) * (kHiddenChunks * kRankColumns) + chunk * kRankColumns + column % kRankColumns) * 16;
+    return embedding + (((u64)rank_block() * kXWords + word) * (kHiddenChunks * kRankColumns) + chunk * kRankColumns +
+                        column % kRankColumns) *
+                           16;
   }
 };
 
@@ -51,7 +76,8 @@ struct Inbox {
 struct Ranks {
   const Launch& launch;
 
-  LP_DEVICE u32 own() const { return unknown(own_rank(launch)); }  // what follows from it is found where it is used: registers are few
+  // `unknown`: what follows from the rank is computed where it is used, since registers are few.
+  LP_DEVICE u32 own() const { return unknown(own_rank(launch)); }
   /// Whether it keeps the residual of a column.
   LP_DEVICE bool has(u32 column) const { return kRanks == 1 || rank_of_column(column) == own(); }
 
@@ -61,9 +87,11 @@ struct Ranks {
     u8* to = launch.inbox[rank_of_column(column)];
 #pragma unroll
     for (u32 j = 0; j < kSumWords; j++)
-      store_system_16(to + Inbox::sum(told, own(), j, chunk, column), __float_as_uint(sum[3 * j]), __float_as_uint(sum[3 * j + 1]), tag, j + 1 < kSumWords ? __float_as_uint(sum[3 * j + 2]) : 0);
+      store_system_16(to + Inbox::sum(told, own(), j, chunk, column), __float_as_uint(sum[3 * j]),
+                      __float_as_uint(sum[3 * j + 1]), tag, j + 1 < kSumWords ? __float_as_uint(sum[3 * j + 2]) : 0);
   }
-  /// Sums of 8 rows of a column that it has, of all ranks in their order as a binary tree; `sum` begins with its own. A whole warp calls it.
+  /// Sums of 8 rows of a column that it has, of all ranks in their order as a binary tree; `sum` begins with its own. A
+  /// whole warp calls it.
   LP_DEVICE void hear_sums(u32 told, u32 chunk, u32 column, bool on, float* sum, u32 tag) const {
     hear_ranks<0, kRanks>(told, chunk, column, on && has(column) && column < launch.row_count, sum, tag);
   }
@@ -79,7 +107,8 @@ struct Ranks {
       store_system_16(to + 16, x[2], x[3], tag, 0);
     }
   }
-  /// x of the columns that others have, into `x`, and their sums of squares, for the readers on this GPU. All consumers call it. Columns that nobody tells are zero.
+  /// x of the columns that others have, into `x`, and their sums of squares, for the readers on this GPU. All consumers
+  /// call it. Columns that nobody sends are zero.
   LP_DEVICE void hear_x(u32 told, u8* x, u8* sums, u32 tag) const {
     constexpr u32 WORDS = kHiddenChunks * kColumns * kXWords, EACH = (WORDS + kConsumerThreads - 1) / kConsumerThreads;
     const u32 thread = thread_index();
@@ -87,16 +116,21 @@ struct Ranks {
     const auto column = [&](u32 j) { return (j * kConsumerThreads + thread) / kXWords % kColumns; };
     const auto on = [&](u32 j) { return j * kConsumerThreads + thread < WORDS && !has(column(j)); };
     Quad words[EACH] = {};
-    const auto missing = [&](u32 j) { return on(j) && column(j) < launch.row_count && words[j].z != tag ? j * kConsumerThreads * 16 + 8 : kThere; };
+    const auto missing = [&](u32 j) {
+      return on(j) && column(j) < launch.row_count && words[j].z != tag ? j * kConsumerThreads * 16 + 8 : kThere;
+    };
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) words[j] = load_system_16(base + j * kConsumerThreads * 16);
     };
-    poll<EACH, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankX, [&](u32 at) { return rank_of_column(column(at / (kConsumerThreads * 16))); });
+    poll<EACH, false>(
+        launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteRankX,
+        [&](u32 at) { return rank_of_column(column(at / (kConsumerThreads * 16))); });
 #pragma unroll
     for (u32 j = 0; j < EACH; j++) {
       const u32 word = j * kConsumerThreads + thread, half = word % kXWords, chunk = word / kXWords / kColumns;
       if (!on(j)) continue;
-      store_relaxed_8(x + vector_byte(rank_block() * kBlockHiddenTiles + (chunk >> 1), column(j), chunk & 1) + half * 8, words[j].x, words[j].y);
+      store_relaxed_8(x + vector_byte(rank_block() * kBlockHiddenTiles + (chunk >> 1), column(j), chunk & 1) + half * 8,
+                      words[j].x, words[j].y);
       if (chunk == 0 && half == 0) store_relaxed_u32(sums + column(j) * 4, words[j].w);
     }
   }
@@ -105,9 +139,11 @@ struct Ranks {
   LP_DEVICE void tell_embedding(u32 chunk, u32 column, const u32* row, u32 tag) const {
     u8* to = launch.inbox[rank_of_column(column)];
 #pragma unroll
-    for (u32 j = 0; j < kXWords; j++) store_system_16(to + Inbox::embedded(j, chunk, column), row[2 * j], row[2 * j + 1], tag, 0);
+    for (u32 j = 0; j < kXWords; j++)
+      store_system_16(to + Inbox::embedded(j, chunk, column), row[2 * j], row[2 * j + 1], tag, 0);
   }
-  /// The same, of a column that it has, from the rank that has the token. A whole warp calls it, with those that are `on`.
+  /// The same, of a column that it has, from the rank that has the token. A whole warp calls it, with those that are
+  /// `on`.
   LP_DEVICE void hear_embedding(u32 chunk, u32 column, bool on, u32* row, u32 tag) const {
     const u8* base = launch.inbox[own()] + Inbox::embedded(0, chunk, column);
     constexpr u32 STRIDE = kHiddenChunks * kRankColumns * 16;
@@ -116,14 +152,17 @@ struct Ranks {
     const auto fetch = [&](u32 j) {
       if (missing(j) != kThere) words[j] = load_system_16(base + j * STRIDE);
     };
-    poll<kXWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteEmbedding, [](u32) { return kNobody; });
+    poll<kXWords, false>(
+        launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteEmbedding,
+        [](u32) { return kNobody; });
 #pragma unroll
     for (u32 j = 0; j < kXWords; j++)
       if (on) row[2 * j] = words[j].x, row[2 * j + 1] = words[j].y;
   }
 
  private:
-  template <u32 FIRST, u32 COUNT> LP_DEVICE void hear_ranks(u32 told, u32 chunk, u32 column, bool on, float* sum, u32 tag) const {
+  template <u32 FIRST, u32 COUNT> LP_DEVICE void hear_ranks(u32 told, u32 chunk, u32 column, bool on, float* sum,
+                                                            u32 tag) const {
     if constexpr (COUNT > 4) {  // words that there are registers for
       float rest[8];
 #pragma unroll
@@ -137,11 +176,15 @@ struct Ranks {
       constexpr u32 WORD = kHiddenChunks * kRankColumns * 16, RANK = kBlocks * kSumWords * WORD;
       Quad words[COUNT * kSumWords] = {};
       const auto at = [](u32 j) { return j / kSumWords * RANK + j % kSumWords * WORD; };
-      const auto missing = [&](u32 j) { return on && FIRST + j / kSumWords != own() && words[j].z != tag ? at(j) + 8 : kThere; };
+      const auto missing = [&](u32 j) {
+        return on && FIRST + j / kSumWords != own() && words[j].z != tag ? at(j) + 8 : kThere;
+      };
       const auto fetch = [&](u32 j) {
         if (missing(j) != kThere) words[j] = load_system_16(base + at(j));
       };
-      poll<COUNT * kSumWords, false>(launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteSums, [](u32 at) { return FIRST + at / RANK; });
+      poll<COUNT * kSumWords, false>(
+          launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteSums,
+          [](u32 at) { return FIRST + at / RANK; });
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         float of[COUNT];

@@ -1,32 +1,39 @@
-// What flows into a block: weights and KV pages through one ring of stages, activations through another. A stage belongs to all eight consumer warps: each
-// waits for every stage in order and releases it, and both stream warps take part in every one, so parities cannot alias.
+// What flows into a block: weights and KV pages through one ring of stages, activations through another. A stage
+// belongs to all eight consumer warps: each waits for every stage in order and releases it, and both stream warps take
+// part in every one, so parities cannot alias.
 #pragma once
 
-/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at most so many stages, one in so many clocks (below memory's rate, because
-/// what flows then delays the exchange). Passes of prompts are slower with it.
+/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at
+/// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
+/// Passes of prompts are slower with it.
 constexpr u32 kAhead = kPrompt ? 0 : 4, kAheadClocks = 2000;
 
-/// A lane's part of stages: if it is `on`, it copies `bytes` of each to offset `to`, one stage's behind the other's in memory.
+/// A lane's part of stages: if it is `on`, it copies `bytes` of each to offset `to`, one stage's behind the other's in
+/// memory.
 struct Run {
   bool on;
   const u8* from;
   u32 to, bytes, stages;
 };
 
-/// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every other lane (a bulk copy costs a warp about
-/// 50 clocks a lane).
+/// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every
+/// other lane (a bulk copy costs a warp about 50 clocks a lane).
 struct Producer {
   const Launch& launch;
   u32 shared;
   u64 policy;
-  u32 second, issued = 0, landed = 0, ahead = 0;  // stages; ahead: in the second-level cache, of those that are issued next
+  // Stages. ahead: how many of those that are issued next are in the second-level cache.
+  u32 second, issued = 0, landed = 0, ahead = 0;
 
-  LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp) : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
+  LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp)
+      : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again soon. `following`: stages that lie behind it in memory.
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again
+  /// soon. `following`: stages that lie behind it in memory.
   LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true, u32 following = 0) {
     const bool mine = on && (lane() & 1) == second;
-    const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0), full = shared + Shared::stage_full + 8 * slot;
+    const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),
+              full = shared + Shared::stage_full + 8 * slot;
     // Released: orders the consumers' reads before the copies that overwrite them (block).
     const u32 empty = shared + Shared::stage_empty + 8 * slot, phase = issued / kStages & 1 ^ 1;
     long long hastened = 0;
@@ -42,7 +49,8 @@ struct Producer {
     ahead -= ahead > 0;
     if (lane() == 0) {
       // Landed: bounds what is in flight.
-      for (; landed + kInFlight <= issued; landed++) wait_barrier(launch, shared + Shared::stage_full + 8 * (landed % kStages), landed / kStages & 1, kSiteLanded);
+      for (; landed + kInFlight <= issued; landed++)
+        wait_barrier(launch, shared + Shared::stage_full + 8 * (landed % kStages), landed / kStages & 1, kSiteLanded);
       mbarrier_expect(full, total);
     }
     __syncwarp();
@@ -54,33 +62,39 @@ struct Producer {
   }
   LP_DEVICE void stream(const Run& run) {
 #pragma unroll 1
-    for (u32 i = 0; i < run.stages; i++) issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, true, run.stages - 1 - i);
+    for (u32 i = 0; i < run.stages; i++)
+      issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, true, run.stages - 1 - i);
   }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
   template <class C> LP_DEVICE static Run run(const u8* product, int leaf_steps) {
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
-    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * C::P::leaves) + leaf * leaf_steps * unit.width) * kFragment;
-    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment), (u32)(C::steps * unit.width * kFragment), (u32)(C::leaves * leaf_steps / C::steps)};
+    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * C::P::leaves) +
+                                leaf * leaf_steps * unit.width) *
+                                   kFragment;
+    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment),
+               (u32)(C::steps * unit.width * kFragment), (u32)(C::leaves * leaf_steps / C::steps)};
   }
   /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
   template <class C> LP_DEVICE static Run own_run(const u8* product, int pass) {
     using P = typename C::P;
     const int width = C::width(pass, lane());
     const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
-    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)(C::steps * width * kFragment), (u32)(P::steps / C::steps)};
+    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)(C::steps * width * kFragment),
+               (u32)(P::steps / C::steps)};
   }
 
  private:
-  /// Whether nothing is in flight. Asked while the ring is full, so that the last stage's barrier is in its phase or in the one after.
+  /// Whether nothing is in flight. Asked while the ring is full, so that the last stage's barrier is in its phase or in
+  /// the one after.
   LP_DEVICE bool all_landed() const {
     const u32 last = issued - 1;
     return any_lane(mbarrier_test_wait(shared + Shared::stage_full + 8 * (last % kStages), last / kStages & 1));
   }
 };
 
-/// The warp that fetches activations as soon as who writes them has published them. All blocks read them, for as long as weights stream past: they are to stay in the
-/// second-level cache.
+/// The warp that fetches activations as soon as who writes them has published them. All blocks read them, for as long
+/// as weights stream past: they are to stay in the second-level cache.
 struct Input {
   const Launch& launch;
   u32 shared, filled = 0, ready = 0;  // filled: slots
@@ -93,9 +107,11 @@ struct Input {
 #pragma unroll 1
     for (int n = 0; n < C::leaves; n++) {
       const int leaf = C::first_leaf() + n;
-      for (int way = 0; way < C::ways; way++) await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
+      for (int way = 0; way < C::ways; way++)
+        await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
 #pragma unroll 1
-      for (int k = 0; k < leaf_steps; k += C::input_steps) copy<C::ways>(vector + (u64)((leaf + (int)lane() * C::leaves) * leaf_steps + k) * kStepBytes);
+      for (int k = 0; k < leaf_steps; k += C::input_steps)
+        copy<C::ways>(vector + (u64)((leaf + (int)lane() * C::leaves) * leaf_steps + k) * kStepBytes);
     }
   }
   /// Input of the block's own tiles: all of it, once a pass.
@@ -110,7 +126,8 @@ struct Input {
   }
 
  private:
-  /// Waits for counter `index`; all are looked at together. Orders what its writers published before the copies that follow (grid, generic before async).
+  /// Waits for counter `index`; all are looked at together. Orders what its writers published before the copies that
+  /// follow (grid, generic before async).
   LP_DEVICE void await(u64 counters, u32 count, u32 index, u32 target, u32 site) {
     if (ready >> index & 1) return;
     const long long begun = clock64();
@@ -133,7 +150,9 @@ struct Input {
       mbarrier_expect(full, bytes);
     }
     __syncwarp();
-    if (lane() < WAYS) bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS, full, policy_evict_last());
+    if (lane() < WAYS)
+      bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS,
+                full, policy_evict_last());
     __syncwarp();
     filled++;
   }
@@ -152,12 +171,13 @@ struct Consumer {
     __syncwarp();
     return shared + Shared::ring + slot * kStageBytes;
   }
-  /// Gives the stage back and moves on. All lanes must have used (not only requested) what they read: an arrive overtakes loads of its own
-  /// warp that are still queued. `never` is false, but the compiler cannot know if it is computed from every result.
-  /// `warps`: for how many consumer warps; the others skip it.
+  /// Gives the stage back and moves on. All lanes must have used (not only requested) what they read: an arrive
+  /// overtakes loads of its own warp that are still queued. `never` is false, but the compiler cannot know if it is
+  /// computed from every result. `warps`: for how many consumer warps; the others skip it.
   LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
+    if (lane_index() == 0)
+      mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
     stages++;
   }
   /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.

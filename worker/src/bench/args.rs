@@ -61,7 +61,8 @@ pub struct BenchArgs {
     pub steps: u32,
 
     /// Measure the time from a prompt of so many tokens to its first token, too
-    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_PROMPT", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_PROMPT",
+          value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub prompt: Option<u32>,
 
     /// Memory that read bandwidth is measured over, in MiB; must be far above the caches [default: 1024, on a GPU 8192]
@@ -70,7 +71,8 @@ pub struct BenchArgs {
     pub read_mib: Option<u32>,
 
     /// Thread blocks of the GPU's kernel [default: what suits the model]
-    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BLOCKS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BLOCKS",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub blocks: Option<u32>,
 
     /// How tokens are drawn: 0 for the most likely one
@@ -82,7 +84,8 @@ pub struct BenchArgs {
     pub top_p: f32,
 
     /// Log-probabilities of each token, and of this many likely ones
-    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_LOGPROBS", value_parser = clap::value_parser!(u32).range(0..=20))]
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_LOGPROBS",
+          value_parser = clap::value_parser!(u32).range(0..=20))]
     pub logprobs: Option<u32>,
 
     /// How the phases of a step become launches on the GPU; several are measured in turns

@@ -314,7 +314,8 @@ impl Display for Report {
         if let Some(PromptReport { tokens, ms, best_ms, tokens_per_s }) = &self.prompt {
             writeln!(
                 f,
-                "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} tokens/s"
+                "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} \
+                 tokens/s"
             )?;
         }
         writeln!(f, "\nof read: median step against median pass; of best: median step against fastest pass")

@@ -90,11 +90,11 @@ fn exchanges_between_ranks_stand_under_the_phases_and_in_json() {
     let report = BatchReport { exchanges: Some(exchanges.clone()), ..report };
     let text = report.to_string();
     let told: Vec<_> = text.strip_prefix(&without).unwrap().lines().collect();
-    let sums = "o 2.25 (mean 2.38, most 4.25; 1.00 to all heard, 0.75 for a word), down 2.75 (mean 2.88, most 4.75; 1.50 to \
-                all heard, 1.25 for a word)";
+    let sums = "o 2.25 (mean 2.38, most 4.25; 1.00 to all heard, 0.75 for a word), down 2.75 (mean 2.88, most 4.75; \
+                1.50 to all heard, 1.25 for a word)";
     assert_eq!(told[0], format!("us from the last push of sums to their last use, median of layers: {sums}"));
-    let clocks = "a word between ranks takes 0.75 to 0.88 us at least; their clocks agree to 0.06 us among three ranks, 0.03 \
-                  between halves of the layers";
+    let clocks = "a word between ranks takes 0.75 to 0.88 us at least; their clocks agree to 0.06 us among three \
+                  ranks, 0.03 between halves of the layers";
     assert_eq!(told[1..], [clocks]);
 
     let json = serde_json::to_value(&report).unwrap();

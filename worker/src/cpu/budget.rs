@@ -51,8 +51,8 @@ impl Needs {
             "the weights alone do not fit: use a smaller model or a machine with more memory"
         };
         let available = format!(
-            "{available} are free here (each of {ranks} ranks: {weights} of weights, {kv} of KV cache, {activations} of \
-             activations, {exchange} of exchange memory, {OVERHEAD_BYTES} of everything else); {help}"
+            "{available} are free here (each of {ranks} ranks: {weights} of weights, {kv} of KV cache, {activations} \
+             of activations, {exchange} of exchange memory, {OVERHEAD_BYTES} of everything else); {help}"
         );
         Err(LoadError::TooLarge { what: "the ranks of the group", needed, available })
     }

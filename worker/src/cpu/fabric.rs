@@ -5,7 +5,7 @@
 //! flag:
 //!
 //! ```text
-//! producer: writes the slice, then stores flag = epoch (release)     orders the values before the flag, between processes
+//! producer: writes the slice, then stores flag = epoch (release)   orders values before flag, between processes
 //! consumer: loads flag (acquire) until it is not behind the epoch, then reads the slice
 //! ```
 //!

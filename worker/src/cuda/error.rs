@@ -11,7 +11,8 @@ pub enum CudaError {
     NoDriver,
     /// There is a driver, but no GPU.
     #[error(
-        "GPU {ordinal} is not there: the driver shows {count} (check nvidia-smi and CUDA_VISIBLE_DEVICES), or use --device cpu"
+        "GPU {ordinal} is not there: the driver shows {count} (check nvidia-smi and CUDA_VISIBLE_DEVICES), or use \
+         --device cpu"
     )]
     NoDevice {
         /// Number asked for.
@@ -21,7 +22,8 @@ pub enum CudaError {
     },
     /// The kernels are written for another generation.
     #[error(
-        "GPU {ordinal} is an {name} of compute capability {major}.{minor}; the kernels need 9.0 (H100, H200): use --device cpu"
+        "GPU {ordinal} is an {name} of compute capability {major}.{minor}; the kernels need 9.0 (H100, H200): use \
+         --device cpu"
     )]
     Generation {
         /// Its number.
@@ -35,8 +37,8 @@ pub enum CudaError {
     },
     /// There is nothing to compile kernels with.
     #[error(
-        "NVRTC, which compiles the kernels, is not found: install the CUDA 13 toolkit or the Python package nvidia-cuda-nvrtc, \
-         and set LD_LIBRARY_PATH to its folder or LOOPLANE_NVRTC to libnvrtc.so.13"
+        "NVRTC, which compiles the kernels, is not found: install the CUDA 13 toolkit or the Python package \
+         nvidia-cuda-nvrtc, and set LD_LIBRARY_PATH to its folder or LOOPLANE_NVRTC to libnvrtc.so.13"
     )]
     NoCompiler,
     /// The library that LOOPLANE_NVRTC names cannot be used.
@@ -64,8 +66,8 @@ pub enum CudaError {
     Shape(String),
     /// The GPUs of a group cannot be its members.
     #[error(
-        "{0}; choose GPUs that reach each other by CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p w shows which do), or a smaller \
-         --tp"
+        "{0}; choose GPUs that reach each other by CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p w shows which do), or a \
+         smaller --tp"
     )]
     Peers(String),
     /// A kernel does not fit the GPU as it is launched.
@@ -106,7 +108,8 @@ fn help(code: CUresult) -> &'static str {
     use CUresult as C;
     match code {
         C::CUDA_ERROR_OUT_OF_MEMORY => {
-            "another process may use the GPU's memory (see nvidia-smi); lower --kv-memory-mib, or --kv-pages where it is given"
+            "another process may use the GPU's memory (see nvidia-smi); lower --kv-memory-mib, or --kv-pages where it \
+             is given"
         }
         C::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE => {
             "the GPU must be free: another process may hold some of its multiprocessors (MPS, MIG)"
@@ -134,7 +137,8 @@ mod tests {
         let generation = CudaError::Generation { ordinal: 1, name: "NVIDIA A100-SXM4-80GB".into(), major: 8, minor: 0 };
         assert_eq!(
             generation.to_string(),
-            "GPU 1 is an NVIDIA A100-SXM4-80GB of compute capability 8.0; the kernels need 9.0 (H100, H200): use --device cpu"
+            "GPU 1 is an NVIDIA A100-SXM4-80GB of compute capability 8.0; the kernels need 9.0 (H100, H200): use \
+             --device cpu"
         );
         assert!(CudaError::NoDriver.to_string().contains("--device cpu"));
         assert!(CudaError::NoCompiler.to_string().contains("nvidia-cuda-nvrtc"));

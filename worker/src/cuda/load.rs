@@ -297,7 +297,8 @@ fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel])
     let facts = &gpu.facts;
     let spilled: u32 = kernels.iter().filter_map(|kernel| kernel.resources).map(|of| of.spilled).sum();
     format!(
-        "GPU {}: {}, {} blocks on {} multiprocessors, driver for CUDA {}.{}, NVRTC {}, {spilled} bytes of registers spilled",
+        "GPU {}: {}, {} blocks on {} multiprocessors, driver for CUDA {}.{}, NVRTC {}, {spilled} bytes of registers \
+         spilled",
         facts.ordinal,
         facts.name,
         layout.blocks(),

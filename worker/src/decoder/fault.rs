@@ -72,7 +72,8 @@ pub enum Fault {
     },
     /// Another rank did not arrive in time.
     #[error(
-        "rank {rank} waited {waited_ms} ms for rank {peer} in step {step}, {phase}: expected {expected}, last seen {seen}"
+        "rank {rank} waited {waited_ms} ms for rank {peer} in step {step}, {phase}: expected {expected}, last seen \
+         {seen}"
     )]
     WaitLimit {
         /// This rank.
@@ -102,8 +103,8 @@ pub enum Fault {
     },
     /// A thread of the GPU's kernel waited past its limit.
     #[error(
-        "rank {rank}, step {step}: {}block {block}, thread {thread} of the kernel waited too long for {site}: expected {expected}, \
-         last seen {seen}",
+        "rank {rank}, step {step}: {}block {block}, thread {thread} of the kernel waited too long for {site}: \
+         expected {expected}, last seen {seen}",
         missing.map_or(String::new(), |missing| format!("rank {missing} did not speak; "))
     )]
     KernelWait {

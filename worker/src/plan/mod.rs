@@ -95,7 +95,8 @@ pub enum PlanError {
     GroupSize(usize),
     /// The query heads, or their leaves, do not divide.
     #[error(
-        "tensor parallelism {tensor_parallel} does not divide the {heads} attention heads of the model into equal shards"
+        "tensor parallelism {tensor_parallel} does not divide the {heads} attention heads of the model into equal \
+         shards"
     )]
     Heads {
         /// Ranks.

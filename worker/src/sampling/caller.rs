@@ -9,7 +9,8 @@ pub trait Exchange {
 
     /// Gives this rank's words to all ranks and returns those of all ranks, concatenated in rank order.
     ///
-    /// Every rank calls this equally often with equally many words, at most [`Sampler::max_words`](super::Sampler::max_words).
+    /// Every rank calls this equally often with equally many words, at most
+    /// [`Sampler::max_words`](super::Sampler::max_words).
     fn all_gather(&mut self, mine: &[u32]) -> Result<&[u32], Self::Error>;
 }
 

@@ -81,7 +81,8 @@ pub enum ScalingError {
     Config(String),
     /// There is too little to fit.
     #[error(
-        "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: measure more shapes, at batch 1 and 8, and on both"
+        "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: \
+         measure more shapes, at batch 1 and 8, and on both"
     )]
     TooFew {
         /// Steps.

@@ -197,8 +197,10 @@ impl Display for Report {
         let limit = self.machine.read_gb_s;
         writeln!(
             f,
-            "Fitted on groups of 1 and 2 GPUs: a stream without waits reaches {:.1} % of the read limit ({limit:.0} GB/s), {:.1} % in passes of 8; an exchange over the chip takes \
-             {exchange_us:.2} us and {value_us:.3} us for 1000 values, one across GPUs {rank_us:.2} us more and the link's time; a step {step_us:.0} us besides.\n",
+            "Fitted on groups of 1 and 2 GPUs: a stream without waits reaches {:.1} % of the read limit ({limit:.0} \
+             GB/s), {:.1} % in passes of 8; an exchange over the chip takes {exchange_us:.2} us and {value_us:.3} us \
+             for 1000 values, one across GPUs {rank_us:.2} us more and the link's time; a step {step_us:.0} us \
+             besides.\n",
             reach * 100.0,
             reach_of_8 * 100.0,
         )?;
@@ -222,13 +224,15 @@ impl Display for Report {
         }
         writeln!(
             f,
-            "\n\nCalculated at {} positions. With even shares: if every block streamed the same bytes in each phase; half exchanges: if those over the chip took half as long; free ranks: if \
-             telling another GPU cost no more than telling another block.\n",
+            "\n\nCalculated at {} positions. With even shares: if every block streamed the same bytes in each phase; \
+             half exchanges: if those over the chip took half as long; free ranks: if telling another GPU cost no \
+             more than telling another block.\n",
             self.context
         )?;
         writeln!(
             f,
-            "| shape | GPUs | batch | floor, ms | ms a step | of the floor's rate | even shares | half exchanges | free ranks | most to gain |"
+            "| shape | GPUs | batch | floor, ms | ms a step | of the floor's rate | even shares | half exchanges | \
+             free ranks | most to gain |"
         )?;
         writeln!(f, "|---|---|---|---|---|---|---|---|---|---|")?;
         for of in &self.predicted {
@@ -236,7 +240,8 @@ impl Display for Report {
             let (remedy, gain) = of.remedy();
             writeln!(
                 f,
-                "| {} | {ranks} | {batch} | {floor_ms:.2} | **{step_ms:.2}** | {:.0} % | {even_ms:.2} | {half_exchange_ms:.2} | {free_ranks_ms:.2} | {remedy}: {:.0} % |",
+                "| {} | {ranks} | {batch} | {floor_ms:.2} | **{step_ms:.2}** | {:.0} % | {even_ms:.2} | \
+                 {half_exchange_ms:.2} | {free_ranks_ms:.2} | {remedy}: {:.0} % |",
                 of.model,
                 floor_ms / step_ms * 100.0,
                 gain * 100.0,

@@ -57,7 +57,8 @@ fn files_that_say_nothing_are_refused_by_name() {
     assert!(refused("{}").starts_with("FILE: missing field"), "{}", refused("{}"));
     let of = |model, device| {
         format!(
-            r#"{{"model": "{model}", "device": "{device}", "tensor_parallel": 1, "shard_of": null, "read": {{"best_gb_s": 1}}, "batches": []}}"#
+            r#"{{"model": "{model}", "device": "{device}", "tensor_parallel": 1, "shard_of": null,
+            "read": {{"best_gb_s": 1}}, "batches": []}}"#
         )
     };
     assert!(refused(&of("/models/x", "cuda")).starts_with("FILE: /models/x is no shape"));
@@ -72,8 +73,9 @@ fn files_that_say_nothing_are_refused_by_name() {
 #[test]
 fn a_model_directory_is_predicted_as_the_shape_of_its_dimensions() {
     let folder = tempfile::tempdir().unwrap();
-    let json = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false,
+    let json = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false,
         "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu"}"#;
     std::fs::write(folder.path().join("config.json"), json).unwrap();
     let model = folder.path().display().to_string();

@@ -1,5 +1,5 @@
-// What the sampler uses of ptx/ptx.cuh, sync/wait.cuh and ops/lanes.cuh, on a host: every thread of every block is a fiber of one host thread, warps meet
-// at collectives. For tests of the sampler without a GPU; nothing here is fast.
+// What the sampler uses of ptx/ptx.cuh, sync/wait.cuh and ops/lanes.cuh, on a host: every thread of every block is a
+// fiber of one host thread, warps meet at collectives. For tests of the sampler without a GPU; nothing here is fast.
 #pragma once
 #include <math.h>
 #include <stdio.h>
@@ -18,7 +18,16 @@ namespace emulated {
 
 struct Meeting { u64 slots[2][32]; u32 arrived, generation; }; // of a warp
 struct Barrier { u32 arrived, generation; };
-struct Fiber { ucontext_t context; Meeting* warp; u32 lane; Barrier* barriers; bool done; const u32* wait; u32 wait_value; std::vector<char> stack; };
+struct Fiber {
+  ucontext_t context;
+  Meeting* warp;
+  u32 lane;
+  Barrier* barriers;
+  bool done;
+  const u32* wait;
+  u32 wait_value;
+  std::vector<char> stack;
+};
 inline ucontext_t scheduler;
 inline Fiber* current;
 inline std::function<void(u32, u32)> body;
@@ -47,10 +56,16 @@ inline void launch(u32 blocks, u32 threads, u32 seed, std::function<void(u32, u3
   memset((void*)barriers.data(), 0, barriers.size() * sizeof(Barrier));
   for (u32 i = 0; i < fibers.size(); i++) {
     Fiber& fiber = fibers[i];
-    fiber.warp = &warps[i / 32]; fiber.lane = i % 32; fiber.barriers = &barriers[i / threads * 16]; fiber.done = false; fiber.wait = nullptr;
+    fiber.warp = &warps[i / 32];
+    fiber.lane = i % 32;
+    fiber.barriers = &barriers[i / threads * 16];
+    fiber.done = false;
+    fiber.wait = nullptr;
     fiber.stack.resize(48 << 10);
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data(); fiber.context.uc_stack.ss_size = fiber.stack.size(); fiber.context.uc_link = &scheduler;
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, (void (*)())enter, 2, i / threads, i % threads);
   }
   u32 left = fibers.size(), step = 1 + 2 * (seed % 1000);
@@ -88,15 +103,36 @@ template <class L> void wait_failed(const L& launch, u32 site, u32 expected, u32
   exit(3);
 }
 template <class T> T shuffle(T v, u32 lane) { return (T)emulated::meet(v)[lane % 32]; }
-template <class T> T shuffle_xor(T v, u32 mask) { const u32 l = emulated::current->lane; return (T)emulated::meet(v)[l ^ mask]; }
+template <class T> T shuffle_xor(T v, u32 mask) {
+  const u32 l = emulated::current->lane;
+  return (T)emulated::meet(v)[l ^ mask];
+}
 
 namespace sampling {
 
 LP_DEVICE void warp_sync() { emulated::meet(0); }
-LP_DEVICE u32 warp_max(u32 v) { const u64* s = emulated::meet(v); u64 m = 0; for (int i = 0; i < 32; i++) m = s[i] > m ? s[i] : m; return (u32)m; }
-LP_DEVICE u32 warp_add(u32 v) { const u64* s = emulated::meet(v); u32 n = 0; for (int i = 0; i < 32; i++) n += (u32)s[i]; return n; }
-LP_DEVICE u32 ballot(bool v) { const u64* s = emulated::meet(v); u32 n = 0; for (int i = 0; i < 32; i++) n |= (u32)s[i] << i; return n; }
-LP_DEVICE u64 shuffle_up(u64 v, u32 by) { const u32 l = emulated::current->lane; return emulated::meet(v)[l < by ? l : l - by]; }
+LP_DEVICE u32 warp_max(u32 v) {
+  const u64* s = emulated::meet(v);
+  u64 m = 0;
+  for (int i = 0; i < 32; i++) m = s[i] > m ? s[i] : m;
+  return (u32)m;
+}
+LP_DEVICE u32 warp_add(u32 v) {
+  const u64* s = emulated::meet(v);
+  u32 n = 0;
+  for (int i = 0; i < 32; i++) n += (u32)s[i];
+  return n;
+}
+LP_DEVICE u32 ballot(bool v) {
+  const u64* s = emulated::meet(v);
+  u32 n = 0;
+  for (int i = 0; i < 32; i++) n |= (u32)s[i] << i;
+  return n;
+}
+LP_DEVICE u64 shuffle_up(u64 v, u32 by) {
+  const u32 l = emulated::current->lane;
+  return emulated::meet(v)[l < by ? l : l - by];
+}
 
 LP_DEVICE u32 bits(float v) { u32 r; memcpy(&r, &v, 4); return r; }
 LP_DEVICE float float_of(u32 v) { float r; memcpy(&r, &v, 4); return r; }

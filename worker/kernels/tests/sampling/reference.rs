@@ -97,7 +97,8 @@ fn main() {
             local.resize(padded_vocab, f32::NAN);
             let Ok(results) = sampler.sample(&[row], &mut local, &mut Alone::default(), &Serial);
             let sampled = results[0].clone();
-            let both = |token: u32, cpu: f32| [cpu, integer.as_ref().map_or(0.0, |i| i.logprob(logits[token as usize]))];
+            let exact = |token: u32| integer.as_ref().map_or(0.0, |i| i.logprob(logits[token as usize]));
+            let both = |token: u32, cpu: f32| [cpu, exact(token)];
             let mut words = vec![sampled.token];
             words.extend(both(sampled.token, sampled.logprob.unwrap_or(0.0)).map(f32::to_bits));
             words.push(sampled.top.len() as u32);

@@ -12,12 +12,14 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "$0")"
 
 emulated() { # name vocab blocks threads [flags [rows]]
-  g++ -O2 -std=c++17 -ffp-contract=off -Wall -Wno-unknown-pragmas -Wno-unused-function -I. -I../.. -DLP_EMULATED "-DLP_COLUMNS=${6:-4}" \
-    "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" ${5:-} -x c++ harness.cu -o "$out/host_$1"
+  g++ -O2 -std=c++17 -ffp-contract=off -Wall -Wno-unknown-pragmas -Wno-unused-function -I. -I../.. -DLP_EMULATED \
+    "-DLP_COLUMNS=${6:-4}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" ${5:-} -x c++ harness.cu \
+    -o "$out/host_$1"
 }
 device() { # name vocab blocks threads [flags [rows]]
-  nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --fmad=false -I../.. --expt-relaxed-constexpr ${CUDART_DIR:+-L$CUDART_DIR} "-DLP_COLUMNS=${6:-8}" \
-    "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" ${5:-} harness.cu -o "$out/gpu_$1"
+  nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --fmad=false -I../.. --expt-relaxed-constexpr \
+    ${CUDART_DIR:+-L$CUDART_DIR} "-DLP_COLUMNS=${6:-8}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" \
+    ${5:-} harness.cu -o "$out/gpu_$1"
 }
 expected() { # program vocab
   "$out/$1" cases "$out/cases_$2"

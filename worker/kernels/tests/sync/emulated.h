@@ -1,5 +1,6 @@
-// The machine under the kernel's headers, on a host: a thread stands for a lane, mbarriers are one atomic word, bulk copies are made by a thread of
-// their own after a while. Barriers order what the GPU's order and nothing else, so that ThreadSanitizer sees what the protocol forgets.
+// The machine under the kernel's headers, on a host: a thread stands for a lane, mbarriers are one atomic word, bulk
+// copies are made by a thread of their own after a while. Barriers order what the GPU's order and nothing else, so that
+// ThreadSanitizer sees what the protocol forgets.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -72,7 +73,8 @@ inline void __syncwarp() {}
 inline float __uint_as_float(u32 v) { return __builtin_bit_cast(float, v); }
 inline u32 __float_as_uint(float v) { return __builtin_bit_cast(u32, v); }
 inline long long clock64() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count() / 40;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count() / 40;
 }
 inline void fence_system() {}
 inline void trap() { std::abort(); }
@@ -87,8 +89,8 @@ inline void stumble() {
   if (state >> 26 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state >> 16 & 255));
 }
 
-// ---- exchange words: atomic, and ordered by nothing but fences. ThreadSanitizer knows no fences: here one makes what the thread has seen
-// an acquire, and the 16-byte words that it writes next a release. ----
+// ---- exchange words: atomic, and ordered by nothing but fences. ThreadSanitizer knows no fences: here one makes what
+// the thread has seen an acquire, and the 16-byte words that it writes next a release. ----
 inline thread_local std::vector<const u64*> seen_tags;
 inline thread_local bool fenced = false;
 inline void fence_gpu() {
@@ -114,7 +116,9 @@ inline Quad load_relaxed_8x2(const u8* p) {
   const u64 a = load_relaxed_u64(p), b = load_relaxed_u64(p + 8);
   return Quad{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
 }
-inline Quad load_relaxed_4x4(const u8* p) { return Quad{load_relaxed_u32(p), load_relaxed_u32(p + 4), load_relaxed_u32(p + 8), load_relaxed_u32(p + 12)}; }
+inline Quad load_relaxed_4x4(const u8* p) {
+  return Quad{load_relaxed_u32(p), load_relaxed_u32(p + 4), load_relaxed_u32(p + 8), load_relaxed_u32(p + 12)};
+}
 inline void store_relaxed_u32(u8* p, u32 v) {
   fenced = false;
   __atomic_store_n((u32*)p, v, __ATOMIC_RELAXED);
@@ -220,8 +224,10 @@ struct Copies {
         copy = queue.front();
         queue.pop_front();
       }
-      // Not before all lanes have been where one asked for it, so what may be in flight together is; they may be through with everything.
-      for (int ms = 0; lanes_met == copy.asked && ms < 5; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      // Not before all lanes have been where one asked for it, so what may be in flight together is; they may be
+      // through with everything.
+      for (int ms = 0; lanes_met == copy.asked && ms < 5; ms++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
       stumble();
       std::memcpy(shared_bytes + copy.to, copy.from, copy.bytes);
       under_way--;
@@ -248,7 +254,9 @@ inline void bulk_prefetch_l2(const void* from, u32 bytes) {
 
 // ---- arithmetic: a product only notes which fragment it was given ----
 inline void mma_m16n8k16(float*, const Quad& a, u32, u32) { seen_fragments->push_back(a.x); }
-inline u32 bf16_pair(float low, float high) { return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16; }
+inline u32 bf16_pair(float low, float high) {
+  return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16;
+}
 inline float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float rsqrt_approx(float x) { return 1 / std::sqrt(x); }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes (rings of two warps and of one), and the
-# vectors' words of several blocks, one of them without tiles; then the negative controls, which must be reported. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
+# (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
+# negative controls, which must be reported. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -8,8 +9,8 @@ trap 'rm -rf "$out"' EXIT
 build() { # OUT SOURCE FLAGS...
     local to=$1 source=$2
     shift 2
-    "${CXX:-c++}" -std=c++20 -O1 -g -fsanitize=thread -Wall -Wno-unknown-pragmas -DLP_VOCAB=512 -DLP_WINDOW=0 -DLP_QKV_BIAS=0 -DLP_QK_NORM=0 \
-        -DLP_TIED=0 -DLP_EPS=0 "$@" -o "$out/$to" "$source" -pthread
+    "${CXX:-c++}" -std=c++20 -O1 -g -fsanitize=thread -Wall -Wno-unknown-pragmas -DLP_VOCAB=512 -DLP_WINDOW=0 \
+        -DLP_QKV_BIAS=0 -DLP_QK_NORM=0 -DLP_TIED=0 -DLP_EPS=0 "$@" -o "$out/$to" "$source" -pthread
 }
 noticed() { # WHAT PROGRAM SYMPTOM...
     local what=$1 program=$2
@@ -21,14 +22,18 @@ noticed() { # WHAT PROGRAM SYMPTOM...
     grep -q "${@/#/-e}" "$out/log" || { cat "$out/log" >&2; exit 1; }
     echo "$what: noticed"
 }
-shared=(-DLP_LAYERS=1 -DLP_COLUMNS=1 -DLP_HIDDEN=512 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=4608 -DLP_BLOCKS=3)
-own=(-DLP_LAYERS=1 -DLP_COLUMNS=1 -DLP_HIDDEN=384 -DLP_HEADS=4 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=128 -DLP_INTERMEDIATE=400 -DLP_BLOCKS=5)
-words=(-DLP_LAYERS=2 -DLP_COLUMNS=8 -DLP_HIDDEN=192 -DLP_HEADS=4 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=80 -DLP_BLOCKS=3)
+shared=(-DLP_LAYERS=1 -DLP_COLUMNS=1 -DLP_HIDDEN=512 -DLP_HEADS=16
+    -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=4608 -DLP_BLOCKS=3)
+own=(-DLP_LAYERS=1 -DLP_COLUMNS=1 -DLP_HIDDEN=384 -DLP_HEADS=4
+    -DLP_KV_HEADS=4 -DLP_HEAD_DIM=128 -DLP_INTERMEDIATE=400 -DLP_BLOCKS=5)
+words=(-DLP_LAYERS=2 -DLP_COLUMNS=8 -DLP_HIDDEN=192 -DLP_HEADS=4
+    -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=80 -DLP_BLOCKS=3)
 build shared stream.cpp "${shared[@]}"
 build own stream.cpp "${own[@]}"
 build early stream.cpp "${shared[@]}" -DLP_RELEASE_EARLY
 build unpaced stream.cpp "${shared[@]}" -DLP_UNPACED
-idle=(-DLP_LAYERS=3 -DLP_COLUMNS=8 -DLP_HIDDEN=48 -DLP_HEADS=4 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=33 -DLP_BLOCKS=4)
+idle=(-DLP_LAYERS=3 -DLP_COLUMNS=8 -DLP_HIDDEN=48 -DLP_HEADS=4
+    -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=33 -DLP_BLOCKS=4)
 build words words.cpp "${words[@]}"
 build idle words.cpp "${idle[@]}"
 build kept words.cpp "${words[@]}" -DLP_KEEP_WORDS

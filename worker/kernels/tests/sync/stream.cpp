@@ -1,6 +1,8 @@
-// The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer warp gets the fragments that
-// the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY` is the negative control: slots are given back before
-// they are read. What full rings bring into L2 is what they were told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show. See run.sh.
+// The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer
+// warp gets the fragments that the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY`
+// is the negative control: slots are given back before they are read. What full rings bring into L2 is what they were
+// told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show.
+// See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -22,7 +24,8 @@ template <class P> bool in_leaf(u64 at, u32 bytes, u64 offset, int unit, int rin
   const u64 begin = offset + ((u64)tile * P::steps + ring * P::leaf_steps * width) * kFragment;
   return at >= begin && at + bytes <= begin + P::leaf_steps * width * kFragment && at % 16 == 0 && bytes % 16 == 0;
 }
-/// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the weights, over 16.
+/// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the
+/// weights, over 16.
 template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
   if (leaf >= P::leaves) return;
   const int end = P::first_tile(blockIdx.x + 1);
@@ -103,7 +106,8 @@ int main() {
       u32 b[kSteps > Down::leaf_steps ? kSteps : Down::leaf_steps][2] = {};
       for (int round = 0; round < kRounds; round++) {
         // Held up as by an exchange, until full rings have looked ahead.
-        for (int ms = 0; brought_ahead == 0 && ms < 10000; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (int ms = 0; brought_ahead == 0 && ms < 10000; ms++)
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
         multiply<Qkv>(consumer, partials, b);
         multiply<O>(consumer, partials, b);
         multiply<GateUp>(consumer, partials, b);
@@ -141,7 +145,9 @@ int main() {
     copies.more.notify_all();
   }
   copier.join();
-  std::printf("%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's; %d times too many rings had chunks in flight; %u bytes brought into L2 ahead\n", (int)kRings, Shared::slots, kSlotBytes,
-              kRounds, wrong.load(), crowded.load(), brought_ahead.load());
+  std::printf(
+      "%d rings of %u slots of %u bytes, %d rounds: %d warps saw other fragments than the layout's; %d times too many "
+      "rings had chunks in flight; %u bytes brought into L2 ahead\n",
+      (int)kRings, Shared::slots, kSlotBytes, kRounds, wrong.load(), crowded.load(), brought_ahead.load());
   return wrong != 0 || crowded != 0 || brought_ahead == 0;
 }

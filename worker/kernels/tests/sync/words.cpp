@@ -1,8 +1,10 @@
-// The vectors' exchange words over several blocks, launches and steps, with the kernel's own headers, under ThreadSanitizer: what a warp takes is what this step
-// and layer wrote, and zeros that clear a set are ordered between the last read of what was there and the next word. A thread is a warp, its lanes one after the other.
-// Nothing but turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer; there a warp more, as the producer is, reads nothing but the step's items.
-// Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not open; `-DLP_FALL_BEHIND`
-// lets steps end that a warp has not begun. See run.sh.
+// The vectors' exchange words over several blocks, launches and steps, with the kernel's own headers, under
+// ThreadSanitizer: what a warp takes is what this step and layer wrote, and zeros that clear a set are ordered between
+// the last read of what was there and the next word. A thread is a warp, its lanes one after the other. Nothing but
+// turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer;
+// there a warp more, as the producer is, reads nothing but the step's items. Negative controls: `-DLP_KEEP_WORDS`
+// clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not
+// open; `-DLP_FALL_BEHIND` lets steps end that a warp has not begun. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -30,14 +32,20 @@ struct Pass {
   bool sampling;
 };
 constexpr u32 kNever = ~0u;
-constexpr Pass kPasses[] = {{3, 5, 1, kNever, true}, {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true}, {6, 9, 3, 2, true}, {2, 1, 0, kNever, false}, {4, 4, 9, kNever, true}};
+constexpr Pass kPasses[] = {{3, 5, 1, kNever, true}, {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true},
+                            {6, 9, 3, 2, true},      {2, 1, 0, kNever, false}, {4, 4, 9, kNever, true}};
 
 enum Kind : u32 { kAttentionX, kAttentionOut, kMlpX, kActivation };
 /// What word t of (k block, column) should hold: four small numbers, which are exact as bf16.
 struct Expected {
   u32 serial, layer;  // serial: of the step
   Kind kind;
-  float value(int i, int k_block, int column, int t) const { return i == 0 ? (float)(serial % 200 + 1) : i == 1 ? (float)(layer * 4 + kind) : i == 2 ? (float)k_block : (float)(column * 4 + t); }
+  float value(int i, int k_block, int column, int t) const {
+    return i == 0   ? (float)(serial % 200 + 1)
+           : i == 1 ? (float)(layer * 4 + kind)
+           : i == 2 ? (float)k_block
+                    : (float)(column * 4 + t);
+  }
 };
 
 /// A warp of a block in a launch.
@@ -77,12 +85,14 @@ struct Role {
   }
 
   // ---- consumers ----
-  template <class V, int LEAVES, int STEPS, bool SQUARES> void take(const Expected& expected, u32 vector, u32 active, Partials& partials) {
+  template <class V, int LEAVES, int STEPS, bool SQUARES> void take(const Expected& expected, u32 vector, u32 active,
+                                                                    Partials& partials) {
     for (int leaf = warp; leaf < LEAVES; leaf += kReaders)
       each_lane([&] {
         const int column = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
         u32 b[STEPS][2];
-        get_fragments<STEPS, SQUARES>(launch, launch.words + vector + leaf * V::leaf_bytes, 0, active, b, kSiteAttentionX);
+        get_fragments<STEPS, SQUARES>(launch, launch.words + vector + leaf * V::leaf_bytes, 0, active, b,
+                                      kSiteAttentionX);
         for (int k = 0; k < STEPS; k++)
           for (int h = 0; h < 2; h++) {
             const auto value = [&](int i) { return expected.value(2 * h + i, leaf * STEPS + k, column, t); };
@@ -97,7 +107,8 @@ struct Role {
       const int column = job / (kHeads * kDimTiles), k_block = job % (kHeads * kDimTiles);
       for (int t = 0; active >> column & 1 && t < 4; t++) {
         const auto value = [&](int i) { return expected.value(i, k_block, column, t); };
-        store_relaxed_8(launch.words + vector + AttentionVector::word(k_block, column, t), ~bf16_pair(value(0), value(1)), ~bf16_pair(value(2), value(3)));
+        store_relaxed_8(launch.words + vector + AttentionVector::word(k_block, column, t),
+                        ~bf16_pair(value(0), value(1)), ~bf16_pair(value(2), value(3)));
       }
     }
   }
@@ -118,12 +129,19 @@ struct Role {
         const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
         const u32 at = vectors_at(shared, tag(step) + layer);
         if (layer == kLayers && !pass.sampling) return;
-        if (layer == kLayers ? heads() : has<O>()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x, active, partials);
+        if (layer == kLayers ? heads() : has<O>())
+          take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x,
+                                                                active, partials);
         if (layer == kLayers) break;
         merge(expected(kAttentionOut), at + Vectors::attention_out, active);
-        if (has<O>()) take<AttentionVector, kHeadLeaves, O::leaf_steps, false>(expected(kAttentionOut), at + Vectors::attention_out, active, partials);
-        if (has<GateUp>()) take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kMlpX), at + Vectors::mlp_x, active, partials);
-        if (has<Down>()) take<ActivationVector, kDownLeaves, kDownSteps, false>(expected(kActivation), at + Vectors::activation, active, partials);
+        if (has<O>())
+          take<AttentionVector, kHeadLeaves, O::leaf_steps, false>(expected(kAttentionOut), at + Vectors::attention_out,
+                                                                   active, partials);
+        if (has<GateUp>())
+          take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kMlpX), at + Vectors::mlp_x, active, partials);
+        if (has<Down>())
+          take<ActivationVector, kDownLeaves, kDownSteps, false>(expected(kActivation), at + Vectors::activation,
+                                                                 active, partials);
       }
     }
   }
@@ -137,7 +155,8 @@ struct Role {
     for (int s = 0; s < Epilogue::kSets; s++)
       each_lane([&] {
         const int tile = O::first_tile(blockIdx.x) + 2 * s + Epilogue::half();
-        for (int i = 0; i < kEpilogueColumns; i++) epilogue.hidden(s)[i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
+        for (int i = 0; i < kEpilogueColumns; i++)
+          epilogue.hidden(s)[i] = expected.value(i, tile, epilogue.word_column(), Epilogue::word());
         epilogue.publish_hidden(vector, s, 1, active, 0);
       });
   }
@@ -146,15 +165,19 @@ struct Role {
     for (int tile = GateUp::first_tile(blockIdx.x); tile < GateUp::first_tile(blockIdx.x + 1); tile++)
       each_lane([&] {
         float v[kEpilogueColumns];
-        for (int i = 0; i < kEpilogueColumns; i++) v[i] = expected.value(i, tile / 2, epilogue.word_column(), Epilogue::word());
-        epilogue.publish<ActivationVector>(vector, tile / 2, v, active, 0, Epilogue::half() == 0 && Epilogue::word() / 2 == tile % 2);
+        for (int i = 0; i < kEpilogueColumns; i++)
+          v[i] = expected.value(i, tile / 2, epilogue.word_column(), Epilogue::word());
+        epilogue.publish<ActivationVector>(vector, tile / 2, v, active, 0,
+                                           Epilogue::half() == 0 && Epilogue::word() / 2 == tile % 2);
       });
   }
   /// Token words to all blocks and from all; true if the launch is to end.
   bool exchange_tokens(const Epilogue& epilogue, u32 step, u32 active) const {
     const auto words = [&](int column) { return launch.words + token_words(step, column); };
     fence_gpu();
-    for (int c = 0; c < kEpilogueColumns; c++) store_relaxed_16(words(epilogue.column(c)) + blockIdx.x * 16, 0, 0, tag(step), step == pass.stop && blockIdx.x == 0);
+    for (int c = 0; c < kEpilogueColumns; c++)
+      store_relaxed_16(words(epilogue.column(c)) + blockIdx.x * 16, 0, 0, tag(step),
+                       step == pass.stop && blockIdx.x == 0);
     bool stopped = false;
     for (int c = 0; c < kEpilogueColumns; c++) {
       const int column = epilogue.column(c);
@@ -226,7 +249,8 @@ int main() {
     Row rows[kColumns] = {};
     for (u32 r = 0; r < pass.row_count; r++) rows[r].last_position = r % 2 ? pass.shortest : pass.steps;
     Launch launch{};
-    launch.words = aligned, launch.report = report, launch.rows = rows, launch.row_count = pass.row_count, launch.steps = pass.steps, launch.epoch = epoch;
+    launch.words = aligned, launch.report = report, launch.rows = rows, launch.row_count = pass.row_count;
+    launch.steps = pass.steps, launch.epoch = epoch;
     std::vector<std::thread> threads;
     for (u32 b = 0; b < kBlocks; b++) {
       const u32 shared = b * kBlockBytes;
@@ -239,14 +263,16 @@ int main() {
       store_shared_u32(shared + Shared::last_step, pass.steps);
       begin_turns(shared);
       mbarrier_init(shared + Shared::begun, kReaders);
-      store_shared_u32(shared + Shared::turns_before, load_relaxed_u32(launch.words + Words::steps + b * 4) * (kLayers + 1) - launch.epoch);
+      store_shared_u32(shared + Shared::turns_before,
+                       load_relaxed_u32(launch.words + Words::steps + b * 4) * (kLayers + 1) - launch.epoch);
       for (u32 w = 0; w < kReaders + kEpilogueWarps + kIdleBlocks; w++)
         threads.emplace_back([&, b, w, shared] {
           blockIdx.x = b;
           Warp alone(1);
           warp_of_lane = &alone;
           const bool idle = w == kReaders + kEpilogueWarps;
-          Role role{launch, pass, serial, shared, w < kReaders ? w : idle ? kProducer : kEpilogue + w - kReaders, wrong};
+          Role role{launch, pass, serial, shared, w < kReaders ? w : idle ? kProducer : kEpilogue + w - kReaders,
+                    wrong};
           role.lane(0);
           if (w < kReaders) role.consume();
           else if (idle) role.idle();
@@ -257,6 +283,7 @@ int main() {
     epoch += pass.steps * (kLayers + 1);
     serial += pass.steps;
   }
-  std::printf("%d blocks, %u steps of %d layers: %d fragments of another step or place\n", kBlocks, serial, kLayers, wrong.load());
+  std::printf("%d blocks, %u steps of %d layers: %d fragments of another step or place\n", kBlocks, serial, kLayers,
+              wrong.load());
   return wrong != 0;
 }

@@ -7,13 +7,15 @@
 import argparse, contextlib, ctypes, os
 
 import variants
-from variants import NARROW, PROMPT, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation, enqueue, kernel_of, prompt_of
+from variants import (NARROW, PROMPT, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation,
+                      enqueue, kernel_of, prompt_of)
 
 BLOCKS, ROUNDS, STEPS, PROMPT_TOKENS = 128, 9, 128, 2048
 
 
 def cubin(args, name, columns, ranks):
-    return os.path.join(args.dir, f"{name}_{columns}_tp{ranks}{f'_apart{blocks_of(args, ranks)}' if args.apart else ''}{args.name and '_' + args.name}.cubin")
+    apart = f"_apart{blocks_of(args, ranks)}" if args.apart else ""
+    return os.path.join(args.dir, f"{name}_{columns}_tp{ranks}{apart}{args.name and '_' + args.name}.cubin")
 
 
 def blocks_of(args, ranks):
@@ -25,11 +27,14 @@ def build(args):
         for ranks in args.ranks:
             shape = Shape(**SHAPES[name]).of_rank(ranks, blocks_of(args, ranks))
             for columns in args.columns:
-                compile_cubin(cubin(args, name, columns, ranks), f"{kernel_of(columns)}.cu", [*shape.defines(columns), f"-DLP_RANKS_HERE={1 if args.apart else ranks}", *args.defines.split()])
+                compile_cubin(
+                    cubin(args, name, columns, ranks), f"{kernel_of(columns)}.cu",
+                    [*shape.defines(columns), f"-DLP_RANKS_HERE={1 if args.apart else ranks}", *args.defines.split()])
 
 
 class Group:
-    """Kernels of all ranks, which are launched together. `apart`: on a GPU each. `beside`: a group with the same pages, whose KV it uses."""
+    """Kernels of all ranks, which are launched together. `apart`: on a GPU each. `beside`: a group with the same pages,
+    whose KV it uses."""
 
     def __init__(self, models, columns, path, apart, beside=None, **sizes):
         self.apart, self.kernels = apart, []
@@ -50,7 +55,8 @@ class Group:
         else:
             first = self.kernels[0]
             parameters = b"".join(kernel.parameter(len(rows), steps, int(logits)) for kernel in self.kernels)
-            enqueue(first.function, first.model.shape.blocks * len(self.kernels), first.threads, first.shared, parameters)
+            enqueue(first.function, first.model.shape.blocks * len(self.kernels), first.threads, first.shared,
+                    parameters)
         self.each(Kernel.record)
         self.each(Kernel.finish)
         tokens = [kernel.tokens(steps) for kernel in self.kernels]
@@ -81,10 +87,12 @@ def bits(args):
         base = {}
         for ranks in (1, *args.ranks):
             shape = whole if ranks == 1 else whole.of_rank(ranks, blocks_of(args, ranks))
-            models = [model] if ranks == 1 else [Model(shape, positions=1024, of=model, rank=rank) for rank in range(ranks)]
+            shards = lambda: [Model(shape, positions=1024, of=model, rank=rank) for rank in range(ranks)]
+            models = [model] if ranks == 1 else shards()
 
             def group_of(columns, **more):
-                path = os.path.join(args.dir, f"{name}_{columns}.cubin") if ranks == 1 else cubin(args, name, columns, ranks)
+                alone = os.path.join(args.dir, f"{name}_{columns}.cubin")
+                path = alone if ranks == 1 else cubin(args, name, columns, ranks)
                 return Group(models, columns, path, args.apart and ranks > 1, slots=64, pages=64 * 4, **more)
 
             for columns in args.columns:
@@ -101,15 +109,22 @@ def bits(args):
                 base.setdefault(columns, (flat, steps))
                 first = base[columns]
                 equal = [variants.torch.equal(a, b) for a, b in zip(flat, first[0])]
-                print(f"{name}, {ranks} ranks, {columns} columns: {sum(equal)} of {len(equal)} rows have the bits of one rank; the same tokens: {steps == first[1]}", flush=True)
+                print(
+                    f"{name}, {ranks} ranks, {columns} columns: {sum(equal)} of {len(equal)} rows have the bits of one "
+                    f"rank; the same tokens: {steps == first[1]}",
+                    flush=True)
 
 
 def step_logits(before, group, tokens):
-    """Logits after a prompt, whose passes are of the group `before`; where that samples nothing, the last token's is of `group`."""
+    """Logits after a prompt, whose passes are of the group `before`; where that samples nothing, the last token's is of
+    `group`."""
     chunk, last = before.columns, 1 if before is not group else 0
     for first in range(0, len(tokens) - last, chunk):
         part = tokens[first : min(first + chunk, len(tokens) - last)].tolist()
-        before.launch([dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1 - last) for i, token in enumerate(part)])
+        before.launch([
+            dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1 - last)
+            for i, token in enumerate(part)
+        ])
     if last:
         group.launch([decoding(int(tokens[-1]), len(tokens) - 1)])
     return [group.logits(0 if last else len(part) - 1)]
@@ -126,23 +141,33 @@ def time_(args):
                     group_models.append(Model(shape, plain=False, positions=PROMPT_TOKENS, rank=rank))
             for columns in args.columns:
                 groups, times = {}, {}
-                sizes = dict(pages=PROMPT_TOKENS // 64, slots=1) if columns == PROMPT else dict(pages=max(8, columns) * 10, slots=max(8, columns))
+                sizes = dict(pages=max(8, columns) * 10, slots=max(8, columns))
+                if columns == PROMPT:
+                    sizes = dict(pages=PROMPT_TOKENS // 64, slots=1)
                 for variant in args.variants.split(","):
                     args.name, times[variant] = variant, []
-                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart, **sizes)
+                    groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart,
+                                            **sizes)
                 for turn in range(ROUNDS + 2):
                     for variant, group in groups.items():
                         ms = timed_prompt(group) if columns == PROMPT else timed_steps(group, context)
                         if turn > 1:  # the first ones warm up
                             times[variant].append(ms)
-                moved = group_models[0].bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * columns * (context + STEPS / 2)
+                position_bytes = shape.layers * shape.kv_heads * shape.head_dim * 4
+                moved = group_models[0].bytes + position_bytes * columns * (context + STEPS / 2)
                 floor = moved / variants.LIMIT_GBS / 1e6
                 for variant, ms in times.items():
                     ms = sorted(ms)
                     if columns == PROMPT:
-                        print(f"{name} {variant or 'plain':8} tp {ranks} prompt of {PROMPT_TOKENS} tokens: {ms[ROUNDS // 2]:.1f} ms ({ms[0]:.1f} to {ms[-1]:.1f})", flush=True)
+                        print(
+                            f"{name} {variant or 'plain':8} tp {ranks} prompt of {PROMPT_TOKENS} tokens: "
+                            f"{ms[ROUNDS // 2]:.1f} ms ({ms[0]:.1f} to {ms[-1]:.1f})",
+                            flush=True)
                         continue
-                    print(f"{name} {variant or 'plain':8} tp {ranks} batch {columns}: {ms[ROUNDS // 2]:.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f}), floor {floor:.3f}, {100 * floor / ms[ROUNDS // 2]:.1f} %", flush=True)
+                    print(
+                        f"{name} {variant or 'plain':8} tp {ranks} batch {columns}: {ms[ROUNDS // 2]:.3f} ms "
+                        f"({ms[0]:.3f} to {ms[-1]:.3f}), floor {floor:.3f}, {100 * floor / ms[ROUNDS // 2]:.1f} %",
+                        flush=True)
                 del groups
 
 
@@ -156,7 +181,10 @@ def timed_prompt(group):
     """ms of a prompt's passes."""
     ms = 0
     for first in range(0, PROMPT_TOKENS, group.columns):
-        group.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(group.columns)], logits=False)
+        group.launch([
+            dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0)
+            for i in range(group.columns)
+        ], logits=False)
         ms += max(kernel.ms for kernel in group.kernels)
     return ms
 
@@ -172,7 +200,8 @@ def open_peers(ranks):
     for device in range(ranks):
         checked(driver.cuCtxSetCurrent(contexts[device]), "cuCtxSetCurrent")
         for peer in range(ranks):
-            if peer != device and (result := driver.cuCtxEnablePeerAccess(contexts[peer], 0)) not in (0, 704):  # 704: already
+            # 704: already
+            if peer != device and (result := driver.cuCtxEnablePeerAccess(contexts[peer], 0)) not in (0, 704):
                 checked(result, "cuCtxEnablePeerAccess")
     checked(driver.cuCtxSetCurrent(contexts[0]), "cuCtxSetCurrent")
 

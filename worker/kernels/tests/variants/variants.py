@@ -1,19 +1,24 @@
-"""Variants of the looped decoder, side by side on one GPU: builds the kernel with different `-D`s, checks it against torch, compares bits, times.
+"""Variants of the looped decoder, side by side on one GPU: builds the kernel with different `-D`s, checks it against
+torch, compares bits, times.
 
-    variants.py build 8b llama-1b small                  # here: needs nvcc (the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime 13.0 will do)
+    variants.py build 8b llama-1b small                  # needs nvcc, no GPU
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
     variants.py build fit --columns 8,32,64,128; variants.py wide fit --columns 32,64,128
-    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192; variants.py trace 8b --batch 8
+    variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192
+    variants.py trace 8b --batch 8
     variants.py chain 8b llama-1b                        # steps that the sampler draws, beside greedy ones in the loop
 
-`check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them (--dir). Models are random; the product is measured
-with `looplane bench --device cuda`. `small` stands for seven small shapes that cover every feature, `fit` for three that wide passes take.
+`build` takes nvcc of the wheels nvidia-cuda-nvcc, -nvvm, -crt and -runtime 13.0, too.
+`check`, `bits`, `time`, `chain` and `trace` need a GPU with torch, and the .cubin files that `build` wrote next to them
+(--dir). Models are random; the product is measured with `looplane bench --device cuda`. `small` stands for seven small
+shapes that cover every feature, `fit` for three that wide passes take.
 """
 import argparse, contextlib, ctypes, heapq, itertools, os, struct, subprocess, sys, time
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGE, LIMIT_GBS = 64, 4653
-NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128  # columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
+# columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
+NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128
 COLUMNS = (*NARROW, *WIDE, PROMPT)
 SAMPLER_BLOCKS, SAMPLER_THREADS = 132, 512
 
@@ -32,10 +37,12 @@ def most_leaves(n):
 class Shape:
     """Dimensions, and what follows from them as in layout/shape.cuh."""
 
-    def __init__(self, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, blocks=128, window=0, bias=0, norm=0, tied=0, ranks=1):
+    def __init__(self, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+                 blocks=128, window=0, bias=0, norm=0, tied=0, ranks=1):
         self.__dict__.update({k: v for k, v in locals().items() if k != "self"})
         self.eps, self.group, self.dim_tiles = 1e-5, heads // kv_heads, head_dim // 16
-        self.down_leaves, self.o_leaves = most_leaves(intermediate * ranks) // ranks, most_leaves(heads * ranks) // ranks
+        self.down_leaves = most_leaves(intermediate * ranks) // ranks
+        self.o_leaves = most_leaves(heads * ranks) // ranks
         self.down_steps = (intermediate // self.down_leaves + 15) // 16
         # (row tiles, k16 steps, tiles of a unit at most)
         ways = lambda leaves: 1 if ranks > 1 and leaves < 16 else 2
@@ -48,11 +55,13 @@ class Shape:
     def of_rank(self, ranks, blocks):
         """The dimensions of one of several ranks."""
         own = {k: self.__dict__[k] for k in ("layers", "hidden", "head_dim", "vocab", "window", "bias", "norm", "tied")}
-        return Shape(**own, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks), intermediate=self.intermediate // ranks, blocks=blocks, ranks=ranks)
+        return Shape(**own, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks),
+                     intermediate=self.intermediate // ranks, blocks=blocks, ranks=ranks)
 
     def defines(self, columns):
-        names = dict(LAYERS=self.layers, HIDDEN=self.hidden, HEADS=self.heads, KV_HEADS=self.kv_heads, HEAD_DIM=self.head_dim, INTERMEDIATE=self.intermediate,
-                     VOCAB=self.vocab, BLOCKS=self.blocks, WINDOW=self.window, QKV_BIAS=self.bias, QK_NORM=self.norm, TIED=self.tied,
+        names = dict(LAYERS=self.layers, HIDDEN=self.hidden, HEADS=self.heads, KV_HEADS=self.kv_heads,
+                     HEAD_DIM=self.head_dim, INTERMEDIATE=self.intermediate, VOCAB=self.vocab, BLOCKS=self.blocks,
+                     WINDOW=self.window, QKV_BIAS=self.bias, QK_NORM=self.norm, TIED=self.tied,
                      EPS=struct.unpack("<I", struct.pack("<f", self.eps))[0], COLUMNS=columns, RANKS=self.ranks)
         return [f"-DLP_{name}={value}" for name, value in names.items()]
 
@@ -65,7 +74,8 @@ class Shape:
     def others(self, block):
         """Tiles of gate and up before a block: in pairs where no block gets fuller by it."""
         tiles, up = self.gate_up[0], lambda n: -(-n // self.blocks)
-        return block * (tiles // 2) // self.blocks * 2 if 2 * up(tiles // 2) == up(tiles) else block * tiles // self.blocks
+        in_pairs = 2 * up(tiles // 2) == up(tiles)
+        return block * (tiles // 2) // self.blocks * 2 if in_pairs else block * tiles // self.blocks
 
     def deals_together(self):
         """Whether q, k and v of several ranks are dealt together with gate and up."""
@@ -89,7 +99,8 @@ class Shape:
 
 
 SHAPES = {
-    "8b": {}, "llama-1b": dict(layers=16, hidden=2048, head_dim=64, intermediate=8192, tied=1),
+    "8b": {},
+    "llama-1b": dict(layers=16, hidden=2048, head_dim=64, intermediate=8192, tied=1),
     "70b": dict(layers=80, hidden=8192, heads=64, kv_heads=8, intermediate=28672),
     "3b": dict(layers=28, hidden=3072, heads=24, intermediate=8192, tied=1),
     "gqa": dict(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=384, vocab=768),
@@ -98,11 +109,14 @@ SHAPES = {
     "mha": dict(layers=2, hidden=128, heads=16, kv_heads=16, head_dim=64, intermediate=256, vocab=768),
     "bias": dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, vocab=768, bias=1),
     "norm": dict(layers=2, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=768, norm=1),
-    # What wide passes take (kWideFits), small: 3, 6 and 4 qkv tiles a pair of blocks; 1, 1 and 2 tiles of the hidden state a block.
+    # What wide passes take (kWideFits), small: 3, 6 and 4 qkv tiles a pair of blocks; 1, 1 and 2 tiles of the hidden
+    # state a block.
     "wide": dict(layers=2, hidden=2048, heads=16, kv_heads=4, intermediate=4096, vocab=2048),
-    "wide-norm": dict(layers=2, hidden=2048, heads=32, kv_heads=8, intermediate=6144, vocab=5000, bias=1, norm=1, tied=1),
+    "wide-norm": dict(layers=2, hidden=2048, heads=32, kv_heads=8, intermediate=6144, vocab=5000, bias=1, norm=1,
+                      tied=1),
     "wide-window": dict(layers=2, hidden=4096, heads=16, kv_heads=8, intermediate=8192, vocab=2048, window=100),
-    # Of two ranks on 128 blocks (ranks.py --apart) some have no tiles of a layer, because those of gate and up come in pairs.
+    # Of two ranks on 128 blocks (ranks.py --apart) some have no tiles of a layer, because those of gate and up come in
+    # pairs.
     "idle": dict(layers=3, hidden=1024, heads=16, intermediate=3072, vocab=5000, norm=1, tied=1),
     "odd": dict(layers=2, hidden=512, heads=8, kv_heads=2, intermediate=1376, vocab=5000, bias=1, norm=1),
 }
@@ -124,13 +138,20 @@ def build(args):
     for name in args.shapes:
         for blocks in GRIDS if name in args.grids else (128,):
             for columns in args.columns if fits(name) else NARROW:
-                compile_cubin(cubin(args, name, columns, args.name, blocks), f"{kernel_of(columns)}.cu", [*Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split()])
-        sampler = dict(VOCAB=Shape(**SHAPES[name]).vocab, BLOCKS=SAMPLER_BLOCKS, COLUMNS=max(WIDE), SAMPLE_THREADS=SAMPLER_THREADS)
-        compile_cubin(cubin(args, name, "sampler", args.name), "sampler.cu", [f"-DLP_{key}={value}" for key, value in sampler.items()])
+                compile_cubin(cubin(args, name, columns, args.name, blocks), f"{kernel_of(columns)}.cu",
+                              [*Shape(**SHAPES[name], blocks=blocks).defines(columns), *args.defines.split()])
+        sampler = dict(VOCAB=Shape(**SHAPES[name]).vocab, BLOCKS=SAMPLER_BLOCKS, COLUMNS=max(WIDE),
+                       SAMPLE_THREADS=SAMPLER_THREADS)
+        compile_cubin(cubin(args, name, "sampler", args.name), "sampler.cu",
+                      [f"-DLP_{key}={value}" for key, value in sampler.items()])
 
 
 def compile_cubin(out, source, defines):
-    command = ["nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr", f"-I{KERNELS}", *defines, "-o", out, os.path.join(KERNELS, source)]
+    command = [
+        "nvcc", "-std=c++17", "-fmad=false", "-gencode=arch=compute_90a,code=sm_90a", "--cubin", "-Xptxas", "-v",
+        "--expt-relaxed-constexpr", f"-I{KERNELS}", *defines, "-o", out,
+        os.path.join(KERNELS, source)
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "spill" in line or "error" in line]
     print(os.path.basename(out), *told, sep=": ", flush=True)
@@ -157,7 +178,8 @@ def checked(result, what):
 def fragments(weight):
     """[rows, k] -> [row tiles * k16 steps, 256] in the register order of mma.m16n8k16's A."""
     rows, k = weight.shape
-    return weight.view(rows // 16, 2, 8, k // 16, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).reshape(rows // 16 * (k // 16), 256)
+    split = weight.view(rows // 16, 2, 8, k // 16, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6)
+    return split.reshape(rows // 16 * (k // 16), 256)
 
 
 class Model:
@@ -167,23 +189,35 @@ class Model:
         """`of`: the whole model, of which this is a rank's share."""
         s, self.shape, device = shape, shape, "cuda"
         torch.manual_seed(1 + rank)
-        order = torch.tensor([s.head_dim // 2 * half + 8 * tile + row for tile in range(s.dim_tiles) for half in range(2) for row in range(8)], device=device)
+        order = torch.tensor([
+            s.head_dim // 2 * half + 8 * tile + row for tile in range(s.dim_tiles) for half in range(2)
+            for row in range(8)
+        ], device=device)
         sizes = [p[0] * p[1] * 256 for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
         self.packed = torch.empty(s.layers * sum(sizes[:4]) + sizes[4], dtype=torch.bfloat16, device=device)
         self.bias = torch.zeros(s.layers, s.qkv[0] * 16, device=device)
         self.norms = torch.ones(s.layers, 2, s.head_dim, device=device)
         self.layers, self.used, out_scale = [], 0, (2 * s.layers) ** -0.5
-        weight = lambda *size, scale=1.0: torch.empty(*size, dtype=torch.bfloat16, device=device).normal_(0, deviation) * scale
+        empty = lambda *size: torch.empty(*size, dtype=torch.bfloat16, device=device)
+        weight = lambda *size, scale=1.0: empty(*size).normal_(0, deviation) * scale
         orders = [self.order(p) for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
         pad = s.down_steps * 16 - s.intermediate // s.down_leaves
-        rows = lambda x: torch.nn.functional.pad(x.view(s.down_leaves, s.intermediate // s.down_leaves, -1), (0, 0, 0, pad)).reshape(-1, 16, s.hidden)
+        rows = lambda x: torch.nn.functional.pad(x.view(s.down_leaves, s.intermediate // s.down_leaves, -1),
+                                                 (0, 0, 0, pad)).reshape(-1, 16, s.hidden)
         turned = lambda x, heads: x.view(heads, s.head_dim, -1)[:, order]
         # Tiles of gate and up: 8 rows of each, of a k block of down's input 0 to 3 and 8 to 11, then the others.
         mixed = lambda gate, up: torch.stack([x.view(-1, 2, 2, 4, s.hidden).transpose(1, 2) for x in (gate, up)], 2)
-        joined = lambda q, k, v: torch.cat([turned(q, s.heads).reshape(s.kv_heads, s.group * s.head_dim, -1), turned(k, s.kv_heads), v.view(s.kv_heads, s.head_dim, -1)], 1)
+        joined = lambda q, k, v: torch.cat([
+            turned(q, s.heads).reshape(s.kv_heads, s.group * s.head_dim, -1),
+            turned(k, s.kv_heads),
+            v.view(s.kv_heads, s.head_dim, -1)
+        ], 1)
         for layer in range(s.layers):
-            w = of.share(layer, rank, s) if of else dict(q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden), v=weight(s.kv_heads * s.head_dim, s.hidden),
-                     o=weight(s.hidden, s.heads * s.head_dim, scale=out_scale), gate=weight(s.intermediate, s.hidden), up=weight(s.intermediate, s.hidden), down=weight(s.hidden, s.intermediate, scale=out_scale))
+            w = of.share(layer, rank, s) if of else dict(
+                q=weight(s.heads * s.head_dim, s.hidden), k=weight(s.kv_heads * s.head_dim, s.hidden),
+                v=weight(s.kv_heads * s.head_dim, s.hidden), o=weight(s.hidden, s.heads * s.head_dim, scale=out_scale),
+                gate=weight(s.intermediate, s.hidden), up=weight(s.intermediate, s.hidden),
+                down=weight(s.hidden, s.intermediate, scale=out_scale))
             if not of:
                 w.update({"b" + n: torch.randn(w[n].shape[0], device=device) * 0.3 * s.bias for n in "qkv"})
                 w.update({"n" + n: 1 + 0.3 * torch.randn(s.head_dim, device=device) * s.norm for n in "qk"})
@@ -192,18 +226,21 @@ class Model:
             self.put(joined(w["q"], w["k"], w["v"]).reshape(-1, s.hidden), orders[0])
             self.put(w["o"], orders[1])
             self.put(mixed(rows(w["gate"]), rows(w["up"])).reshape(-1, s.hidden), orders[2])
-            self.put(torch.nn.functional.pad(w["down"].view(s.hidden, s.down_leaves, -1), (0, pad)).reshape(s.hidden, -1), orders[3])
+            down = torch.nn.functional.pad(w["down"].view(s.hidden, s.down_leaves, -1), (0, pad))
+            self.put(down.reshape(s.hidden, -1), orders[3])
             if plain:
                 self.layers.append(w)
         rows = s.head[0] * 16
-        shard = lambda x: torch.nn.functional.pad(x, (0, 0, 0, s.ranks * rows - x.shape[0]))[rank * rows : (rank + 1) * rows]
+        padded = lambda x: torch.nn.functional.pad(x, (0, 0, 0, s.ranks * rows - x.shape[0]))
+        shard = lambda x: padded(x)[rank * rows : (rank + 1) * rows]
         vocab = s.vocab if s.ranks == 1 else rows
         self.head = shard(of.head) if of else weight(vocab, s.hidden)
         self.put(torch.nn.functional.pad(self.head, (0, 0, 0, rows - self.head.shape[0])), orders[4])
         self.embedding = self.head if s.tied else shard(of.embedding) if of else weight(vocab, s.hidden)
         self.gamma = of.gamma if of else (1 + 0.1 * torch.randn(2 * s.layers + 1, s.hidden, device=device)).bfloat16()
         pairs = s.head_dim // 2
-        angles = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * 500000.0 ** (-torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
+        counted = lambda n: torch.arange(n, device=device, dtype=torch.float64)
+        angles = counted(positions)[:, None] * 500000.0 ** (-counted(pairs) / pairs)
         self.rope = torch.stack([angles.cos(), angles.sin()], 2).float().contiguous()
         self.bytes = self.packed.numel() * 2
 
@@ -211,14 +248,19 @@ class Model:
         """A rank's weights of a layer, by its dimensions."""
         w, s = self.layers[layer], self.shape
         q, i, kv = own.heads * own.head_dim, own.intermediate, rank * s.kv_heads // own.ranks * own.head_dim
-        heads, keys, columns = slice(rank * q, (rank + 1) * q), slice(kv, kv + own.kv_heads * own.head_dim), slice(rank * i, (rank + 1) * i)
+        heads, keys = slice(rank * q, (rank + 1) * q), slice(kv, kv + own.kv_heads * own.head_dim)
+        columns = slice(rank * i, (rank + 1) * i)
         rows = dict(q=heads, bq=heads, k=keys, bk=keys, v=keys, bv=keys, gate=columns, up=columns)
-        return {**w, **{name: w[name][of].contiguous() for name, of in rows.items()}, "o": w["o"][:, heads].contiguous(), "down": w["down"][:, columns].contiguous()}
+        return {
+            **w, **{name: w[name][of].contiguous() for name, of in rows.items()},
+            "o": w["o"][:, heads].contiguous(), "down": w["down"][:, columns].contiguous(),
+        }
 
     def order(self, product):
         """Fragments of a product in the order in which they lie in memory."""
         steps = torch.arange(product[1])[:, None]
-        return torch.cat([((tile + torch.arange(width)[None]) * product[1] + steps).reshape(-1) for tile, width in self.shape.units(product)]).cuda()
+        return torch.cat([((tile + torch.arange(width)[None]) * product[1] + steps).reshape(-1)
+                          for tile, width in self.shape.units(product)]).cuda()
 
     def put(self, weight, order):
         ordered = fragments(weight)[order].reshape(-1)
@@ -231,7 +273,8 @@ class Model:
         r = (lambda x: x.bfloat16().float()) if rounded else (lambda x: x)
         inverse = lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True) + s.eps)
         cos, sin, pairs = self.rope[:n, None, :, 0], self.rope[:n, None, :, 1], s.head_dim // 2
-        turn = lambda x: torch.cat([x[..., :pairs] * cos - x[..., pairs:] * sin, x[..., pairs:] * cos + x[..., :pairs] * sin], -1)
+        turn = lambda x: torch.cat(
+            [x[..., :pairs] * cos - x[..., pairs:] * sin, x[..., pairs:] * cos + x[..., :pairs] * sin], -1)
         at = torch.arange(n, device=device)
         seen = at[None] <= at[:, None]
         if s.window:
@@ -246,14 +289,16 @@ class Model:
             scores = (torch.einsum("ihd,jhd->hij", q, k) / s.head_dim**0.5).masked_fill(~seen, float("-inf"))
             h = h + r(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)).reshape(n, -1) @ w["o"].float().T
             x, scale = r(h * self.gamma[2 * layer + 1].float()), inverse(h)
-            h = h + r(torch.nn.functional.silu(x @ w["gate"].float().T * scale) * (x @ w["up"].float().T * scale)) @ w["down"].float().T
+            h = h + r(torch.nn.functional.silu(x @ w["gate"].float().T * scale) *
+                      (x @ w["up"].float().T * scale)) @ w["down"].float().T
         return (r(h * self.gamma[2 * s.layers].float()) @ self.head.float().T) * inverse(h)
 
 
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig, with one attribute."""
 
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
 
 
 def load_module(path, name):
@@ -261,7 +306,8 @@ def load_module(path, name):
     module, function, needs, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
     checked(driver.cuModuleLoadData(ctypes.byref(module), open(path, "rb").read()), f"cuModuleLoadData of {path}")
     checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{name}_needs".encode()), "cuModuleGetGlobal")
+    checked(driver.cuModuleGetGlobal_v2(ctypes.byref(needs), ctypes.byref(size), module, f"{name}_needs".encode()),
+            "cuModuleGetGlobal")
     told = (ctypes.c_uint64 * (size.value // 8))()
     checked(driver.cuMemcpyDtoH_v2(told, needs, size), "cuMemcpyDtoH")
     return function, list(told)
@@ -272,21 +318,24 @@ def enqueue(function, blocks, threads, shared, parameter):
     buffer = ctypes.create_string_buffer(parameter, len(parameter))
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
     cooperative = (ctypes.c_uint * 18)(2, 0, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, padding, 1
-    config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
+    config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared,
+                          torch.cuda.current_stream().cuda_stream, ctypes.addressof(cooperative), 1)
     checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "cuLaunchKernelEx")
 
 
 class Kernel:
-    """A kernel with its memory: the launches of looped_decoder.cu and wide_decoder.cu. KV pages, and words that nobody has to zero, begin full of NaN.
-    `beside`: a kernel with the same pages, whose KV it uses."""
+    """A kernel with its memory: the launches of looped_decoder.cu and wide_decoder.cu. KV pages, and words that nobody
+    has to zero, begin full of NaN. `beside`: a kernel with the same pages, whose KV it uses."""
 
     def __init__(self, model, columns, path, pages=64, slots=8, beside=None):
         s, self.model, self.columns, self.pages, self.epoch = model.shape, model, columns, pages, 1
-        self.function, (self.shared, self.threads, words, item_words, self.zeroed, self.item_pages, inbox, self.group_rows) = load_module(path, kernel_of(columns))
+        self.function, (self.shared, self.threads, words, item_words, self.zeroed, self.item_pages, inbox,
+                        self.group_rows) = load_module(path, kernel_of(columns))
         checked(driver.cuFuncSetAttribute(self.function, 8, self.shared), "cuFuncSetAttribute")
         self.stride = per_slot = pages // slots
         full = lambda n, type: torch.full((n,), float("nan"), dtype=type, device="cuda")
-        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // self.item_pages), dtype=torch.uint8, device="cuda")
+        self.words = torch.zeros(words + item_words * columns * s.kv_heads * -(-self.stride // self.item_pages),
+                                 dtype=torch.uint8, device="cuda")
         if columns not in NARROW:
             self.words.fill_(0xFF)
         # Of several ranks each writes its logits to all, as far from the inbox as its own are.
@@ -296,12 +345,14 @@ class Kernel:
         self.logits.fill_(float("nan"))
         self.kv = beside.kv if beside else full(s.layers * pages * s.kv_heads * PAGE * s.head_dim * 2, torch.bfloat16)
         self.k_scale = beside.k_scale if beside else full(s.layers * pages * s.kv_heads * PAGE, torch.float32)
-        self.page_table = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()[: slots * per_slot].view(slots, per_slot).cuda()
+        shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()
+        self.page_table = shuffled[: slots * per_slot].view(slots, per_slot).cuda()
         self.rows, self.items = torch.zeros(columns * 8, dtype=torch.int32, device="cuda"), None
         self.host = torch.zeros(1 << 17, dtype=torch.int64).pin_memory()  # report | 8: control | 128: tokens
 
     def launch(self, rows, steps=1, logits=True, stop=0, trace=None):
-        """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row, first_position, sample, last."""
+        """Tokens [steps][columns] as the kernel answers; rows: dicts of token, position, slot, first_row,
+        first_position, sample, last."""
         with self.timed(rows, steps, stop):
             self.enqueue(len(rows), steps, int(logits), trace=trace)
         return self.tokens(steps)
@@ -312,13 +363,18 @@ class Kernel:
     def parameter(self, rows, steps, flags, stopped=None, trace=None):
         """Of the next launch."""
         m = self.model
-        tensors = [m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale, self.words, self.page_table, self.logits, self.rows, self.items, stopped]
+        tensors = [
+            m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale,
+            self.words, self.page_table, self.logits, self.rows, self.items, stopped
+        ]
         base = self.host.data_ptr()
-        pointers = [0 if t is None else t.data_ptr() for t in tensors] + [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
+        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        pointers += [base + 1024, base + 64, base, 0 if trace is None else trace.data_ptr()]
         if self.zeroed:
             self.words[: self.zeroed] = 0
         inboxes = [inbox.data_ptr() for inbox in self.inboxes] + [0] * (16 - len(self.inboxes))
-        parameter = struct.pack("<18Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags, self.rank, 0, *inboxes)
+        parameter = struct.pack("<18Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags,
+                                self.rank, 0, *inboxes)
         self.epoch += steps * (m.shape.layers + 1)
         return parameter
 
@@ -327,7 +383,8 @@ class Kernel:
 
     @contextlib.contextmanager
     def timed(self, rows, steps, stop=0):
-        """Around launches: gives them their rows, waits for them, and says how long they took and how many steps ran."""
+        """Around launches: gives them their rows, waits for them, and says how long they took and how many steps
+        ran."""
         self.prepare(rows, steps, stop)
         yield
         self.record()
@@ -336,7 +393,10 @@ class Kernel:
     def prepare(self, rows, steps, stop=0):
         flat = []
         for row in rows:
-            flat += [row["token"], row["position"], row["slot"], row["first_row"], row["first_position"], row.get("sample", 1), row.get("last", 1 << 30), 0]
+            flat += [
+                row["token"], row["position"], row["slot"], row["first_row"], row["first_position"],
+                row.get("sample", 1), row.get("last", 1 << 30), 0
+            ]
         self.rows[: len(flat)] = torch.tensor(flat, dtype=torch.int64).int()
         if self.group_rows:
             self.items = torch.tensor(self.deal(rows, steps), dtype=torch.int32).cuda()
@@ -377,7 +437,8 @@ class Kernel:
             torch.cuda.synchronize()
         except Exception as error:
             report = self.host[:4].view(torch.int32)[1:6].tolist()
-            print(f"rank {self.rank} failed:", str(error).splitlines()[0], "| block, thread, site, expected, seen:", report, flush=True)
+            print(f"rank {self.rank} failed:", str(error).splitlines()[0],
+                  "| block, thread, site, expected, seen:", report, flush=True)
             os._exit(1)
         self.ms, self.ran = self.events[0].elapsed_time(self.events[1]), int(self.host[8]) >> 32
 
@@ -386,12 +447,16 @@ class Kernel:
         chunk, n = chunk or self.columns, len(tokens)
         for first in range(0, n, chunk):
             count = min(chunk, n - first)
-            rows = [dict(token=int(tokens[first + i]), position=first + i, slot=slot, first_row=0, first_position=first, sample=int(first + i == n - 1)) for i in range(count)]
+            rows = [
+                dict(token=int(tokens[first + i]), position=first + i, slot=slot, first_row=0, first_position=first,
+                     sample=int(first + i == n - 1)) for i in range(count)
+            ]
             out = self.launch(rows)
         return int(out[0, count - 1]), self.logits[count - 1, : self.model.shape.vocab].clone()
 
     def prompts(self, prompts, last=True):
-        """Runs prompts (by slot) in passes full of rows of any of them; what their last positions sampled and the logits, by slot. Without `last` nothing samples."""
+        """Runs prompts (by slot) in passes full of rows of any of them; what their last positions sampled and the
+        logits, by slot. Without `last` nothing samples."""
         rows = [(slot, position) for slot, tokens in prompts.items() for position in range(len(tokens))]
         result = {}
         for first in range(0, len(rows), self.columns):
@@ -399,8 +464,11 @@ class Kernel:
             for i, (slot, position) in enumerate(chunk):
                 begun.setdefault(slot, (i, position))
             samples = [last and position + 1 == len(prompts[slot]) for slot, position in chunk]
-            out = self.launch([dict(token=int(prompts[slot][position]), position=position, slot=slot, first_row=begun[slot][0], first_position=begun[slot][1], sample=int(sample))
-                               for (slot, position), sample in zip(chunk, samples)])
+            out = self.launch([
+                dict(token=int(prompts[slot][position]), position=position, slot=slot, first_row=begun[slot][0],
+                     first_position=begun[slot][1], sample=int(sample))
+                for (slot, position), sample in zip(chunk, samples)
+            ])
             for i, (slot, _) in enumerate(chunk):
                 if samples[i]:
                     result[slot] = int(out[0, i]), self.logits[i, : self.model.shape.vocab].clone()
@@ -414,21 +482,28 @@ class Chain:
         self.kernel, padded = kernel, kernel.logits.shape[1]
         self.function, (self.threads, words) = load_module(path, "sampler")
         zeros = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")
-        self.tensors = dict(processed=zeros(kernel.columns * padded), counts=zeros(kernel.columns * padded), words=zeros(words // 4), sampling=zeros(kernel.columns * 18), rows=kernel.rows, stopped=zeros(1))
+        self.tensors = dict(processed=zeros(kernel.columns * padded), counts=zeros(kernel.columns * padded),
+                            words=zeros(words // 4), sampling=zeros(kernel.columns * 18), rows=kernel.rows,
+                            stopped=zeros(1))
         self.logprobs = torch.zeros(kernel.columns * 168, dtype=torch.uint8).pin_memory()
 
     def run(self, rows, steps, temperature=0.0, top_p=1.0, top_k=0, logprobs=None, frequency_penalty=0.0):
         """Tokens [steps][columns]."""
         k = self.kernel
-        sampling = b"".join(struct.pack("<3f3I3f5I2Q", temperature, top_p, 0.0, top_k, 7 + slot, 0, 1.0, 0.0, frequency_penalty, int(logprobs is not None), logprobs or 0, 0, 0, 0, 0, 0) for slot in range(k.columns))
+        sampling = b"".join(
+            struct.pack("<3f3I3f5I2Q", temperature, top_p, 0.0, top_k, 7 + slot, 0, 1.0, 0.0, frequency_penalty,
+                        int(logprobs is not None), logprobs or 0, 0, 0, 0, 0, 0)
+            for slot in range(k.columns))
         self.tensors["sampling"].copy_(torch.frombuffer(bytearray(sampling), dtype=torch.int32))
         self.tensors["counts"].zero_()
         with k.timed(rows, steps):
             for step in range(steps):
                 k.enqueue(len(rows), 1, 3, stopped=self.tensors["stopped"] if step else None)
                 base = k.host.data_ptr()
-                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()] + [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base + 64, base]
-                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0, struct.pack("<12Q4I", *pointers, len(rows), step + 1, step, 0))
+                pointers = [k.logits.data_ptr()] + [tensor.data_ptr() for tensor in self.tensors.values()]
+                pointers += [base + 1024 + step * k.columns * 8, self.logprobs.data_ptr(), base + 64, base + 64, base]
+                enqueue(self.function, SAMPLER_BLOCKS, self.threads, 0,
+                        struct.pack("<12Q4I", *pointers, len(rows), step + 1, step, 0))
         return k.tokens(steps)
 
 
@@ -449,18 +524,25 @@ def relative(a, b):
 
 
 def check(args):
-    """Logits against torch; the same bits for passes of 1, 5 and 8 rows, for several steps with another row beside, and where many pages are merged."""
+    """Logits against torch; the same bits for passes of 1, 5 and 8 rows, for several steps with another row beside, and
+    where many pages are merged."""
     for name in args.shapes:
         shape, n = Shape(**SHAPES[name]), 150
         model, tokens = Model(shape, deviation(shape), positions=5120), prompt_of(shape, n)
         one, eight = (Kernel(model, columns, cubin(args, name, columns, args.name)) for columns in NARROW)
         exact, rounded = model.reference(tokens.cuda(), False)[-1], model.reference(tokens.cuda())[-1]
         token, logits = one.prompt(tokens)
-        same = [torch.equal(logits, eight.prompt(tokens)[1]), torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])]
+        same = [
+            torch.equal(logits, eight.prompt(tokens)[1]),
+            torch.equal(logits, eight.prompt(tokens, slot=3, chunk=5)[1])
+        ]
         steps = one.launch([decoding(token, n)], steps=6)[:, 0].tolist()
         last = one.logits[0, : shape.vocab].clone()
         beside = eight.launch([decoding(token, n), decoding(token, n, slot=3, row=1, last=n + 3)], steps=6)
-        same += [torch.equal(last, eight.logits[0, : shape.vocab]), beside[:, 0].tolist() == steps, beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2]
+        same += [
+            torch.equal(last, eight.logits[0, :shape.vocab]), beside[:, 0].tolist() == steps,
+            beside[:4, 1].tolist() == steps[:4], beside[4:, 1].tolist() == [0xFFFFFFFF] * 2
+        ]
         one.launch([decoding(token, n)], steps=20, stop=1)
         ran, long_one = one.ran, Kernel(model, 1, cubin(args, name, 1, args.name), pages=640)
         long_eight = Kernel(model, 8, cubin(args, name, 8, args.name), pages=640, beside=long_one)
@@ -470,7 +552,10 @@ def check(args):
             long_one.launch([decoding(token, position)], steps=3)
             long_eight.launch([decoding(token, position), decoding(token, position // 2, slot=3, row=1)], steps=3)
             same.append(torch.equal(long_one.logits[0, : shape.vocab], long_eight.logits[0, : shape.vocab]))
-        print(f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings ({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {ran}", flush=True)
+        print(
+            f"{name}: {relative(logits, rounded):.2e} from fp32 with the same roundings "
+            f"({relative(rounded, exact):.2e} by roundings alone); same bits and tokens: {same}; stopped after {ran}",
+            flush=True)
 
 
 def bits(args):
@@ -488,17 +573,24 @@ def bits(args):
                 out = kernel.launch([decoding(token, n)], steps=5)[:, 0].tolist()
                 got = (logits, kernel.logits[0, : s.vocab].clone(), out)
                 base = base or got
-                print(f"{name}, {blocks} blocks, {columns} columns: {[torch.equal(got[0], base[0]), torch.equal(got[1], base[1]), out == base[2]]}", flush=True)
+                print(
+                    f"{name}, {blocks} blocks, {columns} columns: "
+                    f"{[torch.equal(got[0], base[0]), torch.equal(got[1], base[1]), out == base[2]]}",
+                    flush=True)
             if blocks != 128:
                 continue
             wrong = 0
             for batch, place in [(b, p) for b in range(2, 9) for p in {0, b // 2, b - 1}]:
                 others = iter(range(1, 8))
-                rows = [decoding(token, n, 0, i) if i == place else decoding(nan, i * 7, next(others), i) for i in range(batch)]
+                rows = [
+                    decoding(token, n, 0, i) if i == place else decoding(nan, i * 7, next(others), i)
+                    for i in range(batch)
+                ]
                 out = kernel.launch(rows, steps=5)[:, place].tolist()
                 wrong += not (torch.equal(kernel.logits[place, : s.vocab], base[1]) and out == base[2])
             for repeat in range(200):
-                kernel.launch([decoding(token, n)] + [decoding(5 + repeat, 30 + repeat % 60, i, i) for i in range(1, 8)], steps=5)
+                kernel.launch([decoding(token, n)] +
+                              [decoding(5 + repeat, 30 + repeat % 60, i, i) for i in range(1, 8)], steps=5)
                 wrong += not torch.equal(kernel.logits[0, : s.vocab], base[1])
             print(f"{name}: wrong beside NaN or others: {wrong}", flush=True)
 
@@ -509,7 +601,8 @@ def alike(a, b):
 
 
 def wide(args):
-    """Rows of wide passes have the bits of narrow ones, whatever is beside them: prompts, decode, several steps, stops."""
+    """Rows of wide passes have the bits of narrow ones, whatever is beside them: prompts, decode, several steps,
+    stops."""
     for name in args.shapes:
         shape = Shape(**SHAPES[name])
         model, slots, steps = Model(shape, deviation(shape), plain=False, positions=args.longest + 64), 64, 5
@@ -519,44 +612,67 @@ def wide(args):
         lengths = torch.randint(1, args.longest, (slots,), generator=torch.Generator().manual_seed(11)).tolist()
         lengths[:4] = [1, 64, 65, args.longest]
         prompts = {slot: prompt_of(shape, length, slot) for slot, length in enumerate(lengths)}
-        room = dict(slots=slots + 32, pages=(slots + 32) * ((max(lengths) + 64) // PAGE + 1))  # the last are for the rows of NaN
+        # the last are for the rows of NaN
+        room = dict(slots=slots + 32, pages=(slots + 32) * ((max(lengths) + 64) // PAGE + 1))
         narrow = Kernel(model, 8, cubin(args, name, 8, args.name), **room)
         want = narrow.prompts(prompts)
         decoded = {}
         for first in range(0, slots, 8):
-            rows = [decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(range(first, first + 8))]
+            rows = [
+                decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99))
+                for i, slot in enumerate(range(first, first + 8))
+            ]
             out = narrow.launch(rows, steps)
             for i in range(8):
                 decoded[first + i] = out[:, i].tolist(), narrow.logits[i, : shape.vocab].clone()
 
         def compare(kernel, order, what, steps=steps, stop=0):
-            rows = [decoding(nan, 3, slots + i, i) if slot is None else decoding(want[slot][0], lengths[slot], slot, i, last=lengths[slot] + (2 if slot % 5 == 0 else 99)) for i, slot in enumerate(order)]
+            of_slot = lambda slot, i: decoding(want[slot][0], lengths[slot], slot, i,
+                                               last=lengths[slot] + (2 if slot % 5 == 0 else 99))
+            rows = [decoding(nan, 3, slots + i, i) if slot is None else of_slot(slot, i)
+                    for i, slot in enumerate(order)]
             out = kernel.launch(rows, steps, stop=stop)
-            tokens = sum(out[: kernel.ran, i].tolist() != decoded[slot][0][: kernel.ran] for i, slot in enumerate(order) if slot is not None)
-            logits = sum(not alike(kernel.logits[i, : shape.vocab], decoded[slot][1]) for i, slot in enumerate(order) if slot is not None and slot % 5)
-            print(f"{name}, {kernel.columns} columns, {what}: {tokens} rows with other tokens" + (f", {logits} with other logits" if kernel.ran == 5 else "") + f" of {len(order)}, {kernel.ran} steps, {kernel.ms:.2f} ms", flush=True)
+            tokens = sum(out[:kernel.ran, i].tolist() != decoded[slot][0][:kernel.ran] for i, slot in enumerate(order)
+                         if slot is not None)
+            logits = sum(not alike(kernel.logits[i, :shape.vocab], decoded[slot][1]) for i, slot in enumerate(order)
+                         if slot is not None and slot % 5)
+            print(
+                f"{name}, {kernel.columns} columns, {what}: {tokens} rows with other tokens" +
+                (f", {logits} with other logits" if kernel.ran == 5 else "") +
+                f" of {len(order)}, {kernel.ran} steps, {kernel.ms:.2f} ms", flush=True)
 
         for columns in WIDE:
             if columns not in args.columns:
                 continue
             kernel = Kernel(model, columns, cubin(args, name, columns, args.name), **room)
             got = kernel.prompts(prompts)
-            wrong = [slot for slot in range(slots) if got[slot][0] != want[slot][0] or not torch.equal(got[slot][1], want[slot][1])]
+            wrong = [
+                slot for slot in range(slots)
+                if got[slot][0] != want[slot][0] or not torch.equal(got[slot][1], want[slot][1])
+            ]
             print(f"{name}, {columns} columns: prompts with other bits: {wrong}", flush=True)
             mixed = torch.randperm(slots, generator=torch.Generator().manual_seed(5)).tolist()
             compare(kernel, mixed[:columns], "all different positions")
             compare(kernel, mixed[: columns // 2 + 1], "a part of the columns")
             compare(kernel, [slot if slot % 3 else None for slot in mixed[: columns // 2]], "beside NaN")
             compare(kernel, mixed[:columns], "told to stop", steps=20, stop=1)
-            differ = sum(not torch.equal(kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3), out) for out in [kernel.launch([decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3)] for _ in range(args.repeats))
+            repeat = lambda: kernel.launch(
+                [decoding(5, lengths[slot], slot, i) for i, slot in enumerate(mixed[:columns])], 3)
+            first = repeat()
+            differ = sum(not torch.equal(repeat(), first) for _ in range(args.repeats))
             print(f"{name}, {columns} columns: repeats that differ: {differ} of {args.repeats}", flush=True)
         if PROMPT in args.columns:
             decode = Kernel(model, 64, cubin(args, name, 64, args.name), **room)
             kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), **room, beside=decode)
             kernel.prompts({slot: tokens[:-1] for slot, tokens in prompts.items()}, last=False)
             order = list(range(64))
-            out = decode.launch([decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
-            wrong = [slot for slot in order if int(out[0, slot]) != want[slot][0] or not torch.equal(decode.logits[slot, : shape.vocab], want[slot][1])]
+            out = decode.launch(
+                [decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
+            wrong = [
+                slot for slot in order
+                if int(out[0, slot]) != want[slot][0]
+                or not torch.equal(decode.logits[slot, : shape.vocab], want[slot][1])
+            ]
             print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
 
 
@@ -564,18 +680,22 @@ WARM_SECONDS = 2.0
 
 
 def time_(args):
-    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster. Clocks drift for all alike, so each
-    is compared with the first variant round by round."""
+    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is
+    warm: a cool one is up to 2 % faster. Clocks drift for all alike, so each is compared with the first variant round
+    by round."""
     for name in args.shapes:
         contexts = args.context.split(",")
-        model = Model(Shape(**SHAPES[name]), plain=False, positions=max(2048, *(max(lengths_of(c, 64)) for c in contexts)) + 128)
+        model = Model(Shape(**SHAPES[name]), plain=False,
+                      positions=max(2048, *(max(lengths_of(c, 64)) for c in contexts)) + 128)
         for columns in args.columns:
             for context in contexts if columns != PROMPT else ["2048"]:
                 slots = max(8, columns) if columns != PROMPT else 1
                 lengths = lengths_of(context, columns)
                 kernels = {}
                 for variant in args.variants.split(","):
-                    kernels[variant] = Kernel(model, columns, cubin(args, name, columns, variant), pages=slots * ((max(lengths) + 127) // PAGE + 1), slots=slots, beside=next(iter(kernels.values()), None))
+                    kernels[variant] = Kernel(model, columns, cubin(args, name, columns, variant),
+                                              pages=slots * ((max(lengths) + 127) // PAGE + 1), slots=slots,
+                                              beside=next(iter(kernels.values()), None))
                 next(iter(kernels.values())).kv.normal_(0, 0.2)
                 run = timed_prompt if columns == PROMPT else timed_steps
                 begun = time.monotonic()
@@ -590,14 +710,16 @@ def time_(args):
                 first = next(iter(times.values()))
                 for variant, ms in times.items():
                     ratios = sorted(a / b for a, b in zip(ms, first))
-                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, lengths, sorted(ms), 100 * (ratios[len(ratios) // 2] - 1))
+                    report_time(model.shape, model.bytes, f"{name} {variant or 'plain':10}", columns, context, lengths,
+                                sorted(ms), 100 * (ratios[len(ratios) // 2] - 1))
 
 
 STEPS = 64
 
 
 def lengths_of(context, columns):
-    """Positions of each row before the launch: a number, for all; `mixed`, as `looplane bench --batch 1,8,32,64 --context 512` comes to them; `random`, 100 to 2000."""
+    """Positions of each row before the launch: a number, for all; `mixed`, as `looplane bench --batch 1,8,32,64
+    --context 512` comes to them; `random`, 100 to 2000."""
     if context == "mixed":
         return ([776] + 7 * [646] + 24 * [516] + 32 * [386])[:columns]
     if context == "random":
@@ -615,7 +737,10 @@ def timed_prompt(kernel, lengths):
     """ms of a prompt's passes."""
     ms = 0
     for first in range(0, lengths[0], kernel.columns):
-        kernel.launch([dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0) for i in range(kernel.columns)], logits=False)
+        kernel.launch([
+            dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0)
+            for i in range(kernel.columns)
+        ], logits=False)
         ms += kernel.ms
     return ms
 
@@ -626,22 +751,32 @@ def report_time(shape, weight_bytes, what, columns, context, lengths, ms, slower
     if columns == PROMPT:
         print(f"{what} prompt of {context} tokens: {middle:.1f} ms ({spread})", flush=True)
         return
-    moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * sum(length + STEPS / 2 for length in lengths)
+    positions = sum(length + STEPS / 2 for length in lengths)
+    moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * positions
     rate = moved / middle / 1e6
-    print(f"{what} batch {columns} context {context}: {middle:.3f} ms ({spread}), {rate:.0f} GB/s, {100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}", flush=True)
+    print(
+        f"{what} batch {columns} context {context}: {middle:.3f} ms ({spread}), {rate:.0f} GB/s, "
+        f"{100 * rate / LIMIT_GBS:.1f} % of {LIMIT_GBS}",
+        flush=True)
 
 
-SETTINGS = {"greedy": {}, "temperature 0.8": dict(temperature=0.8), "top_p 0.9": dict(temperature=0.8, top_p=0.9), "top_k 40, top_p 0.9": dict(temperature=0.8, top_p=0.9, top_k=40),
-            "penalty": dict(temperature=0.8, frequency_penalty=0.5), "greedy, 20 logprobs": dict(logprobs=20), "top_p 0.9, 20 logprobs": dict(temperature=0.8, top_p=0.9, logprobs=20)}
+SETTINGS = {
+    "greedy": {}, "temperature 0.8": dict(temperature=0.8), "top_p 0.9": dict(temperature=0.8, top_p=0.9),
+    "top_k 40, top_p 0.9": dict(temperature=0.8, top_p=0.9, top_k=40),
+    "penalty": dict(temperature=0.8, frequency_penalty=0.5),
+    "greedy, 20 logprobs": dict(logprobs=20), "top_p 0.9, 20 logprobs": dict(temperature=0.8, top_p=0.9, logprobs=20)
+}
 
 
 def chain(args):
-    """Milliseconds a step: greedy in the loop, and chains of steps that the sampler draws. Greedy chains must give the tokens of the loop."""
+    """Milliseconds a step: greedy in the loop, and chains of steps that the sampler draws. Greedy chains must give the
+    tokens of the loop."""
     context, steps = int(args.context), 64
     for name in args.shapes:
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
         for columns in args.columns:
-            kernel = Kernel(model, columns, cubin(args, name, columns, args.name), pages=columns * ((context + 127) // PAGE + 1), slots=columns)
+            kernel = Kernel(model, columns, cubin(args, name, columns, args.name),
+                            pages=columns * ((context + 127) // PAGE + 1), slots=columns)
             kernel.kv.normal_(0, 0.2)
             chained = Chain(kernel, cubin(args, name, "sampler", args.name))
             rows = [decoding(17 + i, context - 1, i, i) for i in range(columns)]
@@ -651,8 +786,13 @@ def chain(args):
             for setting, sampling in SETTINGS.items():
                 runs = [(chained.run(rows, steps, **sampling), kernel.ms / steps) for _ in range(5)]
                 ms, same = sorted(ms for _, ms in runs)[2], all(torch.equal(runs[0][0], tokens) for tokens, _ in runs)
-                told = f"tokens of the loop: {torch.equal(runs[0][0], looped[0][0])}" if not sampling else f"repeats alike: {same}"
-                print(f"{name}, batch {columns}, {setting}: {ms:.4f} ms, {100 * (ms / loop - 1):+.2f} %, {1000 * (ms - loop):+.1f} us; {told}", flush=True)
+                told = f"repeats alike: {same}"
+                if not sampling:
+                    told = f"tokens of the loop: {torch.equal(runs[0][0], looped[0][0])}"
+                print(
+                    f"{name}, batch {columns}, {setting}: {ms:.4f} ms, {100 * (ms / loop - 1):+.2f} %, "
+                    f"{1000 * (ms - loop):+.1f} us; {told}",
+                    flush=True)
 
 
 def trace(args):
@@ -661,23 +801,34 @@ def trace(args):
         context, batch = int(args.context), args.batch
         slots = max(8, batch)
         model = Model(Shape(**SHAPES[name]), plain=False, positions=context + 128)
-        kernel = Kernel(model, batch, cubin(args, name, batch, "trace"), pages=slots * ((context + 127) // PAGE + 1), slots=slots)
+        kernel = Kernel(model, batch, cubin(args, name, batch, "trace"), pages=slots * ((context + 127) // PAGE + 1),
+                        slots=slots)
         kernel.kv.normal_(0, 0.2)
-        stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64, device="cuda")
+        stamps = torch.zeros(model.shape.blocks, kernel.threads // 32, model.shape.layers + 1, 16, dtype=torch.int64,
+                             device="cuda")
         rows = [decoding(17 + i, context - 1, i, i) for i in range(batch)]
         for _ in range(3):
             kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
         consumers = 16 if batch in NARROW else 8
         notes = stamps[:, 16 if batch in NARROW else 8, -1].double().cpu()  # clock and time at either end (note_time)
         mhz = float(((notes[:, 10] - notes[:, 8]) * 1e3 / (notes[:, 11] - notes[:, 9])).mean())
-        microseconds = (stamps[:, :consumers, 2:-2] - stamps[0, 16 if batch in NARROW else 8, -1, 9]).double().cpu() / 1e3  # from the launch's begin: a double has room for little more
+        # from the launch's begin: a double has room for little more
+        microseconds = (stamps[:, :consumers, 2:-2] -
+                        stamps[0, 16 if batch in NARROW else 8, -1, 9]).double().cpu() / 1e3
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
-            stages = ["qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published", "gate/up with wait", "published, down with wait, exchanged", "published"]
+            stages = [
+                "qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published",
+                "gate/up with wait", "published, down with wait, exchanged", "published"
+            ]
         between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
-        print(f"{name}, batch {batch}, {mhz:.0f} MHz: " + ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
+        print(f"{name}, batch {batch}, {mhz:.0f} MHz: " +
+              ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
         if batch not in NARROW:
-            print(f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}")
+            print(
+                f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; "
+                f"attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}"
+            )
 
 
 def main():
@@ -696,11 +847,15 @@ def main():
     parser.add_argument("--repeats", type=int, default=50, help="of `wide`")
     parser.add_argument("--batch", type=int, default=1, choices=COLUMNS)
     args = parser.parse_args()
-    args.shapes = [name for shape in args.shapes for name in (SMALL if shape == "small" else FIT if shape == "fit" else [shape])]
+    args.shapes = [
+        name for shape in args.shapes for name in (SMALL if shape == "small" else FIT if shape == "fit" else [shape])
+    ]
     args.columns = [int(columns) for columns in args.columns.split(",")]
     if args.action != "build":
         gpu()
-    {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "chain": chain, "trace": trace}[args.action](args)
+    actions = {"build": build, "check": check, "bits": bits, "wide": wide, "time": time_, "chain": chain,
+               "trace": trace}
+    actions[args.action](args)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 //! A rank writes on a segment of shared memory of its own and reads those of all. Agreements are numbered: a *round*.
 //!
 //! ```text
-//! each rank: writes its offer, then stores flag = round (release)     orders the offer before the flag, between processes
+//! each rank: writes its offer, then stores flag = round (release)   orders offer before flag, between processes
 //!            loads every flag (acquire) until it is not behind the round, then reads that rank's offer
 //! ```
 //!

@@ -5,8 +5,8 @@
 //! other rank's socket and then takes one from each off its own:
 //!
 //! ```text
-//! rank a: connect to b, send {header of a, descriptors of a}, close        for every b; waits for nobody: b listens already,
-//!         accept, receive {header of b, descriptors of b}                  and the kernel keeps the message until b joins
+//! rank a: connect to b, send {header of a, descriptors of a}, close  for every b; waits for nobody: b listens already,
+//!         accept, receive {header of b, descriptors of b}            and the kernel keeps the message until b joins
 //! ```
 //!
 //! Nobody waits for an answer, so the order in which ranks join does not matter, but all have to join at some time.

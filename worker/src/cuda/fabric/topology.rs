@@ -178,8 +178,8 @@ mod tests {
         for answers in [Answers { can_access: false, ..good }, Answers { supported: false, ..good }] {
             let refusal = from.judge(&to, answers).unwrap_err().to_string();
             for part in [
-                "GPU 0 (NVIDIA H200, GPU-00010203-0405-0607-0809-0a0b0c0d0e0f) cannot map the memory of GPU 1 (NVIDIA H200, \
-                 GPU-10111213-",
+                "GPU 0 (NVIDIA H200, GPU-00010203-0405-0607-0809-0a0b0c0d0e0f) cannot map the memory of GPU 1 (NVIDIA \
+                 H200, GPU-10111213-",
                 "CUDA_VISIBLE_DEVICES",
                 "smaller --tp",
             ] {

@@ -247,10 +247,8 @@ impl<W: Write> Events<'_, W> {
         self.separator()?;
         let Event { kind, name, layer, from, to } = event;
         let (ts, dur) = ((from - self.begun_ns) / 1e3, (to - from) / 1e3);
-        write!(
-            self.out,
-            r#"{{"ph":"X","name":"{name}","cat":"{kind}","pid":{process},"tid":{track},"ts":{ts:.3},"dur":{dur:.3},"args":{{"layer":{layer}}}}}"#
-        )
+        write!(self.out, r#"{{"ph":"X","name":"{name}","cat":"{kind}","pid":{process},"tid":{track},"#)?;
+        write!(self.out, r#""ts":{ts:.3},"dur":{dur:.3},"args":{{"layer":{layer}}}}}"#)
     }
 }
 

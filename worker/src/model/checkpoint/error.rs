@@ -16,7 +16,10 @@ pub enum CheckpointError {
         source: std::io::Error,
     },
     /// No weights in the directory.
-    #[error("{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file; {found}", dir.display())]
+    #[error(
+        "{}: holds no model.safetensors, no model.safetensors.index.json and no other .safetensors file; {found}",
+        dir.display()
+    )]
     NoWeights {
         /// The directory.
         dir: PathBuf,
@@ -34,7 +37,10 @@ pub enum CheckpointError {
         missing: String,
     },
     /// A file stands for the weights, as `git clone` without Git LFS leaves it.
-    #[error("{}: is a Git LFS pointer, not the weights: run `git lfs pull` in its directory, or download it", path.display())]
+    #[error(
+        "{}: is a Git LFS pointer, not the weights: run `git lfs pull` in its directory, or download it",
+        path.display()
+    )]
     Pointer {
         /// The file.
         path: PathBuf,
@@ -79,8 +85,8 @@ pub enum CheckpointError {
     },
     /// There are more layers than config.json says.
     #[error(
-        "{}: tensor {tensor} is of layer {layer} (from 0), but by config.json there are {layers}: take the config.json of \
-         these weights, or set num_hidden_layers to {found}",
+        "{}: tensor {tensor} is of layer {layer} (from 0), but by config.json there are {layers}: take the \
+         config.json of these weights, or set num_hidden_layers to {found}",
         path.display()
     )]
     Layers {
@@ -97,8 +103,8 @@ pub enum CheckpointError {
     },
     /// A weight is no number, or none that bf16 holds.
     #[error(
-        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0, as BF16): download the file again, and if \
-         that does not help, ask whoever made it",
+        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0, as BF16): download the file again, and \
+         if that does not help, ask whoever made it",
         path.display()
     )]
     NotFinite {

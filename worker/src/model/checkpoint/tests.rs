@@ -379,7 +379,10 @@ fn lying_headers_are_refused_with_tensor_and_numbers() {
             "\"a\" BF16 [5] needs 10 bytes, but data_offsets give it 8",
         ),
         (
-            r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]},"b":{"dtype":"BF16","shape":[4],"data_offsets":[4,12]}}"#,
+            concat!(
+                r#"{"a":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]},"#,
+                r#""b":{"dtype":"BF16","shape":[4],"data_offsets":[4,12]}}"#
+            ),
             12,
             "\"b\" has data_offsets [4, 12], but the tensor before it ends at 8",
         ),

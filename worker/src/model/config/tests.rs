@@ -155,7 +155,8 @@ proptest! {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
         let fields: Vec<String> = strange.as_object().unwrap().keys().cloned().collect();
         let values = [json!(0), json!(1), json!(16), json!(48), json!(-1), json!(0.5), json!(1e308), json!(u64::MAX),
-            json!(1 << 17), json!(null), json!("x"), json!([]), json!([0]), json!({}), json!({"type": []}), json!(true)];
+            json!(1 << 17), json!(null), json!("x"), json!([]), json!([0]), json!({}), json!({"type": []}),
+            json!(true)];
         for (field, value) in picks {
             strange[field.get(&fields).as_str()] = value.get(&values).clone();
         }

@@ -1,6 +1,7 @@
 //! A group that is up: plans out, reports in, and a watch on whether the reports keep coming.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -10,6 +11,9 @@ use super::super::watchdog::{Reports, answer, probe, unresponsive};
 use super::super::workers::Workers;
 use super::{BURST, Supervisor, until};
 use crate::engine::EngineState;
+
+/// A rank that is to be told from those that wait for it has so long to say how it is.
+const ASK: Duration = Duration::from_millis(500);
 
 impl Supervisor {
     /// Feeds the group until shutdown (`Ok`) or until it is lost.
@@ -59,7 +63,7 @@ impl Supervisor {
                     }
                     let rank = overdue.map_or(0, |(_, rank)| rank);
                     // Ranks wait for each other: the one that hangs is the one that does not answer either.
-                    let asked = unresponsive(link.health.clone(), timeouts.answer.min(limit / 2)).await;
+                    let asked = unresponsive(link.health.clone(), ASK.min(limit / 2)).await;
                     return Err(self.hung(asked.unwrap_or(rank), &reports));
                 }
                 () = until(late.map(|(at, _)| at)) => {

@@ -1,6 +1,7 @@
 //! The seam between the front end and the scheduler: what a request becomes once it is valid, and what comes back.
 //!
-//! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an [`EngineHandle`]; `group` owns the other end. Neither knows the other.
+//! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an
+//! [`EngineHandle`]; `group` owns the other end. Neither knows the other.
 
 use std::sync::Arc;
 
@@ -11,8 +12,8 @@ use tokio::time::Instant;
 use crate::metrics::EngineMetrics;
 pub use crate::sched::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 
-/// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose logit
-/// is no number, OpenAI says -9999.
+/// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose
+/// logit is no number, OpenAI says -9999.
 pub fn client_logprob(logprob: f32) -> f32 {
     const FLOOR: f32 = -9999.0;
     if logprob.is_finite() { logprob } else { FLOOR }

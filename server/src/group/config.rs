@@ -37,9 +37,9 @@ pub struct GroupConfig {
 /// How long what may take.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeouts {
-    /// The longest step. A worker that waits longer for another rank reports it and exits. A rank that owes a report for
-    /// several times as long as the step should take, but no longer than this, counts as hung, and the group as lost. A
-    /// process that ends is noticed at once, whatever this is.
+    /// The longest step. A worker that waits longer for another rank reports it and exits. A rank that owes a report
+    /// for several times as long as the step should take, but no longer than this, counts as hung, and the group as
+    /// lost. A process that ends is noticed at once, whatever this is.
     pub step: Duration,
     /// The least time after which a rank that owes a report counts as hung, however short its step should be.
     pub step_floor: Duration,
@@ -59,8 +59,8 @@ pub struct Timeouts {
     pub answer: Duration,
     /// From the end of its stream of plans until a worker that has not exited is killed.
     pub exit: Duration,
-    /// The first loss within `loss_window` is followed by a start at once, the second by this pause, each further one by
-    /// twice the pause before.
+    /// The first loss within `loss_window` is followed by a start at once, the second by this pause, each further one
+    /// by twice the pause before.
     pub backoff: Duration,
     /// Bound on that pause.
     pub backoff_limit: Duration,

@@ -1,5 +1,5 @@
-//! Everything between the front end and the scheduler: submissions and cancels in, plans out to whoever feeds the group,
-//! outcomes in, tokens and ends out to the streams; and what of it is counted.
+//! Everything between the front end and the scheduler: submissions and cancels in, plans out to whoever feeds the
+//! group, outcomes in, tokens and ends out to the streams; and what of it is counted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;

@@ -1,10 +1,10 @@
-//! One model replica: starts its workers, feeds them with the scheduler's plans, hands their tokens to the sequences, and
-//! starts them again when one is lost. The other end of [`EngineHandle`].
+//! One model replica: starts its workers, feeds them with the scheduler's plans, hands their tokens to the sequences,
+//! and starts them again when one is lost. The other end of [`EngineHandle`].
 //!
-//! `supervisor` lives from spawn to shutdown and runs one group after another. It asks `restart` when to start the next,
-//! `watchdog` whether ranks hang, and `delivery` for everything between the front end and the scheduler. `start` brings a
-//! group from started processes to its first plan; `workers`, `process` and `sockets` start and end them. One task owns all
-//! state; the tasks beside it only move messages.
+//! `supervisor` lives from spawn to shutdown and runs one group after another. It asks `restart` when to start the
+//! next, `watchdog` whether ranks hang, and `delivery` for everything between the front end and the scheduler. `start`
+//! brings a group from started processes to its first plan; `workers`, `process` and `sockets` start and end them. One
+//! task owns all state; the tasks beside it only move messages.
 
 mod config;
 mod delivery;
@@ -54,8 +54,8 @@ pub struct GroupTask {
 }
 
 impl GroupTask {
-    /// Takes no new sequences, lets those at hand end (bounded by `timeouts.drain`), ends the workers, and returns when the
-    /// last is gone.
+    /// Takes no new sequences, lets those at hand end (bounded by `timeouts.drain`), ends the workers, and returns when
+    /// the last is gone.
     pub async fn shutdown(self) {
         self.shutdown_unless(std::future::pending()).await;
     }

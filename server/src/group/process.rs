@@ -102,8 +102,9 @@ impl Launcher for ProcessLauncher {
     }
 }
 
-/// Spawns from a thread that lives until the sender is dropped. A worker asks the kernel to be killed when its parent dies,
-/// and the kernel takes the thread that spawned it for the parent: a thread of the runtime's may end much earlier.
+/// Spawns from a thread that lives until the sender is dropped. A worker asks the kernel to be killed when its parent
+/// dies, and the kernel takes the thread that spawned it for the parent: a thread of the runtime's may end much
+/// earlier.
 fn spawn_from_lasting_thread(mut command: Command) -> io::Result<(Child, mpsc::Sender<()>)> {
     let (parent, end) = mpsc::channel::<()>();
     let (answer, spawned) = mpsc::channel();
@@ -149,7 +150,8 @@ async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String
         if !line.is_empty() {
             let (level, text) = split_level(&line);
             match level {
-                // The last words of the rank that ends a group are told with its end. The others' say the same, or follow.
+                // The last words of the rank that ends a group are told with its end. The others' say the same, or
+                // follow.
                 Level::ERROR => tracing::debug!(target: "looplane::worker", "rank {rank}: {text}"),
                 Level::WARN => tracing::warn!(target: "looplane::worker", "rank {rank}: {text}"),
                 Level::INFO => tracing::info!(target: "looplane::worker", "rank {rank}: {text}"),
@@ -161,8 +163,8 @@ async fn forward_log(rank: u32, stderr: impl AsyncRead + Unpin) -> Option<String
     }
 }
 
-/// The level that a line of a worker's log begins with, and the rest. What begins otherwise, such as a panic's message, is
-/// passed on as it is.
+/// The level that a line of a worker's log begins with, and the rest. What begins otherwise, such as a panic's message,
+/// is passed on as it is.
 fn split_level(line: &str) -> (Level, &str) {
     let line = line.trim_start();
     let split = line.split_once(' ').and_then(|(word, rest)| match word {

@@ -36,10 +36,10 @@ pub(super) enum Verdict {
 
 /// Counts losses. Times are since any fixed moment.
 ///
-/// The first loss within the window costs no pause: a single worker that dies should cost streams as little as can be. Each
-/// further one doubles the pause, whatever the group computed in between, so a worker that dies again and again cannot keep
-/// the machine busy with starts. Losses that are put down to a request do not count: who sends it again must not bring the
-/// server down.
+/// The first loss within the window costs no pause: a single worker that dies should cost streams as little as can be.
+/// Each further one doubles the pause, whatever the group computed in between, so a worker that dies again and again
+/// cannot keep the machine busy with starts. Losses that are put down to a request do not count: who sends it again
+/// must not bring the server down.
 #[derive(Debug)]
 pub(super) struct RestartPolicy {
     backoff: Duration,

@@ -1,8 +1,8 @@
-//! Scheduler, restart policy, quarantine and watchdog together with a group of workers, in virtual time: seeded schedules of
-//! arrivals, cancels, readers that fall behind, full queues, poison requests, deaths, hangs, failed and slow starts, and
-//! groups that come back with fewer pages. After each event the scheduler's own invariants are checked; in addition, every
-//! sequence ends exactly once and with its own tokens, only culprits fail, hangs are noticed and starts are spaced as
-//! promised. A failure prints its seed; `LOOPLANE_TEST_SEED` runs that one alone.
+//! Scheduler, restart policy, quarantine and watchdog together with a group of workers, in virtual time: seeded
+//! schedules of arrivals, cancels, readers that fall behind, full queues, poison requests, deaths, hangs, failed and
+//! slow starts, and groups that come back with fewer pages. After each event the scheduler's own invariants are
+//! checked; in addition, every sequence ends exactly once and with its own tokens, only culprits fail, hangs are
+//! noticed and starts are spaced as promised. A failure prints its seed; `LOOPLANE_TEST_SEED` runs that one alone.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

@@ -14,7 +14,8 @@ const SOCKET_DIR_PREFIX: &str = "looplane-";
 /// Longest path of a Unix socket, in bytes (Linux: 108 with the final zero).
 const SOCKET_PATH_LIMIT: usize = 107;
 
-/// A directory for the sockets of one group, for this user alone; removed when dropped, or as soon as all are connected.
+/// A directory for the sockets of one group, for this user alone; removed when dropped, or as soon as all are
+/// connected.
 #[derive(Debug)]
 pub(super) struct SocketDir(PathBuf);
 

@@ -187,7 +187,8 @@ async fn load(
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
-    // Before the load has begun, what is exhausted is the machine (no thread to load with); later, the model does not fit.
+    // Before the load has begun, what is exhausted is the machine (no thread to load with); later, the model does not
+    // fit.
     let refused = |status: Status| StartError::load(rank, &status, |code| code == Code::InvalidArgument);
     let failed = |status: Status| {
         StartError::load(rank, &status, |code| matches!(code, Code::InvalidArgument | Code::ResourceExhausted))

@@ -1,5 +1,5 @@
-//! Owns everything that lives as long as the replica, and runs one group after another until shutdown. `feed` is what it
-//! does while a group is up.
+//! Owns everything that lives as long as the replica, and runs one group after another until shutdown. `feed` is what
+//! it does while a group is up.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -309,8 +309,8 @@ impl Supervisor {
     }
 }
 
-/// Refuses a group that would continue streams with other bits than they began with. The bound on the context is no part of
-/// that: it follows from the pages that the group got, and the scheduler fails what does not fit.
+/// Refuses a group that would continue streams with other bits than they began with. The bound on the context is no
+/// part of that: it follows from the pages that the group got, and the scheduler fails what does not fit.
 fn same_model(known: &ModelInfo, now: &ModelInfo) -> Result<(), String> {
     if known.model_digest != now.model_digest {
         return Err("the files of the model have changed since it was loaded, and running requests cannot go on with \

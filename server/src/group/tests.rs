@@ -122,7 +122,8 @@ async fn loads_serves_and_drains() {
         ready(&handle).await;
         let model = handle.model().unwrap();
         assert_eq!((model.architecture.as_str(), model.tensor_parallel), ("FakeForCausalLM", ranks));
-        // The model could take 4096 positions; 64 pages of 4 hold fewer, and rank 0's one more page is of no use to all.
+        // The model could take 4096 positions; 64 pages of 4 hold fewer, and rank 0's one more page is of no use to
+        // all.
         assert_eq!(model.max_context, if ranks == 1 { 65 * 4 } else { 64 * 4 });
         serve(&handle, 20).await;
         let figures = task.figures();

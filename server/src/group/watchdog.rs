@@ -1,5 +1,5 @@
-//! Whether the ranks of a group still work: a busy one reports its steps, within the time that steps have been taking; an
-//! idle one is asked. Besides, every connection answers pings (`start`).
+//! Whether the ranks of a group still work: a busy one reports its steps, within the time that steps have been taking;
+//! an idle one is asked. Besides, every connection answers pings (`start`).
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -103,8 +103,8 @@ impl Reports {
         self.ranks[rank]
     }
 
-    /// When the first rank has reported nothing for `limit` although it should have, and which. A rank owes a report while
-    /// the group does, and while it is behind rank 0.
+    /// When the first rank has reported nothing for `limit` although it should have, and which. A rank owes a report
+    /// while the group does, and while it is behind rank 0.
     pub(super) fn overdue(&self, limit: Duration) -> Option<(Instant, usize)> {
         let first = self.ranks[0];
         let owing = self.ranks.iter().enumerate().filter_map(|(rank, report)| match self.owed_since {
@@ -115,8 +115,8 @@ impl Reports {
     }
 }
 
-/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer. (Twice, for a server
-/// that stood still itself finds its own clock run out first.)
+/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer. (Twice, for a
+/// server that stood still itself finds its own clock run out first.)
 ///
 /// # Errors
 /// Names a rank that does not answer, or answers with an error, in words that follow "rank 3 ".

@@ -56,8 +56,9 @@ impl Workers {
         }
     }
 
-    /// Kills all but `rank`, whose connection broke, perhaps because it ends, and says which worker ended by itself, in words; `None` if none has within `limit`.
-    /// The others do not wait for it: the system may take a second to end a process with a GPU.
+    /// Kills all but `rank`, whose connection broke, perhaps because it ends, and says which worker ended by itself, in
+    /// words; `None` if none has within `limit`. The others do not wait for it: the system may take a second to end a
+    /// process with a GPU.
     pub(super) async fn end_beside(&mut self, rank: u32, limit: Duration) -> Option<String> {
         self.kills.iter().zip(0..).filter(|(_, other)| *other != rank).for_each(|(kill, _)| kill.cancel());
         let own = async {

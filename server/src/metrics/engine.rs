@@ -117,8 +117,8 @@ pub struct StepRun {
     pub time: Duration,
     /// Of that, waiting for other ranks.
     pub wait: Duration,
-    /// Bytes that all ranks together had to read at least: the weights once, those of the LM head if it sampled, K and V
-    /// of what its rows see.
+    /// Bytes that all ranks together had to read at least: the weights once, those of the LM head if it sampled, K and
+    /// V of what its rows see.
     pub read_bytes: u64,
 }
 

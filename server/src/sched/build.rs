@@ -29,8 +29,8 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// A plan would change something: a slot to release, a sequence to admit, prompt tokens to compute, or the steps of the
-    /// plans already sent are about to run out.
+    /// A plan would change something: a slot to release, a sequence to admit, prompt tokens to compute, or the steps of
+    /// the plans already sent are about to run out.
     fn wants_plan(&self) -> bool {
         // Half a plan is left when the next one is sent, so that the loop never waits for the server; and of plans of a
         // single step, one more than the one that may be running.
@@ -56,8 +56,9 @@ impl Scheduler {
 
     /// Shares the rows of the plan's first step among the prompts, and names the sequences that get some.
     ///
-    /// Prompts that end within half of the rows, the shortest first, are computed beside the oldest: a short one does not
-    /// wait behind the whole of a long one, and the long one is at most twice as slow. The rest is first come, first served.
+    /// Prompts that end within half of the rows, the shortest first, are computed beside the oldest: a short one does
+    /// not wait behind the whole of a long one, and the long one is at most twice as slow. The rest is first come,
+    /// first served.
     fn share_rows(&mut self, plan: &mut Plan) -> Vec<u64> {
         let decoding = self.decoding().count() as u32;
         let mut budget = (self.limits.max_batch_tokens - decoding).min(self.max_prompt_rows);

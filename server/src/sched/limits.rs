@@ -13,8 +13,8 @@ pub struct Limits {
     pub plans_ahead: u32,
     /// Sequences that wait for their first admission.
     pub max_waiting_requests: u64,
-    /// Prompt tokens of the sequences that wait for their first admission. (A request of a single one may exceed it: the
-    /// context bounds it already.)
+    /// Prompt tokens of the sequences that wait for their first admission. (A request of a single one may exceed it:
+    /// the context bounds it already.)
     pub max_waiting_tokens: u64,
     /// Losses of the group after which a sequence that was computed each time is a suspect, and computed alone.
     pub suspect_after: u32,

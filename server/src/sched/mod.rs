@@ -1,11 +1,11 @@
-//! The scheduler: one owner of all sequences, slots and KV pages of a group. Pure: events in, actions and plans out; no IO,
-//! no clock, no async, so that a seed replays every run.
+//! The scheduler: one owner of all sequences, slots and KV pages of a group. Pure: events in, actions and plans out; no
+//! IO, no clock, no async, so that a seed replays every run.
 //!
 //! Its owner hands it requests with [`Scheduler::submit`], feeds it with [`Scheduler::apply`], and asks for plans with
 //! [`Scheduler::next_plan`] until there is none. Sequence numbers ascend in order of arrival, and that order decides
-//! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always makes
-//! progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after all others,
-//! and while it is unclear what loses the group, `trial` says who is computed.
+//! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always
+//! makes progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after
+//! all others, and while it is unclear what loses the group, `trial` says who is computed.
 
 mod build;
 mod check;

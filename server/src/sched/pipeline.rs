@@ -1,7 +1,7 @@
 //! The plans on their way: which were sent, which one runs, and how many steps they may still bring.
 //!
-//! A plan is *unstarted* until an outcome carries its version. Only the front of the queue can have started: the outcome
-//! of a plan says that all earlier ones are over.
+//! A plan is *unstarted* until an outcome carries its version. Only the front of the queue can have started: the
+//! outcome of a plan says that all earlier ones are over.
 
 use std::collections::VecDeque;
 

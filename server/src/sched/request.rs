@@ -1,4 +1,5 @@
-//! What a sequence is asked for, what it answers, and why it is not taken. The front end sees these through the engine's seam.
+//! What a sequence is asked for, what it answers, and why it is not taken. The front end sees these through the
+//! engine's seam.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -6,8 +6,8 @@ use super::Scheduler;
 use super::sequence::{Phase, Running};
 
 impl Scheduler {
-    /// Makes sure that every sequence that decodes has a page for the first step of the plan: in order of precedence, from
-    /// the pool or from the last of all. The last itself sits out until pages are free.
+    /// Makes sure that every sequence that decodes has a page for the first step of the plan: in order of precedence,
+    /// from the pool or from the last of all. The last itself sits out until pages are free.
     pub(super) fn make_room(&mut self, plan: &mut Plan) {
         if self.has_to_stand_aside() {
             for id in self.running.clone() {
@@ -92,9 +92,9 @@ impl Scheduler {
         keeps_up.or(self.queue.first()).copied()
     }
 
-    /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step, and one
-    /// for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of them, if
-    /// nothing else runs.
+    /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step, and
+    /// one for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of
+    /// them, if nothing else runs.
     pub(super) fn admissible(&self) -> Option<u64> {
         if self.trials.is_on() {
             return self.trials.next().filter(|_| self.running.is_empty() && self.leaving.is_empty());

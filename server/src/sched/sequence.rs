@@ -26,8 +26,8 @@ pub(super) enum Phase {
     Waiting,
     /// In a slot.
     Running(Running),
-    /// Preempted by the plan of this version. Steps that ran before that plan may still bring tokens; the sequence waits
-    /// again once an outcome of the version says that none is left on the way.
+    /// Preempted by the plan of this version. Steps that ran before that plan may still bring tokens; the sequence
+    /// waits again once an outcome of the version says that none is left on the way.
     Leaving { version: u64 },
 }
 

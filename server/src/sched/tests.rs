@@ -1,4 +1,5 @@
-//! Seeded random runs of the scheduler against a worker that follows the protocol to the letter. A failure prints its seed.
+//! Seeded random runs of the scheduler against a worker that follows the protocol to the letter. A failure prints its
+//! seed.
 
 mod rules;
 

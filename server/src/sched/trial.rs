@@ -1,9 +1,9 @@
 //! Which sequence loses the group: suspects are computed one at a time, and alone.
 //!
-//! A sequence that was being computed in [`Limits::suspect_after`] losses becomes a suspect. While there are suspects, the
-//! scheduler is in *trial*: a new group first proves itself on a few tokens of the scheduler's own, then each suspect runs
-//! alone until it is cleared by [`CLEARED_AFTER`] tokens or by its end, and then makes room for the next. A loss during
-//! that time has one possible cause, which fails; everybody else waits and loses nothing.
+//! A sequence that was being computed in [`Limits::suspect_after`] losses becomes a suspect. While there are suspects,
+//! the scheduler is in *trial*: a new group first proves itself on a few tokens of the scheduler's own, then each
+//! suspect runs alone until it is cleared by [`CLEARED_AFTER`] tokens or by its end, and then makes room for the next.
+//! A loss during that time has one possible cause, which fails; everybody else waits and loses nothing.
 
 use std::collections::BTreeSet;
 
@@ -60,8 +60,8 @@ impl Trials {
 }
 
 impl Scheduler {
-    /// The group is gone. Everything that ran waits again, to be computed from its first position with the tokens that came
-    /// back. What the loss can be put down to fails, and is returned.
+    /// The group is gone. Everything that ran waits again, to be computed from its first position with the tokens that
+    /// came back. What the loss can be put down to fails, and is returned.
     pub fn group_lost(&mut self, actions: &mut Vec<Action>) -> Blame {
         let computed: Vec<u64> = self.sequences.keys().copied().filter(|&id| self.pipeline.computes(id)).collect();
         self.forget_group();
@@ -115,8 +115,8 @@ impl Scheduler {
         }
     }
 
-    /// A group that is about to compute suspects first proves itself on a short sequence of the scheduler's own: if it is
-    /// lost under that, no request is to blame.
+    /// A group that is about to compute suspects first proves itself on a short sequence of the scheduler's own: if it
+    /// is lost under that, no request is to blame.
     pub(super) fn queue_self_test(&mut self) {
         let Some(pages) = &self.pages else { return };
         if self.trials.suspects.is_empty() || pages.total() == 0 {

@@ -84,8 +84,9 @@ async fn steps_read_the_weights_once_and_what_their_rows_see() {
     ready(&handle).await;
     read(submit(&handle, request(1, 12, 3, vec![])).await.unwrap()).await;
     comes_to(&handle, "step_duration_seconds_count", 4.0).await;
-    // Two chunks of the prompt, whose rows read together, and 2 rows that see one position more each. On each of the two
-    // ranks a position has 10 bytes, the weights 1000; 100 of these are the LM head, for which the first chunk has no use.
+    // Two chunks of the prompt, whose rows read together, and 2 rows that see one position more each. On each of the
+    // two ranks a position has 10 bytes, the weights 1000; 100 of these are the LM head, for which the first chunk has
+    // no use.
     let (weights, positions) = (4 * 1000 - 100, 8 + 12 + 13 + 14);
     assert_eq!(value(&handle, "step_read_bytes_total"), f64::from(2 * (weights + positions * 10)));
 }

@@ -129,8 +129,8 @@ fn the_loop_never_waits_for_the_server() {
     }
 }
 
-/// Steps the group until the scheduler has nothing to send and the group nothing to do; false if it was killed by a step
-/// that computed one of `poison`.
+/// Steps the group until the scheduler has nothing to send and the group nothing to do; false if it was killed by a
+/// step that computed one of `poison`.
 fn steps(scheduler: &mut Scheduler, worker: &mut FakeWorker, poison: &[u64], actions: &mut Vec<Action>) -> bool {
     loop {
         while let Some(plan) = scheduler.next_plan() {

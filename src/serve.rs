@@ -12,12 +12,16 @@ use looplane_server::{
     text::Text,
 };
 use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 
 use crate::{log::BANNER, progress, signals::Signals};
 
 /// Workers that share a model on CPUs, unless the user says how many.
 const USUAL_GROUP: u32 = 2;
+
+/// File descriptors besides those of connections: workers, files, the runtime's own.
+const OTHER_DESCRIPTORS: u64 = 128;
 
 /// How many workers compute a model where the user does not say: a GPU does alone; on CPUs it is the usual number, or
 /// what divides the model.
@@ -39,6 +43,7 @@ pub fn group_size(model: &Path, device: Device) -> u32 {
 /// The model or the address cannot be used, the workers fail for good, or a second signal cut requests off.
 pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     let signals = Signals::take()?;
+    raise_descriptor_limit(config.serve.max_connections as u64);
     let text = Arc::new(Text::load(&config.group.model_dir)?);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
@@ -64,6 +69,22 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     group.shutdown_unless(stop.now.cancelled()).await;
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
+}
+
+/// Shells start programs with few file descriptors, and let them take more.
+fn raise_descriptor_limit(connections: u64) {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::debug!("the limit on file descriptors stays {:?}: {error}", limit.current);
+    }
+    // An unlimited one is none.
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if descriptors < connections + OTHER_DESCRIPTORS {
+        tracing::warn!(
+            "this process may open {descriptors} files, fewer than --max-connections {connections} need: connections \
+             beyond that take the place of idle ones (raise the limit with ulimit -n or LimitNOFILE)"
+        );
+    }
 }
 
 fn cannot_listen(config: &Config) -> String {

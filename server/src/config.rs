@@ -103,7 +103,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 1024, env = "LOOPLANE_MAX_CONCURRENT_REQUESTS")]
     pub max_concurrent_requests: u32,
 
-    /// Connections open at one time
+    /// Connections open at one time; for a new one beyond them, the one that has been idle longest is closed
     #[arg(long, value_name = "N", default_value_t = 4096, env = "LOOPLANE_MAX_CONNECTIONS")]
     pub max_connections: u32,
 

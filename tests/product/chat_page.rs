@@ -100,7 +100,8 @@ async fn the_page_keeps_chats_apart_and_is_true() {
     // Tokens a second are those between the first and the last one, and none are told of a burst.
     let rated = play(
         "type('one'); await settle(); clock = 300; asked[0].piece('a'); await settle();
-         clock = 2300; asked[0].piece('b'); await settle(); clock = 9000; asked[0].end(101); await settle(); const slow = seen(); press('reset');
+         clock = 2300; asked[0].piece('b'); await settle(); clock = 9000; asked[0].end(101); await settle();
+         const slow = seen(); press('reset');
          type('two'); await settle(); asked[1].piece('a'); asked[1].piece('b'); asked[1].end(500); await settle();
          return { slow, burst: seen() }",
     );

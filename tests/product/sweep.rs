@@ -172,7 +172,8 @@ fn sizes_that_a_machine_lacks_are_predicted_from_what_scaling_writes() {
 
     let size = |tp: u32, output_throughput: f64, mean_tpot_ms: f64| {
         let level = json!({"load": 0, "completed": 9, "failed": 0, "request_throughput": 1.0,
-            "output_throughput": output_throughput, "mean_tpot_ms": mean_tpot_ms, "median_ttft_ms": 9.0, "p99_ttft_ms": 9.0,
+            "output_throughput": output_throughput, "mean_tpot_ms": mean_tpot_ms, "median_ttft_ms": 9.0,
+            "p99_ttft_ms": 9.0,
             "p99_itl_ms": 9.0, "p99_client_lag_ms": 0.1, "mean_context": 192.0, "file": "x"});
         json!({"tp": tp, "not_measured": null, "ready_s": 1.0, "measured": [level], "predicted": [], "traffic": null})
     };

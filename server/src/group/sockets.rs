@@ -27,7 +27,8 @@ impl SocketDir {
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map(|()| Self(path)).map_err(|error| {
             StartError::refusal(format!(
-                "the workers' sockets need a directory in {}, which cannot be made ({error}): set TMPDIR to another place",
+                "the workers' sockets need a directory in {}, which cannot be made ({error}): set TMPDIR to \
+                 another place",
                 temp.display()
             ))
         })

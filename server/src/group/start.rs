@@ -243,8 +243,8 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
     let max_context = first.max_context.min(kv_pages.saturating_mul(page_positions));
     if max_context < first.max_context {
         tracing::warn!(
-            "the KV cache holds {max_context} tokens, which bounds prompt and output of a request; the model could take {} \
-             (--kv-pages, --kv-memory-mib)",
+            "the KV cache holds {max_context} tokens, which bounds prompt and output of a request; the model could take \
+             {} (--kv-pages, --kv-memory-mib)",
             first.max_context
         );
     }
@@ -267,8 +267,8 @@ fn log_loaded(config: &GroupConfig, loaded: &[Loaded], facts: &GroupFacts, took:
     let most_mb = |bytes: fn(&Loaded) -> u64| loaded.iter().map(bytes).max().unwrap_or(0) as f64 / 1e6;
     let GroupFacts { model, kv_pages, page_positions, .. } = facts;
     tracing::info!(
-        "loaded {} in {:.1} s: {}, {} layers, context {}; tensor parallelism {}, threads a rank: {}; at most {:.1} MB of \
-         weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); bits {}",
+        "loaded {} in {:.1} s: {}, {} layers, context {}; tensor parallelism {}, threads a rank: {}; at most {:.1} MB \
+         of weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); bits {}",
         config.model_dir.display(),
         took.as_secs_f64(),
         model.architecture,

@@ -276,8 +276,8 @@ async fn a_burst_of_messages_is_handled_whole() {
 fn figures_are_told_in_words() {
     let figures =
         super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
-    let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other ranks; \
-                 the workers were lost once";
+    let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other \
+                 ranks; the workers were lost once";
     assert_eq!(figures.to_string(), words);
     assert_eq!(super::Figures::default().to_string(), "0 tokens in 0 steps (0 rows, 0 plans)");
 }

@@ -273,8 +273,8 @@ impl EngineMetrics {
         r.register("decode_rows", "Rows computed to decode", self.decode_rows.clone());
         let rows = "Rows computed of prompts, and again of what was preempted or lost with its workers";
         r.register("prompt_rows", rows, self.prompt_rows.clone());
-        let bytes = "Bytes that steps had to read at least, on all ranks: weights once a step, without the LM head where \
-                     none samples, K and V of what its rows see";
+        let bytes = "Bytes that steps had to read at least, on all ranks: weights once a step, without the LM head \
+                     where none samples, K and V of what its rows see";
         r.register("step_read_bytes", bytes, self.read_bytes.clone());
         r.register("worker_losses", "Groups of workers lost, also where none was started again", self.losses.clone());
         let recovery = "From the loss of a group of workers until the next takes work";

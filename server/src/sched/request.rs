@@ -103,8 +103,8 @@ pub enum SubmitError {
     },
     /// 400: the KV cache as a whole is too small for this sequence.
     #[error(
-        "the request needs {needed} KV pages, but the whole cache has {available}: lower max_tokens or the prompt, or start \
-         the server with more --kv-pages or --kv-memory-mib"
+        "the request needs {needed} KV pages, but the whole cache has {available}: lower max_tokens or the prompt, or \
+         start the server with more --kv-pages or --kv-memory-mib"
     )]
     TooLarge {
         /// Pages that prompt and output need.

@@ -88,7 +88,9 @@ async fn every_report_of_a_burst_is_handled() {
     };
     let (tokens, end) = tokio::select! {
         output = work => output,
-        ended = supervisor.feed(&mut link, &mut workers) => panic!("the group is lost: {:?}", ended.err().map(|f| f.words)),
+        ended = supervisor.feed(&mut link, &mut workers) => {
+            panic!("the group is lost: {:?}", ended.err().map(|fault| fault.words))
+        }
     };
     let (wanted, finish) = expected(&request);
     assert_eq!((tokens, finish), (wanted, Finish::Length));

@@ -18,18 +18,26 @@ const REMEMBERED: usize = 64;
 const ROWS_OF_A_UNIT: u64 = 4;
 /// What a step with rows of prompts should take at most, where nobody says otherwise.
 const PROMPT_STEP: Duration = Duration::from_millis(500);
-/// Rows of prompts in a step before any was timed.
-const FIRST_PROMPT_ROWS: u32 = 64;
-/// Steps of prompts are not made smaller than this: the rows that the CPU backend computes together.
-const MIN_PROMPT_ROWS: u32 = 16;
+/// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
+/// weights.
+const MIN_PROMPT_ROWS: u32 = 64;
+const MAX_PROMPT_ROWS: u32 = 1 << 20;
+/// Rows that the CPU backend computes together.
+const PANEL_ROWS: u32 = 16;
 
 /// What steps have been taking, over all groups of a replica.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct StepTimes {
     /// The newest steps, in nanoseconds of a step of one row.
     units: VecDeque<u64>,
-    /// Nanoseconds of a row in steps that computed prompts, smoothed.
-    prompt_row: Option<u64>,
+    /// Rows of prompts that a step may have, so that nobody waits long for the next.
+    prompt_rows: u32,
+}
+
+impl Default for StepTimes {
+    fn default() -> Self {
+        Self { units: VecDeque::new(), prompt_rows: MIN_PROMPT_ROWS }
+    }
 }
 
 impl StepTimes {
@@ -40,9 +48,12 @@ impl StepTimes {
             self.units.pop_front();
         }
         self.units.push_back(time_ns * ROWS_OF_A_UNIT / (ROWS_OF_A_UNIT + rows));
-        if prompt_rows >= u64::from(MIN_PROMPT_ROWS) {
-            let row = time_ns / rows;
-            self.prompt_row = Some(self.prompt_row.map_or(row, |known| (known * 3 + row) / 4));
+        // A step that had far fewer rows than it might says nothing of one that has them all.
+        if 2 * prompt_rows >= u64::from(self.prompt_rows) {
+            // Towards the time that is wanted, whatever part of it does not depend on the rows.
+            let scale = (PROMPT_STEP.as_secs_f64() / time.as_secs_f64().max(1e-9)).clamp(0.25, 8.0);
+            let rows = (prompt_rows as f64 * scale) as u32 / PANEL_ROWS * PANEL_ROWS;
+            self.prompt_rows = rows.clamp(MIN_PROMPT_ROWS, MAX_PROMPT_ROWS);
         }
     }
 
@@ -59,10 +70,7 @@ impl StepTimes {
 
     /// Rows of prompts that a step may have, so that nobody waits long for the next.
     pub(super) fn prompt_rows(&self) -> u32 {
-        let Some(row) = self.prompt_row else { return FIRST_PROMPT_ROWS };
-        let rows = PROMPT_STEP.as_nanos() as u64 / row.max(1);
-        let whole = rows / u64::from(MIN_PROMPT_ROWS) * u64::from(MIN_PROMPT_ROWS);
-        u32::try_from(whole).unwrap_or(u32::MAX).max(MIN_PROMPT_ROWS)
+        self.prompt_rows
     }
 }
 
@@ -184,14 +192,23 @@ mod tests {
 
     #[test]
     fn prompts_have_as_many_rows_as_half_a_second_computes() {
-        assert_eq!(StepTimes::default().prompt_rows(), 64);
-        for (rows, time_ms, expected) in [(512, 5000, 48), (512, 30, 8528), (64, 9000, 16)] {
-            let mut times = times(Duration::from_millis(1));
-            times.observe(rows, rows, Duration::from_millis(time_ms));
-            assert_eq!(times.prompt_rows(), expected, "{rows} rows in {time_ms} ms");
-            times.observe(1, 1, Duration::from_secs(1));
-            assert_eq!(times.prompt_rows(), expected, "a step of few rows says little of one of many");
+        // Microseconds of a step without rows, and of a row, on a machine that others use in between: a 1B model on two
+        // cores, an 8B model on a GPU.
+        for (base, row, quiet, busy) in [(60_000, 6600, 64, 64), (60_000, 2000, 208, 64), (4000, 58, 8544, 1648)] {
+            let mut times = StepTimes::default();
+            let mut run = |slower: u64| {
+                let rows = u64::from(times.prompt_rows());
+                times.observe(rows, rows, Duration::from_micros(slower * (base + row * rows)));
+                times.prompt_rows()
+            };
+            let rows = [1, 5, 1].map(|slower| (0..40).map(|_| run(slower)).last());
+            assert_eq!(rows, [Some(quiet), Some(busy), Some(quiet)]);
         }
+        let mut times = StepTimes::default();
+        times.observe(512, 512, Duration::from_millis(30));
+        let rows = times.prompt_rows();
+        times.observe(20, 3, Duration::from_secs(1));
+        assert_eq!((rows, times.prompt_rows()), (4096, 4096), "a step of few rows says little of one of many");
     }
 
     #[test]

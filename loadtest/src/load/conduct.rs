@@ -42,6 +42,7 @@ pub struct Conducts {
     pub cancel: Option<ShareAt>,
     pub slow_readers: Option<ShareAt>,
     pub broken: Option<f64>,
+    /// Whether records keep what the server answered: to compare it with its answers on another day.
     pub keeps_texts: bool,
 }
 
@@ -65,11 +66,6 @@ impl Conducts {
             return Conduct::SendBroken(Breakage::ALL[rng.random_range(0..Breakage::ALL.len())]);
         }
         Conduct::Usual
-    }
-
-    /// Whether records keep what the server answered: to compare it with its answers on another day.
-    pub fn keeps_texts(&self) -> bool {
-        self.keeps_texts
     }
 }
 

@@ -26,7 +26,7 @@ use crate::report::json::request_line;
 use crate::run::calibrate::{self, CalibrateArgs};
 use crate::run::drive::{self, Load, Running};
 use crate::run::live::Screen;
-use crate::run::watch::{Before, ServerSide};
+use crate::run::watch::{self, Before, ServerSide};
 use crate::run::workload::{Endpoint, Workload};
 use crate::text::printable;
 
@@ -79,7 +79,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
         let mut faults = FaultRun::start(&args.faults, victim, &workload).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
         faults.begin(&args.faults, running.clock);
-        let watch = before.watch(running.clock, read_limit_gb_s);
+        let watch = before.watch(watch::PERIOD, running.clock, read_limit_gb_s);
         let title = if args.runs > 1 { format!("run {} of {}", run + 1, args.runs) } else { "run".into() };
         let view = screen.watch(&title, extent, &running);
         let mut tally = Tally::new(window, args.slo);
@@ -247,12 +247,12 @@ async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationT
 }
 
 /// Counts records until the last request has ended; `each` sees them, too.
-async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
+pub async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
     while let Some(record) = running.records.recv().await {
         each(&record);
         tally.add(&record);
     }
-    tally.close(running.peak_in_flight(), running.lags());
+    tally.close(running.meter.peak_in_flight(), running.lags());
 }
 
 /// The file of `--requests-file`.

@@ -37,7 +37,7 @@ struct Load {
 }
 
 const OFFERED: Load = Load { label: "offered, requests / s", of: |step| step.rate_per_s };
-const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.arrived.output_tokens_per_s() };
+const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.tally.arrived_tokens_per_s() };
 
 impl Page<'_> {
     /// The page.
@@ -70,10 +70,10 @@ impl Page<'_> {
     fn summary(&self) -> Markup {
         let rate = |rate: Option<f64>| rate.map_or_else(|| "–".into(), |rate| format!("{rate:.3}"));
         let ms = |key, percentile| {
-            let ms = self.knee().and_then(|step| step.time_ms(key, percentile));
+            let ms = self.knee().and_then(|step| step.tally.percentile_ms(key, percentile));
             ms.map_or_else(|| "–".into(), |ms| format!("{ms:.1} ms"))
         };
-        let tokens = self.knee().map(|step| format!("{:.1}", step.arrived.output_tokens_per_s()));
+        let tokens = self.knee().map(|step| format!("{:.1}", step.tally.arrived_tokens_per_s()));
         tiles(&[
             ("keeps up with, requests a second", rate(self.keeps_up_with), false),
             ("falls behind at", rate(self.falls_behind_at), false),
@@ -87,7 +87,7 @@ impl Page<'_> {
     /// Median and 99th percentile of a kind of time over a load, with the knee.
     fn times(&self, (title, key): (&str, &str), load: &Load) -> Markup {
         let series_of = |name, percentile| {
-            let points = self.steps.iter().filter_map(|step| Some((step, step.time_ms(key, percentile)?)));
+            let points = self.steps.iter().filter_map(|step| Some((step, step.tally.percentile_ms(key, percentile)?)));
             line(
                 name,
                 points.map(|(step, ms)| (step, ((load.of)(step), ms))).filter(|(_, (rate, _))| *rate > 0.0),
@@ -115,8 +115,8 @@ impl Page<'_> {
 
     fn interactivity(&self) -> Markup {
         let steps = self.steps.iter().filter_map(|step| {
-            let tokens_per_s_a_user = 1e3 / step.time_ms("tpot", 50.0).filter(|&ms| ms > 0.0)?;
-            Some((step, (tokens_per_s_a_user, step.arrived.output_tokens_per_s())))
+            let tokens_per_s_a_user = 1e3 / step.tally.percentile_ms("tpot", 50.0).filter(|&ms| ms > 0.0)?;
+            Some((step, (tokens_per_s_a_user, step.tally.arrived_tokens_per_s())))
         });
         let meaning = |at: (f64, f64)| format!("{:.1} tokens a second, {:.1} a user", at.1, at.0);
         from_zero("Throughput against interactivity", "tokens / s a user", line("each rate", steps, meaning))
@@ -131,8 +131,8 @@ impl Page<'_> {
                     @for step in self.steps {
                         tr {
                             td { (format!("{:.3}", step.rate_per_s)) } td { (format!("{:.3}", step.tally.requests_per_s())) }
-                            td { (format!("{:.1}", step.arrived.output_tokens_per_s())) }
-                            @for (key, percentile) in TIMES { td { (shown(step.time_ms(key, percentile))) } }
+                            td { (format!("{:.1}", step.tally.arrived_tokens_per_s())) }
+                            @for (key, percentile) in TIMES { td { (shown(step.tally.percentile_ms(key, percentile))) } }
                             td { (step.tally.peak_in_flight) }
                             @let class = if step.verdict == Verdict::KeepsUp { "words" } else { "words bad" };
                             td class=(class) { (step.verdict.in_words()) }
@@ -179,20 +179,16 @@ fn from_zero(title: &str, label: &str, line: Series) -> Markup {
 mod tests {
     use super::*;
     use crate::client::record::RequestRecord;
-    use crate::figures::tally::Tally;
-    use crate::saturate::arrived::Arrived;
     use crate::testing::markup::{Element, elements, within};
     use crate::testing::records::record;
+    use crate::testing::reports::tally;
     use std::time::UNIX_EPOCH;
 
     /// A second of a step in which each answer took `ttft_ms` and then 10 ms a token.
     fn step(rate_per_s: u64, ttft_ms: u64, verdict: Verdict) -> Step {
-        let (mut tally, mut arrived) = (Tally::default(), Arrived::default());
         let answer = |due_ms| record(due_ms, due_ms, &[0, 10, 20].map(|later| due_ms + ttft_ms + later));
         let records: Vec<RequestRecord> = (0..rate_per_s).map(|index| answer(index * 1000 / rate_per_s)).collect();
-        records.iter().for_each(|record| tally.add(record));
-        records.iter().for_each(|record| arrived.add(record));
-        Step { rate_per_s: rate_per_s as f64, tally, arrived, verdict }
+        Step { rate_per_s: rate_per_s as f64, tally: tally(&records), verdict }
     }
 
     fn page_of(steps: &[Step], (keeps_up_with, falls_behind_at): (Option<f64>, Option<f64>)) -> String {

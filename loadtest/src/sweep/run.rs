@@ -17,11 +17,11 @@ use crate::figures::server_side::worker_losses;
 use crate::figures::tally::Tally;
 use crate::load::conduct::Conducts;
 use crate::measure::args::LoadArgs;
-use crate::measure::run::{Prepared, prepare};
+use crate::measure::run::{Prepared, collect, prepare};
 use crate::report::contents::Report;
 use crate::run::drive::{self, Load};
 use crate::run::live::Screen;
-use crate::run::watch::Before;
+use crate::run::watch::{self, Before};
 use crate::sweep::child::{Child, ChildError};
 use crate::sweep::figures::{Device, Level, Size, Sweep};
 use crate::sweep::page::page;
@@ -156,13 +156,10 @@ impl Plan {
         let pacing = Load { pacing, extent, first_index: load.warmup(), conducts };
         let before = Before::ask(&load.target, None).await;
         let mut running = drive::start(workload, pacing, stop.clone());
-        let watch = before.watch(running.clock, None);
+        let watch = before.watch(watch::PERIOD, running.clock, None);
         let view = Screen::new(load.quiet).watch(&title, extent, &running);
         let mut tally = Tally::new(self.window, load.slo);
-        while let Some(record) = running.records.recv().await {
-            tally.add(&record);
-        }
-        tally.close(running.peak_in_flight(), running.lags());
+        collect(&mut running, &mut tally, |_| ()).await;
         drop(view);
         let server_side = watch.end().await;
         if tally.completed == 0 {

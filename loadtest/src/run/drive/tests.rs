@@ -41,7 +41,7 @@ async fn records_of(base: &str, load: Load, timeout: Duration, stop: Cancellatio
     while let Some(record) = running.records.recv().await {
         records.push(record);
     }
-    (records, running.peak_in_flight())
+    (records, running.meter.peak_in_flight())
 }
 
 async fn run(base: &str, load: Load) -> (Vec<RequestRecord>, usize) {

@@ -21,12 +21,10 @@ pub const MAX_TEXT_BYTES: usize = 1 << 22;
 pub struct Clock(Instant);
 
 impl Clock {
-    /// A clock that starts now.
     pub fn start() -> Self {
         Self(Instant::now())
     }
 
-    /// Time since the start.
     pub fn now_ns(self) -> u64 {
         self.0.elapsed().as_nanos() as u64
     }
@@ -58,13 +56,10 @@ pub struct RequestRecord {
     pub finished_ns: Option<u64>,
     /// When the request was over: end of the stream, or its failure.
     pub ended_ns: u64,
-    /// Tokens of the prompt as the server counted them.
     pub prompt_tokens: Option<u64>,
-    /// Tokens generated as the server counted them.
     pub completion_tokens: Option<u64>,
     /// Why generation ended, in the server's word (`stop`, `length`).
     pub finish_reason: Option<String>,
-    /// Turn of its chat, from 0.
     pub turn: u32,
     /// What the server answered; kept only where a later turn or a comparison needs it.
     pub text: Option<String>,
@@ -95,7 +90,6 @@ impl RequestRecord {
         }
     }
 
-    /// When the first text arrived.
     pub fn first_token_ns(&self) -> Option<u64> {
         self.chunks_ns.first().copied()
     }

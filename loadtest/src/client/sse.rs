@@ -8,7 +8,6 @@
 /// Most bytes that one event (or one line of any kind) may hold before the stream is refused.
 pub const MAX_EVENT_BYTES: usize = 1 << 20;
 
-/// An event or line grew past [`MAX_EVENT_BYTES`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("one server-sent event is longer than {MAX_EVENT_BYTES} bytes")]
 pub struct EventTooLong;

@@ -59,7 +59,6 @@ impl Aftermath {
         }
     }
 
-    /// The kill was done, or could not be.
     pub fn strike(&mut self, outcome: Result<(u64, u32), KillError>) {
         self.struck = Some(outcome);
         for record in std::mem::take(&mut self.early) {

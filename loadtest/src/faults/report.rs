@@ -82,7 +82,6 @@ impl FaultReport {
         }
     }
 
-    /// Counts one request.
     pub fn count(&mut self, record: &RequestRecord) {
         match record.conduct {
             Conduct::Usual => self.kills.iter_mut().for_each(|kill| kill.observe(record)),
@@ -122,7 +121,6 @@ impl FaultReport {
         cancelled.chain(slow).chain(self.broken.iter().flat_map(|(_, ends)| ends))
     }
 
-    /// All of it for a report.
     pub fn findings(&self) -> Findings {
         let mut lines = Vec::new();
         lines.extend(self.cancel.as_ref().map(cancel_finding));

@@ -32,7 +32,6 @@ impl Default for Window {
 }
 
 impl Window {
-    /// Whether `time_ns` of the run lies inside.
     pub fn contains(self, time_ns: u64) -> bool {
         (self.from_ns..self.to_ns).contains(&time_ns)
     }
@@ -86,10 +85,8 @@ pub struct Tally {
     pub peak_in_flight: usize,
 }
 
-/// Kinds of failure with their counts and one message of each.
 pub type Kinds = BTreeMap<String, (u64, String)>;
 
-/// One kind of time in the report.
 pub struct Metric<'a> {
     pub title: &'static str,
     pub key: &'static str,
@@ -102,7 +99,6 @@ impl Tally {
         Self { window, slo, ..Self::default() }
     }
 
-    /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
         self.timeline.add_request(record.sent_ns, record.ended_ns);
         self.timeline_ended_ns = self.timeline_ended_ns.max(record.ended_ns);
@@ -255,7 +251,6 @@ impl Tally {
         self.tokens_in_second.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Load and throughput over the run.
     pub fn moments(&self) -> Vec<Moment> {
         self.timeline.moments(self.timeline_ended_ns)
     }

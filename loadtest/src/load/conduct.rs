@@ -21,10 +21,8 @@ pub struct ShareAt {
     pub time: Duration,
 }
 
-/// How the client behaves in one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Conduct {
-    /// As it should.
     #[default]
     Usual,
     /// It hangs up so long after it sent the request.
@@ -47,7 +45,6 @@ pub struct Conducts {
 }
 
 impl Conducts {
-    /// Conduct of request `index`.
     pub fn of(&self, index: u64) -> Conduct {
         let mut rng = StdRng::seed_from_u64(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ CONDUCT_STREAM ^ index);
         let mut left: f64 = rng.random();

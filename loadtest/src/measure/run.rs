@@ -37,7 +37,6 @@ const CALIBRATION_LENGTH: Duration = Duration::from_secs(5);
 /// Most streams that `--calibrate` opens, whatever the run may.
 const MAX_CALIBRATION_STREAMS: usize = 1000;
 
-/// A server that is ready to be measured.
 pub struct Prepared {
     pub workload: Arc<Workload>,
     pub setup: Setup,
@@ -109,7 +108,6 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     requests.finish()
 }
 
-/// What one run came to.
 struct Run {
     tally: Tally,
     faults: Option<FaultReport>,
@@ -255,7 +253,6 @@ pub async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl Fn
     tally.close(running.meter.peak_in_flight(), running.lags());
 }
 
-/// The file of `--requests-file`.
 struct RequestLines {
     file: Option<BufWriter<File>>,
     failure: Option<io::Error>,
@@ -279,7 +276,6 @@ impl RequestLines {
     }
 }
 
-/// Files that the report goes to beside standard output.
 struct Files {
     json: Option<File>,
     html: Option<File>,

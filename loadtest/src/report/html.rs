@@ -19,7 +19,6 @@ const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
 /// Percentile from which on an axis of times reaches.
 const AXIS_FROM: f64 = 1.0;
-/// Percentiles marked on a distribution.
 const MARKED: [f64; 3] = [50.0, 90.0, 99.0];
 /// Which kinds of time share a plot: its title, and the key and name of each line.
 const DISTRIBUTIONS: [(&str, [(&str, &str); 2]); 3] = [

@@ -24,13 +24,11 @@ const RECORDS_WAITING: usize = 1024;
 /// would be counted as failing tens of thousands of times a second.
 const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(50);
 
-/// One run of requests.
 pub struct Load {
     pub pacing: Pacing,
     pub extent: Extent,
     /// Index of the first request, so that two runs need not send the same prompts.
     pub first_index: u64,
-    /// Which requests meet a client that misbehaves.
     pub conducts: Conducts,
 }
 
@@ -40,12 +38,10 @@ pub struct Running {
     pub records: mpsc::Receiver<RequestRecord>,
     /// The run's clock, which the records' times are of.
     pub clock: Clock,
-    /// What it is doing.
     pub meter: Arc<Meter>,
     lag: LagMeter,
 }
 
-/// What every task of a run shares.
 #[derive(Clone)]
 struct Shared {
     workload: Arc<Workload>,

@@ -23,10 +23,8 @@ const LOOKS_A_SECOND: u8 = 5;
 const RECENT_LOOKS: usize = 5 * LOOKS_A_SECOND as usize;
 /// Looks between two lines where there is no terminal: ten seconds.
 const LOOKS_A_LINE: u64 = 10 * LOOKS_A_SECOND as u64;
-/// The bar, below it the figures.
 const TEMPLATE: &str = "{prefix} [{bar:24}] {msg}";
 
-/// Where runs are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Screen {
     Quiet,
@@ -39,7 +37,6 @@ pub enum Screen {
 /// A run that is shown until this is dropped.
 pub struct View(Option<(mpsc::Sender<()>, JoinHandle<()>)>);
 
-/// The figures of a moment.
 struct Look {
     elapsed_s: f64,
     /// Requests that ended well and that did not.
@@ -53,7 +50,6 @@ struct Look {
     gaps: Distribution,
 }
 
-/// What arrived at the last looks.
 struct Recent {
     looks: VecDeque<(f64, Arrivals)>,
 }
@@ -155,7 +151,6 @@ impl Recent {
 }
 
 impl Look {
-    /// Requests that ended in any way.
     fn over(&self) -> u64 {
         self.ended.0 + self.ended.1 + self.misused
     }

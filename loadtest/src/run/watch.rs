@@ -20,19 +20,16 @@ const MAX_KEPT: usize = 1024;
 /// A server under load may take its time, but not the run's.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// The server's own side of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServerSide {
     Unknown(String),
     Seen(Series),
 }
 
-/// What a server said over a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
     /// Seconds of the run, and what was said then; at least one, the first from before the run.
     pub said: Vec<(f64, Snapshot)>,
-    /// Questions that were not answered.
     pub missed: u64,
     /// How fast all of the server's memory can be read, in GB/s (10^9), where the user knows.
     pub read_limit_gb_s: Option<f64>,
@@ -125,7 +122,6 @@ impl Series {
         self.said.retain(|_| place.next().is_some_and(|place| place % 2 == 0));
     }
 
-    /// Where the figures come from.
     pub fn in_words(&self) -> String {
         let missed = match self.missed {
             0 => String::new(),
@@ -134,7 +130,6 @@ impl Series {
         format!("read from /metrics with {}'s names, {} times over the run{missed}", self.dialect(), self.said.len())
     }
 
-    /// Whose names the server speaks.
     pub fn dialect(&self) -> &'static str {
         self.said[0].1.dialect
     }

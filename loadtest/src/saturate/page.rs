@@ -8,14 +8,11 @@ use crate::report::page::{heading, notes, page, panel, tiles};
 use crate::report::plot::{Axis, Mark, STEPS, Series};
 use crate::saturate::step::{Step, Verdict};
 
-/// Columns of the table of steps.
 const COLUMNS: [&str; 8] =
     ["offered / s", "answered / s", "tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "most in flight"];
-/// The times among them.
 const TIMES: [(&str, f64); 4] =
     [("ttft_from_intended", 50.0), ("ttft_from_intended", 99.0), ("itl", 50.0), ("itl", 99.0)];
 
-/// What a page shows of a search.
 pub struct Page<'a> {
     pub target: &'a str,
     pub model: &'a str,
@@ -40,7 +37,6 @@ const OFFERED: Load = Load { label: "offered, requests / s", of: |step| step.rat
 const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.tally.arrived_tokens_per_s() };
 
 impl Page<'_> {
-    /// The page.
     pub fn html(&self) -> String {
         let title = format!("Saturation of {}", self.model);
         let [ttft, itl] = [("Time to first token", "ttft_from_intended"), ("Time between tokens", "itl")];

@@ -21,7 +21,6 @@ pub struct Step {
     pub verdict: Verdict,
 }
 
-/// Whether the server bore a rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     KeepsUp,

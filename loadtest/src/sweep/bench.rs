@@ -137,7 +137,7 @@ impl Commands {
         arguments.extend(files.iter().cloned());
         arguments.extend(options.into_iter().flat_map(|(option, value)| [option.into(), value]));
         let log = self.folder.join(format!("{log}.log"));
-        Ok(Child::start(format!("looplane {command}"), &self.looplane, arguments, &log)?.finish(stop).await?)
+        Child::start(format!("looplane {command}"), &self.looplane, arguments, &log)?.finish(stop).await
     }
 }
 

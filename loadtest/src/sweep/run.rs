@@ -22,14 +22,13 @@ use crate::report::contents::Report;
 use crate::run::drive::{self, Load};
 use crate::run::live::Screen;
 use crate::run::watch::{self, Before};
-use crate::sweep::child::{Child, ChildError};
+use crate::sweep::child::{Child, STOPPED};
 use crate::sweep::figures::{Device, Level, Size, Sweep};
 use crate::sweep::page::page;
 use crate::sweep::plan::{Plan, SweepArgs, ascending, plan};
 use crate::sweep::predict::{FITTED, MOST_STREAMS, predict};
 use crate::sweep::table;
 
-/// The report's files in `--out`.
 const JSON_FILE: &str = "sweep.json";
 const PAGE_FILE: &str = "sweep.html";
 
@@ -113,7 +112,7 @@ impl Plan {
         for (place, load) in self.loads.iter().enumerate() {
             let level = self.put_load(&base, size.tp, place, load, sweep, stop).await;
             if stop.is_cancelled() {
-                return Err(ChildError::Stopped.into());
+                bail!(STOPPED);
             }
             // A server that is gone says why; what its clients saw of it says less.
             server.check()?;
@@ -127,7 +126,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Puts one load on a server.
     async fn put_load(
         &self,
         base: &str,
@@ -196,7 +194,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Writes the report as it stands.
     fn keep(&self, sweep: &Sweep) -> anyhow::Result<()> {
         let json = sweep.to_json().context("a sweep cannot be written as JSON")?;
         replace(&self.out.join(JSON_FILE), &format!("{json:#}\n"))?;

@@ -83,8 +83,7 @@ fn limits_calibration_and_spread_are_shown_where_there_are_any() {
     tally.add(&RequestRecord { ended_ns: 500 * MS, ..record(0, 0, &[20, 40]) });
     let mut times = Distribution::default();
     times.record_ns(7 * MS);
-    let (ttft_error, itl_error) = (times.clone(), times);
-    let calibration = Calibration { streams: 4, tokens_per_s_asked: 200.0, tokens_per_s: 200.0, ttft_error, itl_error };
+    let calibration = Calibration { itl_error: times.clone(), ttft_error: times, ..Calibration::default() };
     let setup = Setup { calibration: Some(calibration), ..setup() };
     let spread = Some(Spread::of(&[&forty_requests(), &forty_requests()]));
     let page = Report { setup, spread, ..report(tally) }.to_html(UNIX_EPOCH);

@@ -68,6 +68,18 @@ pub fn pairs<N: Render, V: Render>(rows: impl IntoIterator<Item = (N, V)>) -> Ma
     }
 }
 
+/// A table of this class: heads, and rows of cells.
+pub fn table<C: Render>(class: Option<&str>, heads: &[&str], rows: impl IntoIterator<Item = Vec<C>>) -> Markup {
+    html! {
+        div class="wide" {
+            table class=[class] {
+                tr { @for head in heads { th { (head) } } }
+                @for cells in rows { tr { @for cell in cells { td { (cell) } } } }
+            }
+        }
+    }
+}
+
 /// A plot in its frame; where there are no axes, that there is nothing to draw.
 pub fn panel(title: &str, axes: Option<(Axis, Axis)>, series: Vec<Series>) -> Markup {
     html! {

@@ -83,8 +83,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
     ensure!(load.faults.are_none(), "a rate is searched without faults: ask for them at one rate, without saturate");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
-    let json = load.json.as_deref().map(open_for_report).transpose()?;
-    let html = load.html.as_deref().map(open_for_report).transpose()?;
+    let (json, html) = (open_for_report(load.json.as_deref())?, open_for_report(load.html.as_deref())?);
     let Prepared { workload, mut setup } = prepare(load, None, stop).await?;
     let mut out = io::stdout();
     writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;

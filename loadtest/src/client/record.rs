@@ -42,7 +42,7 @@ pub trait Watch: Debug + Send + Sync {
 }
 
 /// One request, from the moment it was due to its last byte. All times are nanoseconds since the start of the run.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct RequestRecord {
     /// Position in the sequence of requests, from 0.
     pub index: u64,
@@ -72,22 +72,7 @@ pub struct RequestRecord {
 impl RequestRecord {
     /// A request that is due at `intended_ns` and about to be sent at `sent_ns`.
     pub fn new(index: u64, intended_ns: u64, sent_ns: u64) -> Self {
-        Self {
-            index,
-            intended_ns,
-            sent_ns,
-            chunks_ns: Vec::new(),
-            finished_ns: None,
-            ended_ns: sent_ns,
-            prompt_tokens: None,
-            completion_tokens: None,
-            finish_reason: None,
-            turn: 0,
-            text: None,
-            conduct: Conduct::Usual,
-            failure: None,
-            watch: None,
-        }
+        Self { index, intended_ns, sent_ns, ended_ns: sent_ns, ..Self::default() }
     }
 
     pub fn first_token_ns(&self) -> Option<u64> {

@@ -21,7 +21,7 @@ use crate::client::record::Clock;
 use crate::text::parse_duration;
 
 /// A worker to kill, written `1@5s`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KillAt {
     pub rank: u32,
     /// When, from the start of the run.

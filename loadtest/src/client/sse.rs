@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn lines_end_in_every_way_and_only_data_is_read() {
-        let other_fields = b"\xef\xbb\xbfdata: a\n\n: ping\n\nevent: token\nid: 7\nretry: 10\ndata: b\n\ndatum: x\n\n";
+        let other_fields = b"\xef\xbb\xbfdata: a\n\n: ping\n\nevent: e\nid: 7\nretry: 1\ndata: b\n\ndatum: x\n\n";
         let split_line_ends: [&[u8]; 4] = [b"data: a\r", b"\ndata: b\r", b"\n\r", b"\ndata: c\n\n"];
         assert_eq!(parse(&[b"data: a\n\ndata: b\r\n\r\ndata: c\r\r"]), ["a", "b", "c"]);
         assert_eq!(parse(&split_line_ends), ["a\nb", "c"]);

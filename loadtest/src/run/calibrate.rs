@@ -177,7 +177,7 @@ struct Known {
 }
 
 impl Known {
-    /// Counts how far the times of `record` are from these; returns how many of its tokens came while all streams were open.
+    /// Counts how far the times of `record` are from these; returns how many of its tokens came in the window.
     fn compare(&self, record: &RequestRecord, errors: &mut Calibration) -> usize {
         if let Some(first_ns) = record.first_token_ns().filter(|first_ns| self.window.contains(first_ns)) {
             errors.ttft_error.record_ns((first_ns - record.sent_ns).abs_diff(self.ttft_ns));

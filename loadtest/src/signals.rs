@@ -1,9 +1,10 @@
 //! What ends the load tester from outside: signals, and the end of the process that started it.
 
 use std::future::pending;
-use std::{fs, io};
+use std::io;
 
 use anyhow::Context;
+use procfs::process::Process;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -50,7 +51,5 @@ pub async fn stdin_closed() {
 
 /// Whether whoever started this process had it ignore SIGHUP, the first bit of Linux's mask.
 fn ignores_hang_up() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
+    Process::myself().and_then(|process| process.status()).is_ok_and(|status| status.sigign & 1 == 1)
 }

@@ -6,7 +6,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// Longest run, and longest time limit of a request.
 const MAX_DURATION: Duration = Duration::from_secs(24 * 3600);
 
-/// Reads a share, 0 to 1.
 pub fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
     share.ok_or_else(|| format!("'{text}' is no share: give 0 to 1"))
@@ -64,7 +63,6 @@ pub fn utc_date(time: SystemTime) -> String {
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
 }
 
-/// `YYYYMMDD-HHMMSS` as people write it.
 pub fn readable(date: &str) -> String {
     let (day, time) = (&date[..8], &date[9..]);
     format!("{}-{}-{} {}:{} UTC", &day[..4], &day[4..6], &day[6..], &time[..2], &time[2..4])

@@ -43,7 +43,6 @@ struct Usage {
 }
 
 impl<'a> Answer<'a> {
-    /// An answer of which nothing has arrived.
     pub fn new(record: &'a mut RequestRecord) -> Self {
         Self { record, done: false }
     }
@@ -82,12 +81,10 @@ impl<'a> Answer<'a> {
         Ok(())
     }
 
-    /// Whether `[DONE]` was seen.
     pub fn is_done(&self) -> bool {
         self.done
     }
 
-    /// Whether a finish reason was seen.
     pub fn has_finish_reason(&self) -> bool {
         self.record.finished_ns.is_some()
     }

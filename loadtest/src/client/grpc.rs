@@ -27,7 +27,6 @@ const STREAMS_A_CONNECTION: usize = 100;
 /// Client of one server. Cheap to share; requests run in parallel.
 #[derive(Debug)]
 pub struct GrpcClient {
-    /// `grpc://HOST:PORT`.
     base: String,
     endpoint: Endpoint,
     authorization: Option<MetadataValue<Ascii>>,
@@ -64,18 +63,15 @@ impl GrpcClient {
         Ok(Self { base, endpoint, authorization: authorization.transpose()?, connections: Mutex::default(), timeout })
     }
 
-    /// The address.
     pub fn base(&self) -> &str {
         &self.base
     }
 
-    /// Where it listens: `HOST:PORT`.
     pub fn address(&self) -> String {
         let uri = self.endpoint.uri();
         format!("{}:{}", uri.host().unwrap_or(""), uri.port_u16().unwrap_or(80))
     }
 
-    /// The id of the model that is served.
     pub async fn model(&self) -> Result<String, Failure> {
         let place = self.place();
         let request = self.request(GetModelRequest::default());

@@ -79,12 +79,10 @@ impl Client {
         Ok(Self { http, slow_http, base, authorization, timeout })
     }
 
-    /// The address that paths are appended to.
     pub fn base(&self) -> &str {
         &self.base
     }
 
-    /// `host:port` of the server.
     pub fn address(&self) -> String {
         let uri: Uri = self.base.parse().expect("a base that was checked");
         let port = uri.port_u16().unwrap_or(80);
@@ -103,7 +101,6 @@ impl Client {
         head
     }
 
-    /// The id of the first model that `/v1/models` lists.
     pub async fn first_model(&self) -> Result<String, Failure> {
         let bytes = self.get("/v1/models").await?;
         let models: Value = serde_json::from_slice(&bytes).map_err(|error| Failure::BadJson(error.to_string()))?;

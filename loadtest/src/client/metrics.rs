@@ -72,7 +72,6 @@ impl Snapshot {
         })
     }
 
-    /// One of the figures.
     pub fn get(&self, field: Field) -> Option<f64> {
         self.values[field as usize]
     }

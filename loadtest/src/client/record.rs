@@ -21,12 +21,10 @@ pub const MAX_TEXT_BYTES: usize = 1 << 22;
 pub struct Clock(Instant);
 
 impl Clock {
-    /// A clock that starts now.
     pub fn start() -> Self {
         Self(Instant::now())
     }
 
-    /// Time since the start.
     pub fn now_ns(self) -> u64 {
         self.0.elapsed().as_nanos() as u64
     }
@@ -44,7 +42,7 @@ pub trait Watch: Debug + Send + Sync {
 }
 
 /// One request, from the moment it was due to its last byte. All times are nanoseconds since the start of the run.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct RequestRecord {
     /// Position in the sequence of requests, from 0.
     pub index: u64,
@@ -58,13 +56,10 @@ pub struct RequestRecord {
     pub finished_ns: Option<u64>,
     /// When the request was over: end of the stream, or its failure.
     pub ended_ns: u64,
-    /// Tokens of the prompt as the server counted them.
     pub prompt_tokens: Option<u64>,
-    /// Tokens generated as the server counted them.
     pub completion_tokens: Option<u64>,
     /// Why generation ended, in the server's word (`stop`, `length`).
     pub finish_reason: Option<String>,
-    /// Turn of its chat, from 0.
     pub turn: u32,
     /// What the server answered; kept only where a later turn or a comparison needs it.
     pub text: Option<String>,
@@ -77,25 +72,9 @@ pub struct RequestRecord {
 impl RequestRecord {
     /// A request that is due at `intended_ns` and about to be sent at `sent_ns`.
     pub fn new(index: u64, intended_ns: u64, sent_ns: u64) -> Self {
-        Self {
-            index,
-            intended_ns,
-            sent_ns,
-            chunks_ns: Vec::new(),
-            finished_ns: None,
-            ended_ns: sent_ns,
-            prompt_tokens: None,
-            completion_tokens: None,
-            finish_reason: None,
-            turn: 0,
-            text: None,
-            conduct: Conduct::Usual,
-            failure: None,
-            watch: None,
-        }
+        Self { index, intended_ns, sent_ns, ended_ns: sent_ns, ..Self::default() }
     }
 
-    /// When the first text arrived.
     pub fn first_token_ns(&self) -> Option<u64> {
         self.chunks_ns.first().copied()
     }

@@ -10,7 +10,6 @@ use crate::client::http::{Client, TargetError};
 use crate::client::record::{Clock, Failure, RequestRecord};
 use crate::load::conduct::Conduct;
 
-/// How an address of Looplane's own interface begins.
 const GRPC: &str = "grpc://";
 
 /// Client of one server.
@@ -28,7 +27,6 @@ pub enum Ready<'a> {
     Grpc(&'a GrpcClient, Box<GenerateRequest>),
 }
 
-/// Whether an address names Looplane's own interface.
 pub fn is_grpc(address: &str) -> bool {
     address.trim().starts_with(GRPC)
 }
@@ -43,7 +41,6 @@ impl Target {
         }
     }
 
-    /// The address.
     pub fn base(&self) -> &str {
         match self {
             Self::Http(client) => client.base(),
@@ -59,7 +56,6 @@ impl Target {
         }
     }
 
-    /// The id of the first model that the server names.
     pub async fn first_model(&self) -> Result<String, Failure> {
         match self {
             Self::Http(client) => client.first_model().await,

@@ -1,6 +1,5 @@
 //! What clients saw of a worker's death: how long no token came, and what became of the streams that were live.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -18,7 +17,7 @@ const ON_THE_WAY: Duration = Duration::from_millis(500);
 const LISTENED: Duration = Duration::from_secs(600);
 
 /// One kill and what came of it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Aftermath {
     pub kill: KillAt,
     /// When it was done in nanoseconds of the run, and to which process; none before that is known.
@@ -46,20 +45,9 @@ pub struct Compared {
 
 impl Aftermath {
     pub fn of(kill: KillAt) -> Self {
-        Self {
-            kill,
-            struck: None,
-            early: Vec::new(),
-            silence: Silence::default(),
-            lived: 0,
-            failed: BTreeMap::new(),
-            longest_gap: None,
-            texts: Vec::new(),
-            compared: Compared::default(),
-        }
+        Self { kill, ..Self::default() }
     }
 
-    /// The kill was done, or could not be.
     pub fn strike(&mut self, outcome: Result<(u64, u32), KillError>) {
         self.struck = Some(outcome);
         for record in std::mem::take(&mut self.early) {

@@ -12,12 +12,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::client::http::Client;
 
-/// How long a connection may take to be made.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Most bytes looked at of what a server says to half a request: its status line is among them.
 const ANSWER_BYTES: usize = 256;
 
-/// Half-open connections of a run under way.
 pub struct HalfOpen {
     opened: Instant,
     over: CancellationToken,
@@ -28,7 +26,6 @@ pub struct HalfOpen {
 /// What became of them.
 #[derive(Debug, Default)]
 pub struct HalfOpenEnds {
-    /// Connections asked for.
     pub asked: u32,
     /// Those that could not be made, and why the first could not.
     pub not_opened: (u64, Option<String>),

@@ -21,7 +21,7 @@ use crate::client::record::Clock;
 use crate::text::parse_duration;
 
 /// A worker to kill, written `1@5s`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KillAt {
     pub rank: u32,
     /// When, from the start of the run.
@@ -47,13 +47,11 @@ pub enum KillError {
     Kill { pid: u32, source: io::Error },
 }
 
-/// A server on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalServer {
     pid: u32,
 }
 
-/// What came of one kill.
 #[derive(Debug)]
 pub struct Strike {
     /// Its place among those that were asked for.
@@ -87,7 +85,6 @@ impl Display for KillAt {
 }
 
 impl LocalServer {
-    /// The server of this process id.
     pub fn of_pid(pid: u32) -> Self {
         Self { pid }
     }
@@ -182,7 +179,6 @@ fn is_of_this_machine(address: IpAddr) -> bool {
     UdpSocket::bind(SocketAddr::new(address, 0)).is_ok()
 }
 
-/// Every process that is there.
 fn processes() -> Result<impl Iterator<Item = Process>, KillError> {
     Ok(all_processes().map_err(KillError::Proc)?.flatten())
 }

@@ -18,11 +18,11 @@ use crate::report::contents::{Finding, Findings};
 /// What became of the faults that were asked for.
 #[derive(Debug, Default)]
 pub struct FaultReport {
-    cancel: Option<(ShareAt, Ends)>,
-    /// Those whose answers it read slowly, and the longest time that one took.
-    slow_readers: Option<(ShareAt, Ends, Duration)>,
+    asked: FaultArgs,
+    cancelled: Ends,
+    slow: Ends,
     /// Those with broken bodies, as [`Breakage::ALL`] has them.
-    broken: Option<(f64, [Ends; Breakage::ALL.len()])>,
+    broken: [Ends; Breakage::ALL.len()],
     /// Connections with half a request.
     pub half_open: Option<HalfOpenEnds>,
     /// Workers that were killed, or were to be.
@@ -40,10 +40,14 @@ struct Ends {
     timed_out: u64,
     /// In another way: kinds with their counts and one message of each.
     otherwise: Kinds,
+    /// Longest time that one took.
+    longest: Duration,
 }
 
 impl Ends {
     fn count(&mut self, record: &RequestRecord) {
+        let took = Duration::from_nanos(record.ended_ns.saturating_sub(record.sent_ns));
+        self.longest = took.max(self.longest);
         match &record.failure {
             None => self.answered += 1,
             Some(Failure::Interrupted) => {}
@@ -73,36 +77,16 @@ impl Ends {
 impl FaultReport {
     /// The report of the faults that `args` ask for, before anything happened.
     pub fn of(args: &FaultArgs) -> Self {
-        Self {
-            cancel: args.cancel.map(|cancel| (cancel, Ends::default())),
-            slow_readers: args.slow_readers.map(|slow| (slow, Ends::default(), Duration::ZERO)),
-            broken: args.broken.map(|share| (share, Default::default())),
-            half_open: None,
-            kills: args.kill_worker.iter().copied().map(Aftermath::of).collect(),
-        }
+        let kills = args.kill_worker.iter().copied().map(Aftermath::of).collect();
+        Self { asked: args.clone(), kills, ..Self::default() }
     }
 
-    /// Counts one request.
     pub fn count(&mut self, record: &RequestRecord) {
         match record.conduct {
             Conduct::Usual => self.kills.iter_mut().for_each(|kill| kill.observe(record)),
-            Conduct::HangUp(_) => {
-                if let Some((_, ends)) = &mut self.cancel {
-                    ends.count(record);
-                }
-            }
-            Conduct::ReadSlowly(_) => {
-                let took = Duration::from_nanos(record.ended_ns.saturating_sub(record.sent_ns));
-                if let Some((_, ends, longest)) = &mut self.slow_readers {
-                    ends.count(record);
-                    *longest = took.max(*longest);
-                }
-            }
-            Conduct::SendBroken(breakage) => {
-                if let Some((_, ends)) = &mut self.broken {
-                    ends[breakage as usize].count(record);
-                }
-            }
+            Conduct::HangUp(_) => self.cancelled.count(record),
+            Conduct::ReadSlowly(_) => self.slow.count(record),
+            Conduct::SendBroken(breakage) => self.broken[breakage as usize].count(record),
         }
     }
 
@@ -117,17 +101,14 @@ impl FaultReport {
     }
 
     fn touched(&self) -> impl Iterator<Item = &Ends> {
-        let cancelled = self.cancel.iter().map(|(_, ends)| ends);
-        let slow = self.slow_readers.iter().map(|(_, ends, _)| ends);
-        cancelled.chain(slow).chain(self.broken.iter().flat_map(|(_, ends)| ends))
+        [&self.cancelled, &self.slow].into_iter().chain(&self.broken)
     }
 
-    /// All of it for a report.
     pub fn findings(&self) -> Findings {
         let mut lines = Vec::new();
-        lines.extend(self.cancel.as_ref().map(cancel_finding));
-        lines.extend(self.slow_readers.as_ref().map(slow_finding));
-        lines.extend(self.broken.as_ref().map(|(_, ends)| broken_finding(ends)));
+        lines.extend(self.asked.cancel.map(|cancel| cancel_finding(cancel.time, &self.cancelled)));
+        lines.extend(self.asked.slow_readers.map(|slow| slow_finding(slow.time, &self.slow)));
+        lines.extend(self.asked.broken.map(|_| broken_finding(&self.broken)));
         lines.extend(self.half_open.as_ref().map(half_open_finding));
         lines.extend(self.kills.iter().flat_map(kill_findings));
         Findings { lines, events: self.events(), json: self.to_json() }
@@ -151,19 +132,15 @@ impl FaultReport {
 
     /// The same as one JSON object with a field for each fault that was asked for; times in milliseconds.
     fn to_json(&self) -> Value {
-        let mut fields = Map::new();
-        let mut put = |name: &str, value: Option<Value>| {
-            if let Some(value) = value {
-                fields.insert(name.to_owned(), value);
-            }
-        };
-        put("cancel", self.cancel.as_ref().map(cancel_to_json));
-        put("slow_readers", self.slow_readers.as_ref().map(slow_to_json));
-        put("broken_bodies", self.broken.as_ref().map(broken_to_json));
-        put("half_open", self.half_open.as_ref().map(half_open_to_json));
         let kills: Vec<Value> = self.kills.iter().map(kill_to_json).collect();
-        put("killed_workers", (!kills.is_empty()).then(|| json!(kills)));
-        Value::Object(fields)
+        let fields = [
+            ("cancel", self.asked.cancel.map(|cancel| cancel_to_json(cancel, &self.cancelled))),
+            ("slow_readers", self.asked.slow_readers.map(|slow| slow_to_json(slow, &self.slow))),
+            ("broken_bodies", self.asked.broken.map(|share| broken_to_json(share, &self.broken))),
+            ("half_open", self.half_open.as_ref().map(half_open_to_json)),
+            ("killed_workers", (!kills.is_empty()).then(|| json!(kills))),
+        ];
+        fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect::<Map<_, _>>().into()
     }
 }
 
@@ -178,13 +155,13 @@ fn finding(name: &str, requests: u64, text: String, is_bad: bool) -> Finding {
     Finding { name: name.into(), text, is_bad }
 }
 
-fn cancel_finding((cancel, ends): &(ShareAt, Ends)) -> Finding {
-    let (time, cancelled, answered, failed) = (cancel.time, ends.as_meant, ends.answered, failed_in_words(ends));
+fn cancel_finding(time: Duration, ends: &Ends) -> Finding {
+    let (cancelled, answered, failed) = (ends.as_meant, ends.answered, failed_in_words(ends));
     let text = format!("{cancelled} hung up {time:?} after they were sent, {answered} were answered before{failed}");
     finding("cancelled by client", ends.requests(), text, ends.failed() > 0)
 }
 
-fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
+fn cancel_to_json(cancel: ShareAt, ends: &Ends) -> Value {
     json!({
         "share": cancel.share,
         "after_ms": ms(cancel.time),
@@ -196,25 +173,25 @@ fn cancel_to_json((cancel, ends): &(ShareAt, Ends)) -> Value {
     })
 }
 
-fn slow_finding((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Finding {
-    let (pause, answered, failed) = (slow.time, ends.answered, failed_in_words(ends));
+fn slow_finding(pause: Duration, ends: &Ends) -> Finding {
+    let (answered, failed) = (ends.answered, failed_in_words(ends));
     let cut = match ends.timed_out {
         0 => String::new(),
         cut => format!(", {cut} ended by --timeout while they read"),
     };
-    let longest_s = longest.as_secs_f64();
+    let longest_s = ends.longest.as_secs_f64();
     let text = format!("{answered} read an event each {pause:?} to the end, {longest_s:.1} s at most{cut}{failed}");
     finding("slow readers", ends.requests(), text, ends.failed() > 0)
 }
 
-fn slow_to_json((slow, ends, longest): &(ShareAt, Ends, Duration)) -> Value {
+fn slow_to_json(slow: ShareAt, ends: &Ends) -> Value {
     json!({
         "share": slow.share,
         "pause_ms": ms(slow.time),
         "requests": ends.requests(),
         "read_to_the_end": ends.answered,
         "ended_by_timeout": ends.timed_out,
-        "longest_ms": ms(*longest),
+        "longest_ms": ms(ends.longest),
         "failed": ends.failed(),
         "failed_by_kind": counts(&ends.otherwise),
     })
@@ -235,7 +212,7 @@ fn broken_finding(broken: &[Ends]) -> Finding {
     finding("broken bodies", requests, text, refused < requests)
 }
 
-fn broken_to_json((share, broken): &(f64, [Ends; Breakage::ALL.len()])) -> Value {
+fn broken_to_json(share: f64, broken: &[Ends]) -> Value {
     let form = |(breakage, ends): (&Breakage, &Ends)| {
         let fields = json!({
             "requests": ends.requests(),

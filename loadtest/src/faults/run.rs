@@ -11,7 +11,6 @@ use crate::faults::kill::{Killer, LocalServer};
 use crate::faults::report::FaultReport;
 use crate::run::workload::Workload;
 
-/// The faults of a run under way.
 pub struct FaultRun {
     report: FaultReport,
     half_open: Option<HalfOpen>,
@@ -36,7 +35,6 @@ impl FaultRun {
         self.killer = self.victim.map(|server| Killer::start(&args.kill_worker, server, clock));
     }
 
-    /// Counts one request of the run.
     pub fn observe(&mut self, record: &RequestRecord) {
         self.take_strikes();
         self.report.count(record);

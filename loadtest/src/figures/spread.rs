@@ -4,7 +4,6 @@ use serde_json::{Map, Value, json};
 
 use crate::figures::tally::Tally;
 
-/// One figure of every run.
 #[derive(Debug, Clone)]
 pub struct Figure {
     pub title: &'static str,
@@ -13,16 +12,13 @@ pub struct Figure {
     pub values: Vec<f64>,
 }
 
-/// Several runs of the same load.
 #[derive(Debug, Clone)]
 pub struct Spread {
-    /// How many runs there were.
     pub runs: usize,
     pub figures: Vec<Figure>,
 }
 
 impl Spread {
-    /// The spread of `runs`.
     pub fn of(runs: &[&Tally]) -> Self {
         let figure = |title, key, value: &dyn Fn(&Tally) -> Option<f64>| Figure {
             title,
@@ -54,7 +50,6 @@ impl Spread {
 }
 
 impl Figure {
-    /// Mean over the runs.
     pub fn mean(&self) -> f64 {
         self.values.iter().sum::<f64>() / self.values.len() as f64
     }

@@ -32,7 +32,6 @@ impl Default for Window {
 }
 
 impl Window {
-    /// Whether `time_ns` of the run lies inside.
     pub fn contains(self, time_ns: u64) -> bool {
         (self.from_ns..self.to_ns).contains(&time_ns)
     }
@@ -61,6 +60,9 @@ pub struct Tally {
     pub prompt_tokens: u64,
     pub output_tokens: u64,
     pub chunks: u64,
+    /// Chunks of requests that were cut off, see [`Self::add_cut_off`], and the end of the last that did not fail.
+    cut_off_chunks: u64,
+    arrived_until_ns: u64,
     /// Answers that came without the server's count of tokens, and without text.
     pub without_usage: u64,
     pub without_text: u64,
@@ -83,10 +85,8 @@ pub struct Tally {
     pub peak_in_flight: usize,
 }
 
-/// Kinds of failure with their counts and one message of each.
 pub type Kinds = BTreeMap<String, (u64, String)>;
 
-/// One kind of time in the report.
 pub struct Metric<'a> {
     pub title: &'static str,
     pub key: &'static str,
@@ -99,7 +99,6 @@ impl Tally {
         Self { window, slo, ..Self::default() }
     }
 
-    /// Counts one request.
     pub fn add(&mut self, record: &RequestRecord) {
         self.timeline.add_request(record.sent_ns, record.ended_ns);
         self.timeline_ended_ns = self.timeline_ended_ns.max(record.ended_ns);
@@ -109,6 +108,7 @@ impl Tally {
         }
         self.ended_ns = self.ended_ns.max(record.ended_ns);
         if record.failure.is_none() {
+            self.arrived_until_ns = self.arrived_until_ns.max(record.ended_ns);
             self.add_throughput(record);
         }
         if !self.window.contains(record.intended_ns) {
@@ -162,12 +162,16 @@ impl Tally {
         self.client_delay.record_ns(record.sent_ns.saturating_sub(record.intended_ns));
         self.e2el.record_ns(record.ended_ns.saturating_sub(record.sent_ns));
         self.e2el_from_intended.record_ns(record.ended_ns.saturating_sub(record.intended_ns));
-        match record.first_token_ns() {
-            Some(first_ns) => {
-                self.ttft.record_ns(first_ns.saturating_sub(record.sent_ns));
-                self.ttft_from_intended.record_ns(first_ns.saturating_sub(record.intended_ns));
-            }
-            None => self.without_text += 1,
+        self.without_text += u64::from(record.chunks_ns.is_empty());
+        self.add_token_times(record, record.first_token_ns());
+        let reason = record.finish_reason.clone().unwrap_or_else(|| "none".into());
+        *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
+    }
+
+    fn add_token_times(&mut self, record: &RequestRecord, first_ns: Option<u64>) {
+        if let Some(first_ns) = first_ns {
+            self.ttft.record_ns(first_ns.saturating_sub(record.sent_ns));
+            self.ttft_from_intended.record_ns(first_ns.saturating_sub(record.intended_ns));
         }
         for pair in record.chunks_ns.windows(2) {
             self.itl.record_ns(pair[1].saturating_sub(pair[0]));
@@ -175,8 +179,23 @@ impl Tally {
         if let Some(tpot_ns) = record.time_per_output_token_ns() {
             self.tpot.record_ns(tpot_ns);
         }
-        let reason = record.finish_reason.clone().unwrap_or_else(|| "none".into());
-        *self.finish_reasons.entry(bounded_key(&self.finish_reasons, reason)).or_default() += 1;
+    }
+
+    /// Counts what a request got that was cut off when its load was ended, one without a token with the time that it had
+    /// waited. Figures of those alone that were answered in time would be the figures of the lucky ones, and look the
+    /// better the more the server is overloaded.
+    pub fn add_cut_off(&mut self, record: &RequestRecord) {
+        self.arrived_until_ns = self.arrived_until_ns.max(record.ended_ns);
+        self.cut_off_chunks += record.chunks_ns.len() as u64;
+        self.add_token_times(record, record.first_token_ns().or(Some(record.ended_ns)));
+    }
+
+    /// Output tokens a second, those of requests that were cut off among them, until the last request ended that did not
+    /// fail; 0 before any. A chunk stands for as many tokens as in the answers that are complete.
+    pub fn arrived_tokens_per_s(&self) -> f64 {
+        let tokens_a_chunk = if self.chunks > 0 { self.output_tokens as f64 / self.chunks as f64 } else { 1.0 };
+        let tokens = (self.chunks + self.cut_off_chunks) as f64 * tokens_a_chunk;
+        if self.arrived_until_ns > 0 { tokens / (self.arrived_until_ns as f64 / 1e9) } else { 0.0 }
     }
 
     /// Ends the count: adds what only the whole run knows, most requests in flight and how late the load tester's own
@@ -232,7 +251,6 @@ impl Tally {
         self.tokens_in_second.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Load and throughput over the run.
     pub fn moments(&self) -> Vec<Moment> {
         self.timeline.moments(self.timeline_ended_ns)
     }

@@ -19,12 +19,9 @@ struct Bin {
     tokens: f64,
 }
 
-/// One interval of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Moment {
-    /// Start of the interval in seconds of the run.
     pub from_s: f64,
-    /// End of the interval in seconds of the run.
     pub to_s: f64,
     pub in_flight: f64,
     /// Output tokens a second.

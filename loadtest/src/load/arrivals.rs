@@ -131,24 +131,22 @@ mod tests {
 
     const SAMPLES: usize = 20_000;
 
+    /// The first due times of gaps without burstiness, in seconds.
+    fn due_s(process: ArrivalProcess, rate: Rate, seed: u64, count: usize) -> Vec<f64> {
+        let arrivals = Arrivals::new(process, 1.0, rate, seed).expect("test rates are in range");
+        arrivals.take(count).map(|due| due.as_secs_f64()).collect()
+    }
+
     fn gaps(process: ArrivalProcess, burstiness: f64, rate_per_s: f64, seed: u64) -> Vec<f64> {
-        let due: Vec<f64> = Arrivals::new(process, burstiness, Rate::constant(rate_per_s), seed)
-            .expect("test rates are in range")
-            .take(SAMPLES + 1)
-            .map(|due| due.as_secs_f64())
-            .collect();
+        let arrivals = Arrivals::new(process, burstiness, Rate::constant(rate_per_s), seed).expect("in range");
+        let due: Vec<f64> = arrivals.take(SAMPLES + 1).map(|due| due.as_secs_f64()).collect();
         due.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 
     #[test]
     fn constant_arrivals_are_equally_spaced_without_drift() {
-        let due: Vec<Duration> = Arrivals::new(ArrivalProcess::Constant, 1.0, Rate::constant(8.0), 1)
-            .expect("in range")
-            .take(800_001)
-            .collect();
-        assert_eq!(due[0], Duration::ZERO);
-        assert_eq!(due[1], Duration::from_millis(125));
-        assert_eq!(due[800_000], Duration::from_secs(100_000));
+        let due = due_s(ArrivalProcess::Constant, Rate::constant(8.0), 1, 800_001);
+        assert_eq!([due[0], due[1], due[800_000]], [0.0, 0.125, 100_000.0]);
     }
 
     #[test]
@@ -171,11 +169,7 @@ mod tests {
     fn a_ramp_has_the_rate_that_it_says_at_every_time() {
         for (from_per_s, to_per_s) in [(10.0, 30.0), (30.0, 10.0)] {
             let rate = Rate { from_per_s, to_per_s, over: Duration::from_secs(60) };
-            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Poisson, 1.0, rate, 3)
-                .expect("in range")
-                .take(SAMPLES)
-                .map(|due| due.as_secs_f64())
-                .collect();
+            let due = due_s(ArrivalProcess::Poisson, rate, 3, SAMPLES);
             let integral = |t: f64| {
                 let ramp = t.min(60.0);
                 from_per_s * ramp + (to_per_s - from_per_s) * ramp * ramp / 120.0 + to_per_s * (t - ramp)
@@ -184,11 +178,7 @@ mod tests {
             let ks = ks_statistic(&gaps, |x| 1.0 - (-x).exp());
             assert!(ks < KS_CRITICAL, "KS {ks}");
             // Exactly, without chance: 1200 in the ramp, and the middle where the integral has half of that.
-            let due: Vec<f64> = Arrivals::new(ArrivalProcess::Constant, 1.0, rate, 0)
-                .expect("in range")
-                .take(1801)
-                .map(|d| d.as_secs_f64())
-                .collect();
+            let due = due_s(ArrivalProcess::Constant, rate, 0, 1801);
             assert!((due[1200] - 60.0).abs() < 1e-6 && (due[1800] - 60.0 - 600.0 / to_per_s).abs() < 1e-6);
             assert!((integral(due[600]) - 600.0).abs() < 1e-6, "{}", due[600]);
         }
@@ -233,12 +223,7 @@ mod tests {
 
     #[test]
     fn the_seed_alone_decides_the_schedule() {
-        let schedule = |seed| {
-            Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(5.0), seed)
-                .expect("in range")
-                .take(50)
-                .collect::<Vec<_>>()
-        };
+        let schedule = |seed| due_s(ArrivalProcess::Poisson, Rate::constant(5.0), seed, 50);
         assert_eq!(schedule(7), schedule(7));
         assert_ne!(schedule(7), schedule(8));
     }
@@ -246,13 +231,8 @@ mod tests {
     #[test]
     fn impossible_rates_and_burstiness_are_refused() {
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e6] {
-            assert!(
-                matches!(
-                    Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(rate), 0),
-                    Err(ArrivalError::Rate(_))
-                ),
-                "{rate}"
-            );
+            let made = Arrivals::new(ArrivalProcess::Poisson, 1.0, Rate::constant(rate), 0);
+            assert!(matches!(made, Err(ArrivalError::Rate(_))), "{rate}");
         }
         for burstiness in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             let made = Arrivals::new(ArrivalProcess::Gamma, burstiness, Rate::constant(1.0), 0);

@@ -3,7 +3,6 @@
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-/// What is wrong with a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Breakage {
     /// Not JSON from its second byte on.
@@ -15,10 +14,8 @@ pub enum Breakage {
 }
 
 impl Breakage {
-    /// Each of them, in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::InvalidJson, Self::CutOff, Self::WrongType];
 
-    /// Name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Breakage::InvalidJson => "invalid_json",

@@ -21,10 +21,8 @@ pub struct ShareAt {
     pub time: Duration,
 }
 
-/// How the client behaves in one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Conduct {
-    /// As it should.
     #[default]
     Usual,
     /// It hangs up so long after it sent the request.
@@ -42,11 +40,11 @@ pub struct Conducts {
     pub cancel: Option<ShareAt>,
     pub slow_readers: Option<ShareAt>,
     pub broken: Option<f64>,
+    /// Whether records keep what the server answered: to compare it with its answers on another day.
     pub keeps_texts: bool,
 }
 
 impl Conducts {
-    /// Conduct of request `index`.
     pub fn of(&self, index: u64) -> Conduct {
         let mut rng = StdRng::seed_from_u64(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ CONDUCT_STREAM ^ index);
         let mut left: f64 = rng.random();
@@ -65,11 +63,6 @@ impl Conducts {
             return Conduct::SendBroken(Breakage::ALL[rng.random_range(0..Breakage::ALL.len())]);
         }
         Conduct::Usual
-    }
-
-    /// Whether records keep what the server answered: to compare it with its answers on another day.
-    pub fn keeps_texts(&self) -> bool {
-        self.keeps_texts
     }
 }
 

@@ -36,7 +36,6 @@ pub enum Lengths {
     },
 }
 
-/// Lengths of one request, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub prompt_tokens: u32,
@@ -45,7 +44,6 @@ pub struct Shape {
 }
 
 impl Lengths {
-    /// One length.
     pub fn draw(&self, rng: &mut StdRng) -> u32 {
         let mut cut = |low: u32, high: u32, of_normal: &dyn Fn(f64) -> f64| loop {
             // About one draw in three lies inside, or more: `FromStr` sees to it.
@@ -62,7 +60,6 @@ impl Lengths {
         }
     }
 
-    /// The greatest length.
     pub fn longest(&self) -> u32 {
         match *self {
             Lengths::Constant(length) => length,

@@ -15,7 +15,6 @@ pub struct RateArg {
 /// When requests are due, counted from the start of the run, never decreasing. The run ends with it.
 pub type Schedule = Box<dyn Iterator<Item = Duration> + Send>;
 
-/// How requests are paced.
 pub enum Pacing {
     /// So many at a time, each slot sending its next request when the last one ended.
     Closed { concurrency: usize },
@@ -26,7 +25,6 @@ pub enum Pacing {
     },
 }
 
-/// When to stop sending.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Extent {
     Requests(u64),
@@ -35,12 +33,10 @@ pub enum Extent {
 }
 
 impl RateArg {
-    /// Mean over the run.
     pub fn mean_per_s(self) -> f64 {
         (self.from_per_s + self.to_per_s) / 2.0
     }
 
-    /// Whether the rate changes.
     pub fn is_ramp(self) -> bool {
         self.from_per_s != self.to_per_s
     }

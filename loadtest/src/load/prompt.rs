@@ -16,7 +16,6 @@ const WORDS: [&str; 64] = [
     "city",
 ];
 
-/// Words in the shorter probe.
 const SHORT_PROBE_WORDS: usize = 8;
 /// Words in the longer probe, unless the prompts asked for are shorter themselves.
 const LONG_PROBE_WORDS: usize = 136;
@@ -33,7 +32,6 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Prompts of a word for each token.
     pub fn of_words(seed: u64) -> Self {
         Self { seed, words_at_zero: 0.0, words_per_token: 1.0, shared: 0.0 }
     }
@@ -72,7 +70,6 @@ impl Prompts {
     }
 }
 
-/// Endless words.
 fn words_of(seed: u64) -> impl Iterator<Item = &'static str> {
     let mut rng = StdRng::seed_from_u64(seed);
     std::iter::repeat_with(move || WORDS[rng.random_range(0..WORDS.len())])

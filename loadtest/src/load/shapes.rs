@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use crate::load::lengths::{Lengths, Shape};
 use crate::load::trace::Trace;
 
-/// Lengths of all requests.
 #[derive(Debug, Clone)]
 pub enum Shapes {
     /// Drawn; the same seed and index give the same lengths.
@@ -24,7 +23,6 @@ pub enum Shapes {
 }
 
 impl Shapes {
-    /// Lengths of request `index`.
     pub fn of(&self, index: u64) -> Shape {
         match self {
             Shapes::Drawn { prompt, output, seed } => {
@@ -52,7 +50,6 @@ impl Shapes {
         }
     }
 
-    /// Lengths of prompts and answers in words.
     pub fn in_words(&self) -> (String, String) {
         match self {
             Shapes::Drawn { prompt, output, .. } => (prompt.to_string(), output.to_string()),

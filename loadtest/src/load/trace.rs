@@ -23,7 +23,6 @@ struct Line {
     output_tokens: u32,
 }
 
-/// Requests in the order of their times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trace {
     requests: Vec<(Duration, Shape)>,
@@ -45,12 +44,10 @@ impl Trace {
         Ok(Self { requests })
     }
 
-    /// When requests are due, in order.
     pub fn due_times(&self) -> impl Iterator<Item = Duration> + Send + use<> {
         self.requests.iter().map(|(due, _)| *due).collect::<Vec<_>>().into_iter()
     }
 
-    /// How many requests there are.
     pub fn count(&self) -> u64 {
         self.requests.len() as u64
     }
@@ -60,7 +57,6 @@ impl Trace {
         self.requests[(offset % self.count()) as usize].1
     }
 
-    /// The longest prompt.
     pub fn longest_prompt(&self) -> u32 {
         self.requests.iter().map(|(_, shape)| shape.prompt_tokens).max().unwrap_or(0)
     }

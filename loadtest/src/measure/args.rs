@@ -167,7 +167,6 @@ pub struct LoadArgs {
     pub faults: FaultArgs,
 }
 
-/// Options that contradict each other.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ArgsError {
     #[error("--burstiness needs --rate and --arrivals gamma: other arrivals have no shape to set")]
@@ -185,7 +184,6 @@ pub enum ArgsError {
 }
 
 impl LoadArgs {
-    /// The trace to replay, if one is to be.
     pub fn read_trace(&self) -> anyhow::Result<Option<Trace>> {
         self.trace.as_deref().map(Trace::read).transpose()
     }
@@ -216,7 +214,6 @@ impl LoadArgs {
         Ok(Pacing::Open { arrivals, max_in_flight: self.max_in_flight as usize })
     }
 
-    /// When the run stops sending.
     pub fn extent(&self) -> Extent {
         match self.duration {
             Some(duration) => Extent::Duration(duration),
@@ -225,7 +222,6 @@ impl LoadArgs {
         }
     }
 
-    /// The part of a run that is counted.
     pub fn window(&self) -> Result<Window, ArgsError> {
         let from = self.exclude_start.unwrap_or_default();
         // Without --exclude-end the answers that the end is waited for count, too.
@@ -240,12 +236,10 @@ impl LoadArgs {
         Ok(Window { from_ns: from.as_nanos() as u64, to_ns: to.map_or(u64::MAX, |to| to.as_nanos() as u64) })
     }
 
-    /// Requests sent before the run.
     pub fn warmup(&self) -> u64 {
         self.warmup.unwrap_or(0)
     }
 
-    /// Most requests in flight.
     pub fn max_concurrency(&self) -> usize {
         if self.rate.is_some() || self.trace.is_some() {
             self.max_in_flight as usize
@@ -263,7 +257,6 @@ impl LoadArgs {
         })
     }
 
-    /// Pace and length in words.
     pub fn pacing_in_words(&self) -> String {
         let extent = match self.extent() {
             Extent::Requests(u64::MAX) => "to its end".into(),

@@ -26,7 +26,7 @@ use crate::report::json::request_line;
 use crate::run::calibrate::{self, CalibrateArgs};
 use crate::run::drive::{self, Load, Running};
 use crate::run::live::Screen;
-use crate::run::watch::{Before, ServerSide};
+use crate::run::watch::{self, Before, ServerSide};
 use crate::run::workload::{Endpoint, Workload};
 use crate::text::printable;
 
@@ -37,7 +37,6 @@ const CALIBRATION_LENGTH: Duration = Duration::from_secs(5);
 /// Most streams that `--calibrate` opens, whatever the run may.
 const MAX_CALIBRATION_STREAMS: usize = 1000;
 
-/// A server that is ready to be measured.
 pub struct Prepared {
     pub workload: Arc<Workload>,
     pub setup: Setup,
@@ -48,10 +47,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let (_, window, trace) = (args.pacing(0)?, args.window()?, args.read_trace()?.map(Arc::new));
     args.faults.check(&args.target, args.duration)?;
     let read_limit_gb_s = args.read_limit.as_ref().map(|limit| limit.gb_s()).transpose()?;
-    let files = Files {
-        json: args.json.as_deref().map(open_for_report).transpose()?,
-        html: args.html.as_deref().map(open_for_report).transpose()?,
-    };
+    let (json, html) = (open_for_report(args.json.as_deref())?, open_for_report(args.html.as_deref())?);
     let requests_file = args.requests_file.as_deref().map(|path| {
         let file = File::create(path).with_context(|| format!("cannot write requests to {}", path.display()));
         file.map(BufWriter::new)
@@ -79,7 +75,7 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
         let mut faults = FaultRun::start(&args.faults, victim, &workload).await;
         let mut running = drive::start(workload.clone(), load, stop.clone());
         faults.begin(&args.faults, running.clock);
-        let watch = before.watch(running.clock, read_limit_gb_s);
+        let watch = before.watch(watch::PERIOD, running.clock, read_limit_gb_s);
         let title = if args.runs > 1 { format!("run {} of {}", run + 1, args.runs) } else { "run".into() };
         let view = screen.watch(&title, extent, &running);
         let mut tally = Tally::new(window, args.slo);
@@ -104,12 +100,11 @@ pub async fn run(args: &LoadArgs, stop: &CancellationToken) -> anyhow::Result<()
     let (spread, run) = chosen(runs);
     let (faults, server_side) = (run.faults.as_ref().map(FaultReport::findings), Some(run.server_side));
     let report = Report { setup, tally: run.tally, spread, faults, server_side };
-    write(&report, files)?;
+    write(&report, json, html)?;
     check(&report.tally, run.faults.as_ref())?;
     requests.finish()
 }
 
-/// What one run came to.
 struct Run {
     tally: Tally,
     faults: Option<FaultReport>,
@@ -247,15 +242,14 @@ async fn warm_up(workload: &Arc<Workload>, args: &LoadArgs, stop: &CancellationT
 }
 
 /// Counts records until the last request has ended; `each` sees them, too.
-async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
+pub async fn collect(running: &mut Running, tally: &mut Tally, mut each: impl FnMut(&RequestRecord)) {
     while let Some(record) = running.records.recv().await {
         each(&record);
         tally.add(&record);
     }
-    tally.close(running.peak_in_flight(), running.lags());
+    tally.close(running.meter.peak_in_flight(), running.lags());
 }
 
-/// The file of `--requests-file`.
 struct RequestLines {
     file: Option<BufWriter<File>>,
     failure: Option<io::Error>,
@@ -279,18 +273,12 @@ impl RequestLines {
     }
 }
 
-/// Files that the report goes to beside standard output.
-struct Files {
-    json: Option<File>,
-    html: Option<File>,
-}
-
-fn write(report: &Report, files: Files) -> anyhow::Result<()> {
+fn write(report: &Report, json: Option<File>, html: Option<File>) -> anyhow::Result<()> {
     // The files first: standard output may be a pipe that was closed.
-    if let Some(file) = files.json {
+    if let Some(file) = json {
         replace(file, &format!("{:#}\n", report.to_json())).context("cannot write the report to --json")?;
     }
-    if let Some(file) = files.html {
+    if let Some(file) = html {
         replace(file, &report.to_html(SystemTime::now())).context("cannot write the report to --html")?;
     }
     io::stdout().write_all(report.to_string().as_bytes()).context("cannot print the report")
@@ -316,11 +304,12 @@ fn check(tally: &Tally, faults: Option<&FaultReport>) -> anyhow::Result<()> {
     }
 }
 
-/// Opens the report's file before the run, so that a bad path does not cost one; what it holds stays until the report
-/// is there.
-pub fn open_for_report(path: &Path) -> anyhow::Result<File> {
+/// Opens the report's file, where one is named, before the run, so that a bad path does not cost one; what it holds stays
+/// until the report is there.
+pub fn open_for_report(path: Option<&Path>) -> anyhow::Result<Option<File>> {
+    let Some(path) = path else { return Ok(None) };
     let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);
-    opened.with_context(|| format!("cannot write the report to {}", path.display()))
+    opened.map(Some).with_context(|| format!("cannot write the report to {}", path.display()))
 }
 
 pub fn replace(mut file: File, text: &str) -> io::Result<()> {

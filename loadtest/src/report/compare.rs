@@ -13,9 +13,7 @@ use serde_json::{Map, Value};
 use crate::stats::bootstrap::{CONFIDENCE, MIN_BEYOND, Statistic, intervals_of_ratio};
 use crate::text::printable;
 
-/// Width of the column of names.
 const NAME_WIDTH: usize = 30;
-/// Width of a column of figures.
 const FIGURE_WIDTH: usize = 12;
 /// Runs whose mean answers differ by more than this are said to.
 const TOKENS_TOLERANCE: f64 = 0.01;
@@ -54,7 +52,6 @@ const SETTINGS: [&str; 9] = [
     "ignore_eos",
 ];
 
-/// Two reports.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CompareArgs {
     /// Report that is compared against

@@ -24,11 +24,9 @@ pub struct Setup {
     pub max_concurrency: usize,
     pub seed: u64,
     pub shapes: Shapes,
-    /// Least output tokens asked for.
     pub min_tokens: Option<u32>,
     /// Share of each prompt that all prompts begin with.
     pub shared_prefix: f64,
-    /// Whether generation went on past the end of sequence.
     pub ignore_eos: bool,
     /// Requests sent before the run that are not counted.
     pub warmup: u64,
@@ -47,7 +45,6 @@ pub struct Finding {
     pub is_bad: bool,
 }
 
-/// What became of the faults of a run.
 #[derive(Debug, Default)]
 pub struct Findings {
     /// In the order of the options.

@@ -7,7 +7,7 @@ use maud::{Markup, html};
 use crate::figures::tally::{Metric, PERCENTILES};
 use crate::figures::timeline::Moment;
 use crate::report::contents::Report;
-use crate::report::page::{heading, notes, page, pairs, panel, tiles, timeline};
+use crate::report::page::{heading, notes, page, pairs, panel, table, tiles, timeline};
 use crate::report::plot::{Axis, Mark, STEPS, Series};
 use crate::report::server_side;
 use crate::report::table::variation;
@@ -19,7 +19,6 @@ const TAIL_FROM: f64 = 99.0;
 const TAIL_STEP: f64 = 0.05;
 /// Percentile from which on an axis of times reaches.
 const AXIS_FROM: f64 = 1.0;
-/// Percentiles marked on a distribution.
 const MARKED: [f64; 3] = [50.0, 90.0, 99.0];
 /// Which kinds of time share a plot: its title, and the key and name of each line.
 const DISTRIBUTIONS: [(&str, [(&str, &str); 2]); 3] = [
@@ -155,14 +154,10 @@ impl Report {
             @if let Some(spread) = &self.spread {
                 h2 { "Over " (spread.runs) " runs" }
                 p class="muted" { "Everything else is of the run in the middle by output tokens a second." }
-                div class="wide" {
-                    table class="figures" {
-                        tr { th { "figure" } th { "mean" } th { "variation (CV)" } }
-                        @for figure in &spread.figures {
-                            tr { td { (figure.title) } td { (format!("{:.2}", figure.mean())) } td { (variation(figure)) } }
-                        }
-                    }
-                }
+                @let figures = spread.figures.iter();
+                (table(Some("figures"), &["figure", "mean", "variation (CV)"], figures.map(|figure| {
+                    vec![figure.title.to_owned(), format!("{:.2}", figure.mean()), variation(figure)]
+                })))
             }
         }
     }

@@ -7,7 +7,6 @@ use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 use crate::report::plot::{Axis, Plot, STEPS, Series};
 use crate::text::{readable, utc_date};
 
-/// Style of the page and its plots, light and dark.
 const STYLE: &str = include_str!("page.css");
 /// Steps of the axis along a run, whose plots have the width of the page.
 const TIMELINE_STEPS: u32 = 12;
@@ -61,11 +60,22 @@ pub fn tiles(tiles: &[(&str, String, bool)]) -> Markup {
     }
 }
 
-/// A table of names and values.
 pub fn pairs<N: Render, V: Render>(rows: impl IntoIterator<Item = (N, V)>) -> Markup {
     html! {
         div class="wide" {
             table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
+        }
+    }
+}
+
+/// A table of this class: heads, and rows of cells.
+pub fn table<C: Render>(class: Option<&str>, heads: &[&str], rows: impl IntoIterator<Item = Vec<C>>) -> Markup {
+    html! {
+        div class="wide" {
+            table class=[class] {
+                tr { @for head in heads { th { (head) } } }
+                @for cells in rows { tr { @for cell in cells { td { (cell) } } } }
+            }
         }
     }
 }

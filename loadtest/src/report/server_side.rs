@@ -42,7 +42,6 @@ impl ServerSide {
     }
 }
 
-/// What a report's JSON says of it.
 #[derive(Serialize)]
 struct Side {
     names: &'static str,

@@ -8,12 +8,9 @@ use crate::figures::tally::{Metric, PERCENTILES};
 use crate::report::contents::Report;
 use crate::run::watch::ServerSide;
 
-/// Width of the column of names.
 const NAME_WIDTH: usize = 24;
-/// Width of a column of figures.
 const FIGURE_WIDTH: usize = 10;
 
-/// Prints a run as a table.
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { setup, tally, .. } = self;

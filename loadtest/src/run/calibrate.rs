@@ -24,17 +24,15 @@ use crate::load::arrivals::{ArrivalProcess, Arrivals, Rate};
 use crate::load::conduct::Conducts;
 use crate::load::lengths::Lengths;
 use crate::load::pacing::{Extent, Pacing};
-use crate::load::prompt::Prompts;
 use crate::load::shapes::Shapes;
 use crate::run::drive::{self, Load};
 use crate::run::live::Screen;
-use crate::run::workload::{Endpoint, Workload};
+use crate::run::workload::Workload;
 use crate::stats::distribution::Distribution;
 use crate::text::parse_duration;
 
 /// How long a stream of the calibration lasts, to the next token.
 const STREAM_LENGTH: Duration = Duration::from_secs(5);
-/// Time limit of one request.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Share of the mock's tokens that a client which follows receives in a window: a stream or two may begin beside it.
 const FOLLOWED: f64 = 0.9;
@@ -69,13 +67,11 @@ pub struct CalibrateArgs {
     pub json: Option<PathBuf>,
 }
 
-/// What the load tester measured of a server whose times are known.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Calibration {
     pub streams: u32,
     /// Tokens a second that all of them asked for.
     pub tokens_per_s_asked: f64,
-    /// Tokens a second that arrived.
     pub tokens_per_s: f64,
     /// Time to first token measured less the mock's, without sign.
     pub ttft_error: Distribution,
@@ -137,17 +133,9 @@ async fn measure(
     let gaps = (shortest.as_secs_f64() / args.itl.as_secs_f64()).ceil().max(1.0) as u32;
     let stream_length = args.ttft + args.itl * gaps;
     let rate_per_s = f64::from(args.streams) / stream_length.as_secs_f64();
-    let workload = Workload {
-        target: Target::new(base, None, TIMEOUT + stream_length)?,
-        endpoint: Endpoint::Chat,
-        model: "mock".into(),
-        prompts: Prompts::of_words(0),
-        shapes: Shapes::Drawn { prompt: Lengths::Constant(1), output: Lengths::Constant(gaps + 1), seed: 0 },
-        min_tokens: None,
-        turns: 1,
-        ignore_eos: false,
-        timeout: TIMEOUT + stream_length,
-    };
+    let shapes = Shapes::Drawn { prompt: Lengths::Constant(1), output: Lengths::Constant(gaps + 1), seed: 0 };
+    let timeout = TIMEOUT + stream_length;
+    let workload = Workload::plain(Target::new(base, None, timeout)?, "mock", shapes, timeout);
     let extent = Extent::Duration(stream_length + args.duration);
     let load = Load {
         pacing: Pacing::Open {
@@ -159,50 +147,45 @@ async fn measure(
         first_index: 0,
         conducts: Conducts::default(),
     };
-    let mut errors = Errors {
+    let mut calibration = Calibration {
+        streams: args.streams,
+        tokens_per_s_asked: f64::from(args.streams) * f64::from(gaps + 1) / stream_length.as_secs_f64(),
+        ..Calibration::default()
+    };
+    let known = Known {
         ttft_ns: args.ttft.as_nanos() as u64,
         itl_ns: args.itl.as_nanos() as u64,
         window: stream_length.as_nanos() as u64..(stream_length + args.duration).as_nanos() as u64,
-        ttft: Distribution::default(),
-        itl: Distribution::default(),
-        tokens: 0,
     };
+    let mut tokens = 0;
     let mut running = drive::start(Arc::new(workload), load, stop.clone());
     let _view = Screen::new(args.quiet).watch("calibration", extent, &running);
     while let Some(record) = running.records.recv().await {
         if let Some(failure) = &record.failure {
             anyhow::bail!("a stream of the calibration failed: {failure}");
         }
-        errors.add(&record);
+        tokens += known.compare(&record, &mut calibration);
     }
-    Ok(Calibration {
-        streams: args.streams,
-        tokens_per_s_asked: f64::from(args.streams) * f64::from(gaps + 1) / stream_length.as_secs_f64(),
-        tokens_per_s: errors.tokens as f64 / args.duration.as_secs_f64(),
-        ttft_error: errors.ttft,
-        itl_error: errors.itl,
-    })
+    Ok(Calibration { tokens_per_s: tokens as f64 / args.duration.as_secs_f64(), ..calibration })
 }
 
-/// Counts how far times are from the mock's while all streams are open.
-struct Errors {
+/// The mock's times, and the part of the run, in nanoseconds, in which all streams are open.
+struct Known {
     ttft_ns: u64,
     itl_ns: u64,
     window: std::ops::Range<u64>,
-    ttft: Distribution,
-    itl: Distribution,
-    tokens: u64,
 }
 
-impl Errors {
-    fn add(&mut self, record: &RequestRecord) {
+impl Known {
+    /// Counts how far the times of `record` are from these; returns how many of its tokens came in the window.
+    fn compare(&self, record: &RequestRecord, errors: &mut Calibration) -> usize {
         if let Some(first_ns) = record.first_token_ns().filter(|first_ns| self.window.contains(first_ns)) {
-            self.ttft.record_ns((first_ns - record.sent_ns).abs_diff(self.ttft_ns));
+            errors.ttft_error.record_ns((first_ns - record.sent_ns).abs_diff(self.ttft_ns));
         }
-        self.tokens += record.chunks_ns.iter().filter(|chunk_ns| self.window.contains(chunk_ns)).count() as u64;
         for pair in record.chunks_ns.windows(2).filter(|pair| self.window.contains(&pair[1])) {
-            self.itl.record_ns((pair[1] - pair[0]).abs_diff(self.itl_ns));
+            errors.itl_error.record_ns((pair[1] - pair[0]).abs_diff(self.itl_ns));
         }
+        record.chunks_ns.iter().filter(|chunk_ns| self.window.contains(chunk_ns)).count()
     }
 }
 
@@ -218,19 +201,14 @@ impl Calibration {
         is_right(&self.ttft_error) && is_right(&self.itl_error)
     }
 
-    /// The error in one line.
     pub fn in_words(&self) -> String {
         let figures = |error: &Distribution| match (error.percentile_ms(50.0), error.percentile_ms(99.0)) {
             (Some(p50), Some(p99)) => format!("p50 {p50:.2} ms, p99 {p99:.2} ms"),
             _ => "nothing measured".into(),
         };
-        format!(
-            "first token {}; between tokens {} ({} streams, {:.0} tokens a second)",
-            figures(&self.ttft_error),
-            figures(&self.itl_error),
-            self.streams,
-            self.tokens_per_s
-        )
+        let (ttft, itl) = (figures(&self.ttft_error), figures(&self.itl_error));
+        let (streams, per_s) = (self.streams, self.tokens_per_s);
+        format!("first token {ttft}; between tokens {itl} ({streams} streams, {per_s:.0} tokens a second)")
     }
 
     /// What a reader of figures has to know of it, if anything.
@@ -316,21 +294,18 @@ mod tests {
 
     #[test]
     fn errors_have_no_sign_and_count_in_the_window_only() {
-        let (ttft, itl) = (Distribution::default(), Distribution::default());
-        let mut errors = Errors { ttft_ns: 50, itl_ns: 20, window: 100..200, ttft, itl, tokens: 0 };
+        let (known, mut errors) = (Known { ttft_ns: 50, itl_ns: 20, window: 100..200 }, Calibration::default());
         let mut record = RequestRecord::new(0, 0, 60);
         record.chunks_ns = vec![99, 120, 139, 200];
-        errors.add(&record);
-        assert_eq!((errors.ttft.count(), errors.itl.count(), errors.tokens), (0, 2, 2));
+        assert_eq!(known.compare(&record, &mut errors), 2);
+        assert_eq!((errors.ttft_error.count(), errors.itl_error.count()), (0, 2));
         record.chunks_ns = vec![100];
-        errors.add(&record);
-        assert_eq!((errors.ttft.count(), errors.tokens), (1, 3));
+        assert_eq!((known.compare(&record, &mut errors), errors.ttft_error.count()), (1, 1));
     }
 
     #[test]
     fn nothing_measured_is_no_good_calibration() {
-        let (ttft_error, itl_error) = (Distribution::default(), Distribution::default());
-        let nothing = Calibration { streams: 1, tokens_per_s_asked: 1.0, tokens_per_s: 0.0, ttft_error, itl_error };
+        let nothing = Calibration { streams: 1, tokens_per_s_asked: 1.0, ..Calibration::default() };
         assert!(nothing.is_bottleneck() && !nothing.is_precise() && nothing.in_words().contains("nothing measured"));
         assert!(nothing.to_string().contains("itself the bottleneck: 0 of 1 tokens"), "{nothing}");
     }

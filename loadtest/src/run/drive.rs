@@ -24,13 +24,11 @@ const RECORDS_WAITING: usize = 1024;
 /// would be counted as failing tens of thousands of times a second.
 const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(50);
 
-/// One run of requests.
 pub struct Load {
     pub pacing: Pacing,
     pub extent: Extent,
     /// Index of the first request, so that two runs need not send the same prompts.
     pub first_index: u64,
-    /// Which requests meet a client that misbehaves.
     pub conducts: Conducts,
 }
 
@@ -40,11 +38,10 @@ pub struct Running {
     pub records: mpsc::Receiver<RequestRecord>,
     /// The run's clock, which the records' times are of.
     pub clock: Clock,
-    meter: Arc<Meter>,
+    pub meter: Arc<Meter>,
     lag: LagMeter,
 }
 
-/// What every task of a run shares.
 #[derive(Clone)]
 struct Shared {
     workload: Arc<Workload>,
@@ -77,21 +74,6 @@ pub fn start(workload: Arc<Workload>, load: Load, stop: CancellationToken) -> Ru
 }
 
 impl Running {
-    /// Most requests that were in flight at once so far.
-    pub fn peak_in_flight(&self) -> usize {
-        self.meter.peak_in_flight()
-    }
-
-    /// Requests in flight now.
-    pub fn in_flight(&self) -> usize {
-        self.meter.in_flight()
-    }
-
-    /// What the run is doing.
-    pub fn meter(&self) -> Arc<Meter> {
-        self.meter.clone()
-    }
-
     /// How late the load tester's own timers were so far.
     pub fn lags(&self) -> Distribution {
         self.lag.lags()
@@ -176,7 +158,7 @@ impl Shared {
         record.conduct = conduct;
         record.turn = chat.len() as u32;
         let goes_on = record.turn + 1 < workload.turns;
-        record.text = (goes_on || self.conducts.keeps_texts()).then(String::new);
+        record.text = (goes_on || self.conducts.keeps_texts).then(String::new);
         record.watch = Some(self.meter.clone());
         self.meter.begin();
         let broken_off = tokio::select! {
@@ -190,7 +172,7 @@ impl Shared {
             record.failure = broken_off;
         }
         self.meter.end(&record);
-        let answer = if self.conducts.keeps_texts() { record.text.clone() } else { record.text.take() };
+        let answer = if self.conducts.keeps_texts { record.text.clone() } else { record.text.take() };
         match answer {
             Some(assistant) if goes_on && record.failure.is_none() => chat.push(Turn { user: prompt, assistant }),
             _ => chat.clear(),

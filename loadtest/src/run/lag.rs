@@ -19,7 +19,6 @@ pub struct LagMeter {
 }
 
 impl LagMeter {
-    /// Starts to measure on the current runtime.
     pub fn start() -> Self {
         let lags = Arc::<Mutex<Distribution>>::default();
         let task = tokio::spawn({
@@ -36,7 +35,6 @@ impl LagMeter {
         Self { lags, task: task.abort_handle() }
     }
 
-    /// How late each beat was so far.
     pub fn lags(&self) -> Distribution {
         self.lags.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

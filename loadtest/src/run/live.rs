@@ -23,10 +23,8 @@ const LOOKS_A_SECOND: u8 = 5;
 const RECENT_LOOKS: usize = 5 * LOOKS_A_SECOND as usize;
 /// Looks between two lines where there is no terminal: ten seconds.
 const LOOKS_A_LINE: u64 = 10 * LOOKS_A_SECOND as u64;
-/// The bar, below it the figures.
 const TEMPLATE: &str = "{prefix} [{bar:24}] {msg}";
 
-/// Where runs are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Screen {
     Quiet,
@@ -37,12 +35,8 @@ pub enum Screen {
 }
 
 /// A run that is shown until this is dropped.
-pub struct View {
-    stop: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
+pub struct View(Option<(mpsc::Sender<()>, JoinHandle<()>)>);
 
-/// The figures of a moment.
 struct Look {
     elapsed_s: f64,
     /// Requests that ended well and that did not.
@@ -56,7 +50,6 @@ struct Look {
     gaps: Distribution,
 }
 
-/// What arrived at the last looks.
 struct Recent {
     looks: VecDeque<(f64, Arrivals)>,
 }
@@ -74,21 +67,21 @@ impl Screen {
 
     /// Shows `running`, named `title`, which ends with `extent`, until the view is dropped.
     pub fn watch(self, title: &str, extent: Extent, running: &Running) -> View {
-        let (meter, clock, title) = (running.meter(), running.clock, title.to_owned());
+        let (meter, clock, title) = (running.meter.clone(), running.clock, title.to_owned());
         let (stop, stopped) = mpsc::channel();
-        let thread = match self {
-            Self::Quiet => None,
-            Self::Lines => Some(std::thread::spawn(move || write_lines(&title, extent, &meter, clock, &stopped))),
-            Self::Terminal => Some(std::thread::spawn(move || draw(&title, extent, &meter, clock, &stopped))),
+        let show = match self {
+            Self::Quiet => return View(None),
+            Self::Lines => write_lines,
+            Self::Terminal => draw,
         };
-        View { stop: Some(stop), thread }
+        View(Some((stop, std::thread::spawn(move || show(&title, extent, &meter, clock, &stopped)))))
     }
 }
 
 impl Drop for View {
     fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
+        if let Some((stop, thread)) = self.0.take() {
+            drop(stop);
             // A view that panicked has said so on standard error; the run's report is still to come.
             let _ = thread.join();
         }
@@ -102,7 +95,7 @@ fn draw(title: &str, extent: Extent, meter: &Meter, clock: Clock, stopped: &mpsc
     bar.set_prefix(title.to_owned());
     each_look(meter, clock, stopped, |look, _| {
         bar.set_position((1000.0 * look.share(extent)) as u64);
-        bar.set_message(look.block(extent));
+        bar.set_message(look.text(extent, "\n  "));
     });
     bar.finish_and_clear();
 }
@@ -111,7 +104,7 @@ fn write_lines(title: &str, extent: Extent, meter: &Meter, clock: Clock, stopped
     each_look(meter, clock, stopped, |look, number| {
         if number % LOOKS_A_LINE == 0 {
             // A line that cannot be shown is no reason to stop.
-            let _ = writeln!(io::stderr(), "{title}: {}", look.line(extent));
+            let _ = writeln!(io::stderr(), "{title}: {}", look.text(extent, "; "));
         }
     });
 }
@@ -158,7 +151,6 @@ impl Recent {
 }
 
 impl Look {
-    /// Requests that ended in any way.
     fn over(&self) -> u64 {
         self.ended.0 + self.ended.1 + self.misused
     }
@@ -203,13 +195,9 @@ impl Look {
         format!("TTFT {}, ITL {}", figures(&self.first_token), figures(&self.gaps))
     }
 
-    /// What stands beside and below the bar, each line short enough for a terminal of 80 columns.
-    fn block(&self, extent: Extent) -> String {
-        format!("{}\n  {}\n  {}", self.progress(extent), self.counts(), self.times())
-    }
-
-    fn line(&self, extent: Extent) -> String {
-        format!("{}; {}; {}", self.progress(extent), self.counts(), self.times())
+    /// All of it: between line breaks what stands beside and below the bar, each line short enough for 80 columns.
+    fn text(&self, extent: Extent, between: &str) -> String {
+        [self.progress(extent), self.counts(), self.times()].join(between)
     }
 }
 

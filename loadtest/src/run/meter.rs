@@ -24,7 +24,6 @@ pub struct Meter {
     arrivals: Mutex<Arrivals>,
 }
 
-/// What arrived between two looks.
 #[derive(Debug, Clone)]
 pub struct Arrivals {
     pub answers: u64,
@@ -73,12 +72,10 @@ impl Meter {
         self.arrivals().answers += 1;
     }
 
-    /// Requests in flight now.
     pub fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Most requests that were in flight at once so far.
     pub fn peak_in_flight(&self) -> usize {
         self.peak_in_flight.load(Ordering::Relaxed)
     }

@@ -139,18 +139,17 @@ pub async fn run(args: &MockArgs) -> anyhow::Result<()> {
         .with_context(|| format!("the mock cannot listen on 127.0.0.1:{} (--port)", args.port))?;
     writeln!(io::stdout(), "http://{}", listener.local_addr()?).context("cannot say the mock's address")?;
     let serving = Mock { ttft: args.ttft, itl: args.itl, fault: Fault::None }.serve_on(listener);
-    if args.until_stdin_closes {
-        tokio::select! {
-            () = serving => {}
-            () = stdin_closed() => {}
+    let end = async {
+        match args.until_stdin_closes {
+            true => stdin_closed().await,
+            false => tokio::signal::ctrl_c().await.context("cannot wait for Ctrl-C")?,
         }
-    } else {
-        tokio::select! {
-            () = serving => {}
-            stop = tokio::signal::ctrl_c() => stop.context("cannot wait for Ctrl-C")?,
-        }
+        Ok(())
+    };
+    tokio::select! {
+        () = serving => Ok(()),
+        ended = end => ended,
     }
-    Ok(())
 }
 
 impl Mock {
@@ -162,14 +161,11 @@ impl Mock {
 
 impl State {
     fn new(mock: Mock) -> Arc<Self> {
+        let slots = if let Fault::Slots(slots) = mock.fault { slots } else { Semaphore::MAX_PERMITS };
         Arc::new(Self {
             mock,
             started: OnceLock::new(),
-            slots: Arc::new(Semaphore::new(if let Fault::Slots(slots) = mock.fault {
-                slots
-            } else {
-                Semaphore::MAX_PERMITS
-            })),
+            slots: Arc::new(Semaphore::new(slots)),
             counts: Arc::default(),
             #[cfg(test)]
             seen: seen::Seen::default(),

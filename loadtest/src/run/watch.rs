@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 use crate::client::http::Client;
@@ -14,25 +14,22 @@ use crate::client::metrics::Snapshot;
 use crate::client::record::Clock;
 
 /// Between two questions, until there are too many answers to keep.
-const PERIOD: Duration = Duration::from_secs(1);
+pub const PERIOD: Duration = Duration::from_secs(1);
 /// Most answers kept: when there are more, every second one is dropped, and the next come at twice the distance.
 const MAX_KEPT: usize = 1024;
 /// A server under load may take its time, but not the run's.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// The server's own side of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServerSide {
     Unknown(String),
     Seen(Series),
 }
 
-/// What a server said over a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
     /// Seconds of the run, and what was said then; at least one, the first from before the run.
     pub said: Vec<(f64, Snapshot)>,
-    /// Questions that were not answered.
     pub missed: u64,
     /// How fast all of the server's memory can be read, in GB/s (10^9), where the user knows.
     pub read_limit_gb_s: Option<f64>,
@@ -58,12 +55,8 @@ impl Before {
         })
     }
 
-    /// Goes on asking while the run is on whose clock this is.
-    pub fn watch(self, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
-        self.watch_each(PERIOD, clock, read_limit_gb_s)
-    }
-
-    fn watch_each(self, period: Duration, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
+    /// Goes on asking, each `period`, while the run is on whose clock this is.
+    pub fn watch(self, period: Duration, clock: Clock, read_limit_gb_s: Option<f64>) -> Watch {
         let over = CancellationToken::new();
         let task = tokio::spawn(follow(self, period, clock, read_limit_gb_s, over.clone()));
         Watch { over, task }
@@ -90,52 +83,45 @@ async fn follow(
         Err(why) => return ServerSide::Unknown(why),
     };
     let mut series = Series { said: vec![(0.0, first)], missed: 0, read_limit_gb_s };
-    let mut due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
-    due.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let each = |period| {
+        let mut due = tokio::time::interval_at(Instant::now() + period, period);
+        due.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        due
+    };
+    let mut due = each(period);
     loop {
+        // A look that is under way when the run is over is given up for the last one: a server that does not answer must
+        // not keep the report waiting twice.
         let look = over.run_until_cancelled(async {
             due.tick().await;
             ask(&client).await
         });
-        // A look that is under way when the run is over is given up for the last one: a server that does not answer must
-        // not keep the report waiting twice.
-        let look = look.await;
-        let is_last = look.is_none();
-        let said = match look {
-            Some(said) => said,
-            None => ask(&client).await,
+        let (is_last, said) = match look.await {
+            Some(said) => (false, said),
+            None => (true, ask(&client).await),
         };
-        series.add(clock.now_ns() as f64 / 1e9, said);
+        match said {
+            Ok(snapshot) => series.said.push((clock.now_ns() as f64 / 1e9, snapshot)),
+            Err(_) => series.missed += 1,
+        }
         if is_last {
             return ServerSide::Seen(series);
         }
         if series.said.len() > MAX_KEPT {
             series.thin();
             period *= 2;
-            due = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
-            due.set_missed_tick_behavior(MissedTickBehavior::Skip);
+            due = each(period);
         }
     }
 }
 
 impl Series {
-    fn add(&mut self, time_s: f64, said: Result<Snapshot, String>) {
-        match said {
-            Ok(snapshot) => self.said.push((time_s, snapshot)),
-            Err(_) => self.missed += 1,
-        }
-    }
-
     /// Keeps every second answer, and the first.
     fn thin(&mut self) {
-        let mut place = 0;
-        self.said.retain(|_| {
-            place += 1;
-            place % 2 == 1
-        });
+        let mut place = 0..;
+        self.said.retain(|_| place.next().is_some_and(|place| place % 2 == 0));
     }
 
-    /// Where the figures come from.
     pub fn in_words(&self) -> String {
         let missed = match self.missed {
             0 => String::new(),
@@ -144,7 +130,6 @@ impl Series {
         format!("read from /metrics with {}'s names, {} times over the run{missed}", self.dialect(), self.said.len())
     }
 
-    /// Whose names the server speaks.
     pub fn dialect(&self) -> &'static str {
         self.said[0].1.dialect
     }

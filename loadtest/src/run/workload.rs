@@ -20,7 +20,6 @@ pub enum Endpoint {
     Completions,
 }
 
-/// What each request asks, and of whom.
 #[derive(Debug)]
 pub struct Workload {
     pub target: Target,
@@ -30,7 +29,6 @@ pub struct Workload {
     pub shapes: Shapes,
     /// Least tokens to generate, for requests that may be so long (an extension of OpenAI's interface).
     pub min_tokens: Option<u32>,
-    /// Turns of each chat of a closed loop.
     pub turns: u32,
     /// Go on past the end-of-sequence token (an extension of OpenAI's interface).
     pub ignore_eos: bool,
@@ -42,11 +40,25 @@ pub struct Workload {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
     pub user: String,
-    /// What the server answered.
     pub assistant: String,
 }
 
 impl Workload {
+    /// Chats of one turn, with prompts of a word for each token, that may end where the model ends them.
+    pub fn plain(target: Target, model: &str, shapes: Shapes, timeout: Duration) -> Self {
+        Self {
+            target,
+            endpoint: Endpoint::Chat,
+            model: model.to_owned(),
+            prompts: Prompts::of_words(0),
+            shapes,
+            min_tokens: None,
+            turns: 1,
+            ignore_eos: false,
+            timeout,
+        }
+    }
+
     /// The request for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so that runs can
     /// be compared.
     pub fn request(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Ready<'_> {
@@ -56,7 +68,6 @@ impl Workload {
         }
     }
 
-    /// Path of the interface over HTTP.
     pub fn path(&self) -> &'static str {
         match self.endpoint {
             Endpoint::Chat => "/v1/chat/completions",

@@ -1,6 +1,5 @@
 //! The rate from which on a server falls behind.
 
-pub mod arrived;
 pub mod page;
 pub mod search;
 pub mod step;

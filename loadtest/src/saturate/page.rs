@@ -8,14 +8,11 @@ use crate::report::page::{heading, notes, page, panel, tiles};
 use crate::report::plot::{Axis, Mark, STEPS, Series};
 use crate::saturate::step::{Step, Verdict};
 
-/// Columns of the table of steps.
 const COLUMNS: [&str; 8] =
     ["offered / s", "answered / s", "tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "most in flight"];
-/// The times among them.
 const TIMES: [(&str, f64); 4] =
     [("ttft_from_intended", 50.0), ("ttft_from_intended", 99.0), ("itl", 50.0), ("itl", 99.0)];
 
-/// What a page shows of a search.
 pub struct Page<'a> {
     pub target: &'a str,
     pub model: &'a str,
@@ -37,10 +34,9 @@ struct Load {
 }
 
 const OFFERED: Load = Load { label: "offered, requests / s", of: |step| step.rate_per_s };
-const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.arrived.output_tokens_per_s() };
+const ACHIEVED: Load = Load { label: "achieved, output tokens / s", of: |step| step.tally.arrived_tokens_per_s() };
 
 impl Page<'_> {
-    /// The page.
     pub fn html(&self) -> String {
         let title = format!("Saturation of {}", self.model);
         let [ttft, itl] = [("Time to first token", "ttft_from_intended"), ("Time between tokens", "itl")];
@@ -70,10 +66,10 @@ impl Page<'_> {
     fn summary(&self) -> Markup {
         let rate = |rate: Option<f64>| rate.map_or_else(|| "–".into(), |rate| format!("{rate:.3}"));
         let ms = |key, percentile| {
-            let ms = self.knee().and_then(|step| step.time_ms(key, percentile));
+            let ms = self.knee().and_then(|step| step.tally.percentile_ms(key, percentile));
             ms.map_or_else(|| "–".into(), |ms| format!("{ms:.1} ms"))
         };
-        let tokens = self.knee().map(|step| format!("{:.1}", step.arrived.output_tokens_per_s()));
+        let tokens = self.knee().map(|step| format!("{:.1}", step.tally.arrived_tokens_per_s()));
         tiles(&[
             ("keeps up with, requests a second", rate(self.keeps_up_with), false),
             ("falls behind at", rate(self.falls_behind_at), false),
@@ -87,7 +83,7 @@ impl Page<'_> {
     /// Median and 99th percentile of a kind of time over a load, with the knee.
     fn times(&self, (title, key): (&str, &str), load: &Load) -> Markup {
         let series_of = |name, percentile| {
-            let points = self.steps.iter().filter_map(|step| Some((step, step.time_ms(key, percentile)?)));
+            let points = self.steps.iter().filter_map(|step| Some((step, step.tally.percentile_ms(key, percentile)?)));
             line(
                 name,
                 points.map(|(step, ms)| (step, ((load.of)(step), ms))).filter(|(_, (rate, _))| *rate > 0.0),
@@ -115,8 +111,8 @@ impl Page<'_> {
 
     fn interactivity(&self) -> Markup {
         let steps = self.steps.iter().filter_map(|step| {
-            let tokens_per_s_a_user = 1e3 / step.time_ms("tpot", 50.0).filter(|&ms| ms > 0.0)?;
-            Some((step, (tokens_per_s_a_user, step.arrived.output_tokens_per_s())))
+            let tokens_per_s_a_user = 1e3 / step.tally.percentile_ms("tpot", 50.0).filter(|&ms| ms > 0.0)?;
+            Some((step, (tokens_per_s_a_user, step.tally.arrived_tokens_per_s())))
         });
         let meaning = |at: (f64, f64)| format!("{:.1} tokens a second, {:.1} a user", at.1, at.0);
         from_zero("Throughput against interactivity", "tokens / s a user", line("each rate", steps, meaning))
@@ -131,8 +127,8 @@ impl Page<'_> {
                     @for step in self.steps {
                         tr {
                             td { (format!("{:.3}", step.rate_per_s)) } td { (format!("{:.3}", step.tally.requests_per_s())) }
-                            td { (format!("{:.1}", step.arrived.output_tokens_per_s())) }
-                            @for (key, percentile) in TIMES { td { (shown(step.time_ms(key, percentile))) } }
+                            td { (format!("{:.1}", step.tally.arrived_tokens_per_s())) }
+                            @for (key, percentile) in TIMES { td { (shown(step.tally.percentile_ms(key, percentile))) } }
                             td { (step.tally.peak_in_flight) }
                             @let class = if step.verdict == Verdict::KeepsUp { "words" } else { "words bad" };
                             td class=(class) { (step.verdict.in_words()) }
@@ -179,20 +175,16 @@ fn from_zero(title: &str, label: &str, line: Series) -> Markup {
 mod tests {
     use super::*;
     use crate::client::record::RequestRecord;
-    use crate::figures::tally::Tally;
-    use crate::saturate::arrived::Arrived;
     use crate::testing::markup::{Element, elements, within};
     use crate::testing::records::record;
+    use crate::testing::reports::tally;
     use std::time::UNIX_EPOCH;
 
     /// A second of a step in which each answer took `ttft_ms` and then 10 ms a token.
     fn step(rate_per_s: u64, ttft_ms: u64, verdict: Verdict) -> Step {
-        let (mut tally, mut arrived) = (Tally::default(), Arrived::default());
         let answer = |due_ms| record(due_ms, due_ms, &[0, 10, 20].map(|later| due_ms + ttft_ms + later));
         let records: Vec<RequestRecord> = (0..rate_per_s).map(|index| answer(index * 1000 / rate_per_s)).collect();
-        records.iter().for_each(|record| tally.add(record));
-        records.iter().for_each(|record| arrived.add(record));
-        Step { rate_per_s: rate_per_s as f64, tally, arrived, verdict }
+        Step { rate_per_s: rate_per_s as f64, tally: tally(&records), verdict }
     }
 
     fn page_of(steps: &[Step], (keeps_up_with, falls_behind_at): (Option<f64>, Option<f64>)) -> String {

@@ -13,6 +13,7 @@ use serde_json::json;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
+use crate::client::record::Failure;
 use crate::figures::tally::{Tally, Window};
 use crate::load::arrivals::RATE_RANGE;
 use crate::load::conduct::Conducts;
@@ -23,7 +24,6 @@ use crate::run::calibrate::TOLERATED_MS;
 use crate::run::drive::{self, Load};
 use crate::run::live::Screen;
 use crate::run::workload::Workload;
-use crate::saturate::arrived::Arrived;
 use crate::saturate::page::Page;
 use crate::saturate::step::{Growth, Step, Verdict};
 
@@ -83,8 +83,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
     ensure!(load.turns == 1, "--turns is of a closed loop, and saturate sends in an open one");
     ensure!(load.faults.are_none(), "a rate is searched without faults: ask for them at one rate, without saturate");
     ensure!(RATE_RANGE.contains(&args.from), "--from is {}: give 0.001 to 100000 requests a second", args.from);
-    let json = load.json.as_deref().map(open_for_report).transpose()?;
-    let html = load.html.as_deref().map(open_for_report).transpose()?;
+    let (json, html) = (open_for_report(load.json.as_deref())?, open_for_report(load.html.as_deref())?);
     let Prepared { workload, mut setup } = prepare(load, None, stop).await?;
     let mut out = io::stdout();
     writeln!(out, "{} · {} · {}", setup.target, setup.backend, setup.model).context("cannot print the search")?;
@@ -155,7 +154,7 @@ pub async fn run(args: &SaturateArgs, stop: &CancellationToken) -> anyhow::Resul
 
 /// At which rate the load tester itself was latest, where that is more than a report can bear.
 fn lateness(steps: &[Step]) -> Option<String> {
-    let lags = steps.iter().filter_map(|step| Some((step.time_ms("client_lag", 99.0)?, step.rate_per_s)));
+    let lags = steps.iter().filter_map(|step| Some((step.tally.percentile_ms("client_lag", 99.0)?, step.rate_per_s)));
     let (late_ms, rate_per_s) =
         lags.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(late_ms, _)| *late_ms > TOLERATED_MS)?;
     Some(format!(
@@ -212,7 +211,7 @@ async fn step(
     let mut running = drive::start(workload.clone(), load_of_step, step_stop.clone());
     let _view = Screen::new(load.quiet).watch(&format!("{rate_per_s:.3} a second"), extent, &running);
     let mut tally = Tally::new(Window::default(), load.slo);
-    let (mut growth, mut arrived) = (Growth::default(), Arrived::default());
+    let mut growth = Growth::default();
     let mut is_full = false;
     let mut tick = tokio::time::interval(SAMPLE_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -225,33 +224,35 @@ async fn step(
                         growth.first_token.push((record.intended_ns as f64 / 1e9, wait_ns as f64 / 1e9));
                     }
                     tally.add(&record);
-                    arrived.add(&record);
+                    if record.failure == Some(Failure::Interrupted) {
+                        tally.add_cut_off(&record);
+                    }
                 }
                 None => break,
             },
             _ = tick.tick() => {
                 let elapsed_s = running.clock.now_ns() as f64 / 1e9;
                 if elapsed_s < length.as_secs_f64() {
-                    growth.in_flight.push((elapsed_s, running.in_flight() as f64));
+                    growth.in_flight.push((elapsed_s, running.meter.in_flight() as f64));
                 } else if growth.verdict(rate_per_s, length) != Verdict::KeepsUp {
                     // What is still queued tells nothing more, and could take as long again.
                     step_stop.cancel();
                 }
-                if running.in_flight() >= max_in_flight && !is_full {
+                if running.meter.in_flight() >= max_in_flight && !is_full {
                     is_full = true;
                     step_stop.cancel();
                 }
             }
         }
     }
-    tally.close(running.peak_in_flight(), running.lags());
+    tally.close(running.meter.peak_in_flight(), running.lags());
     let ended = tally.completed + tally.failed;
     let verdict = match growth.verdict(rate_per_s, length) {
         _ if is_full => Verdict::AllInFlight,
         _ if tally.failed as f64 > TURNED_AWAY * ended as f64 => Verdict::TurnsAway,
         verdict => verdict,
     };
-    Ok(Step { rate_per_s, tally, arrived, verdict })
+    Ok(Step { rate_per_s, tally, verdict })
 }
 
 /// Reads a precision, 0.01 to 1.

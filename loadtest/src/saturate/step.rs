@@ -5,7 +5,6 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::figures::tally::Tally;
-use crate::saturate::arrived::Arrived;
 use crate::stats::line::Line;
 
 /// Share of what arrives by which a server falls behind. A queue that grows by it delays each request by as much more
@@ -13,16 +12,15 @@ use crate::stats::line::Line;
 const BEHIND: f64 = 0.05;
 /// Standard deviations by which growth must exceed chance.
 const SIGNIFICANT: f64 = 3.0;
-/// What one rate came to.
+
+/// What one rate came to. Times to tokens and between them are also of requests that were cut off with the step.
 #[derive(Debug)]
 pub struct Step {
     pub rate_per_s: f64,
     pub tally: Tally,
-    pub arrived: Arrived,
     pub verdict: Verdict,
 }
 
-/// Whether the server bore a rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     KeepsUp,
@@ -69,16 +67,8 @@ impl Growth {
 }
 
 impl Step {
-    /// A percentile of the times called `key`, in milliseconds; none for no times. Those that end with an answer are of
-    /// complete ones.
-    pub fn time_ms(&self, key: &str, percentile: f64) -> Option<f64> {
-        let metrics = self.tally.metrics();
-        let of_complete = || metrics.iter().find(|metric| metric.key == key).map(|metric| metric.times);
-        self.arrived.times(key).or_else(of_complete)?.percentile_ms(percentile)
-    }
-
     pub fn line(&self) -> String {
-        let pair = |key: &str| match (self.time_ms(key, 50.0), self.time_ms(key, 99.0)) {
+        let pair = |key: &str| match (self.tally.percentile_ms(key, 50.0), self.tally.percentile_ms(key, 99.0)) {
             (Some(p50), Some(p99)) => format!("{p50:.1}, {p99:.1}"),
             _ => "-".into(),
         };
@@ -86,7 +76,7 @@ impl Step {
             "{:>17.3}{:>11.3}{:>11.1}{:>26}{:>22}{:>12}   {}",
             self.rate_per_s,
             self.tally.requests_per_s(),
-            self.arrived.output_tokens_per_s(),
+            self.tally.arrived_tokens_per_s(),
             pair("ttft_from_intended"),
             pair("itl"),
             self.tally.peak_in_flight,
@@ -103,12 +93,12 @@ impl Step {
             "failed": self.tally.failed,
             "request_throughput": self.tally.requests_per_s(),
             "request_goodput": self.tally.good_requests_per_s(),
-            "output_throughput": self.arrived.output_tokens_per_s(),
+            "output_throughput": self.tally.arrived_tokens_per_s(),
             "max_concurrent_requests": self.tally.peak_in_flight,
         });
         for metric in self.tally.metrics() {
-            step[format!("median_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 50.0));
-            step[format!("p99_{}_ms", metric.key)] = json!(self.time_ms(metric.key, 99.0));
+            step[format!("median_{}_ms", metric.key)] = json!(self.tally.percentile_ms(metric.key, 50.0));
+            step[format!("p99_{}_ms", metric.key)] = json!(self.tally.percentile_ms(metric.key, 99.0));
         }
         step
     }

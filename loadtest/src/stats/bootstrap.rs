@@ -12,7 +12,6 @@ const RESAMPLES: usize = 1000;
 /// any but the very same extremes.
 pub const MIN_BEYOND: f64 = 10.0;
 
-/// A figure of a set of times.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Statistic {
     Mean,

@@ -9,7 +9,6 @@ const HIGHEST_NS: u64 = 86_400_000_000_000;
 /// Decimal digits to which a quantile is right: 0.1 %.
 const SIGNIFICANT_DIGITS: u8 = 3;
 
-/// Times of one kind over a whole run.
 #[derive(Debug, Clone)]
 pub struct Distribution {
     histogram: Histogram<u64>,
@@ -36,7 +35,6 @@ impl Distribution {
         Self { histogram, mean_ns: 0.0, squares_ns2: 0.0 }
     }
 
-    /// Counts one time.
     pub fn record_ns(&mut self, time_ns: u64) {
         self.histogram.saturating_record(time_ns);
         let distance = time_ns as f64 - self.mean_ns;
@@ -55,7 +53,6 @@ impl Distribution {
         }
     }
 
-    /// How many times were counted.
     pub fn count(&self) -> u64 {
         self.histogram.len()
     }

@@ -1,6 +1,5 @@
 //! Straight lines through measured points.
 
-/// Least squares through points.
 #[derive(Debug)]
 pub struct Line {
     pub mean: f64,

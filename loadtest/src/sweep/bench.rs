@@ -87,7 +87,6 @@ impl Commands {
         batches.extend(if on_gpu { &FITTED_BATCHES[..] } else { &[1] });
         batches.sort_unstable();
         batches.dedup();
-        let file = self.bench_file(tp);
         let mut options = vec![
             ("--model", self.model.clone().into_os_string()),
             ("--device", self.device.name().into()),
@@ -95,11 +94,9 @@ impl Commands {
             ("--batch", list(&batches).into()),
             ("--context", format!("{:.0}", context.max(1.0)).into()),
             ("--steps", STEPS[usize::from(on_gpu)].to_string().into()),
-            ("--json", file.clone().into_os_string()),
         ];
         options.extend(self.threads.map(|threads| ("--threads", threads.to_string().into())));
-        self.run("bench", &format!("bench-tp{tp}"), &[], options, stop).await?;
-        read(&file)
+        self.run("bench", &self.bench_file(tp), &[], options, stop).await
     }
 
     /// Predicts steps of groups from what the bench measured of the sizes `measured`.
@@ -114,39 +111,35 @@ impl Commands {
         stop: &CancellationToken,
     ) -> anyhow::Result<Scaling> {
         let figures: Vec<OsString> = measured.iter().map(|tp| self.bench_file(*tp).into_os_string()).collect();
-        let file = self.folder.join("scaling.json");
-        let options = [
+        let options = vec![
             ("--model", self.model.clone().into_os_string()),
             ("--batch", list(streams).into()),
             ("--context", format!("{:.0}", context.max(1.0)).into()),
-            ("--json", file.clone().into_os_string()),
         ];
-        self.run("scaling", "scaling", &figures, options, stop).await?;
-        read(&file)
+        self.run("scaling", &self.folder.join("scaling.json"), &figures, options, stop).await
     }
 
-    async fn run(
+    /// Runs `command` and reads the figures that it writes to `file`, beside which its log is kept.
+    async fn run<T: DeserializeOwned>(
         &self,
         command: &str,
-        log: &str,
-        files: &[OsString],
-        options: impl IntoIterator<Item = (&'static str, OsString)>,
+        file: &Path,
+        inputs: &[OsString],
+        options: Vec<(&'static str, OsString)>,
         stop: &CancellationToken,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<T> {
         let mut arguments = vec![OsString::from(command)];
-        arguments.extend(files.iter().cloned());
-        arguments.extend(options.into_iter().flat_map(|(option, value)| [option.into(), value]));
-        let log = self.folder.join(format!("{log}.log"));
-        Ok(Child::start(format!("looplane {command}"), &self.looplane, arguments, &log)?.finish(stop).await?)
+        arguments.extend(inputs.iter().cloned());
+        let options = options.into_iter().chain([("--json", file.into())]);
+        arguments.extend(options.flat_map(|(option, value)| [option.into(), value]));
+        let name = format!("looplane {command}");
+        Child::start(name, &self.looplane, arguments, &file.with_extension("log"))?.finish(stop).await?;
+        let figures = fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+        serde_json::from_slice(&figures)
+            .with_context(|| format!("{} does not hold the figures that it should", file.display()))
     }
 }
 
 fn list(numbers: &[u32]) -> String {
     numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
-}
-
-fn read<T: DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
-    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_slice(&text)
-        .with_context(|| format!("{} does not hold the figures that it should", path.display()))
 }

@@ -3,11 +3,11 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::{Child as Process, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
@@ -26,22 +26,8 @@ const READY_LINE: &str = "Listening http://";
 const QUOTED_LINES: usize = 6;
 const QUOTED_CHARS: usize = 300;
 
-/// Why a process was of no use.
-#[derive(Debug, thiserror::Error)]
-pub enum ChildError {
-    #[error("cannot write the log {}: {source}", path.display())]
-    Log { path: PathBuf, source: io::Error },
-    #[error("cannot start {name}: {source}")]
-    Start { name: String, source: io::Error },
-    #[error("{name} ended with {status}; its log, {}, ends with:{last_lines}", log.display())]
-    Ended { name: String, status: ExitStatus, log: PathBuf, last_lines: String },
-    #[error("cannot wait for {name}: {source}")]
-    Wait { name: String, source: io::Error },
-    #[error("{name} is not ready after {} minutes; its log is {}", READY_LIMIT.as_secs() / 60, log.display())]
-    NotReady { name: String, log: PathBuf },
-    #[error("stopped by the user")]
-    Stopped,
-}
+/// What an error says where the user stopped the sweep.
+pub const STOPPED: &str = "stopped by the user";
 
 /// A process in a group of its own, so that Ctrl-C in a terminal reaches the sweep alone, which ends it in order. It is
 /// killed when dropped.
@@ -66,10 +52,10 @@ impl Child {
         program: &Path,
         arguments: impl IntoIterator<Item = A>,
         log: &Path,
-    ) -> Result<Self, ChildError> {
+    ) -> anyhow::Result<Self> {
         let name = name.into();
         let outputs = File::create(log).and_then(|file| Ok([file.try_clone()?, file]));
-        let [stdout, stderr] = outputs.map_err(|source| ChildError::Log { path: log.into(), source })?;
+        let [stdout, stderr] = outputs.with_context(|| format!("cannot write the log {}", log.display()))?;
         let spawned = Command::new(program)
             .args(arguments)
             .stdin(Stdio::piped())
@@ -78,7 +64,7 @@ impl Child {
             .process_group(0)
             .kill_on_drop(true)
             .spawn();
-        let mut process = spawned.map_err(|source| ChildError::Start { name: name.clone(), source })?;
+        let mut process = spawned.with_context(|| format!("cannot start {name}"))?;
         let stdin = process.stdin.take();
         let group = process.id().and_then(|pid| Pid::from_raw(pid as i32));
         Ok(Self { name, log: log.into(), process, group, _stdin: stdin })
@@ -88,7 +74,7 @@ impl Child {
     ///
     /// # Errors
     /// It ended, takes too long, or `stop` was cancelled.
-    pub async fn ready(&mut self, stop: &CancellationToken) -> Result<String, ChildError> {
+    pub async fn ready(&mut self, stop: &CancellationToken) -> anyhow::Result<String> {
         let begun = Instant::now();
         loop {
             if let Some(address) = fs::read_to_string(&self.log).ok().as_deref().and_then(ready_address) {
@@ -96,11 +82,12 @@ impl Child {
             }
             self.check()?;
             if begun.elapsed() > READY_LIMIT {
-                return Err(ChildError::NotReady { name: self.name.clone(), log: self.log.clone() });
+                let (name, minutes, log) = (&self.name, READY_LIMIT.as_secs() / 60, self.log.display());
+                bail!("{name} is not ready after {minutes} minutes; its log is {log}");
             }
             tokio::select! {
                 () = tokio::time::sleep(LOOK_PERIOD) => {}
-                () = stop.cancelled() => return Err(ChildError::Stopped),
+                () = stop.cancelled() => bail!(STOPPED),
             }
         }
     }
@@ -109,35 +96,27 @@ impl Child {
     ///
     /// # Errors
     /// With the last lines of its log.
-    pub fn check(&mut self) -> Result<(), ChildError> {
-        match self.process.try_wait() {
-            Ok(None) => Ok(()),
-            Ok(Some(status)) => Err(self.ended(status)),
-            Err(source) => Err(ChildError::Wait { name: self.name.clone(), source }),
-        }
+    pub fn check(&mut self) -> anyhow::Result<()> {
+        let ended = self.process.try_wait().with_context(|| format!("cannot wait for {}", self.name))?;
+        ended.map_or(Ok(()), |status| Err(self.ended(status)))
     }
 
     /// Waits for the end of a process that ends by itself.
     ///
     /// # Errors
     /// It failed, or `stop` was cancelled: then it was ended.
-    pub async fn finish(mut self, stop: &CancellationToken) -> Result<(), ChildError> {
+    pub async fn finish(mut self, stop: &CancellationToken) -> anyhow::Result<()> {
         let ended = tokio::select! {
             ended = self.process.wait() => Some(ended),
             () = stop.cancelled() => None,
         };
-        match ended {
-            None => {
-                self.end().await;
-                Err(ChildError::Stopped)
-            }
-            Some(Err(source)) => Err(ChildError::Wait { name: self.name.clone(), source }),
-            Some(Ok(status)) if status.success() => {
-                self.group = None;
-                Ok(())
-            }
-            Some(Ok(status)) => Err(self.ended(status)),
-        }
+        let Some(ended) = ended else {
+            self.end().await;
+            bail!(STOPPED)
+        };
+        let status = ended.with_context(|| format!("cannot wait for {}", self.name))?;
+        self.group = None;
+        if status.success() { Ok(()) } else { Err(self.ended(status)) }
     }
 
     /// Ends it: by SIGTERM, and with SIGKILL where that takes too long. What had ended already stays so.
@@ -153,14 +132,14 @@ impl Child {
         }
     }
 
-    fn ended(&mut self, status: ExitStatus) -> ChildError {
+    fn ended(&mut self, status: ExitStatus) -> anyhow::Error {
         self.group = None;
         let said = fs::read(&self.log).unwrap_or_default();
         let said = String::from_utf8_lossy(&said);
         let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
         let quoted = &lines[lines.len().saturating_sub(QUOTED_LINES)..];
-        let last_lines = quoted.iter().map(|line| format!("\n  {}", printable(line, QUOTED_CHARS))).collect();
-        ChildError::Ended { name: self.name.clone(), status, log: self.log.clone(), last_lines }
+        let last_lines: String = quoted.iter().map(|line| format!("\n  {}", printable(line, QUOTED_CHARS))).collect();
+        anyhow!("{} ended with {status}; its log, {}, ends with:{last_lines}", self.name, self.log.display())
     }
 
     fn signal(&self, signal: Signal) {
@@ -247,10 +226,10 @@ mod tests {
             "{error}"
         );
         let failed = shell("exit 1", &folder.path().join("log")).finish(&stop).await;
-        assert!(matches!(failed, Err(ChildError::Ended { .. })), "{failed:?}");
+        assert!(failed.expect_err("a failure").to_string().starts_with("the server ended with exit status: 1; "));
         shell("exit 0", &folder.path().join("log")).finish(&stop).await.expect("a success");
         let missing = Child::start("it", Path::new("/nowhere"), ["x"], &folder.path().join("log"));
-        assert!(missing.expect_err("no such program").to_string().starts_with("cannot start it: "));
+        assert!(missing.expect_err("no such program").to_string().starts_with("cannot start it"));
     }
 
     #[tokio::test]
@@ -259,10 +238,10 @@ mod tests {
         let stop = CancellationToken::new();
         stop.cancel();
         let mut server = shell("sleep 300", &folder.path().join("log"));
-        assert!(matches!(server.ready(&stop).await, Err(ChildError::Stopped)));
+        assert_eq!(server.ready(&stop).await.expect_err("stopped").to_string(), STOPPED);
         server.end().await;
         let bench = shell("sleep 300", &folder.path().join("log"));
-        assert!(matches!(bench.finish(&stop).await, Err(ChildError::Stopped)));
+        assert_eq!(bench.finish(&stop).await.expect_err("stopped").to_string(), STOPPED);
     }
 
     #[test]

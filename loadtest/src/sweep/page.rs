@@ -8,7 +8,6 @@ use crate::sweep::figures::{Device, How, Row, Sweep};
 use crate::sweep::table::{cells, heads, legend, line};
 use crate::text::readable;
 
-/// Rules of this page beside those of all reports.
 const STYLE: &str = include_str!("page.css");
 /// Size of a plot over sizes, and of the one over interactivity.
 const SMALL: (f64, f64) = (400.0, 300.0);
@@ -16,7 +15,6 @@ const WIDE: (f64, f64) = (1180.0, 380.0);
 /// Steps of their axes: of a small one's height, so that 100 % does not end at 150, and of a wide one's width.
 const SMALL_STEPS: u32 = 6;
 const WIDE_STEPS: u32 = 12;
-/// Room above the highest point.
 const HEADROOM: f64 = 1.05;
 
 /// The sweep as a page.

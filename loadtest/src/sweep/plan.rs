@@ -1,12 +1,12 @@
 //! Options of a sweep, and what they mean together.
 
 use std::ffi::OsString;
-use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, ensure};
 use clap::builder::Resettable;
+use procfs::{Current, LoadAverage};
 
 use crate::figures::tally::Window;
 use crate::measure::args::LoadArgs;
@@ -80,7 +80,6 @@ pub struct Machine {
     pub demo_model: Option<PathBuf>,
 }
 
-/// A sweep whose options can work.
 pub struct Plan {
     /// What the product says of itself beside the servers; none where the model's directory is not known.
     pub commands: Option<Commands>,
@@ -91,7 +90,6 @@ pub struct Plan {
     pub serve: Vec<OsString>,
     /// The loads, by place in [`Sweep::loads`].
     pub loads: Vec<LoadArgs>,
-    /// The part of each load that is counted.
     pub window: Window,
 }
 
@@ -177,7 +175,6 @@ fn refuse_other_options(load: &LoadArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Notes what the machine does to the figures.
 fn note_the_machine(sweep: &mut Sweep, largest: u32) {
     let cores = sweep.cores;
     if sweep.is_crowded(largest) {
@@ -186,7 +183,9 @@ fn note_the_machine(sweep: &mut Sweep, largest: u32) {
              show what more workers cost and not what more sockets bring"
         ));
     }
-    if let Some(busy) = load_average().filter(|busy| *busy > BUSY * f64::from(cores)) {
+    if let Some(busy) =
+        LoadAverage::current().ok().map(|load| f64::from(load.one)).filter(|busy| *busy > BUSY * f64::from(cores))
+    {
         sweep.notes.push(format!(
             "other work ran on this machine when the sweep began (load average {busy:.1} on {cores} cores): figures are \
              of what it left"
@@ -194,7 +193,6 @@ fn note_the_machine(sweep: &mut Sweep, largest: u32) {
     }
 }
 
-/// The loads that each size is measured under.
 fn loads(args: &SweepArgs, load: LoadArgs) -> anyhow::Result<Vec<LoadArgs>> {
     let duration = match (load.duration, load.requests) {
         (None, None) => Some(LOAD_LENGTH),
@@ -235,17 +233,10 @@ fn name_of(load: &LoadArgs) -> String {
     }
 }
 
-/// Threads that wanted a core in the mean of the last minute; none where the system does not tell.
-fn load_average() -> Option<f64> {
-    fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
-}
-
-/// Takes an option of a single load away.
 fn not_here(arg: clap::Arg) -> clap::Arg {
     arg.hide(true).env(Resettable::Reset)
 }
 
-/// Reads the size of a group.
 fn parse_size(text: &str) -> Result<u32, String> {
     let size = text.trim().parse().ok().filter(|size| matches!(size, 1 | 2 | 4 | 8 | 16));
     size.ok_or_else(|| format!("'{text}' is no size of a group: give 1, 2, 4, 8 or 16"))

@@ -23,7 +23,6 @@ pub struct Scaling {
     refused: Vec<Refused>,
 }
 
-/// A step that the bench measured.
 #[derive(Debug, Deserialize)]
 struct Compared {
     measured_ms: f64,

@@ -17,19 +17,18 @@ use crate::figures::server_side::worker_losses;
 use crate::figures::tally::Tally;
 use crate::load::conduct::Conducts;
 use crate::measure::args::LoadArgs;
-use crate::measure::run::{Prepared, prepare};
+use crate::measure::run::{Prepared, collect, prepare};
 use crate::report::contents::Report;
 use crate::run::drive::{self, Load};
 use crate::run::live::Screen;
-use crate::run::watch::Before;
-use crate::sweep::child::{Child, ChildError};
+use crate::run::watch::{self, Before};
+use crate::sweep::child::{Child, STOPPED};
 use crate::sweep::figures::{Device, Level, Size, Sweep};
 use crate::sweep::page::page;
 use crate::sweep::plan::{Plan, SweepArgs, ascending, plan};
 use crate::sweep::predict::{FITTED, MOST_STREAMS, predict};
 use crate::sweep::table;
 
-/// The report's files in `--out`.
 const JSON_FILE: &str = "sweep.json";
 const PAGE_FILE: &str = "sweep.html";
 
@@ -113,7 +112,7 @@ impl Plan {
         for (place, load) in self.loads.iter().enumerate() {
             let level = self.put_load(&base, size.tp, place, load, sweep, stop).await;
             if stop.is_cancelled() {
-                return Err(ChildError::Stopped.into());
+                bail!(STOPPED);
             }
             // A server that is gone says why; what its clients saw of it says less.
             server.check()?;
@@ -127,7 +126,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Puts one load on a server.
     async fn put_load(
         &self,
         base: &str,
@@ -156,13 +154,10 @@ impl Plan {
         let pacing = Load { pacing, extent, first_index: load.warmup(), conducts };
         let before = Before::ask(&load.target, None).await;
         let mut running = drive::start(workload, pacing, stop.clone());
-        let watch = before.watch(running.clock, None);
+        let watch = before.watch(watch::PERIOD, running.clock, None);
         let view = Screen::new(load.quiet).watch(&title, extent, &running);
         let mut tally = Tally::new(self.window, load.slo);
-        while let Some(record) = running.records.recv().await {
-            tally.add(&record);
-        }
-        tally.close(running.peak_in_flight(), running.lags());
+        collect(&mut running, &mut tally, |_| ()).await;
         drop(view);
         let server_side = watch.end().await;
         if tally.completed == 0 {
@@ -199,7 +194,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Writes the report as it stands.
     fn keep(&self, sweep: &Sweep) -> anyhow::Result<()> {
         let json = sweep.to_json().context("a sweep cannot be written as JSON")?;
         replace(&self.out.join(JSON_FILE), &format!("{json:#}\n"))?;

@@ -4,7 +4,6 @@ use std::fmt::{self, Display};
 
 use crate::sweep::figures::{Device, How, Row, Size, Sweep};
 
-/// Width of the first column, and of the others.
 const SIZE_WIDTH: usize = 6;
 const WIDTH: usize = 12;
 

@@ -49,6 +49,13 @@ pub fn elements(markup: &str) -> Vec<Element> {
     found
 }
 
+/// Panics where `page` asks for anything but itself.
+pub fn stands_alone(page: &str) {
+    for outside in ["http://", "https://", "url(", "@import", "<script", "<link", " src=", " href="] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+}
+
 /// Panics unless every point of a line and every mark lies in the frame that was drawn last before it.
 pub fn within(elements: &[Element]) {
     let mut frame = None;

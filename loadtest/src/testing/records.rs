@@ -2,7 +2,6 @@
 
 use crate::client::record::RequestRecord;
 
-/// Nanoseconds of a millisecond.
 pub const MS: u64 = 1_000_000;
 
 /// A request with these times in milliseconds, over with its last chunk.

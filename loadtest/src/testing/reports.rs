@@ -6,7 +6,6 @@ use crate::load::lengths::Lengths;
 use crate::load::shapes::Shapes;
 use crate::report::contents::{Report, Setup};
 
-/// A count of `records`.
 pub fn tally<'a>(records: impl IntoIterator<Item = &'a RequestRecord>) -> Tally {
     let mut tally = Tally::default();
     records.into_iter().for_each(|record| tally.add(record));

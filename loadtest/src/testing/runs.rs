@@ -12,12 +12,10 @@ struct Cli<T: clap::Args> {
     args: T,
 }
 
-/// The options `T` that `line` says.
 pub fn parse<T: clap::Args>(line: &str) -> Result<T, clap::Error> {
     Cli::try_parse_from(["loadtest"].into_iter().chain(line.split_whitespace())).map(|cli| cli.args)
 }
 
-/// Runs a whole command line.
 pub async fn run_line(line: &str) -> anyhow::Result<()> {
     crate::run(parse::<LoadtestArgs>(line).expect("valid options")).await
 }

@@ -49,7 +49,7 @@ fn sweep_page(folder: &Path, name: &str) -> PathBuf {
 
 async fn pages(folder: &Path) -> Vec<PathBuf> {
     let steady = Mock { ttft: Duration::from_millis(20), itl: Duration::from_millis(4), fault: Fault::None };
-    let busy = r#"{"error":{"message":"the queue of this server is full, as it has been for some while","code":"queue_full"}}"#;
+    let busy = r#"{"error":{"message":"this server's queue is full, as it has been for a while","code":"queue_full"}}"#;
     let long_name =
         "organisation/a-model-of-a-name-as-long-as-those-of-merged-and-quantised-ones-are-0123456789-instruct-awq";
     let limits = "--slo ttft=300ms,itl=50ms,tpot=40ms,e2e=2s --runs 2 --warmup 2";

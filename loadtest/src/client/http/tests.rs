@@ -85,17 +85,13 @@ async fn tokens_that_arrived_before_a_failure_are_kept() {
 }
 
 #[tokio::test]
-async fn an_answer_without_the_final_marker_counts_if_it_finished() {
-    let record = ask_mock(Mock { fault: Fault::NoDone, ..Mock::default() }).await;
-    assert_eq!(record.failure, None);
-}
-
-#[tokio::test]
-async fn an_answer_is_over_at_the_final_marker_even_if_the_body_stays_open() {
-    let record = ask_mock(Mock { fault: Fault::HoldOpen, ..Mock::default() }).await;
-    assert_eq!(record.failure, None);
-    let total = Duration::from_nanos(record.ended_ns - record.sent_ns);
-    assert!(total < CLOSING_GRACE, "the grace of {CLOSING_GRACE:?} is in the latency: {total:?}");
+async fn a_finished_answer_counts_without_the_final_marker_and_is_over_at_it_even_if_the_body_stays_open() {
+    for fault in [Fault::NoDone, Fault::HoldOpen] {
+        let record = ask_mock(Mock { fault, ..Mock::default() }).await;
+        assert_eq!(record.failure, None, "{fault:?}");
+        let total = Duration::from_nanos(record.ended_ns - record.sent_ns);
+        assert!(total < CLOSING_GRACE, "{fault:?}: the grace of {CLOSING_GRACE:?} is in the latency: {total:?}");
+    }
 }
 
 #[tokio::test]

@@ -89,6 +89,34 @@ fn requests_with_a_fault_are_in_no_figure() {
     assert!(report(tally).notes()[0].starts_with("1 requests met a client that misbehaved"));
 }
 
+/// Two tokens a chunk, where they were counted.
+#[test]
+fn what_was_cut_off_counts_as_far_as_it_came() {
+    let mut tally = Tally::default();
+    assert_eq!(tally.arrived_tokens_per_s(), 0.0);
+    let cut_off = |due_ms, chunks_ms| RequestRecord {
+        failure: Some(Failure::Interrupted),
+        ended_ns: 2000 * MS,
+        ..records::record(due_ms, due_ms, chunks_ms)
+    };
+    tally.add(&RequestRecord { completion_tokens: Some(4), ..records::record(0, 0, &[100, 110]) });
+    tally.add_cut_off(&cut_off(0, &[100, 150]));
+    tally.add_cut_off(&cut_off(1000, &[]));
+    // One that failed says nothing of the others' times.
+    tally.add(&RequestRecord { failure: Some(Failure::Truncated), ended_ns: 9000 * MS, ..records::record(0, 0, &[1]) });
+    for (key, percentile, want) in [
+        ("ttft_from_intended", 50.0, 100.0),
+        ("ttft_from_intended", 99.0, 1000.0),
+        ("itl", 99.0, 50.0),
+        ("tpot", 99.0, 50.0),
+    ] {
+        let ms = tally.percentile_ms(key, percentile).expect(key);
+        assert!((ms / want - 1.0).abs() < 2e-3, "{key}: {ms} for {want}");
+    }
+    assert_eq!(tally.times("ttft").map(Distribution::count), Some(3));
+    assert!((tally.arrived_tokens_per_s() - 4.0 * 2.0 / 2.0).abs() < 1e-9, "four chunks of two tokens in 2 s");
+}
+
 #[test]
 fn a_run_without_success_has_nulls_and_no_nan() {
     let report = report(Tally::default()).to_json();

@@ -211,17 +211,9 @@ async fn bad_targets_and_files_are_refused_before_any_load() {
 #[test]
 fn the_table_shows_every_figure_and_survives_an_empty_run() {
     let args = parse::<LoadtestArgs>("").expect("defaults").load;
-    let workload = Workload {
-        target: Target::new(&args.target, None, args.timeout).expect("valid"),
-        endpoint: Endpoint::Chat,
-        model: "m\u{1b}[2J".into(),
-        prompts: Prompts::of_words(0),
-        shapes: Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: 0 },
-        min_tokens: None,
-        turns: 1,
-        ignore_eos: false,
-        timeout: args.timeout,
-    };
+    let target = Target::new(&args.target, None, args.timeout).expect("valid");
+    let shapes = Shapes::Drawn { prompt: args.prompt_tokens, output: args.max_tokens, seed: 0 };
+    let workload = Workload::plain(target, "m\u{1b}[2J", shapes, args.timeout);
     let report = |tally| Report { setup: setup_of(&args, &workload), ..reports::report(tally) };
     let empty = report(Tally::default()).to_string();
     assert!(!empty.contains("NaN") && !empty.contains('\u{1b}'), "{empty}");

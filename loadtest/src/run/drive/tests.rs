@@ -4,24 +4,15 @@ use crate::load::arrivals::{ArrivalProcess, Arrivals, Rate};
 use crate::load::conduct::Conducts;
 use crate::load::lengths::Lengths;
 use crate::load::pacing::{Extent, Pacing};
-use crate::load::prompt::Prompts;
 use crate::load::shapes::Shapes;
 use crate::run::mock::{Fault, Mock};
-use crate::run::workload::Endpoint;
-use crate::run::workload::Workload;
+use crate::run::workload::{Endpoint, Workload};
 
 fn workload(base: &str, timeout: Duration) -> Arc<Workload> {
-    Arc::new(Workload {
-        target: Target::new(base, None, timeout).expect("the mock's address is valid"),
-        endpoint: Endpoint::Completions,
-        model: "mock".into(),
-        prompts: Prompts::of_words(0),
-        shapes: Shapes::Drawn { prompt: Lengths::Constant(4), output: Lengths::Constant(2), seed: 0 },
-        min_tokens: None,
-        turns: 1,
-        ignore_eos: true,
-        timeout,
-    })
+    let target = Target::new(base, None, timeout).expect("the mock's address is valid");
+    let shapes = Shapes::Drawn { prompt: Lengths::Constant(4), output: Lengths::Constant(2), seed: 0 };
+    let plain = Workload::plain(target, "mock", shapes, timeout);
+    Arc::new(Workload { endpoint: Endpoint::Completions, ignore_eos: true, ..plain })
 }
 
 fn closed(concurrency: usize, extent: Extent) -> Load {
@@ -41,7 +32,7 @@ async fn records_of(base: &str, load: Load, timeout: Duration, stop: Cancellatio
     while let Some(record) = running.records.recv().await {
         records.push(record);
     }
-    (records, running.peak_in_flight())
+    (records, running.meter.peak_in_flight())
 }
 
 async fn run(base: &str, load: Load) -> (Vec<RequestRecord>, usize) {

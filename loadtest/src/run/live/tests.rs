@@ -53,6 +53,7 @@ fn rates_and_times_are_of_the_last_five_seconds() {
     assert_eq!(look.ended, (75, 0));
     assert!((look.answers_per_s - 5.0).abs() < 1e-9, "{}", look.answers_per_s);
     assert!((look.tokens_per_s - 20.0).abs() < 1e-9, "two tokens a chunk: {}", look.tokens_per_s);
+    // The ends of the coarse histogram's classes that hold 100 and 20 ms.
     assert_eq!(look.times(), "TTFT p50 100.1 p99 100.1 ms, ITL p50 20.1 p99 20.1 ms");
 }
 
@@ -81,13 +82,13 @@ fn progress_is_of_requests_or_of_time_and_says_what_is_waited_for() {
     assert_eq!((look.share(seconds), look.progress(seconds).as_str()), (0.25, "2 of 8 s"));
     let over = Extent::Duration(Duration::from_secs(1));
     assert_eq!((look.share(over), look.progress(over).as_str()), (1.0, "2 s, waiting for the last 1"));
-    assert!(look.line(requests).starts_with("4 of 16 requests, 2 s; 3 ok, 1 failed, 1 in flight; "));
+    assert!(look.text(requests, "; ").starts_with("4 of 16 requests, 2 s; 3 ok, 1 failed, 1 in flight; "));
 }
 
 #[test]
 fn the_block_fits_a_terminal_of_80_columns() {
     let look = look_after(25, |_, meter| (0..200).for_each(|_| answer(meter, &[98_765, 109_876], None)));
-    let block = look.block(Extent::Requests(100_000));
+    let block = look.text(Extent::Requests(100_000), "\n  ");
     let bar = "run 10 of 10 [".len() + 24 + "] ".len();
     for (line, indent) in block.lines().zip([bar, 0, 0]) {
         assert!(indent + line.chars().count() <= 80, "{line}");

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts of all answers of a mock.
 #[derive(Debug, Default)]
 pub struct Counts {
     running: AtomicU64,
@@ -22,13 +21,11 @@ pub struct Answering {
 }
 
 impl Counts {
-    /// A request arrived.
     pub fn arrive(self: &Arc<Self>) -> Waiting {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         Waiting(self.clone())
     }
 
-    /// The text of `/metrics`.
     pub fn text(&self) -> String {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (running, waiting) = (of(&self.running), of(&self.waiting));

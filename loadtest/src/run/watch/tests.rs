@@ -21,7 +21,7 @@ fn a_long_run_keeps_its_first_answer_and_few_others() {
 async fn watched(mock: Mock) -> ServerSide {
     let mock = mock.serve().await;
     let before = Before::ask(&mock.base, None).await;
-    let watch = before.watch_each(SHORT, Clock::start(), None);
+    let watch = before.watch(SHORT, Clock::start(), None);
     let client = Client::new(&mock.base, None, ANSWER_LIMIT).expect("the mock's address");
     let body = bytes::Bytes::from_static(br#"{"max_tokens": 7, "stream": true, "prompt": "a b c"}"#);
     let mut record = RequestRecord::new(0, 0, 0);
@@ -72,7 +72,7 @@ async fn silent_at_second() -> String {
 #[tokio::test]
 async fn a_question_that_is_open_when_the_run_is_over_is_given_up() {
     let before = Before::ask(&silent_at_second().await, None).await;
-    let watch = before.watch_each(SHORT, Clock::start(), None);
+    let watch = before.watch(SHORT, Clock::start(), None);
     tokio::time::sleep(3 * SHORT).await;
     let ending = std::time::Instant::now();
     let ServerSide::Seen(series) = watch.end().await else { panic!("it answered the first question") };

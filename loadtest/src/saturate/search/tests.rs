@@ -49,7 +49,7 @@ fn a_load_tester_that_was_late_is_said_with_its_worst_rate() {
         let (mut tally, mut lags) = (Tally::default(), Distribution::default());
         lags.record_ns(late_ms * 1_000_000);
         tally.close(1, lags);
-        Step { rate_per_s, tally, arrived: Arrived::default(), verdict: Verdict::KeepsUp }
+        Step { rate_per_s, tally, verdict: Verdict::KeepsUp }
     };
     assert_eq!(lateness(&[step(1.0, 1), step(2.0, 4)]), None);
     let note = lateness(&[step(1.0, 1), step(2.0, 30), step(4.0, 9)]).expect("late");

@@ -42,8 +42,8 @@ use report::compare::Comparison;
 use signals::until_signal;
 
 /// Runs the load that `args` describe against their target, prints the report on standard output and writes it to
-/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C, SIGTERM or SIGHUP ends a run early, and what
-/// was measured until then is reported.
+/// `--json` and `--html`; or does what the subcommand says instead. Ctrl-C, SIGTERM or SIGHUP ends a run early, and
+/// what was measured until then is reported.
 ///
 /// # Errors
 /// Options that contradict each other, a target that cannot be used or names no model, a file that cannot be written,

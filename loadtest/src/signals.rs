@@ -38,7 +38,8 @@ pub async fn until_signal<T>(work: impl AsyncFnOnce(&CancellationToken) -> anyho
     outcome
 }
 
-/// Completes when standard input ends, as it does where it is a pipe from the process that started this one, however that ends.
+/// Completes when standard input ends, as it does where it is a pipe from the process that started this one, however
+/// that ends.
 pub async fn stdin_closed() {
     let (closed, ended) = oneshot::channel();
     // A thread of its own: reading standard input cannot be cancelled.

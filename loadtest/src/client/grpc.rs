@@ -1,4 +1,5 @@
-//! Streaming client of Looplane's own gRPC service, which fills the same records as [`crate::client::http`] does over HTTP.
+//! Streaming client of Looplane's own gRPC service, which fills the same records as [`crate::client::http`] does over
+//! HTTP.
 //!
 //! A connection carries many streams here, and a server bounds how many: requests beyond its bound would wait inside of
 //! this client unseen. So a connection gets at most [`STREAMS_A_CONNECTION`], and one more is opened where that is not

@@ -23,8 +23,8 @@ use crate::text::{chain, printable};
 
 /// Most bytes read of an answer that is no stream: an error body or the list of models.
 const MAX_BODY_BYTES: usize = 1 << 20;
-/// Receive buffer of a client that reads slowly, which the kernel doubles, and of what it has read but not taken: what a
-/// server sends beyond it stays with the server.
+/// Receive buffer of a client that reads slowly, which the kernel doubles, and of what it has read but not taken: what
+/// a server sends beyond it stays with the server.
 const SLOW_READER_BYTES: usize = 8192;
 /// How long the end of the body may come after `[DONE]` for the connection to be kept for the next request.
 const CLOSING_GRACE: Duration = Duration::from_secs(1);

@@ -83,7 +83,8 @@ impl Snapshot {
     }
 }
 
-/// Name without `prefix`, and value, of a line that has one: `name value` or `name{labels} value`, with whatever behind.
+/// Name without `prefix`, and value, of a line that has one: `name value` or `name{labels} value`, with whatever
+/// behind.
 fn sample<'a>(line: &'a str, prefix: &str) -> Option<(&'a str, f64)> {
     let line = line.strip_prefix(prefix)?;
     let name_end = line.find(['{', ' '])?;

@@ -88,14 +88,15 @@ impl Aftermath {
         }
     }
 
-    /// From the kill to the first token of the streams that were live then, after the longest time without any that began
-    /// at the kill or within half a second of it; none where no token came any more, and where no stream was live.
+    /// From the kill to the first token of the streams that were live then, after the longest time without any that
+    /// began at the kill or within half a second of it; none where no token came any more, and where no stream was
+    /// live.
     pub fn recovered_after(&self) -> Option<Duration> {
         self.silence.end()
     }
 
-    /// Asks the server the prompts of streams that lived through the kill once more. The answers are greedy: a server that
-    /// goes on right has given the same text.
+    /// Asks the server the prompts of streams that lived through the kill once more. The answers are greedy: a server
+    /// that goes on right has given the same text.
     pub async fn compare(&mut self, workload: &Workload) {
         let asked = self.texts.iter().map(async |(index, text)| {
             let shape = workload.shapes.of(*index);

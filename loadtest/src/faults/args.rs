@@ -30,8 +30,8 @@ pub struct FaultArgs {
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub half_open: Option<u32>,
 
-    /// Kill the worker of a rank with SIGKILL so long after the start of the run, such as 1@5s; several: 0@5s,1@12s. The
-    /// server must be Looplane's and run on this machine
+    /// Kill the worker of a rank with SIGKILL so long after the start of the run, such as 1@5s; several: 0@5s,1@12s.
+    /// The server must be Looplane's and run on this machine
     #[arg(long, value_name = "RANK@TIME", value_delimiter = ',', env = "LOOPLANE_LOADTEST_KILL_WORKER")]
     pub kill_worker: Vec<KillAt>,
 

@@ -44,8 +44,8 @@ enum End {
 }
 
 impl HalfOpen {
-    /// Opens `count` connections to `client`'s server. Each second one stops within the head of a request for `path`, the
-    /// others within its body.
+    /// Opens `count` connections to `client`'s server. Each second one stops within the head of a request for `path`,
+    /// the others within its body.
     pub async fn open(count: u32, client: &Client, path: &str) -> Self {
         let body = br#"{"model":"half of a request"}"#;
         let head = client.head_bytes(path, body.len());

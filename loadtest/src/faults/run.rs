@@ -19,8 +19,8 @@ pub struct FaultRun {
 }
 
 impl FaultRun {
-    /// Begins what `args` ask for, just before the requests of `workload` are sent; `victim` is the server whose workers
-    /// are killed, where any are.
+    /// Begins what `args` ask for, just before the requests of `workload` are sent; `victim` is the server whose
+    /// workers are killed, where any are.
     pub async fn start(args: &FaultArgs, victim: Option<LocalServer>, workload: &Workload) -> Self {
         let half_open = match (args.half_open, &workload.target) {
             (Some(count), Target::Http(client)) => Some(HalfOpen::open(count, client, workload.path()).await),
@@ -40,8 +40,8 @@ impl FaultRun {
         self.report.count(record);
     }
 
-    /// Ends what is still wrong, asks once more what live streams were asked when a worker was killed unless `stop` says
-    /// otherwise, and tells what became of it all.
+    /// Ends what is still wrong, asks once more what live streams were asked when a worker was killed unless `stop`
+    /// says otherwise, and tells what became of it all.
     pub async fn finish(mut self, workload: &Workload, stop: &CancellationToken) -> FaultReport {
         if let Some(killer) = &mut self.killer {
             killer.stop().await;

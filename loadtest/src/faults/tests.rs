@@ -126,8 +126,8 @@ async fn requests_that_end_before_the_client_hangs_up_are_told_apart() {
     assert_eq!(report["faults"]["cancel"]["failed"], 3);
 }
 
-/// Six events each 40 ms apart: a slow reader takes 200 ms or more where the others take none. Each 200 ms apart they take
-/// longer than the client's own limit; an answer that never begins is the server's fault.
+/// Six events each 40 ms apart: a slow reader takes 200 ms or more where the others take none. Each 200 ms apart they
+/// take longer than the client's own limit; an answer that never begins is the server's fault.
 #[tokio::test]
 async fn slow_readers_hold_nobody_up_and_their_own_time_limit_is_not_the_servers_fault() {
     let usual = "--requests 30 --concurrency 6 --max-tokens 6 --slow-readers 30%@40ms --seed 2";

@@ -44,7 +44,8 @@ impl ReadLimitArg {
         let measured = report.pointer("/read/best_gb_s").and_then(Value::as_f64);
         let measured = measured.with_context(|| lacks("read.best_gb_s"))?;
         let ranks = report["tensor_parallel"].as_f64().with_context(|| lacks("tensor_parallel"))?;
-        // On CPUs all ranks read the same memory, and it was measured with the threads of all; on GPUs each has its own.
+        // On CPUs all ranks read the same memory, and it was measured with the threads of all; on GPUs each has its
+        // own.
         match report["device"].as_str().with_context(|| lacks("device"))? {
             "cuda" => Ok(measured * ranks),
             _ => Ok(measured),

@@ -14,7 +14,8 @@ pub struct Range {
     pub most: f64,
 }
 
-/// What a server says of a part of a run, under the names that it has in the report's JSON; none of what it does not say.
+/// What a server says of a part of a run, under the names that it has in the report's JSON; none of what it does not
+/// say.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Figures {
     /// Length of the part that the counts are of, in seconds: from the last look before it to the first after it.
@@ -88,7 +89,8 @@ impl Figures {
         }
     }
 
-    /// Name and value of each figure that is known, for people; with `tally`'s own beside those that the client has, too.
+    /// Name and value of each figure that is known, for people; with `tally`'s own beside those that the client has,
+    /// too.
     pub fn in_words(&self, tally: &Tally) -> Vec<(&'static str, String)> {
         // The server counts every request, the client's figures are of the usual ones.
         let of_which = if tally.misused > 0 { ", of the requests without a fault" } else { "" };
@@ -147,7 +149,8 @@ impl Figures {
     }
 }
 
-/// Over the looks between the first, from before the part, and the last, from after it; none where it was too short for one.
+/// Over the looks between the first, from before the part, and the last, from after it; none where it was too short for
+/// one.
 fn range(looks: &[(f64, Snapshot)], field: Field) -> Option<Range> {
     let within = looks.get(1..looks.len() - 1)?;
     let values: Vec<f64> = within.iter().filter_map(|(_, said)| said.get(field)).collect();

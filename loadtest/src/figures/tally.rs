@@ -181,17 +181,17 @@ impl Tally {
         }
     }
 
-    /// Counts what a request got that was cut off when its load was ended, one without a token with the time that it had
-    /// waited. Figures of those alone that were answered in time would be the figures of the lucky ones, and look the
-    /// better the more the server is overloaded.
+    /// Counts what a request got that was cut off when its load was ended, one without a token with the time that it
+    /// had waited. Figures of those alone that were answered in time would be the figures of the lucky ones, and look
+    /// the better the more the server is overloaded.
     pub fn add_cut_off(&mut self, record: &RequestRecord) {
         self.arrived_until_ns = self.arrived_until_ns.max(record.ended_ns);
         self.cut_off_chunks += record.chunks_ns.len() as u64;
         self.add_token_times(record, record.first_token_ns().or(Some(record.ended_ns)));
     }
 
-    /// Output tokens a second, those of requests that were cut off among them, until the last request ended that did not
-    /// fail; 0 before any. A chunk stands for as many tokens as in the answers that are complete.
+    /// Output tokens a second, those of requests that were cut off among them, until the last request ended that did
+    /// not fail; 0 before any. A chunk stands for as many tokens as in the answers that are complete.
     pub fn arrived_tokens_per_s(&self) -> f64 {
         let tokens_a_chunk = if self.chunks > 0 { self.output_tokens as f64 / self.chunks as f64 } else { 1.0 };
         let tokens = (self.chunks + self.cut_off_chunks) as f64 * tokens_a_chunk;

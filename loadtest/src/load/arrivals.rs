@@ -87,8 +87,8 @@ enum Gaps {
 }
 
 impl Arrivals {
-    /// A schedule of `rate`; the same seed gives the same schedule. `burstiness` is the shape of gamma-distributed gaps,
-    /// whose coefficient of variation is `1 / sqrt(burstiness)`; other gaps have none.
+    /// A schedule of `rate`; the same seed gives the same schedule. `burstiness` is the shape of gamma-distributed
+    /// gaps, whose coefficient of variation is `1 / sqrt(burstiness)`; other gaps have none.
     pub fn new(process: ArrivalProcess, burstiness: f64, rate: Rate, seed: u64) -> Result<Self, ArrivalError> {
         for per_s in [rate.from_per_s, rate.to_per_s] {
             if !RATE_RANGE.contains(&per_s) {

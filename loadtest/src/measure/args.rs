@@ -141,8 +141,8 @@ pub struct LoadArgs {
     #[arg(long, env = "LOOPLANE_LOADTEST_CALIBRATE", value_parser = clap::builder::BoolishValueParser::new())]
     pub calibrate: bool,
 
-    /// How fast all memory that the server reads can be read, in GB/s, or a file of `looplane bench --json` that says so
-    /// for the same group: the report tells the share that the server's steps reach
+    /// How fast all memory that the server reads can be read, in GB/s, or a file of `looplane bench --json` that says
+    /// so for the same group: the report tells the share that the server's steps reach
     #[arg(long, value_name = "GB/S|FILE", env = "LOOPLANE_LOADTEST_READ_LIMIT")]
     pub read_limit: Option<ReadLimitArg>,
 

@@ -304,8 +304,8 @@ fn check(tally: &Tally, faults: Option<&FaultReport>) -> anyhow::Result<()> {
     }
 }
 
-/// Opens the report's file, where one is named, before the run, so that a bad path does not cost one; what it holds stays
-/// until the report is there.
+/// Opens the report's file, where one is named, before the run, so that a bad path does not cost one; what it holds
+/// stays until the report is there.
 pub fn open_for_report(path: Option<&Path>) -> anyhow::Result<Option<File>> {
     let Some(path) = path else { return Ok(None) };
     let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);

@@ -1,4 +1,5 @@
-//! What the load tester's pages have in common: the head, with the style of page and plots for light and dark, and tables.
+//! What the load tester's pages have in common: the head, with the style of page and plots for light and dark, and
+//! tables.
 
 use std::time::SystemTime;
 
@@ -13,8 +14,8 @@ const TIMELINE_STEPS: u32 = 12;
 /// Room above the highest value along a run, so that a steady load does not hide in the frame.
 const HEADROOM: f64 = 1.05;
 
-/// A whole page, which needs nothing but itself: no script, no font, no request. `style` is what its style sheet has beside
-/// that of all pages.
+/// A whole page, which needs nothing but itself: no script, no font, no request. `style` is what its style sheet has
+/// beside that of all pages.
 pub fn page(title: &str, style: &str, body: Markup) -> String {
     let page = html! {
         (DOCTYPE)

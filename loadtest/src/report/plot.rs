@@ -80,7 +80,8 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// A linear axis named `label`, unit included, that holds `low` to `high` between round ends in about `steps` steps.
+    /// A linear axis named `label`, unit included, that holds `low` to `high` between round ends in about `steps`
+    /// steps.
     pub fn linear(label: &str, low: f64, high: f64, steps: u32) -> Self {
         let span = if high > low { high - low } else { high.abs().max(1.0) };
         let step = round_step(span / f64::from(steps));
@@ -198,8 +199,8 @@ impl Plot<'_> {
         }
     }
 
-    /// The name of each event beside its line and over what is drawn, at several heights in turn so that neighbours can be
-    /// read.
+    /// The name of each event beside its line and over what is drawn, at several heights in turn so that neighbours can
+    /// be read.
     fn event_names(&self) -> Markup {
         let middle = (LEFT + self.width - RIGHT) / 2.0;
         html! {

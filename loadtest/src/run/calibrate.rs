@@ -1,8 +1,8 @@
 //! The load tester's own error: what it measures of a server whose times are known.
 //!
-//! A mock answers every stream at a fixed pace. Requests come at equal gaps, as many as keep the asked number of streams
-//! open, and once the first ones have ended the difference between each time measured and the mock's is the error of
-//! this client, of the mock and of the machine together: an upper bound of the client's.
+//! A mock answers every stream at a fixed pace. Requests come at equal gaps, as many as keep the asked number of
+//! streams open, and once the first ones have ended the difference between each time measured and the mock's is the
+//! error of this client, of the mock and of the machine together: an upper bound of the client's.
 
 use std::fmt::{self, Display};
 use std::fs::File;

@@ -146,8 +146,8 @@ impl Shared {
         }
     }
 
-    /// Sends request `index` now, as the next turn of `chat`, and follows it to its end. A chat that has all its turns, or
-    /// that a request failed in, is left empty.
+    /// Sends request `index` now, as the next turn of `chat`, and follows it to its end. A chat that has all its turns,
+    /// or that a request failed in, is left empty.
     async fn perform(&self, index: u64, intended_ns: u64, chat: &mut Vec<Turn>) -> RequestRecord {
         let workload = &self.workload;
         let shape = workload.shapes.of(index);

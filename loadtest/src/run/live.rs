@@ -1,7 +1,7 @@
 //! The live view of a run on standard error: a bar and figures in a terminal, a line now and then anywhere else.
 //!
-//! It is drawn by a thread of its own from what the run's [`Meter`] holds: a terminal that is held (Ctrl-S) or slow keeps
-//! no stream waiting.
+//! It is drawn by a thread of its own from what the run's [`Meter`] holds: a terminal that is held (Ctrl-S) or slow
+//! keeps no stream waiting.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Write};

@@ -1,4 +1,5 @@
-//! What a run is doing while it does it: counts and times that every stream adds to and that [`crate::run::live`] looks at.
+//! What a run is doing while it does it: counts and times that every stream adds to and that [`crate::run::live`] looks
+//! at.
 //!
 //! The report is not made of these: they hold what arrived, of whichever requests, not what was counted.
 

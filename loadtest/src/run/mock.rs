@@ -1,5 +1,5 @@
-//! A server with a fixed time to first token and between tokens: what [`crate::run::calibrate`] measures the load tester
-//! against, and with its faults what a client must survive.
+//! A server with a fixed time to first token and between tokens: what [`crate::run::calibrate`] measures the load
+//! tester against, and with its faults what a client must survive.
 //!
 //! Every token has a due time of its own, counted from the request's arrival, so that a late one does not delay the
 //! next. Text and counts are made up.

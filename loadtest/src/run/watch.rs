@@ -1,7 +1,7 @@
 //! The server's own side of a run: what its `/metrics` says before, every second, and after.
 //!
-//! [`Watch`] asks while the load is on. A server without `/metrics`, or with other names, is measured all the same, and the
-//! report says what is not known.
+//! [`Watch`] asks while the load is on. A server without `/metrics`, or with other names, is measured all the same, and
+//! the report says what is not known.
 
 use std::time::Duration;
 
@@ -90,8 +90,8 @@ async fn follow(
     };
     let mut due = each(period);
     loop {
-        // A look that is under way when the run is over is given up for the last one: a server that does not answer must
-        // not keep the report waiting twice.
+        // A look that is under way when the run is over is given up for the last one: a server that does not answer
+        // must not keep the report waiting twice.
         let look = over.run_until_cancelled(async {
             due.tick().await;
             ask(&client).await

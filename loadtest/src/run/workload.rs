@@ -59,8 +59,8 @@ impl Workload {
         }
     }
 
-    /// The request for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so that runs can
-    /// be compared.
+    /// The request for `max_tokens` tokens after `prompt`, in a chat after the turns `before` it. Greedy, so that runs
+    /// can be compared.
     pub fn request(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> Ready<'_> {
         match &self.target {
             Target::Http(client) => Ready::Http(client, self.path(), self.body(before, prompt, max_tokens)),

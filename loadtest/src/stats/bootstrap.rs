@@ -50,8 +50,9 @@ impl Statistic {
     }
 }
 
-/// For each of `statistics` the interval that holds [`CONFIDENCE`] of its ratios B over A, were the times drawn again from
-/// those that were seen; none where there are too few times or a ratio is no number. The same times give the same interval.
+/// For each of `statistics` the interval that holds [`CONFIDENCE`] of its ratios B over A, were the times drawn again
+/// from those that were seen; none where there are too few times or a ratio is no number. The same times give the same
+/// interval.
 pub fn intervals_of_ratio<const N: usize>(a: &[f64], b: &[f64], statistics: [Statistic; N]) -> [Option<(f64, f64)>; N] {
     let sorted = |times: &[f64]| {
         let mut times = times.to_vec();

@@ -1,5 +1,5 @@
-//! What the product says of itself beside a sweep: `looplane bench` of a size that was measured, and `looplane scaling` of
-//! those that were not, each as a process whose figures are read from the file that it writes.
+//! What the product says of itself beside a sweep: `looplane bench` of a size that was measured, and `looplane scaling`
+//! of those that were not, each as a process whose figures are read from the file that it writes.
 
 use std::ffi::OsString;
 use std::fs;

@@ -1,5 +1,5 @@
-//! A process that the sweep starts: its log kept in a file, and its end seen to however the sweep ends. Its standard input ends with the
-//! sweep, which tells a server whose sweep was killed (`--until-stdin-closes`).
+//! A process that the sweep starts: its log kept in a file, and its end seen to however the sweep ends. Its standard
+//! input ends with the sweep, which tells a server whose sweep was killed (`--until-stdin-closes`).
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -77,8 +77,8 @@ fn over_sizes(sweep: &Sweep) -> Markup {
     }
 }
 
-/// One plot over sizes: what was measured, what was not measured so, and the ideal, which `linear` says of the first value
-/// and a ratio of sizes.
+/// One plot over sizes: what was measured, what was not measured so, and the ideal, which `linear` says of the first
+/// value and a ratio of sizes.
 fn over_size(
     sweep: &Sweep,
     title: &str,

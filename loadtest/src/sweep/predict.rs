@@ -2,8 +2,8 @@
 //!
 //! The scaling model calculates steps. What clients see of a token is longer by what serving adds: prompts that are
 //! computed between steps, which the workers share like the rest of the work, and a front end that stays the same
-//! whatever the size. Both are told apart by what was measured on one and two workers, the sizes that the model is fitted
-//! on as well; every larger size that was measured tests the whole.
+//! whatever the size. Both are told apart by what was measured on one and two workers, the sizes that the model is
+//! fitted on as well; every larger size that was measured tests the whole.
 
 use serde::Deserialize;
 

@@ -1,8 +1,8 @@
 //! `loadtest sweep`: what more sockets buy, as one report.
 //!
-//! For each size of the group it starts a server of this program, puts the same loads on it, ends it, and lets the bench
-//! say what its steps read. Sizes that the machine lacks are [`predict`]ed. The report is written after each size, so that
-//! a sweep that is interrupted keeps what it has.
+//! For each size of the group it starts a server of this program, puts the same loads on it, ends it, and lets the
+//! bench say what its steps read. Sizes that the machine lacks are [`predict`]ed. The report is written after each
+//! size, so that a sweep that is interrupted keeps what it has.
 
 use std::ffi::OsString;
 use std::fs;
@@ -35,8 +35,8 @@ const PAGE_FILE: &str = "sweep.html";
 /// Sweeps as `args` say, and prints the report and writes it to `--out`.
 ///
 /// # Errors
-/// Options that do not fit a sweep, a directory that cannot be written, and a sweep in which no size was measured (after
-/// its report, which says why).
+/// Options that do not fit a sweep, a directory that cannot be written, and a sweep in which no size was measured
+/// (after its report, which says why).
 pub async fn run(args: &SweepArgs, stop: &CancellationToken) -> anyhow::Result<()> {
     let (plan, mut sweep) = plan(args)?;
     fs::create_dir_all(&plan.out)

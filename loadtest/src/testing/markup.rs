@@ -23,7 +23,8 @@ impl Element {
 
 /// The elements of `markup` in the order in which they open.
 ///
-/// Panics where tags do not nest or an attribute is not quoted, which is stricter than HTML but for `meta`, which has no end.
+/// Panics where tags do not nest or an attribute is not quoted, which is stricter than HTML but for `meta`, which has
+/// no end.
 pub fn elements(markup: &str) -> Vec<Element> {
     let (mut found, mut open): (Vec<Element>, Vec<usize>) = (Vec::new(), Vec::new());
     let mut pieces = markup.split('<');

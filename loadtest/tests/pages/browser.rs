@@ -1,5 +1,5 @@
-//! A headless browser, driven over the pipes of the Chrome DevTools Protocol: messages of JSON, each closed by a zero byte
-//! (`--remote-debugging-pipe`, which reads file descriptor 3 and writes 4).
+//! A headless browser, driven over the pipes of the Chrome DevTools Protocol: messages of JSON, each closed by a zero
+//! byte (`--remote-debugging-pipe`, which reads file descriptor 3 and writes 4).
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Every page that the load tester makes, opened in a browser: no error, nothing cut off or over something else, axes with
-//! names and units, legends, and all of it readable in light and dark, in wide windows and narrow ones.
+//! Every page that the load tester makes, opened in a browser: no error, nothing cut off or over something else, axes
+//! with names and units, legends, and all of it readable in light and dark, in wide windows and narrow ones.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -223,6 +223,7 @@ impl ServeArgs {
             let given = if model_id.is_empty() { "empty" } else { &model_id };
             return value("--served-model-name", &given, "1 to 256 printable characters");
         }
+        let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
             host: self.host,
@@ -255,7 +256,9 @@ impl ServeArgs {
                 unlooped: self.loop_mode == LoopMode::Off,
                 max_context: self.max_context,
                 timeouts: Timeouts {
-                    step_floor: Duration::from_secs(self.hang_limit_seconds.into()),
+                    step_floor: hang_limit,
+                    pong: Timeouts::default().pong.max(hang_limit),
+                    answer: Timeouts::default().answer.max(hang_limit),
                     step: Duration::from_secs(self.step_limit_seconds.into()),
                     drain: Duration::from_secs(self.drain_seconds.into()),
                     ..Timeouts::default()

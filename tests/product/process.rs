@@ -80,6 +80,24 @@ async fn a_stopped_worker_is_recovered_within_what_steps_take() {
     }
 }
 
+/// Its clock runs on meanwhile: all limits are over when it wakes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_stood_still_keeps_its_workers() {
+    let model = fixture("llama-tied");
+    let request = json!({"prompt": "on", "max_tokens": 1500, "ignore_eos": true});
+    let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "2"]).await;
+    let before = server.workers();
+    let mut stream = server.stream("/v1/completions", &request).await;
+    for _ in 0..3 {
+        stream.next().await.expect("the stream goes on");
+        signal(server.pid(), Signal::STOP);
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        signal(server.pid(), Signal::CONT);
+    }
+    stream.text().await;
+    assert_eq!(server.workers(), before);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_upgrade_under_a_running_server_changes_nothing() {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");

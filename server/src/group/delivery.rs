@@ -136,7 +136,9 @@ impl Delivery {
         if let Some(reason) = &self.closed {
             return Err(SubmitError::Unavailable(reason.clone()));
         }
-        for request in &requests {
+        // Long prompts take their time to hash.
+        let suspected = if self.quarantine.is_empty() { &[][..] } else { &requests };
+        for request in suspected {
             if let Some(left) = self.quarantine.left(request.fingerprint(), self.born.elapsed()) {
                 return Err(SubmitError::Quarantined { seconds_left: left.as_secs() + 1 });
             }

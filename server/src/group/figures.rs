@@ -13,7 +13,7 @@ pub struct Figures {
     pub steps: u64,
     /// Rows (prompt and decode tokens) computed.
     pub rows: u64,
-    /// Tokens sampled.
+    /// Tokens that readers took.
     pub tokens: u64,
     /// Time in steps on rank 0, in nanoseconds.
     pub step_ns: u64,

@@ -28,6 +28,11 @@ impl Quarantine {
         self.requests.push_back((fingerprint, now + self.length));
     }
 
+    /// Nobody is refused.
+    pub(super) fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
     /// How much longer a request is refused; `None` if it is not.
     pub(super) fn left(&mut self, fingerprint: u64, now: Duration) -> Option<Duration> {
         while self.requests.pop_front_if(|(_, end)| *end <= now).is_some() {}

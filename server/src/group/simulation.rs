@@ -83,7 +83,8 @@ struct Running {
     reports: Reports,
     /// It computes nothing any more, and has not been noticed.
     hangs_since: Option<Duration>,
-    computed: bool,
+    /// It was sent a plan.
+    worked: bool,
 }
 
 struct Seen {
@@ -111,9 +112,10 @@ struct World {
     kv_pages: u32,
     seen: BTreeMap<u64, Seen>,
     poison: BTreeSet<u64>,
-    /// Failed starts in a row.
+    /// Failed starts in a row, and when the first was.
     failed_starts: u32,
-    /// Of the last start, and losses since the last that was put down to somebody or computed.
+    failing_since: Duration,
+    /// When groups were lost.
     losses: Vec<Duration>,
     starts: u32,
     was_up: bool,
@@ -140,7 +142,7 @@ impl World {
             step_floor: MS(1000),
             backoff: MS(100),
             backoff_limit: MS(2000),
-            loss_window: MS(20_000),
+            loss_window: MS(800),
             quarantine: MS(30_000),
             ..Timeouts::default()
         };
@@ -152,7 +154,7 @@ impl World {
             now: Duration::ZERO,
             scheduler: Scheduler::new(limits.clone()).unwrap(),
             policy: RestartPolicy::new(&timeouts, 5),
-            times: StepTimes::default(),
+            times: StepTimes::new(limits.max_batch_tokens),
             quarantine: Quarantine::new(timeouts.quarantine),
             timeouts,
             limits,
@@ -161,6 +163,7 @@ impl World {
             seen: BTreeMap::new(),
             poison: BTreeSet::new(),
             failed_starts: 0,
+            failing_since: Duration::ZERO,
             losses: Vec::new(),
             starts: 1,
             was_up: false,
@@ -288,8 +291,9 @@ impl World {
             outcomes: VecDeque::new(),
             reports: Reports::new(1, self.at()),
             hangs_since: None,
-            computed: false,
+            worked: false,
         }));
+        self.policy.group_ready();
         let Shape { kv_pages, page_positions, .. } = self.shape;
         self.apply(Event::GroupReady { kv_pages, page_positions });
     }
@@ -297,6 +301,7 @@ impl World {
     fn run(&mut self, mut running: Box<Running>) {
         while let Some(plan) = self.scheduler.next_plan() {
             running.plans.push_back(plan);
+            running.worked = true;
             assert!(running.plans.len() <= self.limits.plans_ahead as usize + 1, "plans are bounded");
         }
         running.reports.owe(self.scheduler.is_outstanding(), self.at());
@@ -304,8 +309,11 @@ impl World {
             running.hangs_since = Some(self.now);
         }
         if running.hangs_since.is_none() {
-            for _ in 0..1 + self.rng.below(3) {
-                running.plans.pop_front().into_iter().for_each(|plan| running.worker.receive(plan));
+            for _ in 0..self.rng.below(4) {
+                // Plans take their time to arrive.
+                if self.rng.chance(700) {
+                    running.plans.pop_front().into_iter().for_each(|plan| running.worker.receive(plan));
+                }
                 let Some(outcome) = running.worker.run(u64::MAX) else { continue };
                 if outcome.tokens.iter().any(|token| self.poison.contains(&token.sequence)) {
                     return self.group_lost(&running, true);
@@ -321,7 +329,6 @@ impl World {
             assert!(self.scheduler.is_outstanding(), "an outcome that was not owed");
             running.reports.reported(0, (outcome.version, outcome.step), self.at());
             self.times.observe(u64::from(outcome.rows.max(1)), 0, MS(1));
-            running.computed |= outcome.ran_step;
             self.apply(Event::Outcome(outcome));
         }
         let Timeouts { step_floor, step, .. } = self.timeouts;
@@ -345,39 +352,46 @@ impl World {
         if let Blame::Sequence { sequence, fingerprint, .. } = blame {
             self.convictions += 1;
             self.quarantine.add(fingerprint, self.now);
-            self.seen.get_mut(&sequence).expect("a sequence of the front end's").was_unlucky |= !by_poison;
+            // Copies of what fails fail with it.
+            for (&id, seen) in self.seen.iter_mut().filter(|(_, seen)| seen.request.fingerprint() == fingerprint) {
+                seen.was_unlucky |= id != sequence || !by_poison;
+            }
         }
         self.act(actions);
         self.lost(match blame {
             Blame::Sequence { losses, .. } => Loss::Attributed { losses },
-            Blame::Nobody if running.computed => Loss::Running,
+            Blame::Nobody if running.worked => Loss::Running,
             Blame::Nobody | Blame::Group => Loss::FailedStart,
         });
     }
 
     fn lost(&mut self, loss: Loss) {
-        self.failed_starts = if loss == Loss::FailedStart { self.failed_starts + 1 } else { 0 };
-        let verdict = self.policy.lost(loss, self.now);
-        match verdict {
+        match loss {
+            Loss::FailedStart if self.failed_starts == 0 => self.failing_since = self.now,
+            Loss::Running => self.failed_starts = 0,
+            Loss::FailedStart | Loss::Attributed { .. } => {}
+        }
+        self.failed_starts += u32::from(loss == Loss::FailedStart);
+        let may_go_on = self.failed_starts < 5
+            || self.was_up && self.now - self.failing_since < self.timeouts.loss_window
+            || loss != Loss::FailedStart;
+        match self.policy.lost(loss, self.now) {
             Verdict::Restart { after } => {
-                assert!(self.failed_starts < 5, "it goes on after {} failed starts", self.failed_starts);
+                assert!(may_go_on, "it goes on after {} failed starts", self.failed_starts);
                 assert!(after <= self.timeouts.backoff_limit);
                 self.group = Group::Waiting(self.now + after);
             }
             Verdict::GiveUp { failed_starts } => {
-                assert_eq!((failed_starts, self.failed_starts), (5, 5), "given up early");
+                assert_eq!(failed_starts, self.failed_starts);
+                assert!(failed_starts >= 5 && (!may_go_on || loss != Loss::FailedStart), "given up early");
                 self.group = Group::GivenUp;
             }
         }
-        if let Loss::Attributed { losses } = loss {
-            let before = self.losses.len().saturating_sub(losses.saturating_sub(1) as usize);
-            self.losses.truncate(before);
-        } else {
-            self.losses.push(self.now);
-        }
-        // The sixth loss within a second would follow pauses of 100 + 200 + 400 + 800 ms.
+        self.losses.push(self.now);
+        // Nine would follow pauses of 100 + 200 + 400 + 800 ms, even where one of them is put down to a request, and
+        // the two before that with it.
         let within_a_second = self.losses.iter().filter(|then| **then + MS(1000) > self.now).count();
-        assert!(within_a_second <= 5, "{within_a_second} losses within a second");
+        assert!(within_a_second <= 8, "{within_a_second} losses within a second");
     }
 
     fn round(&mut self) {
@@ -396,7 +410,8 @@ impl World {
 
     /// Some rounds in which things go wrong, and then as many as it takes without.
     fn run_to_the_end(mut self) -> Self {
-        for _ in 0..40 {
+        let rounds = if self.rng.chance(200) { 120 } else { 30 };
+        for _ in 0..rounds {
             self.round();
         }
         self.faults = Faults::NONE;
@@ -447,5 +462,5 @@ fn schedules_in_virtual_time() {
     let sum = |pick: fn(&(u64, u64, u64)) -> u64| counts.iter().map(pick).sum::<u64>();
     let (starts, convictions, given_up) = (sum(|c| c.0), sum(|c| c.1), sum(|c| c.2));
     println!("{SCHEDULES} schedules: {starts} starts, {convictions} convictions, {given_up} given up");
-    assert!(starts > 3 * SCHEDULES / 2 && convictions > SCHEDULES / 20 && given_up > SCHEDULES / 1000);
+    assert!(starts > 3 * SCHEDULES / 2 && convictions > SCHEDULES / 20 && given_up > SCHEDULES / 5000);
 }

@@ -339,6 +339,12 @@ async fn forward_outcomes(
                 }
             }
             Ok(None) => return "ended its outcomes".into(),
+            // What the connection says where pings are not answered, but also where it breaks in the middle of a message.
+            Err(status) if status.message().starts_with("h2 protocol error") => {
+                return "does not answer pings, or broke its connection (if its machine stands still for seconds: raise \
+                        --hang-limit-seconds)"
+                    .into();
+            }
             Err(status) => return format!("broke its outcomes off: {}", status.message()),
         }
     }

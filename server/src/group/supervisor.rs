@@ -75,11 +75,11 @@ impl Supervisor {
     ) -> Self {
         Self {
             policy: RestartPolicy::new(&config.timeouts, config.max_failed_starts),
+            times: StepTimes::new(config.limits.max_batch_tokens),
             config: Arc::new(config),
             launcher,
             delivery,
             channels,
-            times: StepTimes::default(),
             born: Instant::now(),
             lost: None,
             lost_at: None,
@@ -107,9 +107,9 @@ impl Supervisor {
                 }
             };
             let streams = match self.delivery.sequences() {
-                0 => "no request was running".into(),
-                1 => "1 request goes on where it stopped".into(),
-                count => format!("{count} requests go on where they stopped"),
+                0 => "no sequence waits for them".into(),
+                1 => "1 sequence goes on where it stopped, or begins".into(),
+                count => format!("{count} sequences go on where they stopped, or begin"),
             };
             let when = if pause.is_zero() { "now".into() } else { format!("in {} ms", pause.as_millis()) };
             tracing::warn!("{reason}; the workers are started again {when}, {streams}");
@@ -157,7 +157,7 @@ impl Supervisor {
             return End::Refused(reason);
         }
         let up_since = Instant::now();
-        let steps = self.delivery.metrics().steps();
+        let plans = self.delivery.metrics().plans.get();
         let Err(fault) = self.feed(&mut link, &mut workers).await else {
             self.drain(link, workers).await;
             return End::Stopped;
@@ -174,13 +174,14 @@ impl Supervisor {
             reason = exit;
         }
         self.wait(workers.kill()).await;
-        let ran = self.delivery.metrics().steps() > steps || up_since.elapsed() >= self.config.timeouts.loss_window;
+        let worked = self.delivery.metrics().plans.get() > plans;
+        let lived = up_since.elapsed() >= self.config.timeouts.loss_window;
         let loss = match blame {
             Blame::Sequence { sequence, losses, .. } => {
                 tracing::warn!("sequence {sequence} was computed alone when the workers were lost, and has failed");
                 Loss::Attributed { losses }
             }
-            Blame::Nobody if ran => Loss::Running,
+            Blame::Nobody if worked || lived => Loss::Running,
             Blame::Nobody | Blame::Group => Loss::FailedStart,
         };
         End::Lost { reason, loss }
@@ -201,6 +202,7 @@ impl Supervisor {
             same_model(known, &facts.model)?;
         }
         self.delivery.group_ready(facts);
+        self.policy.group_ready();
         if let Some(lost_at) = self.lost_at.take() {
             self.delivery.metrics().recovery.observe(lost_at.elapsed());
         }

@@ -21,7 +21,6 @@ const PROMPT_STEP: Duration = Duration::from_millis(500);
 /// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
 /// weights.
 const MIN_PROMPT_ROWS: u32 = 64;
-const MAX_PROMPT_ROWS: u32 = 1 << 20;
 /// Rows that the CPU backend computes together.
 const PANEL_ROWS: u32 = 16;
 
@@ -32,15 +31,16 @@ pub(super) struct StepTimes {
     units: VecDeque<u64>,
     /// Rows of prompts that a step may have, so that nobody waits long for the next.
     prompt_rows: u32,
-}
-
-impl Default for StepTimes {
-    fn default() -> Self {
-        Self { units: VecDeque::new(), prompt_rows: MIN_PROMPT_ROWS }
-    }
+    /// Rows that a step may have at all.
+    max_rows: u32,
 }
 
 impl StepTimes {
+    /// Nothing was timed yet. Steps have at most `max_rows` rows.
+    pub(super) fn new(max_rows: u32) -> Self {
+        Self { units: VecDeque::new(), prompt_rows: MIN_PROMPT_ROWS.min(max_rows), max_rows }
+    }
+
     /// A step was run. It computed `rows` rows, `prompt_rows` of them of prompts.
     pub(super) fn observe(&mut self, rows: u64, prompt_rows: u64, time: Duration) {
         let time_ns = time.as_nanos() as u64;
@@ -49,11 +49,11 @@ impl StepTimes {
         }
         self.units.push_back(time_ns * ROWS_OF_A_UNIT / (ROWS_OF_A_UNIT + rows));
         // A step that had far fewer rows than it might says nothing of one that has them all.
-        if 2 * prompt_rows >= u64::from(self.prompt_rows) {
+        if prompt_rows > 0 && 2 * rows >= u64::from(self.prompt_rows) {
             // Towards the time that is wanted, whatever part of it does not depend on the rows.
             let scale = (PROMPT_STEP.as_secs_f64() / time.as_secs_f64().max(1e-9)).clamp(0.25, 8.0);
-            let rows = (prompt_rows as f64 * scale) as u32 / PANEL_ROWS * PANEL_ROWS;
-            self.prompt_rows = rows.clamp(MIN_PROMPT_ROWS, MAX_PROMPT_ROWS);
+            let rows = (rows as f64 * scale) as u32 / PANEL_ROWS * PANEL_ROWS;
+            self.prompt_rows = rows.max(MIN_PROMPT_ROWS).min(self.max_rows);
         }
     }
 
@@ -172,14 +172,14 @@ mod tests {
 
     /// Steps of one row that took `one`.
     fn times(one: Duration) -> StepTimes {
-        let mut times = StepTimes::default();
+        let mut times = StepTimes::new(512);
         (0..10).for_each(|_| times.observe(1, 0, one));
         times
     }
 
     #[test]
     fn a_hang_is_noticed_by_what_steps_have_been_taking() {
-        assert_eq!(StepTimes::default().limit(1, FLOOR, CAP), CAP, "nothing is known yet");
+        assert_eq!(StepTimes::new(512).limit(1, FLOOR, CAP), CAP, "nothing is known yet");
         // The demo model and an 8B model on a GPU; chunks of 512 rows.
         for one in [Duration::from_micros(900), Duration::from_micros(3300)] {
             assert_eq!(times(one).limit(512, FLOOR, CAP), FLOOR);
@@ -194,21 +194,21 @@ mod tests {
     fn prompts_have_as_many_rows_as_half_a_second_computes() {
         // Microseconds of a step without rows, and of a row, on a machine that others use in between: a 1B model on two
         // cores, an 8B model on a GPU.
-        for (base, row, quiet, busy) in [(60_000, 6600, 64, 64), (60_000, 2000, 208, 64), (4000, 58, 8544, 1648)] {
-            let mut times = StepTimes::default();
+        for (base, row, quiet, busy) in [(60_000, 6600, 64, 64), (60_000, 2000, 208, 64), (4000, 300, 512, 320)] {
+            let mut times = StepTimes::new(512);
             let mut run = |slower: u64| {
-                let rows = u64::from(times.prompt_rows());
+                let rows = u64::from(times.prompt_rows()).min(512);
                 times.observe(rows, rows, Duration::from_micros(slower * (base + row * rows)));
                 times.prompt_rows()
             };
             let rows = [1, 5, 1].map(|slower| (0..40).map(|_| run(slower)).last());
             assert_eq!(rows, [Some(quiet), Some(busy), Some(quiet)]);
         }
-        let mut times = StepTimes::default();
+        let mut times = StepTimes::new(512);
         times.observe(512, 512, Duration::from_millis(30));
         let rows = times.prompt_rows();
         times.observe(20, 3, Duration::from_secs(1));
-        assert_eq!((rows, times.prompt_rows()), (4096, 4096), "a step of few rows says little of one of many");
+        assert_eq!((rows, times.prompt_rows()), (512, 512), "a step of few rows says little of one of many");
     }
 
     #[test]

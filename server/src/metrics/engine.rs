@@ -262,7 +262,7 @@ impl EngineMetrics {
         r.register("kv_cache_pages", "KV pages of the group", self.kv_pages.clone());
         r.register("kv_cache_size_bytes", "KV cache of all ranks", self.kv_bytes.clone());
         r.register("weight_stream_bytes", "Weights that a pass streams, of all ranks", self.stream_bytes.clone());
-        let help = "Times a sequence gave up its slot, as pages ran out";
+        let help = "Times a sequence gave up its slot: for want of pages, to others while its reader was behind, or for a trial";
         r.register("num_preemptions", help, self.preemptions.clone());
         r.register("plans", "Plans sent to the workers", self.plans.clone());
         let step = "Duration of a step on rank 0: a token of every sequence that decodes, and chunks of prompts";

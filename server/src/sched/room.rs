@@ -97,7 +97,9 @@ impl Scheduler {
     /// them, if nothing else runs.
     pub(super) fn admissible(&self) -> Option<u64> {
         if self.trials.is_on() {
-            return self.trials.next().filter(|_| self.running.is_empty() && self.leaving.is_empty());
+            // Nor is a step under way that may still compute one that was cancelled.
+            let alone = self.running.is_empty() && self.leaving.is_empty() && !self.is_outstanding();
+            return self.trials.next().filter(|_| alone);
         }
         let id = self.first_waiting().filter(|&id| !self.is_overtaking(id))?;
         let pages = self.pages.as_ref()?;

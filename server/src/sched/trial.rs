@@ -37,7 +37,8 @@ impl Trials {
 
     /// Who is computed alone next.
     pub(super) fn next(&self) -> Option<u64> {
-        self.self_test.or_else(|| self.suspects.first().copied())
+        // The culprit is more often among those that came last: the others ran for a while.
+        self.self_test.or_else(|| self.suspects.last().copied())
     }
 
     /// The sequence enters a slot, alone.
@@ -66,8 +67,8 @@ impl Scheduler {
         let computed: Vec<u64> = self.sequences.keys().copied().filter(|&id| self.pipeline.computes(id)).collect();
         self.forget_group();
         let blame = match self.trials.on_trial.take() {
-            Some(id) => self.convict(id, actions),
-            None => {
+            Some(id) if computed.contains(&id) => self.convict(id, actions),
+            _ => {
                 computed.into_iter().for_each(|id| self.charge(id));
                 Blame::Nobody
             }
@@ -92,7 +93,16 @@ impl Scheduler {
              nothing else: it is given up so that other requests can go on"
         );
         actions.push(Action::Failed { sequence: id, reason });
-        Blame::Sequence { sequence: id, fingerprint: sequence.request.fingerprint(), losses }
+        let fingerprint = sequence.request.fingerprint();
+        // Nobody needs to lose the group again to find out about its copies.
+        let same = |(_, other): &(&u64, &Sequence)| other.request.fingerprint() == fingerprint;
+        let copies: Vec<u64> = self.sequences.iter().filter(same).map(|(&id, _)| id).collect();
+        for sequence in copies {
+            self.remove(sequence);
+            let reason = "the workers were lost while they computed the same request, and nothing else".to_owned();
+            actions.push(Action::Failed { sequence, reason });
+        }
+        Blame::Sequence { sequence: id, fingerprint, losses }
     }
 
     /// Counts a loss against a sequence that was being computed.

@@ -35,14 +35,14 @@ impl Supervisor {
             probing = (!owed).then(|| probing.take().unwrap_or_else(ask));
             let limit = self.times.limit(self.delivery.rows_ahead(), timeouts.step_floor, timeouts.step);
             let overdue = reports.overdue(limit);
-            let late = reports.overdue(limit / 3).filter(|_| !is_late);
+            let late = reports.overdue(limit / 2).filter(|_| !is_late);
             tokio::select! {
                 event = link.events.recv() => {
                     let more = std::iter::from_fn(|| link.events.try_recv().ok());
                     for event in event.into_iter().chain(more).take(BURST) {
                         self.rank_event(event, &mut reports)?;
                     }
-                    if is_late && reports.overdue(limit / 3).is_none_or(|(at, _)| at > Instant::now()) {
+                    if is_late && reports.overdue(limit / 2).is_none_or(|(at, _)| at > Instant::now()) {
                         is_late = false;
                         self.show(EngineState::Ready);
                     }
@@ -56,15 +56,14 @@ impl Supervisor {
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(overdue.map(|(at, _)| at)) => {
-                    // The server itself may have stood still, and the reports be here.
+                    // Ranks wait for each other: the one that hangs is the one that does not answer either.
+                    let asked = unresponsive(link.health.clone(), ASK.min(limit / 2)).await;
+                    // The server itself may have stood still: then reports are here by now, from behind the answers.
                     if let Ok(event) = link.events.try_recv() {
                         self.rank_event(event, &mut reports)?;
                         continue;
                     }
-                    let rank = overdue.map_or(0, |(_, rank)| rank);
-                    // Ranks wait for each other: the one that hangs is the one that does not answer either.
-                    let asked = unresponsive(link.health.clone(), ASK.min(limit / 2)).await;
-                    return Err(self.hung(asked.unwrap_or(rank), &reports));
+                    return Err(self.hung(asked.or(overdue.map(|(_, rank)| rank)).unwrap_or(0), &reports));
                 }
                 () = until(late.map(|(at, _)| at)) => {
                     is_late = true;
@@ -107,8 +106,8 @@ impl Supervisor {
 
     /// In words that end a group.
     fn hung(&self, rank: usize, reports: &Reports) -> Fault {
-        let words = format!("{} (if its machine is only slow: raise --hang-limit-seconds)", self.late(rank, reports));
-        Fault { words, ending: Some(rank as u32) }
+        let late = self.late(rank, reports);
+        Fault::new(format!("{late} (if its machine is only slow: raise --hang-limit-seconds)"))
     }
 
     /// What is waited for.

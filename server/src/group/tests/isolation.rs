@@ -49,12 +49,15 @@ async fn a_poison_request_fails_alone_and_is_not_computed_again() {
 #[tokio::test(start_paused = true)]
 async fn a_group_that_dies_whatever_it_computes_is_given_up_and_no_request_blamed() {
     let launcher = FakeLauncher::new(1, |_, _| Script { after: Some((0, Trouble::Exit)), ..Script::default() });
-    let (handle, _task) = start(GroupConfig { max_failed_starts: 6, ..config(1) }, launcher.clone());
+    let mut config = GroupConfig { max_failed_starts: 6, ..config(1) };
+    config.timeouts.loss_window = Duration::from_millis(1);
+    let (handle, _task) = start(config, launcher.clone());
     ready(&handle).await;
     let (tokens, end) = read(submit(&handle, long_request()).await.unwrap()).await;
     assert!(tokens.is_empty());
     assert!(matches!(&end, SequenceEvent::Failed(words) if words.contains("failed 6 times in a row")), "{end:?}");
-    assert_eq!(launcher.starts.load(Ordering::SeqCst), 6);
+    // Twice with the request, and then with nothing but the test of the group.
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 2 + 6);
 }
 
 #[tokio::test(start_paused = true)]

@@ -195,6 +195,59 @@ fn only_the_culprit_of_a_crowd_fails() {
     assert!(scheduler.is_idle());
 }
 
+/// A scheduler whose group is about to compute suspects 1 and 2, the latter first.
+fn before_trials(requests: [SequenceRequest; 2]) -> (Scheduler, FakeWorker) {
+    let limits = Limits { max_slots: 2, max_batch_tokens: 64, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 40);
+    for request in requests {
+        scheduler.submit(vec![request]).unwrap();
+    }
+    for _ in 0..2 {
+        scheduler.next_plan().unwrap();
+        assert_eq!(scheduler.group_lost(&mut Vec::new()), Blame::Nobody);
+        scheduler.apply(Event::GroupReady { kv_pages: 40, page_positions: 4 }, &mut Vec::new());
+    }
+    let shape = Shape { max_slots: 2, max_batch_tokens: 64, kv_pages: 40, page_positions: 4 };
+    let mut worker = FakeWorker::new(shape);
+    // What the group proves itself with.
+    loop {
+        while let Some(plan) = scheduler.next_plan() {
+            if plan.admit.iter().any(|admit| admit.sequence == 2) {
+                worker.receive(plan);
+                return (scheduler, worker);
+            }
+            worker.receive(plan);
+        }
+        if let Some(outcome) = worker.run(u64::MAX) {
+            scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+        }
+    }
+}
+
+#[test]
+fn who_follows_a_suspect_that_left_is_not_blamed_for_its_steps() {
+    let (mut scheduler, _worker) = before_trials([request(1, 3, 5, vec![]), request(2, 3, 5, vec![])]);
+    // Its client leaves while the plan that computes it is under way.
+    scheduler.apply(Event::Cancel { sequence: 2 }, &mut Vec::new());
+    let plan = scheduler.next_plan().unwrap();
+    assert_eq!((plan.release.len(), plan.admit.len()), (1, 0), "nobody enters before its steps are over");
+    let mut actions = Vec::new();
+    assert_eq!(scheduler.group_lost(&mut actions), Blame::Nobody);
+    assert!(actions.is_empty() && scheduler.sequences() == 1, "{actions:?}");
+}
+
+#[test]
+fn copies_of_a_culprit_fail_with_it() {
+    // Another seed makes no other request.
+    let mut copy = request(1, 3, 5, vec![]);
+    copy.sampling.seed = 9;
+    let (mut scheduler, _worker) = before_trials([request(1, 3, 5, vec![]), copy]);
+    let mut actions = Vec::new();
+    assert!(matches!(scheduler.group_lost(&mut actions), Blame::Sequence { sequence: 2, losses: 3, .. }));
+    let failed = actions.iter().map(|action| matches!(action, Action::Failed { .. })).collect::<Vec<_>>();
+    assert_eq!((failed, scheduler.sequences()), (vec![true, true], 0));
+}
+
 #[test]
 fn a_group_that_cannot_prove_itself_is_to_blame() {
     let mut scheduler = scheduler(Limits::default(), 10);

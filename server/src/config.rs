@@ -258,7 +258,8 @@ impl ServeArgs {
                 timeouts: Timeouts {
                     step_floor: hang_limit,
                     pong: Timeouts::default().pong.max(hang_limit),
-                    answer: Timeouts::default().answer.max(hang_limit),
+                    answer: Timeouts::default().answer.max(hang_limit / 2),
+
                     step: Duration::from_secs(self.step_limit_seconds.into()),
                     drain: Duration::from_secs(self.drain_seconds.into()),
                     ..Timeouts::default()

@@ -45,7 +45,8 @@ pub struct Timeouts {
     pub step_floor: Duration,
     /// Between two pings of the connection to each worker, busy or idle.
     pub ping: Duration,
-    /// For the answer; a worker whose connection does not answer counts as hung, and the group as lost.
+    /// For the answer; a worker whose connection does not answer counts as hung, and the group as lost. Longer than what
+    /// the server itself may stand still: its clock runs on meanwhile, and answers that are there count for nothing.
     pub pong: Duration,
     /// From the start of a worker to its open socket; also the time for all ranks to join.
     pub start: Duration,
@@ -53,7 +54,8 @@ pub struct Timeouts {
     pub load: Duration,
     /// From the request to shut down until sequences that still run are given up.
     pub drain: Duration,
-    /// Between two questions to the workers of an idle group whether they are still there.
+    /// Between two questions to the workers of a group that is idle, or has reported nothing for `step_floor`, whether
+    /// they are still there.
     pub probe: Duration,
     /// For the answer; a worker that owes two in a row counts as hung, and the group as lost.
     pub answer: Duration,
@@ -79,7 +81,7 @@ impl Default for Timeouts {
             drain: Duration::from_secs(30),
             step_floor: Duration::from_secs(3),
             ping: Duration::from_secs(1),
-            pong: Duration::from_secs(4),
+            pong: Duration::from_secs(20),
             probe: Duration::from_secs(1),
             answer: Duration::from_secs(2),
             exit: Duration::from_secs(10),

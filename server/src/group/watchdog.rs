@@ -106,6 +106,12 @@ impl Reports {
         self.owed_since = owed.then(|| self.owed_since.unwrap_or(now));
     }
 
+    /// The server itself stood still, while clocks ran on: nothing is late yet.
+    pub(super) fn start_again(&mut self, now: Instant) {
+        self.ranks.iter_mut().for_each(|report| report.when = now);
+        self.owed_since = self.owed_since.map(|_| now);
+    }
+
     /// A rank's newest report.
     pub(super) fn of(&self, rank: usize) -> Report {
         self.ranks[rank]
@@ -142,7 +148,7 @@ pub(super) async fn probe(
                 Err(_) => {}
             }
         }
-        Err((rank, format!("does not answer: nothing for {:?}, though nothing was to do", 2 * limit)))
+        Err((rank, format!("does not answer: nothing for {:?} to the question how it is", 2 * limit)))
     });
     try_join_all(probes).await.map(|_| ())
 }
@@ -226,5 +232,8 @@ mod tests {
         assert_eq!(reports.overdue(limit), Some((at(190), 1)), "rank 1 is a step behind");
         reports.reported(1, (1, 1), at(95));
         assert_eq!(reports.overdue(limit), None);
+        reports.owe(true, at(100));
+        reports.start_again(at(5000));
+        assert_eq!(reports.overdue(limit), Some((at(5100), 0)));
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::super::fault::Fault;
 use super::super::start::{Link, RankEvent};
@@ -12,6 +12,8 @@ use super::super::workers::Workers;
 use super::{BURST, Supervisor, until};
 use crate::engine::EngineState;
 
+/// While reports are owed, the loop takes a turn at least as often.
+const TURN: Duration = Duration::from_millis(500);
 /// A rank that is to be told from those that wait for it has so long to say how it is.
 const ASK: Duration = Duration::from_millis(500);
 
@@ -23,16 +25,24 @@ impl Supervisor {
         let mut reports = Reports::new(link.plans.len(), Instant::now());
         let mut probing = None;
         let mut is_late = false;
+        let mut last_turn = Instant::now();
         loop {
+            // A loop that takes no turn although one is due stood still, with the whole process.
+            if last_turn.elapsed() > 2 * TURN {
+                reports.start_again(Instant::now());
+            }
+            last_turn = Instant::now();
             self.send_plans(link)?;
             if self.drain_until.is_some() && self.delivery.is_idle() {
                 return Ok(());
             }
             let owed = self.delivery.is_outstanding();
             reports.owe(owed, Instant::now());
-            // Reports show that a busy rank works; an idle one is asked.
+            // Reports show that a busy rank works; one that is idle, or has reported nothing for a while, is asked.
+            let unreported = reports.overdue(timeouts.step_floor).map(|(at, _)| at);
+            let is_quiet = !owed || unreported.is_some_and(|at| at <= Instant::now());
             let ask = || Box::pin(probe(link.health.clone(), timeouts.probe, timeouts.answer));
-            probing = (!owed).then(|| probing.take().unwrap_or_else(ask));
+            probing = is_quiet.then(|| probing.take().unwrap_or_else(ask));
             let limit = self.times.limit(self.delivery.rows_ahead(), timeouts.step_floor, timeouts.step);
             let overdue = reports.overdue(limit);
             let late = reports.overdue(limit / 2).filter(|_| !is_late);
@@ -53,6 +63,8 @@ impl Supervisor {
                     answered.map_err(|(rank, words)| Fault::broken_stream(rank, &words))?;
                     probing = None;
                 }
+                () = until(unreported.filter(|_| !is_quiet)) => {}
+                () = sleep(TURN), if owed => {}
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(overdue.map(|(at, _)| at)) => {

@@ -49,17 +49,7 @@ fn expected(request: &SequenceRequest) -> Vec<u32> {
 fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
     let prompt = 1 + rng.below(max_context - 1);
     let max_tokens = 1 + rng.below(max_context - prompt);
-    let sampling = SamplingParams {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-    };
+    let sampling = SamplingParams::greedy();
     SequenceRequest {
         prompt: (0..prompt).map(|_| rng.below(VOCAB) as u32).collect(),
         max_tokens: max_tokens as u32,

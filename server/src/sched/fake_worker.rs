@@ -13,17 +13,7 @@ pub(crate) const VOCAB: u64 = 1000;
 
 /// A request as tests make them; the seed makes prompts of one length differ.
 pub(crate) fn request(seed: u64, prompt: u32, max_tokens: u32, stop_tokens: Vec<u32>) -> SequenceRequest {
-    let sampling = SamplingParams {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-    };
+    let sampling = SamplingParams { seed, ..SamplingParams::greedy() };
     let prompt = (0..prompt).map(|i| (mix(seed ^ u64::from(i) << 40) % VOCAB) as u32).collect();
     SequenceRequest { prompt, max_tokens, min_tokens: 2, stop_tokens, sampling, logprobs: None }
 }

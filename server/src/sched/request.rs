@@ -26,6 +26,23 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
 }
 
+impl SamplingParams {
+    /// The largest logit, and nothing that changes logits.
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+        }
+    }
+}
+
 /// One sequence to generate. A request with `n` choices or several prompts becomes several of these.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SequenceRequest {

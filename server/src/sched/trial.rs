@@ -134,17 +134,7 @@ impl Scheduler {
         }
         // One token more than a suspect needs, as far as the smallest of caches holds them.
         let max_tokens = (CLEARED_AFTER + 1).min(pages.positions().min(u64::from(u32::MAX)) as u32);
-        let sampling = SamplingParams {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            seed: 0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            repetition_penalty: 1.0,
-            logit_bias: Vec::new(),
-        };
+        let sampling = SamplingParams::greedy();
         let (prompt, stop_tokens) = (vec![0], Vec::new());
         let request = SequenceRequest { prompt, max_tokens, min_tokens: 0, stop_tokens, sampling, logprobs: None };
         let id = self.next_sequence;

@@ -12,7 +12,7 @@ use super::super::workers::Workers;
 use super::{BURST, Supervisor, until};
 use crate::engine::EngineState;
 
-/// While reports are owed, the loop takes a turn at least as often.
+/// The loop takes a turn at least as often.
 const TURN: Duration = Duration::from_millis(500);
 /// A rank that is to be told from those that wait for it has so long to say how it is.
 const ASK: Duration = Duration::from_millis(500);
@@ -45,16 +45,17 @@ impl Supervisor {
             probing = is_quiet.then(|| probing.take().unwrap_or_else(ask));
             let limit = self.times.limit(self.delivery.rows_ahead(), timeouts.step_floor, timeouts.step);
             let overdue = reports.overdue(limit);
-            let late = reports.overdue(limit / 2).filter(|_| !is_late);
+            let late = reports.overdue(limit / 2);
+            if is_late && late.is_none_or(|(at, _)| at > Instant::now()) {
+                is_late = false;
+                self.show(EngineState::Ready);
+            }
+            let late = late.filter(|_| !is_late);
             tokio::select! {
                 event = link.events.recv() => {
                     let more = std::iter::from_fn(|| link.events.try_recv().ok());
                     for event in event.into_iter().chain(more).take(BURST) {
                         self.rank_event(event, &mut reports)?;
-                    }
-                    if is_late && reports.overdue(limit / 2).is_none_or(|(at, _)| at > Instant::now()) {
-                        is_late = false;
-                        self.show(EngineState::Ready);
                     }
                 }
                 command = self.channels.commands.recv() => self.commands(command),
@@ -64,7 +65,7 @@ impl Supervisor {
                     probing = None;
                 }
                 () = until(unreported.filter(|_| !is_quiet)) => {}
-                () = sleep(TURN), if owed => {}
+                () = sleep(TURN) => {}
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(overdue.map(|(at, _)| at)) => {

@@ -1,0 +1,76 @@
+// Matrix passes: what lies where in their memory, and what their launches are given.
+//
+// A pass has up to kColumns rows of a step, of prompts or decoding, in the order of the host. A launch runs one phase of
+// one layer:
+//   embed | layers x (norms, qkv, [head_norms], [attend_tiles], [attend_spans, merge_spans], out, norms, gate_up, down)
+//   | norms, gather, head
+// The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
+// beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
+#pragma once
+
+namespace matrix {
+
+constexpr int kTokens = 128;              // of a block of tokens: columns of a product's tile
+constexpr u32 kStepBytes = kTokens * 32;  // of a k16 step of a block's activations
+constexpr int kMostSamples = 512;         // rows of a pass that sample
+constexpr int kMostSpans = 4096;          // spans of a pass that are merged (per KV head)
+static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
+constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
+constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
+
+/// Activations, B of a product of STEPS k16 steps: [block of tokens][k16 step][8 tokens][2 halves of k][token][8 k] bf16.
+LP_DEVICE u64 vector_byte(int steps, u32 step, u32 token, u32 half) {
+  return ((u64)(token / kTokens) * steps + step) * kStepBytes + (token % kTokens / 8 * 2 + half) * 128 + token % 8 * 16;
+}
+
+/// Offsets in Launch::words.
+struct Memory {
+  static constexpr u64 x = 0;  // input of qkv, gate/up; of the LM head before `gather`
+  static constexpr u64 attention_out = x + (u64)kTokenBlocks * kHiddenTiles * kStepBytes;
+  static constexpr u64 activation = attention_out + (u64)kTokenBlocks * O::steps * kStepBytes;
+  // [token][query head][d] bf16, after norm's weights and rope, before 1 / rms of the head
+  static constexpr u64 queries = activation + (u64)kTokenBlocks * Down::steps * kStepBytes;
+  // [token][query heads, then KV heads][dim tile] f32: squares of 16 dimensions, before norm's weights (kQkNorm)
+  static constexpr u64 head_squares = queries + (u64)kColumns * kHeads * kHeadDim * 2;
+  // [token][query head] f32 1 / rms (kQkNorm)
+  static constexpr u64 query_inverse =
+      head_squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;
+  // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four as
+  // an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+  static constexpr u64 residual = query_inverse + (u64)(kQkNorm ? kHeads : 0) * kColumns * 4;
+  static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * 65536;  // [hidden tile][token] f32
+  static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
+  static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
+  static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
+  // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
+  static constexpr u64 spans = head_inverse + (u64)kMostSamples * 4;
+  static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
+  static constexpr u64 bytes = spans + (u64)kMostSpans * kKvHeads * span_bytes;
+};
+
+/// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:
+/// (word >> 1) + s * (1 + (word & 1)). The host knows how tiles are packed.
+struct Tiles {
+  static constexpr u32 qkv = 0, out = qkv + Qkv::tiles, gate_up = out + O::tiles, down = gate_up + GateUp::tiles,
+                       head = down + Down::tiles, count = head + Head::tiles;
+};
+
+/// What a pass is given beside its Launch, of which it uses weights to page_table, logits, rows, row_count,
+/// page_stride, kv_pages, rank and inbox.
+struct Pass {
+  const u32* tiles;        // [Tiles::count]
+  // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: first row | rows << 16. The
+  // longest first.
+  const u32* attend_tiles;
+  // Of a row that is alone in the pass of its sequence: {row | span << 16, place, or ~0 of an only span}. The longest
+  // first. A span is 16 pages from a page that is a multiple of 16.
+  const u32* attend_spans;
+  const u32* merges;       // of a row of several spans: {row | spans << 16, first place}
+  const u32* samples;      // [samples] rows, ascending: column i of the logits is of row samples[i]
+  u32 tile_count, span_count, merge_count, sample_count;
+};
+
+/// Tokens of a tile of 64 (token, query head) pairs.
+constexpr int kTileTokens = 64 / kQueriesPerKv;
+
+}  // namespace matrix

@@ -51,7 +51,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
     };
     let shapes = [Shape::Tiny, Shape::B1, Shape::Llama1B, Shape::B3, Shape::B8];
-    let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
+    let shapes = shapes.into_iter().map(|shape| (shape.name(), shape.config()));
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();

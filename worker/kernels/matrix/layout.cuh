@@ -23,6 +23,8 @@ LP_DEVICE u64 vector_byte(int steps, u32 step, u32 token, u32 half) {
   return ((u64)(token / kTokens) * steps + step) * kStepBytes + (token % kTokens / 8 * 2 + half) * 128 + token % 8 * 16;
 }
 
+/// Of Memory::places, of rows beyond the last one.
+constexpr u32 kNoPlace = ~0u;
 /// Offsets in Launch::words.
 struct Memory {
   static constexpr u64 x = 0;  // input of qkv, gate/up; of the LM head before `gather`
@@ -42,11 +44,18 @@ struct Memory {
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
+  // [token] {position, (page * kPage + position % kPage) << 1 | whether it is the last row of its sequence in the pass}
+  static constexpr u64 places = head_inverse + (u64)kMostSamples * 4;
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
-  static constexpr u64 spans = head_inverse + (u64)kMostSamples * 4;
+  static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
   static constexpr u64 bytes = spans + (u64)kMostSpans * kKvHeads * span_bytes;
 };
+
+/// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
+LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
+  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * 65536 + token % kTokens / 8 * 4096 + tile % 8 * 512;
+}
 
 /// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:
 /// (word >> 1) + s * (1 + (word & 1)). The host knows how tiles are packed.

@@ -124,6 +124,14 @@ LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
                :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+/// The same bytes to the same place of both blocks of a pair, whose barriers count them.
+LP_DEVICE void bulk_load_pair(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
+      : "memory");
+}
 LP_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

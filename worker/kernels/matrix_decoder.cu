@@ -15,6 +15,7 @@
 #include "matrix/epilogue.cuh"
 #include "matrix/vectors.cuh"
 
+using matrix::Cut;
 using matrix::Memory;
 using matrix::Tiles;
 
@@ -27,9 +28,25 @@ extern "C" __device__ const u64 matrix_decoder_needs[8] = {
 #define LP_VECTORS(NAME) \
   extern "C" __global__ void __launch_bounds__(matrix::kVectorThreads) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
-#define LP_PRODUCT(NAME) \
-  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
+#define LP_PRODUCT(NAME, CLUSTER) \
+  extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
+
+template <Cut CUT> constexpr int kFinished = CUT == Cut::kPair ? matrix::kRuns : 1;  // runs of a block
+template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words + Memory::x,
+                             matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
+}
+template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<O, CUT>(launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
+                           launch.words + Memory::attention_out, matrix::token_blocks(launch.row_count),
+                           matrix::Join<kFinished<CUT>>{launch, 2 * layer + 1});
+}
+template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<Down, CUT>(launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
+                              launch.words + Memory::activation, matrix::token_blocks(launch.row_count),
+                              matrix::Join<kFinished<CUT>>{launch, 2 * layer + 2});
+}
 
 LP_VECTORS(matrix_embed) {
   launch_dependents();
@@ -41,30 +58,33 @@ LP_VECTORS(matrix_norms) {
   wait_launch_before();
   matrix::find_norms(launch);
 }
-LP_PRODUCT(matrix_qkv) {
-  matrix::multiply<Qkv>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words + Memory::x,
-                        matrix::token_blocks(launch.row_count), matrix::Project{launch, layer});
+LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_gate_up, 2) {
+  matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
+                                       pass.tiles + Tiles::gate_up, launch.words + Memory::x,
+                                       matrix::token_blocks(launch.row_count), matrix::Activate{launch});
 }
-LP_PRODUCT(matrix_out) {
-  matrix::multiply<O>(launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
-                      launch.words + Memory::attention_out, matrix::token_blocks(launch.row_count),
-                      matrix::Join{launch, 2 * layer + 1});
-}
-LP_PRODUCT(matrix_gate_up) {
-  matrix::multiply<GateUp>(launch.weights + layer * kLayerBytes + kGateUpOffset, pass.tiles + Tiles::gate_up,
-                           launch.words + Memory::x, matrix::token_blocks(launch.row_count), matrix::Activate{launch});
-}
-LP_PRODUCT(matrix_down) {
-  matrix::multiply<Down>(launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
-                         launch.words + Memory::activation, matrix::token_blocks(launch.row_count),
-                         matrix::Join{launch, 2 * layer + 2});
-}
+LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {
   launch_dependents();
   wait_launch_before();
   matrix::gather(launch, pass);
 }
-LP_PRODUCT(matrix_head) {
-  matrix::multiply<Head>(launch.weights + kHeadOffset, pass.tiles + Tiles::head, launch.words + Memory::head_x,
-                         matrix::token_blocks(pass.sample_count), matrix::Logits{launch, pass});
+LP_PRODUCT(matrix_head, 2) {
+  matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head,
+                                     launch.words + Memory::head_x, matrix::token_blocks(pass.sample_count),
+                                     matrix::Logits{launch, pass});
+}
+
+// The same by clusters of four, where blocks would idle: passes of up to 256 tokens. Not for products of fewer than four
+// leaves.
+LP_PRODUCT(matrix_qkv_split, 4) {
+  if constexpr (matrix::kInQuads<Qkv>) qkv<Cut::kQuads>(launch, pass, layer); else trap();
+}
+LP_PRODUCT(matrix_out_split, 4) {
+  if constexpr (matrix::kInQuads<O>) out<Cut::kQuads>(launch, pass, layer); else trap();
+}
+LP_PRODUCT(matrix_down_split, 4) {
+  if constexpr (matrix::kInQuads<Down>) down<Cut::kQuads>(launch, pass, layer); else trap();
 }

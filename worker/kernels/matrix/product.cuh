@@ -1,7 +1,10 @@
-// Products of matrix passes: C [rows of weights][tokens] = A B, in tiles of 128 rows by 128 tokens.
+// Products of matrix passes: C [rows of weights][tokens] = A B, in tiles of 128 rows by 128 tokens, by persistent
+// blocks.
 //
-// Persistent pairs of blocks (clusters of two). A pair has the same rows and neighbouring blocks of tokens, and each of
-// its blocks fetches half of A for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
+// Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A for
+// both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
+// Cut::kQuads, clusters of four, for passes of so few tokens that blocks would idle: each sums a quarter of K of the
+// same tile, one of the four groups of leaves, and finishes 32 of its tokens. They tell each other their sums.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
 // 8 fills A, as early as the launch before still runs, warp 9 B and what the epilogue needs, in stages of their own
@@ -21,23 +24,32 @@ constexpr int kStageSteps = 4;   // stages of two cost a quarter more
 constexpr u32 kTileBytes = kStageSteps * kFragment;                    // of a row tile in a stage
 constexpr u32 kStageA = kGroupTiles * kTileBytes, kStageBytes = kStageA + kStageSteps * kStepBytes;
 constexpr int kAccumulators = kTokens / 2;                             // of a thread
+/// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of four finishes.
+constexpr int kRunGroups = 4, kRunTokens = 32, kRuns = kTokens / kRunTokens, kRunValues = 4 * kRunGroups;
+constexpr u32 kRunBytes = kRunValues * kConsumerThreads * 4;
 constexpr u32 kPartialBytes = kAccumulators * kConsumerThreads * 4;    // a tile's sums
 static_assert(kPartialBytes == 2 * kStageBytes, "the residual of a tile is two stages");
 
+/// How a cluster divides tiles.
+enum class Cut { kPair, kQuads };
+/// Whether a product's leaves are added in four groups.
+template <class P> constexpr bool kInQuads = !P::ascending && P::leaves > 2;
+
 /// Offsets in shared memory.
 template <class P> struct Ring {
-  static constexpr bool quads = !P::ascending && P::leaves > 2;
-  static constexpr u32 stages = quads ? 5 : 7;
-  static constexpr u32 partial = stages * kStageBytes;                 // [8 tokens (16)][thread][4] f32: the third group
-  static constexpr u32 full = partial + (quads ? kPartialBytes : 0);   // mbarriers
+  static constexpr u32 stages = kInQuads<P> ? 5 : 7;
+  // Sums of a thread, [8 tokens (16)][thread][4] f32: the third group of leaves; cut in quads what the other blocks have
+  // summed, [block][8 tokens (4)][thread][4].
+  static constexpr u32 partial = stages * kStageBytes;
+  static constexpr u32 full = partial + (kInQuads<P> ? kPartialBytes : 0);  // mbarriers
   static constexpr u32 empty = full + 8 * stages;
+  static constexpr u32 received = empty + 8 * stages, unread = received + 8;
   // [stage] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
-  static constexpr u32 units = empty + 8 * stages;
+  static constexpr u32 units = unread + 8;
   static constexpr u32 bytes = units + 4 * stages;
 };
-constexpr u32 kProductBytes = 7 * (kStageBytes + 8 + 8 + 4);
-static_assert(Ring<Qkv>::bytes <= kProductBytes && Ring<GateUp>::bytes <= kProductBytes && kProductBytes <= 227 * 1024,
-              "shared memory of a block");
+constexpr u32 kProductBytes = Ring<GateUp>::bytes;  // of any product
+static_assert(Ring<GateUp>::stages == 7 && kProductBytes <= 227 * 1024, "shared memory of a block");
 
 template <u32 STAGES> struct Turn {
   u32 slot = 0, phase = 0;
@@ -50,9 +62,18 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
   }
 }
 
-/// The tiles of this block: calls work(group of row tiles, block of tokens, whether the pair shares the rows).
-template <class P, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
+/// This block among those of its cluster.
+template <Cut CUT> LP_DEVICE u32 cluster_rank() { return blockIdx.x % (CUT == Cut::kPair ? 2 : 4); }
+
+/// The tiles of this block: calls work(group of row tiles, block of tokens, whether a pair shares the rows).
+template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
   constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles;
+  if constexpr (CUT == Cut::kQuads) {
+#pragma unroll 1
+    for (u32 unit = blockIdx.x / 4; unit < GROUPS * blocks; unit += gridDim.x / 4)
+      work(unit / blocks, unit % blocks, false);
+    return;
+  }
   const u32 rank = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs,
             units = shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0);
 #pragma unroll 1
@@ -62,12 +83,13 @@ template <class P, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& 
     if (group < GROUPS) work(group, paired ? unit % pairs * 2 + rank : blocks - 1, paired);
   }
 }
-/// The stages of a tile: calls work(first k16 step, steps).
-template <class P, class WORK> LP_DEVICE void each_stage(const WORK& work) {
-  constexpr int LEAF = P::leaf_steps;
+/// The stages of a tile of this block: calls work(first k16 step, steps).
+template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& work) {
+  constexpr int LEAF = P::leaf_steps, RUN = CUT == Cut::kPair ? P::steps : P::steps / 4;
+  const int first = CUT == Cut::kPair ? 0 : (int)cluster_rank<CUT>() * RUN;
   int left = LEAF;
 #pragma unroll 1
-  for (int step = 0; step < P::steps;) {
+  for (int step = first; step < first + RUN;) {
     const int steps = LEAF % kStageSteps == 0 || left > kStageSteps ? kStageSteps : left;
     work(step, steps);
     step += steps, left -= steps;
@@ -76,7 +98,7 @@ template <class P, class WORK> LP_DEVICE void each_stage(const WORK& work) {
 }
 
 /// A warpgroup's side of the ring.
-template <class P> struct Consumer {
+template <class P, Cut CUT> struct Consumer {
   using R = Ring<P>;
   u32 shared, lane;
   u32 fragments, stride;  // of the warp's row tile: the lane's bytes in a stage, and from one k16 step to the next
@@ -100,7 +122,7 @@ template <class P> struct Consumer {
               second = units << 1 >> warp & 1;
     fragments = (warp - second) * kTileBytes + second * kFragment + lane * 16;
     stride = (units >> warp & 1) + second ? 2 * kFragment : kFragment;
-    empty = map_shared(shared + R::empty, paired ? lane & 1 : blockIdx.x % 2);
+    empty = map_shared(shared + R::empty, paired ? lane & 1 : cluster_rank<CUT>());
   }
   /// After a stage of the epilogue.
   LP_DEVICE void done() {
@@ -157,29 +179,39 @@ template <class P> struct Consumer {
     if (kOdd && more) fetch(first);
     pin<kAccumulators>(sum);
   }
-  /// The sums of a tile. Additions begin with -0, which changes nothing.
+  LP_DEVICE static void add_4(float* v, const Quad& q) {
+    v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
+        v[3] += __uint_as_float(q.w);
+  }
+  /// The next leaves of a tile, ascending. `more`: leaves behind them. Additions begin with -0, which changes nothing.
+  template <int LEAVES> LP_DEVICE void sum_leaves(float* sum, float* part, Quad* first, bool more) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; i++) sum[i] = -0.0f;
+#pragma unroll 1
+    for (int leaf = 0; leaf < LEAVES; leaf++) {
+      chain(part, first, more || leaf + 1 < LEAVES);
+#pragma unroll
+      for (int i = 0; i < kAccumulators; i++) sum[i] += part[i];
+    }
+  }
+  /// The sums of a tile, of this block's part of K.
   LP_DEVICE void sum_tile(float* sum) {
-    constexpr int N = kAccumulators, GROUPS = R::quads ? 4 : 1, LEAVES = P::leaves / GROUPS;
-    float part[N], group[N];
+    constexpr int N = kAccumulators, GROUPS = kInQuads<P> ? 4 : 1, LEAVES = P::leaves / GROUPS;
+    float part[N];
     Quad first[kStageSteps];
     fetch(first);
 #pragma unroll
-    for (int i = 0; i < N; i++) part[i] = 0, sum[i] = -0.0f;
+    for (int i = 0; i < N; i++) part[i] = 0;
+    if constexpr (GROUPS == 1 || CUT == Cut::kQuads) {
+      sum_leaves<LEAVES>(sum, part, first, false);
+    } else {
+      const u32 third = shared + R::partial + thread_index() * 16;
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[i] = -0.0f;
 #pragma unroll 1
-    for (int n = 0; n < GROUPS; n++) {
-#pragma unroll
-      for (int i = 0; i < N; i++) group[i] = -0.0f;
-#pragma unroll 1
-      for (int leaf = 0; leaf < LEAVES; leaf++) {
-        chain(part, first, n + 1 < GROUPS || leaf + 1 < LEAVES);
-#pragma unroll
-        for (int i = 0; i < N; i++) group[i] += part[i];
-      }
-      if constexpr (GROUPS == 1) {
-#pragma unroll
-        for (int i = 0; i < N; i++) sum[i] = group[i];
-      } else {
-        const u32 third = shared + R::partial + thread_index() * 16;
+      for (int n = 0; n < GROUPS; n++) {
+        float group[N];
+        sum_leaves<LEAVES>(group, part, first, n + 1 < GROUPS);
         if (n == 2) {
 #pragma unroll
           for (int j = 0; j < N / 4; j++) store_shared_16(third + j * (kConsumerThreads * 16), group + 4 * j);
@@ -194,20 +226,64 @@ template <class P> struct Consumer {
       }
     }
   }
-  LP_DEVICE static void add_4(float* v, const Quad& q) {
-    v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
-        v[3] += __uint_as_float(q.w);
+};
+
+/// Where the four blocks of a tile add up what each has summed. A block tells the others their runs of its tokens, once
+/// they have read those of the tile before, and counts the bytes that it is told.
+template <class P> struct Exchange {
+  using R = Ring<P>;
+  u32 shared, phase = 0;
+
+  LP_DEVICE Exchange(u32 shared) : shared(shared) {}
+  /// (g0 + g1) + (g2 + g3) of this block's run, the first kRunValues of `sum`, out of each block's sums of its group.
+  LP_DEVICE void add_up(float* sum) {
+    const u32 rank = cluster_rank<Cut::kQuads>(), mine = shared + R::partial + thread_index() * 16;
+    if (thread_index() == 0) mbarrier_expect(shared + R::received, 3 * kRunBytes);
+    wait_phase(shared + R::unread, phase ^ 1);
+    float own[kRunValues];
+#pragma unroll
+    for (u32 to = 0; to < 4; to++) {
+      const float* run = sum + to * kRunValues;
+      if (to == rank) {
+#pragma unroll
+        for (int i = 0; i < kRunValues; i++) own[i] = run[i];
+      } else {
+        const u32 at = map_shared(mine + rank * kRunBytes, to), barrier = map_shared(shared + R::received, to);
+#pragma unroll
+        for (int j = 0; j < kRunGroups; j++) store_remote_16(at + j * (kConsumerThreads * 16), run + 4 * j, barrier);
+      }
+    }
+    wait_phase(shared + R::received, phase);
+#pragma unroll
+    for (int j = 0; j < kRunGroups; j++) {
+      float of[4][4];
+#pragma unroll
+      for (u32 from = 0; from < 4; from++) {
+        const Quad q = load_shared_16(mine + from * kRunBytes + j * (kConsumerThreads * 16));
+        const bool here = from == rank;  // what lies there means nothing
+        of[from][0] = here ? own[4 * j] : __uint_as_float(q.x), of[from][1] = here ? own[4 * j + 1] : __uint_as_float(q.y);
+        of[from][2] = here ? own[4 * j + 2] : __uint_as_float(q.z),
+        of[from][3] = here ? own[4 * j + 3] : __uint_as_float(q.w);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[4 * j + i] = (of[0][i] + of[1][i]) + (of[2][i] + of[3][i]);
+    }
+    __syncwarp();
+    const u32 lane = lane_index();
+    if (lane < 4 && lane != rank) mbarrier_arrive_remote(map_shared(shared + R::unread, lane));
+    phase ^= 1;
   }
 };
 
 /// Fills A. `tiles`: see Tiles; begun while the launch before runs.
-template <class P, class E> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
+template <class P, Cut CUT, class E> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles,
+                                                                   u32 blocks) {
   using R = Ring<P>;
   static_assert(P::steps > 1, "units are told apart by where they lie");
   const u32 lane = lane_index();
   Turn<R::stages> turn;
   turn.phase = 1;
-  each_tile<P>(blocks, [&](u32 group, u32, bool paired) {
+  each_tile<P, CUT>(blocks, [&](u32 group, u32, bool paired) {
     const u32 tile = group * kGroupTiles + lane;
     const bool on = lane < kGroupTiles && tile < P::tiles;
     const u32 word = on ? load_constant_u32(tiles + tile) : 0, next = __shfl_down_sync(kAllLanes, word, 1);
@@ -219,7 +295,7 @@ template <class P, class E> LP_DEVICE void fill_weights(u32 shared, const u8* we
       if (paired) bulk_load_pair(to, from + (u64)step * kFragment, bytes, full);
       else bulk_load(to, from + (u64)step * kFragment, bytes, full);
     };
-    each_stage<P>([&](int step, int steps) {
+    each_stage<P, CUT>([&](int step, int steps) {
       wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
       const u32 to = shared + turn.slot * kStageBytes + lane * kTileBytes, full = shared + R::full + 8 * turn.slot;
       if (lane == 0) {
@@ -240,14 +316,19 @@ template <class P, class E> LP_DEVICE void fill_weights(u32 shared, const u8* we
     }
   });
 }
+/// The first token of a tile that this block finishes.
+template <Cut CUT> LP_DEVICE u32 first_token() {
+  return CUT == Cut::kPair ? 0 : cluster_rank<CUT>() * kRunTokens;
+}
 /// Fills B, and the stages of the epilogue, whose `fetch` gets the stage's index, its address and its barrier.
-template <class P, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* vectors, u32 blocks, const E& epilogue) {
+template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* vectors, u32 blocks,
+                                                                   const E& epilogue) {
   using R = Ring<P>;
   Turn<R::stages> turn;
   turn.phase = 1;
-  each_tile<P>(blocks, [&](u32 group, u32 block, bool) {
+  each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool) {
     const u8* from = vectors + (u64)block * P::steps * kStepBytes;
-    each_stage<P>([&](int step, int steps) {
+    each_stage<P, CUT>([&](int step, int steps) {
       wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
       const u32 full = shared + R::full + 8 * turn.slot;
       mbarrier_expect(full, steps * kStepBytes);
@@ -257,21 +338,24 @@ template <class P, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* ve
 #pragma unroll 1
     for (int i = 0; i < E::stages; i++) {
       wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
-      epilogue.fetch(i, group, block, shared + turn.slot * kStageBytes, shared + R::full + 8 * turn.slot);
+      epilogue.fetch(i, group, block * kTokens + first_token<CUT>(), shared + turn.slot * kStageBytes,
+                     shared + R::full + 8 * turn.slot);
       turn.next();
     }
   });
 }
 
 /// A product and what follows it, over `blocks` blocks of tokens. weights: of the product; tiles: its part of Tiles;
-/// vectors: B.
-template <class P, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, const u8* vectors, u32 blocks,
-                                                    const E& epilogue) {
+/// vectors: B. E finishes kRuns runs of tokens, cut in quads one.
+template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, const u8* vectors,
+                                                             u32 blocks, const E& epilogue) {
   using R = Ring<P>;
+  static_assert(CUT == Cut::kPair || kInQuads<P>, "a block has a group of leaves");
   const u32 shared = shared_address(shared_memory), warp = warp_index();
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < R::stages; i++)
       mbarrier_init(shared + R::full + 8 * i, 2), mbarrier_init(shared + R::empty + 8 * i, 2 * kConsumers);
+    mbarrier_init(shared + R::received, 1), mbarrier_init(shared + R::unread, 3 * kConsumers);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -279,25 +363,27 @@ template <class P, class E> LP_DEVICE void multiply(const u8* weights, const u32
   launch_dependents();
   if (warp >= kConsumers) {
     lower_registers<24>();
-    if (warp == kWeights) fill_weights<P, E>(shared, weights, tiles, blocks);
+    if (warp == kWeights) fill_weights<P, CUT, E>(shared, weights, tiles, blocks);
     if (warp == kVectors && lane_index() == 0) {
       wait_launch_before();
       fence_async_global();  // what ordinary stores wrote is read by bulk copies
-      fill_vectors<P>(shared, vectors, blocks, epilogue);
+      fill_vectors<P, CUT>(shared, vectors, blocks, epilogue);
     }
     __syncwarp();
   } else {
     raise_registers<240>();
     wait_launch_before();
-    Consumer<P> consumer(shared);
+    Consumer<P, CUT> consumer(shared);
+    Exchange<P> exchange(shared);
     float sum[kAccumulators];
-    each_tile<P>(blocks, [&](u32 group, u32 block, bool paired) {
+    each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool paired) {
       consumer.begin(paired);
       consumer.sum_tile(sum);
-      epilogue.finish(consumer, group * kGroupTiles + warp, block, sum);
+      if constexpr (CUT == Cut::kQuads) exchange.add_up(sum);
+      epilogue.finish(consumer, group * kGroupTiles + warp, block * kTokens + first_token<CUT>(), sum);
     });
   }
-  cluster_sync();  // nobody leaves while the other may still write here
+  cluster_sync();  // nobody leaves while the others may still write here
 }
 
 }  // namespace matrix

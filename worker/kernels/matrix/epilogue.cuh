@@ -1,5 +1,5 @@
-// What follows the products of matrix passes. A warp has 16 rows by RUNS runs of 32 tokens: sum[4 j + c] is of row g or,
-// c over 1, g + 8, and token 8 j + 2 t + (c & 1).
+// What follows the products of matrix passes. A warp has 16 rows by RUNS runs of 32 tokens: sum[4 j + c] is of row g
+// or, c over 1, g + 8, and token 8 j + 2 t + (c & 1).
 //
 // An epilogue has stages of the ring behind those of a tile. `fetch` fills stage `stage` at address `to` with what
 // `finish` needs for `token`, a tile's first, and those behind it; `full` counts the bytes.

@@ -1,8 +1,8 @@
 // Products of matrix passes: C [rows of weights][tokens] = A B, in tiles of 128 rows by 128 tokens, by persistent
 // blocks.
 //
-// Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A for
-// both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
+// Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A
+// for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
 // Cut::kQuads, clusters of four, for passes of so few tokens that blocks would idle: each sums a quarter of K of the
 // same tile, one of the four groups of leaves, and finishes 32 of its tokens. They tell each other their sums.
 //
@@ -38,8 +38,8 @@ template <class P> constexpr bool kInQuads = !P::ascending && P::leaves > 2;
 /// Offsets in shared memory.
 template <class P> struct Ring {
   static constexpr u32 stages = kInQuads<P> ? 5 : 7;
-  // Sums of a thread, [8 tokens (16)][thread][4] f32: the third group of leaves; cut in quads what the other blocks have
-  // summed, [block][8 tokens (4)][thread][4].
+  // Sums of a thread, [8 tokens (16)][thread][4] f32: the third group of leaves; cut in quads what the other blocks
+  // have summed, [block][8 tokens (4)][thread][4].
   static constexpr u32 partial = stages * kStageBytes;
   static constexpr u32 full = partial + (kInQuads<P> ? kPartialBytes : 0);  // mbarriers
   static constexpr u32 empty = full + 8 * stages;
@@ -260,10 +260,9 @@ template <class P> struct Exchange {
 #pragma unroll
       for (u32 from = 0; from < 4; from++) {
         const Quad q = load_shared_16(mine + from * kRunBytes + j * (kConsumerThreads * 16));
-        const bool here = from == rank;  // what lies there means nothing
-        of[from][0] = here ? own[4 * j] : __uint_as_float(q.x), of[from][1] = here ? own[4 * j + 1] : __uint_as_float(q.y);
-        of[from][2] = here ? own[4 * j + 2] : __uint_as_float(q.z),
-        of[from][3] = here ? own[4 * j + 3] : __uint_as_float(q.w);
+        const u32 told[4] = {q.x, q.y, q.z, q.w};  // of this block nothing
+#pragma unroll
+        for (int i = 0; i < 4; i++) of[from][i] = from == rank ? own[4 * j + i] : __uint_as_float(told[i]);
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[4 * j + i] = (of[0][i] + of[1][i]) + (of[2][i] + of[3][i]);

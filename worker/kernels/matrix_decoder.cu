@@ -77,8 +77,8 @@ LP_PRODUCT(matrix_head, 2) {
                                      matrix::Logits{launch, pass});
 }
 
-// The same by clusters of four, where blocks would idle: passes of up to 256 tokens. Not for products of fewer than four
-// leaves.
+// The same by clusters of four, where blocks would idle: passes of up to 256 tokens. Not for products of fewer than
+// four leaves.
 LP_PRODUCT(matrix_qkv_split, 4) {
   if constexpr (matrix::kInQuads<Qkv>) qkv<Cut::kQuads>(launch, pass, layer); else trap();
 }

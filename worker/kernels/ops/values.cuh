@@ -15,14 +15,11 @@ LP_DEVICE void turn(float& low, float& high, float cosine, float sine) {
 LP_DEVICE float inverse_rms(float squares) {
   return rsqrt_approx(squares * (1.0f / kHidden) + __uint_as_float(LP_EPS));
 }
-/// Sums of squares over 16 rows by 32 tokens, which a warp holds as accumulators: sum[4 j + c] is of row g or, c over 1,
-/// g + 8, and token 8 j + 2 t + (c & 1). Rows r and r ^ 1 are added first, then r ^ 2, r ^ 4 and r ^ 8. This lane has
-/// the sum of token `token_of_square()`.
-LP_DEVICE u32 token_of_square() {
-  const u32 lane = lane_index();
-  return (lane >> 2 & 1) * 16 + (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 4);
-}
-/// Halves 2 HALF sums over the lanes lane ^ MASK.
+
+// Sums of squares over 16 rows by 32 tokens, which a warp holds as accumulators: sum[4 j + c] is of row g or, c over
+// 1, g + 8, and token 8 j + 2 t + (c & 1). Of rows r, r ^ 1 are added first, then r ^ 2, r ^ 4 and r ^ 8.
+
+/// Of the 2 HALF values of each lane half, added over lanes ^ MASK; then the same with the next mask, up to 16.
 template <int HALF, int MASK> LP_DEVICE void halve(float* v) {
   const bool upper = lane_index() & MASK;
 #pragma unroll
@@ -32,6 +29,7 @@ template <int HALF, int MASK> LP_DEVICE void halve(float* v) {
   }
   if constexpr (MASK < 16) halve<HALF / 2, MASK * 2>(v);
 }
+/// The sum of token `token_of_square()`.
 LP_DEVICE float sum_squares(const float* sum) {
   float v[16];
 #pragma unroll
@@ -41,4 +39,8 @@ LP_DEVICE float sum_squares(const float* sum) {
   }
   halve<8, 4>(v);
   return v[0] + v[1];
+}
+LP_DEVICE u32 token_of_square() {
+  const u32 lane = lane_index();
+  return (lane >> 2 & 1) * 16 + (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 4);
 }

@@ -1,7 +1,7 @@
 // Matrix passes: what lies where in their memory, and what their launches are given.
 //
-// A pass has up to kColumns rows of a step, of prompts or decoding, in the order of the host. A launch runs one phase of
-// one layer:
+// A pass has up to kColumns rows of a step, of prompts or decoding, in the order of the host. A launch runs one phase
+// of one layer:
 //   embed | layers x (norms, qkv, [head_norms], [attend_tiles], [attend_spans, merge_spans], out, norms, gate_up, down)
 //   | norms, gather, head
 // The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
@@ -18,11 +18,14 @@ static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
 
-/// Activations, B of a product of STEPS k16 steps: [block of tokens][k16 step][8 tokens][2 halves of k][token][8 k] bf16.
+/// Activations, B of a product of `steps` k16 steps: [block of tokens][k16 step][8 tokens][2 halves of k][token][8 k]
+/// bf16.
 LP_DEVICE u64 vector_byte(int steps, u32 step, u32 token, u32 half) {
   return ((u64)(token / kTokens) * steps + step) * kStepBytes + (token % kTokens / 8 * 2 + half) * 128 + token % 8 * 16;
 }
 
+/// Of Memory::places, of rows beyond the last one.
+constexpr u32 kNoPlace = ~0u;
 /// Offsets in Launch::words.
 struct Memory {
   static constexpr u64 x = 0;  // input of qkv, gate/up; of the LM head before `gather`
@@ -35,18 +38,25 @@ struct Memory {
   // [token][query head] f32 1 / rms (kQkNorm)
   static constexpr u64 query_inverse =
       head_squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;
-  // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four as
-  // an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+  // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four
+  // as an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
   static constexpr u64 residual = query_inverse + (u64)(kQkNorm ? kHeads : 0) * kColumns * 4;
   static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * 65536;  // [hidden tile][token] f32
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
+  // [token] {position, (page * kPage + position % kPage) << 1 | whether it is the last row of its sequence in the pass}
+  static constexpr u64 places = head_inverse + (u64)kMostSamples * 4;
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
-  static constexpr u64 spans = head_inverse + (u64)kMostSamples * 4;
+  static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
   static constexpr u64 bytes = spans + (u64)kMostSpans * kKvHeads * span_bytes;
 };
+
+/// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
+LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
+  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * 65536 + token % kTokens / 8 * 4096 + tile % 8 * 512;
+}
 
 /// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:
 /// (word >> 1) + s * (1 + (word & 1)). The host knows how tiles are packed.

@@ -52,13 +52,6 @@ template <int N, int ORDER> struct Ring {
 };
 extern __shared__ __align__(1024) u8 product_memory[];
 
-LP_DEVICE void bulk_load_pair(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
-      : "memory");
-}
 LP_DEVICE u32 rank_in_cluster() {
   u32 r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));

@@ -1,0 +1,270 @@
+// What follows the products of matrix passes. A warp has 16 rows by RUNS runs of 32 tokens: sum[4 j + c] is of row g
+// or, c over 1, g + 8, and token 8 j + 2 t + (c & 1).
+//
+// An epilogue has stages of the ring behind those of a tile. `fetch` fills stage `stage` at address `to` with what
+// `finish` needs for `token`, a tile's first, and those behind it; `full` counts the bytes.
+#pragma once
+
+namespace matrix {
+static_assert(kRanks == 1, "sums of several ranks are not exchanged yet");
+
+constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
+
+/// Applies 1 / rms of the tokens, [token] f32 at `at`.
+template <int RUNS> LP_DEVICE void normalize(u32 at, float* sum) {
+  const u32 t = lane_index() & 3;
+#pragma unroll
+  for (int j = 0; j < RUNS * kRunGroups; j++) {
+    const float even = load_shared_f32(at + (8 * j + 2 * t) * 4), odd = load_shared_f32(at + (8 * j + 2 * t) * 4 + 4);
+    sum[4 * j] *= even, sum[4 * j + 1] *= odd, sum[4 * j + 2] *= even, sum[4 * j + 3] *= odd;
+  }
+}
+LP_DEVICE const float* inverse_of(const Launch& launch) {
+  return reinterpret_cast<const float*>(launch.words + Memory::inverse);
+}
+
+/// Row tile `tile` of the hidden state by 32 tokens from `token` on: the residual `h`, kept, and the input of the next
+/// product with the norm's weights of this lane's two rows.
+LP_DEVICE void publish_hidden(const Launch& launch, u32 tile, u32 token, float low, float high, const float* h) {
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
+  float4* residual = reinterpret_cast<float4*>(launch.words + Memory::residual + residual_byte(tile, token)) + lane;
+  u8* x = launch.words + Memory::x + vector_byte(kHiddenTiles, tile, token + g, 0) + t * 4;
+#pragma unroll
+  for (int j = 0; j < kRunGroups; j++) {
+    const float* v = h + 4 * j;
+    residual[j * kConsumerThreads] = make_float4(v[0], v[1], v[2], v[3]);
+    store_u32(x + j * 256, transpose_8x8(bf16_pair(v[0] * low, v[1] * low)));
+    store_u32(x + j * 256 + 128, transpose_8x8(bf16_pair(v[2] * high, v[3] * high)));
+  }
+  const float square = sum_squares(h);
+  store_u32(launch.words + Memory::squares + ((u64)tile * kColumns + token + token_of_square()) * 4,
+            __float_as_uint(square));
+}
+/// The lane's weights of norm `norm` for a row tile: row g, row g + 8 above it.
+LP_DEVICE u32 gamma_of(const Launch& launch, u32 norm, u32 tile) {
+  const u8* gamma = launch.gamma + ((u64)norm * kHidden + tile * 16 + (lane_index() >> 2)) * 2;
+  return tile < kHiddenTiles ? load_constant_u16(gamma) | load_constant_u16(gamma + 16) << 16 : 0;
+}
+
+/// Adds the residual of a run, as a stage has it, to what o or down has summed.
+LP_DEVICE void add_residual(u32 at, float* sum) {
+#pragma unroll
+  for (int j = 0; j < kRunGroups; j++) {
+    const Quad q = load_shared_16(at + j * (kConsumerThreads * 16));
+    sum[4 * j] += __uint_as_float(q.x), sum[4 * j + 1] += __uint_as_float(q.y), sum[4 * j + 2] += __uint_as_float(q.z),
+        sum[4 * j + 3] += __uint_as_float(q.w);
+  }
+}
+/// After o and down: the residual with the product's sums, for norm `norm`.
+template <int RUNS> struct Join {
+  static constexpr int stages = (RUNS + 1) / 2, stage_runs = RUNS < 2 ? RUNS : 2;
+  static_assert(RUNS % stage_runs == 0 && 2 * kRunBytes == kStageBytes, "stages are full");
+  const Launch& launch;
+  u32 norm;
+
+  LP_DEVICE void fetch(int stage, u32 group, u32 token, u32 to, u32 full) const {
+    mbarrier_expect(full, stage_runs * kRunBytes);
+    bulk_load(to,
+              launch.words + Memory::residual + residual_byte(group * kGroupTiles, token) + stage * kStageBytes,
+              stage_runs * kRunBytes, full);
+  }
+  template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    const u32 gamma = gamma_of(launch, norm, tile);
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) {
+      const u32 at = consumer.wait() + run % stage_runs * kRunBytes + thread_index() * 16;
+      if (tile < kHiddenTiles) {
+        add_residual(at, sum + run * kRunValues);
+        publish_hidden(launch, tile, token + run * kRunTokens, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16),
+                       sum + run * kRunValues);
+      }
+      if ((run + 1) % stage_runs == 0) consumer.done();
+    }
+  }
+};
+
+/// After gate and up.
+struct Activate {
+  static constexpr int stages = 1;
+  const Launch& launch;
+
+  LP_DEVICE void fetch(int, u32, u32 token, u32 to, u32 full) const {
+    mbarrier_expect(full, kTokens * 4);
+    bulk_load(to, inverse_of(launch) + token, kTokens * 4, full);
+  }
+  template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    normalize<kRuns>(consumer.wait(), sum);
+    consumer.done();
+    if (tile >= GateUp::tiles) return;
+    const u32 lane = lane_index(), k = gate_up_k(tile, (lane & 3) * 2);
+    u8* to = launch.words + Memory::activation +
+             vector_byte(Down::steps, tile / 2, token + (lane >> 2), k / 8) + k % 8 * 2;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++) {
+      const float* v = sum + 4 * j;
+      store_u32(to + j * 256, transpose_8x8(bf16_pair(silu(v[0], v[2]), silu(v[1], v[3]))));
+    }
+  }
+};
+
+/// After the LM head.
+struct Logits {
+  static constexpr int stages = 1;
+  const Launch& launch;
+  const Pass& pass;
+
+  LP_DEVICE void fetch(int, u32, u32 token, u32 to, u32 full) const {
+    mbarrier_expect(full, kTokens * 4);
+    bulk_load(to, launch.words + Memory::head_inverse + token * 4, kTokens * 4, full);
+  }
+  template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    normalize<kRuns>(consumer.wait(), sum);
+    consumer.done();
+    const u32 lane = lane_index(), id = tile * 16 + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < kAccumulators; i++) {
+      const u32 column = token + i / 4 * 8 + (lane & 3) * 2 + (i & 1), row = id + (i >> 1 & 1) * 8;
+      if (column < pass.sample_count && row < kVocab)
+        launch.logits[(u64)column * ((kVocab + 15) / 16 * 16) + row] = sum[i];
+    }
+  }
+};
+
+/// After q, k and v: norm, bias, rope; q to the pass's attention, k and v into their pages.
+template <int RUNS> struct Project {
+  static constexpr int stages = 1, tokens = RUNS * kRunTokens, groups = RUNS * kRunGroups;
+  static constexpr u32 kPlaces = tokens * 4;  // byte in its stage
+  const Launch& launch;
+  u32 layer;
+
+  LP_DEVICE void fetch(int, u32, u32 token, u32 to, u32 full) const {
+    mbarrier_expect(full, tokens * (4 + 8));
+    bulk_load(to, inverse_of(launch) + token, tokens * 4, full);
+    bulk_load(to + kPlaces, launch.words + Memory::places + token * 8, tokens * 8, full);
+  }
+  template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    const u32 at = consumer.wait();
+    normalize<RUNS>(at, sum);
+    if (tile < Qkv::tiles) {
+      const u32 head = tile % kQkvTiles / kDimTiles, piece = tile % kDimTiles, kv_head = tile / kQkvTiles;
+      if constexpr (kQkvBias) add_bias(tile, sum);
+      if (head <= kQueriesPerKv) {
+        const u32 query_head = head < kQueriesPerKv ? kv_head * kQueriesPerKv + head : kHeads + kv_head;
+        if constexpr (kQkNorm) weigh(head == kQueriesPerKv, query_head, piece, token, sum);
+        turn_tile(at, piece, sum);
+        if (head < kQueriesPerKv) write_queries(query_head, piece, token, sum);
+        else write_keys(at, kv_head, piece, sum);
+      } else {
+        write_values(at, kv_head, piece, sum);
+      }
+    }
+    consumer.done();
+  }
+
+ private:
+  /// Of two neighbouring tokens: {position, place} each.
+  LP_DEVICE static Quad places(u32 at, int j) {
+    return load_shared_16(at + kPlaces + (8 * j + 2 * (lane_index() & 3)) * 8);
+  }
+  LP_DEVICE u8* page(u32 place, u32 kv_head) const {
+    return launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head);
+  }
+  LP_DEVICE void add_bias(u32 tile, float* sum) const {
+    const float* bias = launch.bias + (u64)layer * (Qkv::tiles * 16) + tile * 16 + (lane_index() >> 2);
+    const float low = __ldg(bias), high = __ldg(bias + 8);
+#pragma unroll
+    for (int i = 0; i < 4 * groups; i++) sum[i] += i & 2 ? high : low;
+  }
+  /// A head's squares, and the weights of its norm.
+  LP_DEVICE void weigh(bool key, u32 head, u32 piece, u32 token, float* sum) const {
+    const float* weights = launch.qk_norm + (layer * 2 + key) * kHeadDim + piece * 16 + (lane_index() >> 2);
+    const float low = __ldg(weights), high = __ldg(weights + 8);
+    float* squares = reinterpret_cast<float*>(launch.words + Memory::head_squares) + head * kDimTiles + piece;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++)
+      squares[(u64)(token + run * kRunTokens + token_of_square()) * ((kHeads + kKvHeads) * kDimTiles)] =
+          sum_squares(sum + run * kRunValues);
+#pragma unroll
+    for (int i = 0; i < 4 * groups; i++) sum[i] *= i & 2 ? high : low;
+  }
+  LP_DEVICE void turn_tile(u32 at, u32 piece, float* sum) const {
+    const float2* turns = reinterpret_cast<const float2*>(launch.rope) + piece * 8 + (lane_index() >> 2);
+#pragma unroll
+    for (int j = 0; j < groups; j++) {
+      const Quad of = places(at, j);
+      const float2 even = __ldg(turns + (u64)of.x * (kHeadDim / 2)), odd = __ldg(turns + (u64)of.z * (kHeadDim / 2));
+      turn(sum[4 * j], sum[4 * j + 2], even.x, even.y);
+      turn(sum[4 * j + 1], sum[4 * j + 3], odd.x, odd.y);
+    }
+  }
+  LP_DEVICE void write_queries(u32 head, u32 piece, u32 first_token, const float* sum) const {
+    const u32 lane = lane_index(), t = lane & 3, token = first_token + (lane >> 2);
+    const bool upper = t & 1;
+    u8* to = launch.words + Memory::queries + (((u64)token * kHeads + head) * kHeadDim + piece * 16) * 2 +
+             upper * 16 + (t >> 1) * 8;
+#pragma unroll
+    for (int j = 0; j < groups; j++) {
+      const float* v = sum + 4 * j;
+      const u32 low = transpose_8x8(bf16_pair(v[0], v[1])), high = transpose_8x8(bf16_pair(v[2], v[3]));
+      // Of a token, rows 2 t, 2 t + 1 and 8 more: lanes of even t get four rows of the lower half, the others four of
+      // the upper one.
+      const u32 other = shuffle_xor(upper ? low : high, 1);
+      if (token + 8 * j < launch.row_count)
+        *reinterpret_cast<uint2*>(to + (u64)j * (8 * kHeads * kHeadDim * 2)) =
+            upper ? make_uint2(other, high) : make_uint2(low, other);
+    }
+  }
+  LP_DEVICE void write_keys(u32 at, u32 kv_head, u32 piece, const float* sum) const {
+    const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < groups; j++) {
+      const float* v = sum + 4 * j;
+      const u32 low = transpose_8x8(bf16_pair(v[0], v[1])), high = transpose_8x8(bf16_pair(v[2], v[3]));
+      const u32 word = load_shared_u32(at + kPlaces + (8 * j + g) * 8 + 4), place = word >> 1;
+      if (word != kNoPlace) {
+        u8* to = page(place, kv_head) + k_byte(place % kPage, piece * 16 + 2 * t);
+        store_u32(to, low);
+        store_u32(to + 128, high);
+      }
+    }
+  }
+  LP_DEVICE void write_values(u32 at, u32 kv_head, u32 piece, const float* sum) const {
+    const u32 dim = piece * 16 + (lane_index() >> 2);
+#pragma unroll
+    for (int j = 0; j < groups; j++) {
+      const Quad of = places(at, j);
+      const u32 low = bf16_pair(sum[4 * j], sum[4 * j + 1]), high = bf16_pair(sum[4 * j + 2], sum[4 * j + 3]),
+                even = of.y >> 1, odd = of.w >> 1;
+      u8* to = page(even, kv_head) + v_byte(even % kPage, dim);
+      if (of.w != kNoPlace && even % 2 == 0 && odd == even + 1) {
+        store_u32(to, low);
+        store_u32(to + 128, high);
+        continue;
+      }
+      if (of.y != kNoPlace) store_u16(to, low), store_u16(to + 128, high);
+      to = page(odd, kv_head) + v_byte(odd % kPage, dim);
+      if (of.w != kNoPlace) store_u16(to, low >> 16), store_u16(to + 128, high >> 16);
+    }
+    clear_rest(at, kv_head, piece);
+  }
+  /// The rest of the page behind the last row of a sequence: attention multiplies it by weights of 0, so it must not be
+  /// NaN.
+  LP_DEVICE void clear_rest(u32 at, u32 kv_head, u32 piece) const {
+    const u32 lane = lane_index();
+#pragma unroll 1
+    for (u32 token = 0; token < tokens; token += 32) {
+      const u32 word = load_shared_u32(at + kPlaces + (token + lane) * 8 + 4);
+#pragma unroll 1
+      for (u32 last = __ballot_sync(kAllLanes, word != kNoPlace && word & 1); last; last &= last - 1) {
+        const u32 place = shuffle(word, __ffs(last) - 1) >> 1, position = place % kPage;
+        u8* values = page(place, kv_head) + v_byte(0, piece * 16);
+        for (u32 i = position / 8 + 1 + lane / 16; i < kPage / 8; i += 2)
+          store_16(values + i * kGroupBytes + lane % 16 * 16, Quad{0, 0, 0, 0});
+        if (lane < 16)
+          for (u32 i = position + 1; i % 8; i++) store_u16(values + v_byte(i, lane) - kGroupV, 0);
+      }
+    }
+  }
+};
+
+}  // namespace matrix

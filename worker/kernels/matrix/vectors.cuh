@@ -1,0 +1,114 @@
+// Between the products of matrix passes: embedding, norms, and the rows that sample. Any number of warps a block.
+#pragma once
+
+namespace matrix {
+
+constexpr u32 kVectorThreads = 512;
+
+LP_DEVICE u32 token_blocks(u32 tokens) { return (tokens + kTokens - 1) / kTokens; }
+/// Calls work(i) for i below `count`, a warp one.
+template <class WORK> LP_DEVICE void each_warp(u32 count, const WORK& work) {
+#pragma unroll 1
+  for (u32 i = blockIdx.x * (blockDim.x / 32) + warp_index(); i < count; i += gridDim.x * (blockDim.x / 32)) work(i);
+}
+
+/// Position and place of a token.
+LP_DEVICE uint2 place_of(const Launch& launch, u32 token) {
+  if (token >= launch.row_count) return make_uint2(0, kNoPlace);
+  const Row& row = launch.rows[token];
+  const bool last = token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row;
+  const u32 page = launch.page_table[row.slot * launch.page_stride + row.position / kPage];
+  return make_uint2(row.position, (page * kPage + row.position % kPage) << 1 | last);
+}
+/// Dimensions k and k + 1 of a token's embedding.
+LP_DEVICE u32 embedding_pair(const Launch& launch, u32 token, u32 k) {
+  const u8* at = kTied ? launch.weights + kHeadOffset + head_byte(token, k)
+                       : launch.embedding + ((u64)token * kHidden + k) * 2;
+  return load_constant_u32((const u32*)at);
+}
+/// The residual's beginning, the first layer's input, and where rows lie in the pool. A warp takes 32 tokens of a row
+/// tile.
+LP_DEVICE void embed(const Launch& launch) {
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, runs = token_blocks(launch.row_count) * kRuns;
+  uint2* places = reinterpret_cast<uint2*>(launch.words + Memory::places);
+  each_warp(runs, [&](u32 run) { places[run * 32 + lane] = place_of(launch, run * 32 + lane); });
+  each_warp(runs * kHiddenTiles, [&](u32 item) {
+    const u32 tile = item % kHiddenTiles, first = item / kHiddenTiles * kRunTokens;
+    float h[kRunValues];
+#pragma unroll
+    for (int j = 0; j < kRunGroups; j++) {
+      const u32 token = first + 8 * j + g;
+      u32 pairs[2] = {0, 0};  // of the lower and the upper 8 rows, two rows of a token
+      if (token < launch.row_count) {
+        const u32 id = launch.rows[token].token;
+        pairs[0] = embedding_pair(launch, id, tile * 16 + 2 * t);
+        pairs[1] = embedding_pair(launch, id, tile * 16 + 2 * t + 8);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const u32 turned = transpose_8x8(pairs[half]);
+        h[4 * j + 2 * half] = from_bf16(turned & 0xffff), h[4 * j + 2 * half + 1] = from_bf16(turned >> 16);
+      }
+    }
+    const u32 gamma = gamma_of(launch, 0, tile);
+    publish_hidden(launch, tile, first, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16), h);
+  });
+}
+
+/// Sum of squares over a leaf of the hidden state: a tree of eights, where there are eights for one, else these in
+/// order.
+LP_DEVICE float leaf_squares(const float* squares) {
+  constexpr int EIGHTS = (kHiddenSteps + 7) / 8;
+  float eights[EIGHTS];
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = 8 * e + i < kHiddenSteps ? squares[(u64)(8 * e + i) * kColumns] : 0;
+    eights[e] = tree_sum<8>(v);
+  }
+  if constexpr ((EIGHTS & (EIGHTS - 1)) == 0) return tree_sum<EIGHTS>(eights);
+  float sum = eights[0];
+#pragma unroll
+  for (int e = 1; e < EIGHTS; e++) sum += eights[e];
+  return sum;
+}
+/// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
+LP_DEVICE void find_norms(const Launch& launch) {
+  __shared__ float leaves[kHiddenLeaves][32];
+  const float* squares = reinterpret_cast<const float*>(launch.words + Memory::squares);
+  float* inverse = reinterpret_cast<float*>(launch.words + Memory::inverse);
+  const u32 lane = lane_index(), runs = token_blocks(launch.row_count) * kRuns;
+#pragma unroll 1
+  for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
+    const u32 token = run * 32 + lane;
+    for (u32 leaf = warp_index(); leaf < kHiddenLeaves; leaf += blockDim.x / 32)
+      leaves[leaf][lane] = leaf_squares(squares + (u64)leaf * kHiddenSteps * kColumns + token);
+    __syncthreads();
+    if (warp_index() == 0) {
+      float v[kHiddenLeaves];
+#pragma unroll
+      for (int leaf = 0; leaf < kHiddenLeaves; leaf++) v[leaf] = leaves[leaf][lane];
+      inverse[token] = inverse_rms(tree_sum<kHiddenLeaves>(v));
+    }
+    __syncthreads();
+  }
+}
+
+/// The rows that sample, one behind the other: the LM head's input. A warp takes 32 rows of half a k16 step.
+LP_DEVICE void gather(const Launch& launch, const Pass& pass) {
+  const u32 lane = lane_index(), runs = (pass.sample_count + 31) / 32;
+  const float* inverse = inverse_of(launch);
+  float* head_inverse = reinterpret_cast<float*>(launch.words + Memory::head_inverse);
+  each_warp(runs * kHiddenTiles * 2, [&](u32 item) {
+    const u32 half = item % 2, step = item / 2 % kHiddenTiles, column = item / (2 * kHiddenTiles) * 32 + lane;
+    if (column >= pass.sample_count) return;
+    const u32 row = pass.samples[column];
+    if (item % (2 * kHiddenTiles) == 0) head_inverse[column] = inverse[row];
+    *reinterpret_cast<uint4*>(launch.words + Memory::head_x + vector_byte(kHiddenTiles, step, column, half)) =
+        *reinterpret_cast<const uint4*>(launch.words + Memory::x + vector_byte(kHiddenTiles, step, row, half));
+  });
+}
+
+}  // namespace matrix

@@ -1,0 +1,90 @@
+// The decoder for passes of many rows: a launch runs one phase of one layer (matrix/layout.cuh), the same arithmetic as
+// looped_decoder.cu bit by bit.
+//
+// A launch may begin while the one before it ends (programmatic dependent launch). Until it has waited for that one it
+// reads nothing but weights, and writes nothing.
+#include "ptx/ptx.cuh"
+#include "ptx/wgmma.cuh"
+#include "layout/shape.cuh"
+#include "layout/launch.cuh"
+#include "layout/page.cuh"
+#include "matrix/layout.cuh"
+#include "ops/tree_sum.cuh"
+#include "ops/values.cuh"
+#include "matrix/product.cuh"
+#include "matrix/epilogue.cuh"
+#include "matrix/vectors.cuh"
+
+using matrix::Cut;
+using matrix::Memory;
+using matrix::Tiles;
+
+/// {bytes of memory, shared bytes and threads of a product, rows that sample and spans that are merged at most, tokens
+/// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans}
+extern "C" __device__ const u64 matrix_decoder_needs[8] = {
+    Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
+    matrix::kTileTokens, 0, 0};
+
+#define LP_VECTORS(NAME) \
+  extern "C" __global__ void __launch_bounds__(matrix::kVectorThreads) \
+      NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
+#define LP_PRODUCT(NAME, CLUSTER) \
+  extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
+      NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
+
+template <Cut CUT> constexpr int kFinished = CUT == Cut::kPair ? matrix::kRuns : 1;  // runs of a block
+template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words + Memory::x,
+                             matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
+}
+template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<O, CUT>(launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
+                           launch.words + Memory::attention_out, matrix::token_blocks(launch.row_count),
+                           matrix::Join<kFinished<CUT>>{launch, 2 * layer + 1});
+}
+template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass& pass, u32 layer) {
+  matrix::multiply<Down, CUT>(launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
+                              launch.words + Memory::activation, matrix::token_blocks(launch.row_count),
+                              matrix::Join<kFinished<CUT>>{launch, 2 * layer + 2});
+}
+
+LP_VECTORS(matrix_embed) {
+  launch_dependents();
+  wait_launch_before();
+  matrix::embed(launch);
+}
+LP_VECTORS(matrix_norms) {
+  launch_dependents();
+  wait_launch_before();
+  matrix::find_norms(launch);
+}
+LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_gate_up, 2) {
+  matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
+                                       pass.tiles + Tiles::gate_up, launch.words + Memory::x,
+                                       matrix::token_blocks(launch.row_count), matrix::Activate{launch});
+}
+LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
+LP_VECTORS(matrix_gather) {
+  launch_dependents();
+  wait_launch_before();
+  matrix::gather(launch, pass);
+}
+LP_PRODUCT(matrix_head, 2) {
+  matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head,
+                                     launch.words + Memory::head_x, matrix::token_blocks(pass.sample_count),
+                                     matrix::Logits{launch, pass});
+}
+
+// The same by clusters of four, where blocks would idle: passes of up to 256 tokens. Not for products of fewer than
+// four leaves.
+LP_PRODUCT(matrix_qkv_split, 4) {
+  if constexpr (matrix::kInQuads<Qkv>) qkv<Cut::kQuads>(launch, pass, layer); else trap();
+}
+LP_PRODUCT(matrix_out_split, 4) {
+  if constexpr (matrix::kInQuads<O>) out<Cut::kQuads>(launch, pass, layer); else trap();
+}
+LP_PRODUCT(matrix_down_split, 4) {
+  if constexpr (matrix::kInQuads<Down>) down<Cut::kQuads>(launch, pass, layer); else trap();
+}

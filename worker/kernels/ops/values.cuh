@@ -1,0 +1,46 @@
+// What becomes of a value between two products: one arithmetic for all who compute it.
+#pragma once
+
+/// silu(gate) * up.
+LP_DEVICE float silu(float gate, float up) {
+  return gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+}
+/// Turns a pair of dimensions of a head: rows r and r + 8 of a packed tile.
+LP_DEVICE void turn(float& low, float& high, float cosine, float sine) {
+  const float x = low, y = high;
+  low = fmaf(x, cosine, -(y * sine));
+  high = fmaf(y, cosine, x * sine);
+}
+/// 1 / rms of a hidden state with that sum of squares.
+LP_DEVICE float inverse_rms(float squares) {
+  return rsqrt_approx(squares * (1.0f / kHidden) + __uint_as_float(LP_EPS));
+}
+
+// Sums of squares over 16 rows by 32 tokens, which a warp holds as accumulators: sum[4 j + c] is of row g or, c over
+// 1, g + 8, and token 8 j + 2 t + (c & 1). Of rows r, r ^ 1 are added first, then r ^ 2, r ^ 4 and r ^ 8.
+
+/// Of the 2 HALF values of each lane half, added over lanes ^ MASK; then the same with the next mask, up to 16.
+template <int HALF, int MASK> LP_DEVICE void halve(float* v) {
+  const bool upper = lane_index() & MASK;
+#pragma unroll
+  for (int i = 0; i < HALF; i++) {
+    const float mine = upper ? v[HALF + i] : v[i], other = upper ? v[i] : v[HALF + i];
+    v[i] = mine + shuffle_xor(other, MASK);
+  }
+  if constexpr (MASK < 16) halve<HALF / 2, MASK * 2>(v);
+}
+/// The sum of token `token_of_square()`.
+LP_DEVICE float sum_squares(const float* sum) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const float x = sum[(i & ~3) + (i & 1) * 2 + (i >> 1 & 1)];
+    v[i] = x * x;
+  }
+  halve<8, 4>(v);
+  return v[0] + v[1];
+}
+LP_DEVICE u32 token_of_square() {
+  const u32 lane = lane_index();
+  return (lane >> 2 & 1) * 16 + (lane >> 3 & 1) * 8 + (lane & 3) * 2 + (lane >> 4);
+}

@@ -1,0 +1,399 @@
+// The kernels of matrix_decoder.cu but attention's: every bit that they write against plain arithmetic, and their
+// times. The model is that of the compiler's LP_ defines, or Llama 3.1 8B; weights are random.
+//
+// Products are checked on the inputs that the kernels themselves have written, sums by chains of mma.sync.
+#ifndef LP_LAYERS
+#define LP_LAYERS 32
+#define LP_HIDDEN 4096
+#define LP_HEADS 32
+#define LP_KV_HEADS 8
+#define LP_HEAD_DIM 128
+#define LP_INTERMEDIATE 14336
+#define LP_VOCAB 128256
+#define LP_QKV_BIAS 0
+#define LP_QK_NORM 0
+#define LP_TIED 0
+#define LP_WINDOW 0
+#define LP_EPS 925353388
+#define LP_BLOCKS 128
+#define LP_COLUMNS 2048
+#endif
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cuda_runtime.h>
+#include <vector>
+#include "matrix_decoder.cu"
+#include "tests/matrix/fill.cuh"
+
+using namespace matrix;
+enum What { kHiddenState, kX, kSquares, kInverse, kQueries, kPages, kRest, kHeadSquares, kActivation, kLogits, kWhat };
+static const char* const kNames[] = {"residual", "x", "squares", "1 / rms", "queries", "pages", "rest of V",
+                                     "squares of heads", "activation", "logits"};
+__device__ u64 wrong[kWhat], checked[kWhat];
+LP_DEVICE void expect(What what, u32 found, u32 expected) {
+  atomicAdd(&checked[what], 1);
+  if (found != expected) atomicAdd(&wrong[what], 1);
+}
+LP_DEVICE u32 at_u32(const u8* p) { return *(const u32*)p; }
+LP_DEVICE u32 at_u16(const u8* p) { return *(const u16*)p; }
+LP_DEVICE u32 bf16(float v) { return bf16_pair(v, 0) & 0xffff; }
+template <class F> LP_DEVICE void each(u64 count, const F& f) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) f(i);
+}
+
+/// Where tiles lie: units of two in the share of a block, as weights are packed.
+template <class P> __global__ void deal(u32* tiles) {
+  for (int block = 0; block < kBlocks; block++) {
+    const int begin = P::first_tile(block), end = P::first_tile(block + 1);
+    for (int tile = begin; tile < end; tile++) {
+      const int unit = begin + (tile - begin) / 2 * 2, pair = unit + 1 < end;
+      tiles[tile] = (unit * P::steps + tile - unit) << 1 | pair;
+    }
+  }
+}
+/// sums [token][row] f32, a warp a row tile by 8 tokens.
+template <class P> __global__ void reference(const u8* weights, const u32* tiles, const u8* vectors, float* sums,
+                                             u32 tokens) {
+  const u32 lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  for (u32 i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < P::tiles * (tokens / 8);
+       i += gridDim.x * blockDim.x / 32) {
+    const u32 tile = i % P::tiles, token = i / P::tiles * 8, word = tiles[tile];
+    float leaf[P::leaves][4];
+#pragma unroll
+    for (int n = 0; n < P::leaves; n++) {
+      float c[4] = {};
+#pragma unroll 1
+      for (int s = n * P::leaf_steps; s < (n + 1) * P::leaf_steps; s++) {
+        const Quad a = *(const Quad*)(weights + ((u64)(word >> 1) + (u64)s * (1 + (word & 1))) * kFragment + lane * 16);
+        const u8* b = vectors + vector_byte(P::steps, s, token + g, 0) + t * 4;
+        mma_m16n8k16(c, a, at_u32(b), at_u32(b + 128));
+      }
+      for (int k = 0; k < 4; k++) leaf[n][k] = c[k];
+    }
+    constexpr int GROUPS = P::ascending || P::leaves < 4 ? 1 : 4, EACH = P::leaves / GROUPS;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float group[GROUPS];
+#pragma unroll
+      for (int n = 0; n < GROUPS; n++) {
+        group[n] = leaf[n * EACH][k];
+#pragma unroll
+        for (int l = 1; l < EACH; l++) group[n] += leaf[n * EACH + l][k];
+      }
+      sums[(u64)(token + 2 * t + k % 2) * (P::tiles * 16) + tile * 16 + g + k / 2 * 8] = tree_sum<GROUPS>(group);
+    }
+  }
+}
+
+LP_DEVICE u64 residual_of(u32 tile, u32 row, u32 token) {
+  return Memory::residual + residual_byte(tile, token) + (row % 8 * 4 + token % 8 / 2) * 16 +
+         (row / 8 * 2 + token % 2) * 4;
+}
+/// After embed (`before` null) or a product that is added to the residual.
+__global__ void check_hidden(Launch launch, const u8* before, const float* sums, u32 norm) {
+  each((u64)launch.row_count * kHiddenTiles, [&](u64 i) {
+    const u32 token = i / kHiddenTiles, tile = i % kHiddenTiles;
+    float squares[16];
+    for (u32 row = 0; row < 16; row++) {
+      const u32 k = tile * 16 + row, id = launch.rows[token].token;
+      float h;
+      if (before) h = *(const float*)(before + residual_of(tile, row, token)) + sums[(u64)token * kHidden + k];
+      else h = from_bf16(kTied ? at_u16(launch.weights + kHeadOffset + head_byte(id, k))
+                               : at_u16(launch.embedding + ((u64)id * kHidden + k) * 2));
+      expect(kHiddenState, at_u32(launch.words + residual_of(tile, row, token)), __float_as_uint(h));
+      expect(kX, at_u16(launch.words + Memory::x + vector_byte(kHiddenTiles, tile, token, row / 8) + row % 8 * 2),
+             bf16(h * from_bf16(at_u16(launch.gamma + ((u64)norm * kHidden + k) * 2))));
+      squares[row] = h * h;
+    }
+    expect(kSquares, at_u32(launch.words + Memory::squares + ((u64)tile * kColumns + token) * 4),
+           __float_as_uint(tree_sum<16>(squares)));
+  });
+}
+__global__ void check_norms(Launch launch) {
+  each(launch.row_count, [&](u64 token) {
+    const float* squares = (const float*)(launch.words + Memory::squares) + token;
+    float leaves[16] = {};
+    for (int leaf = 0; leaf < kHiddenLeaves; leaf++) {
+      constexpr int EIGHTS = (kHiddenSteps + 7) / 8;
+      float eights[EIGHTS];
+      for (int e = 0; e < EIGHTS; e++) {
+        float v[8] = {};
+        for (int k = 8 * e; k < 8 * e + 8 && k < kHiddenSteps; k++)
+          v[k % 8] = squares[(u64)(leaf * kHiddenSteps + k) * kColumns];
+        eights[e] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+      }
+      if ((EIGHTS & (EIGHTS - 1)) == 0) {
+        for (int d = 1; d < EIGHTS; d *= 2)
+          for (int e = 0; e < EIGHTS; e += 2 * d) eights[e] += eights[e + d];
+      } else {
+        for (int e = 1; e < EIGHTS; e++) eights[0] += eights[e];
+      }
+      leaves[leaf] = eights[0];
+    }
+    const float sum = tree_sum<16>(leaves);
+    expect(kInverse, at_u32(launch.words + Memory::inverse + token * 4),
+           __float_as_uint(rsqrt_approx(sum * (1.0f / kHidden) + __uint_as_float(LP_EPS))));
+  });
+}
+__global__ void check_qkv(Launch launch, const float* sums, u32 layer) {
+  constexpr u32 GROUP = (kQueriesPerKv + 2) * kDimTiles;
+  each((u64)launch.row_count * Qkv::tiles, [&](u64 i) {
+    const u32 token = i / Qkv::tiles, tile = i % Qkv::tiles, kv_head = tile / GROUP, head = tile % GROUP / kDimTiles,
+              piece = tile % kDimTiles;
+    const Row& row = launch.rows[token];
+    const u32 at = row.position % kPage, page = launch.page_table[row.slot * launch.page_stride + row.position / kPage];
+    const bool key = head == kQueriesPerKv, value = head > kQueriesPerKv;
+    const float inverse = *(const float*)(launch.words + Memory::inverse + token * 4);
+    float v[16], squares[16];
+    for (int r = 0; r < 16; r++) {
+      v[r] = sums[(u64)token * (Qkv::tiles * 16) + tile * 16 + r] * inverse;
+      if (kQkvBias) v[r] += launch.bias[(u64)layer * (Qkv::tiles * 16) + tile * 16 + r];
+      squares[r] = v[r] * v[r];
+      if (kQkNorm && !value) v[r] *= launch.qk_norm[(layer * 2 + key) * kHeadDim + piece * 16 + r];
+    }
+    const u32 of = key ? kHeads + kv_head : kv_head * kQueriesPerKv + head;
+    if (kQkNorm && !value)
+      expect(kHeadSquares,
+             at_u32(launch.words + Memory::head_squares +
+                    (((u64)token * (kHeads + kKvHeads) + of) * kDimTiles + piece) * 4),
+             __float_as_uint(tree_sum<16>(squares)));
+    for (int r = 0; r < 8 && !value; r++) {
+      const float* turn = launch.rope + ((u64)row.position * (kHeadDim / 2) + piece * 8 + r) * 2;
+      const float low = v[r], high = v[r + 8];
+      v[r] = fmaf(low, turn[0], -(high * turn[1]));
+      v[r + 8] = fmaf(high, turn[0], low * turn[1]);
+    }
+    const u8* in = launch.kv + page_byte(layer, launch.kv_pages, page, kv_head);
+    for (int r = 0; r < 16; r++) {
+      const u32 dim = piece * 16 + r;
+      if (key) expect(kPages, at_u16(in + k_byte(at, dim)), bf16(v[r]));
+      else if (value) expect(kPages, at_u16(in + v_byte(at, dim)), bf16(v[r]));
+      else
+        expect(kQueries, at_u16(launch.words + Memory::queries + (((u64)token * kHeads + of) * kHeadDim + dim) * 2),
+               bf16(v[r]));
+    }
+    const bool last = token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row;
+    for (u32 p = at + 1; p < kPage && value && last; p++)
+      for (int r = 0; r < 16; r++) expect(kRest, at_u16(in + v_byte(p, piece * 16 + r)), 0);
+  });
+}
+__global__ void check_activation(Launch launch, const float* sums) {
+  each((u64)launch.row_count * GateUp::tiles * 8, [&](u64 i) {
+    const u32 token = i / (GateUp::tiles * 8), tile = i / 8 % GateUp::tiles, row = i % 8, k = gate_up_k(tile, row);
+    const float inverse = *(const float*)(launch.words + Memory::inverse + token * 4);
+    const float* of = sums + (u64)token * (GateUp::tiles * 16) + tile * 16 + row;
+    const float gate = of[0] * inverse, up = of[8] * inverse;
+    expect(kActivation,
+           at_u16(launch.words + Memory::activation + vector_byte(Down::steps, tile / 2, token, k / 8) + k % 8 * 2),
+           bf16(gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up));
+  });
+}
+__global__ void check_logits(Launch launch, Pass pass, const float* sums) {
+  each((u64)pass.sample_count * kVocab, [&](u64 i) {
+    const u32 column = i / kVocab, id = i % kVocab;
+    const float inverse = *(const float*)(launch.words + Memory::inverse + pass.samples[column] * 4);
+    expect(kLogits, __float_as_uint(launch.logits[(u64)column * ((kVocab + 15) / 16 * 16) + id]),
+           __float_as_uint(sums[(u64)column * (Head::tiles * 16) + id] * inverse));
+  });
+}
+__global__ void random_floats(float* to, u64 count, u32 seed) {
+  each(count, [&](u64 i) { to[i] = from_bf16(value_of(i, seed, 0)); });
+}
+
+static Launch launch;
+static Pass pass;
+static u8* before;
+static float* sums;
+static u32 multiprocessors;
+using Kernel = void (*)(Launch, Pass, u32);
+template <class K> static void start(K kernel, u32 layer, bool product = true) {
+  if (product) CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = multiprocessors / 4 * 4, config.blockDim = product ? kThreads : kVectorThreads;
+  config.dynamicSmemBytes = product ? kProductBytes : 0;
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early, config.numAttrs = 1;
+  CHECK(cudaLaunchKernelEx(&config, kernel, launch, pass, layer));
+}
+template <class T> static T* allocate(u64 count) {
+  T* p;
+  CHECK(cudaMalloc(&p, count * sizeof(T)));
+  return p;
+}
+template <class T> static T* upload(const std::vector<T>& v) {
+  T* p = allocate<T>(v.size());
+  CHECK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+constexpr u32 kSlots = 512, kStride = 64;
+/// Half of the rows a prompt from position 0 on, a quarter one from 37 on, the rest decode.
+static void make_rows(u32 count) {
+  std::vector<Row> rows;
+  const auto sequence = [&](u32 slot, u32 position, u32 length) {
+    const u32 first = rows.size();
+    for (u32 i = 0; i < length; i++)
+      rows.push_back(Row{(u32)(rows.size() * 7919 % kVocab), position + i, slot, first, position, kRowSample, ~0u, 0});
+  };
+  sequence(0, 0, count / 2);
+  sequence(1, 37, count / 4);
+  for (u32 slot = 2; rows.size() < count; slot++) sequence(slot % kSlots, slot * 53 % 4000, 1);
+  std::vector<u32> samples;
+  for (u32 row = 0; row < count && samples.size() < kMostSamples; row += 3) samples.push_back(row);
+  launch.rows = upload(rows), launch.row_count = count;
+  pass.samples = upload(samples), pass.sample_count = samples.size();
+}
+template <class P> static void multiply_plainly(u64 weights, u32 tiles, u64 vectors, u32 tokens) {
+  reference<P><<<1024, 256>>>(launch.weights + weights, pass.tiles + tiles, launch.words + vectors, sums,
+                              (tokens + 7) / 8 * 8);
+}
+static void keep() {
+  CHECK(cudaDeviceSynchronize());
+  CHECK(cudaMemcpy(before, launch.words, Memory::bytes, cudaMemcpyDeviceToDevice));
+}
+/// Of `split`, products in quads by clusters of four.
+static bool check(u32 rows, bool split) {
+  make_rows(rows);
+  const u32 layer = kLayers - 1;
+  const u64 weights = layer * kLayerBytes;
+  CHECK(cudaMemset(launch.kv, 0xff, (u64)kLayers * launch.kv_pages * kKvHeads * kPageBytes));
+  CHECK(cudaMemset(launch.words, 0xff, Memory::bytes));
+  fill<<<1024, 256>>>((u16*)(launch.words + Memory::attention_out), (u64)kTokenBlocks * O::steps * kStepBytes / 2, 9,
+                      0);
+  const u64 none[kWhat] = {};
+  CHECK(cudaMemcpyToSymbol(wrong, none, sizeof none));
+  CHECK(cudaMemcpyToSymbol(checked, none, sizeof none));
+  CHECK(cudaDeviceSynchronize());
+  start(matrix_embed, 0, false);
+  check_hidden<<<1024, 256>>>(launch, nullptr, nullptr, 0);
+  start(matrix_norms, 0, false);
+  start(split && kInQuads<Qkv> ? matrix_qkv_split : matrix_qkv, layer);
+  check_norms<<<1024, 256>>>(launch);
+  multiply_plainly<Qkv>(weights, Tiles::qkv, Memory::x, rows);
+  check_qkv<<<1024, 256>>>(launch, sums, layer);
+  keep();
+  start(split && kInQuads<O> ? matrix_out_split : matrix_out, layer);
+  multiply_plainly<O>(weights + kOOffset, Tiles::out, Memory::attention_out, rows);
+  check_hidden<<<1024, 256>>>(launch, before, sums, 2 * layer + 1);
+  start(matrix_norms, 0, false);
+  start(matrix_gate_up, layer);
+  check_norms<<<1024, 256>>>(launch);
+  multiply_plainly<GateUp>(weights + kGateUpOffset, Tiles::gate_up, Memory::x, rows);
+  check_activation<<<1024, 256>>>(launch, sums);
+  keep();
+  start(split && kInQuads<Down> ? matrix_down_split : matrix_down, layer);
+  multiply_plainly<Down>(weights + kDownOffset, Tiles::down, Memory::activation, rows);
+  check_hidden<<<1024, 256>>>(launch, before, sums, 2 * layer + 2);
+  start(matrix_norms, 0, false);
+  start(matrix_gather, 0, false);
+  start(matrix_head, 0);
+  check_norms<<<1024, 256>>>(launch);
+  multiply_plainly<Head>(kHeadOffset, Tiles::head, Memory::head_x, pass.sample_count);
+  check_logits<<<1024, 256>>>(launch, pass, sums);
+  CHECK(cudaDeviceSynchronize());
+  u64 bad[kWhat], all[kWhat];
+  CHECK(cudaMemcpyFromSymbol(bad, wrong, sizeof bad));
+  CHECK(cudaMemcpyFromSymbol(all, checked, sizeof all));
+  bool good = true;
+  for (int i = 0; i < kWhat; i++) {
+    if (bad[i]) printf("%u rows%s: %llu of %llu wrong: %s\n", rows, split ? ", split" : "", bad[i], all[i], kNames[i]);
+    good &= !bad[i];
+  }
+  if (good) printf("%u rows%s: all bits as expected\n", rows, split ? ", split" : "");
+  return good;
+}
+template <class F> static float milliseconds(const F& work) {
+  cudaEvent_t begun, ended;
+  CHECK(cudaEventCreate(&begun));
+  CHECK(cudaEventCreate(&ended));
+  std::vector<float> times;
+  for (int i = 0; i < 7; i++) {
+    CHECK(cudaEventRecord(begun));
+    work();
+    CHECK(cudaEventRecord(ended));
+    CHECK(cudaEventSynchronize(ended));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, begun, ended));
+    times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+template <class P> static void time_product(const char* name, Kernel kernel, u32 columns) {
+  const float ms = milliseconds([&] {
+    for (u32 layer = 0; layer < kLayers; layer++) start(kernel, layer);
+  });
+  printf("  %-12s %8.3f ms of %d layers, %5.0f TFLOP/s\n", name, ms, kLayers,
+         2.0 * P::tiles * 16 * P::steps * 16 * columns * kLayers / ms * 1e-9);
+}
+static void time_all(u32 rows) {
+  make_rows(rows);
+  printf("%u rows\n", rows);
+  const float ms = milliseconds([&] {
+    start(matrix_embed, 0, false);
+    for (u32 layer = 0; layer < kLayers; layer++) {
+      start(matrix_norms, 0, false);
+      start(matrix_qkv, layer);
+      start(matrix_out, layer);
+      start(matrix_norms, 0, false);
+      start(matrix_gate_up, layer);
+      start(matrix_down, layer);
+    }
+  });
+  printf("  %-12s %8.3f ms\n", "all", ms);
+  time_product<Qkv>("qkv", matrix_qkv, rows);
+  time_product<O>("o", matrix_out, rows);
+  time_product<GateUp>("gate/up", matrix_gate_up, rows);
+  time_product<Down>("down", matrix_down, rows);
+  if (rows > 2 * kTokens) return;
+  if (kInQuads<Qkv>) time_product<Qkv>("qkv, split", matrix_qkv_split, rows);
+  if (kInQuads<O>) time_product<O>("o, split", matrix_out_split, rows);
+  if (kInQuads<Down>) time_product<Down>("down, split", matrix_down_split, rows);
+}
+
+int main() {
+  int count;
+  CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+  multiprocessors = count;
+  const u64 weights = kHeadOffset + Head::bytes, gamma = (2 * kLayers + 1) * (u64)kHidden,
+            embedding = kTied ? 8 : (u64)kVocab * kHidden, head_rows = (kVocab + 15) / 16 * 16;
+  u8 *packed = allocate<u8>(weights), *gammas = allocate<u8>(gamma * 2), *table = allocate<u8>(embedding * 2);
+  fill<<<4096, 256>>>((u16*)packed, weights / 2, 5, 0);
+  fill<<<1024, 256>>>((u16*)gammas, gamma, 6, 0);
+  fill<<<1024, 256>>>((u16*)table, embedding, 7, 0);
+  launch.weights = packed, launch.gamma = gammas, launch.embedding = table;
+  const auto floats = [](u64 count, u32 seed) {
+    float* p = allocate<float>(count);
+    random_floats<<<1024, 256>>>(p, count, seed);
+    return p;
+  };
+  launch.bias = floats((u64)kLayers * Qkv::tiles * 16, 10), launch.qk_norm = floats(2ull * kLayers * kHeadDim, 11);
+  launch.rope = floats(8192ull * kHeadDim, 12);
+  launch.page_stride = kStride, launch.kv_pages = 2048;
+  std::vector<u32> pages(kSlots * kStride, 0);
+  u32 next = 0;  // slots 0 and 1 have prompts, the others a page where they decode
+  for (u32 slot = 0; slot < kSlots; slot++)
+    for (u32 i = 0; i < kStride; i++)
+      if (slot < 2 || i == slot * 53 % 4000 / kPage) pages[slot * kStride + i] = next++ * 5 % launch.kv_pages;
+  launch.page_table = upload(pages);
+  launch.kv = allocate<u8>((u64)kLayers * launch.kv_pages * kKvHeads * kPageBytes);
+  launch.words = allocate<u8>(Memory::bytes), before = allocate<u8>(Memory::bytes);
+  launch.logits = allocate<float>(kMostSamples * head_rows);
+  const u64 widest = std::max<u64>(std::max<u64>(Qkv::tiles, GateUp::tiles) * 16 * kColumns, kMostSamples * head_rows);
+  sums = allocate<float>(widest);
+  u32* tiles = allocate<u32>(Tiles::count);
+  pass.tiles = tiles;
+  deal<Qkv><<<1, 1>>>(tiles + Tiles::qkv);
+  deal<O><<<1, 1>>>(tiles + Tiles::out);
+  deal<GateUp><<<1, 1>>>(tiles + Tiles::gate_up);
+  deal<Down><<<1, 1>>>(tiles + Tiles::down);
+  deal<Head><<<1, 1>>>(tiles + Tiles::head);
+  CHECK(cudaDeviceSynchronize());
+  bool good = true;
+  for (u32 rows : {1, 128, 200, 300, 640}) good &= check(rows, false);
+  for (u32 rows : {100, 256}) good &= check(rows, true);
+  if (!good) return 1;
+  for (u32 rows : {128, 256, 1024, 2048})
+    if (rows <= kColumns) time_all(rows);
+}

@@ -1,4 +1,4 @@
-// Attention of prompt rows, on wgmma. A block has a tile of rows of one sequence and a KV head; each of its two consumer
+// Attention of prompt rows, on wgmma. A block has a tile of rows of a sequence and a KV head; each of its two consumer
 // warpgroups has kTileTokens of them: row r of its 64 is query head r % kQueriesPerKv of token r / kQueriesPerKv, those
 // left over have queries of zero and are not written. Queries are A, in registers; K and V are B as they lie in a page,
 // which is one copy into a ring. The next page's scores run while this page's outputs are added.
@@ -41,7 +41,7 @@ template <int SLOTS> struct PageRing {
 
   LP_DEVICE u32 full() const { return shared + SLOTS * kPageSlot + slot * 8; }
   LP_DEVICE u32 empty() const { return full() + SLOTS * 8; }
-  LP_DEVICE u32 page() const { return shared + slot * kPageSlot; }
+  LP_DEVICE u32 page() const { return __reduce_max_sync(kAllLanes, shared + slot * kPageSlot); }
   /// By one thread, before the others come.
   LP_DEVICE void init(u32 warps) const {
     for (u32 i = 0; i < SLOTS; i++) {
@@ -56,13 +56,13 @@ template <int SLOTS> struct PageRing {
     while (!mbarrier_try_wait(full(), phase)) {
     }
   }
-  /// One lane: the first `size` bytes of a page into the next slot, once it is free.
-  LP_DEVICE void fill(const u8* from, u32 size, const float* scales, u64 policy) {
+  /// One lane: the first `size` bytes of a page into the slot, once it is free.
+  template <class... POLICY> LP_DEVICE void fill(const u8* from, u32 size, const float* scales, POLICY... policy) {
     while (!mbarrier_try_wait(empty(), phase ^ 1)) {
     }
     mbarrier_expect(full(), size + kPageScales);
-    bulk_load(page(), from, size, full(), policy);
-    if constexpr (kQkNorm) bulk_load(page() + kPageBytes, scales, kPageScales, full(), policy);
+    bulk_load(page(), from, size, full(), policy...);
+    if constexpr (kQkNorm) bulk_load(page() + kPageBytes, scales, kPageScales, full(), policy...);
   }
 };
 
@@ -101,7 +101,7 @@ struct PageOrder {
 constexpr int kAttendTilesThreads = 384, kTileConsumers = 256;
 
 struct TileItem {
-  u32 kv_head, row, rows, slot, position;  // of the first row
+  u32 kv_head, row, rows, position;  // the position of the first row
 
   LP_DEVICE u32 first_page() const { return first_visible(position) / kPage; }
   LP_DEVICE u32 last_page() const { return (position + rows - 1) / kPage; }
@@ -111,7 +111,7 @@ struct TileItem {
 struct TileItems {
   const Launch& launch;
   const Pass& pass;
-  u32 round = 0, tile = 0, position = 0, slot = 0;
+  u32 round = 0, tile = 0, position = 0;
 
   LP_DEVICE bool next(TileItem& item) {
     const u32 count = pass.tile_count * kKvHeads;
@@ -119,13 +119,11 @@ struct TileItems {
       const u32 index = item_index(round + lane_index(), blockIdx.x, gridDim.x);
       if (index < count) {
         tile = load_relaxed_u32(pass.attend_tiles + index / kKvHeads);
-        const Row& row = launch.rows[tile & 0xffff];
-        position = row.position, slot = row.slot;
+        position = launch.rows[tile & 0xffff].position;
       }
     }
     const u32 index = item_index(round, blockIdx.x, gridDim.x), word = shuffle(tile, round % 32);
-    item = TileItem{index % kKvHeads, word & 0xffff, word >> 16, shuffle(slot, round % 32),
-                    shuffle(position, round % 32)};
+    item = TileItem{index % kKvHeads, word & 0xffff, word >> 16, shuffle(position, round % 32)};
     round++;
     return index < count;
   }
@@ -145,9 +143,10 @@ constexpr u32 kParkedSpan = TileRing::bytes, kParkedRow = kParkedSpan + kParkedB
               kAttendTilesShared = kParkedRow + kParkedBytes;
 extern __shared__ __align__(1024) u8 attend_memory[];
 
-/// B in core matrices of 8 columns of 16 bytes: their distances along k and along columns.
-LP_DEVICE u64 page_operand(u32 address, u32 along_k, u32 along_columns) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(along_k >> 4) << 16 | (u64)(along_columns >> 4) << 32;
+/// B in core matrices of 8 columns of 16 bytes, so far apart along k and along columns, `bytes` behind `address`. Its
+/// upper half is a constant: 64-bit sums would take a tenth of a page's instructions.
+LP_DEVICE u64 page_operand(u32 address, u32 bytes, u32 along_k, u32 along_columns) {
+  return (u64)(along_columns >> 4) << 32 | ((address >> 4) + (bytes >> 4 | along_k >> 4 << 16));
 }
 
 // ---- outputs ----
@@ -253,9 +252,9 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
     ring.wait();
     pin<32>(score);
     wgmma_fence();
-    const u64 k = page_operand(ring.page(), 128, kGroupBytes);
+    const u32 page = ring.page();
 #pragma unroll
-    for (u32 j = 0; j < kDimTiles; j++) wgmma<64>(score, q[j], wgmma_operand(k, j * 256), j > 0);
+    for (u32 j = 0; j < kDimTiles; j++) wgmma<64>(score, q[j], page_operand(page, j * 256, 128, kGroupBytes), j > 0);
     wgmma_commit();
   };
   scores();
@@ -264,7 +263,7 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
 #pragma unroll 1
   do {
     const u32 base = order.page * kPage, page = ring.page(), empty = ring.empty();
-    after = (After)shuffle((int)order.next(), 0);
+    after = order.next();
     wgmma_wait<0>();
     pin<32>(score);
     if constexpr (kQkNorm) {
@@ -297,7 +296,7 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
       // Of nothing, zero, nothing is to be kept.
       keep[r] = sum.reference[r] == kMinusInfinity ? 1 : rescale(sum.reference[r], now);
       factor[r] = rescale(high, now);
-      sum.reference[r] = now;
+      sum.reference[r] = now, sum.total[r] *= keep[r];
       minimum[r] = fmaxf(high, -3.4e38f);  // of a page of which nothing is seen weights are zero, not NaN
     }
     float leaf[4][2];
@@ -312,14 +311,15 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
       for (u32 r = 0; r < 2; r++) leaf[l][r] = (s[2 * r] + s[4 + 2 * r]) + (s[2 * r + 1] + s[5 + 2 * r]);
       weight[l] = Quad{bf16_pair(s[0], s[1]), bf16_pair(s[2], s[3]), bf16_pair(s[4], s[5]), bf16_pair(s[6], s[7])};
     }
-    const u64 v = page_operand(page + kGroupV, kGroupBytes, 128);
     pin<kTileOut>(part);
     wgmma_fence();
 #pragma unroll
-    for (u32 l = 0; l < 4; l++) wgmma<kHeadDim>(part, weight[l], wgmma_operand(v, l * 2 * kGroupBytes), l > 0);
+    for (u32 l = 0; l < 4; l++)
+      wgmma<kHeadDim>(part, weight[l], page_operand(page, kGroupV + l * 2 * kGroupBytes, kGroupBytes, 128), l > 0);
     wgmma_commit();
     ring.next();
     // The products run.
+    sum.scale(keep);
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
 #pragma unroll
@@ -327,10 +327,8 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
         leaf[l][r] += shuffle_xor(leaf[l][r], 1);
         leaf[l][r] += shuffle_xor(leaf[l][r], 2);
       }
-      const float all = ((leaf[0][r] + leaf[1][r]) + leaf[2][r]) + leaf[3][r];
-      sum.total[r] = fmaf(factor[r], all, keep[r] * sum.total[r]);
+      sum.total[r] = fmaf(factor[r], ((leaf[0][r] + leaf[1][r]) + leaf[2][r]) + leaf[3][r], sum.total[r]);
     }
-    sum.scale(keep);
     if (after != After::kAll) {
       scores();
       wgmma_wait<1>();
@@ -367,11 +365,10 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
 /// The pages of the block's items.
 LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, TileRing& ring) {
   const u32 lane = lane_index();
-  const u64 policy = policy_evict_last();
   TileItems items{launch, pass};
 #pragma unroll 1
   for (TileItem item; items.next(item);) {
-    const u32* table = launch.page_table + item.slot * launch.page_stride;
+    const u32* table = launch.page_table + launch.rows[item.row].slot * launch.page_stride;
     PageOrder order(item.first_page(), item.last_page());
     u32 entry = 0;
     After after = After::kSpan;
@@ -383,7 +380,7 @@ LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, T
       const u32 page = shuffle(entry, order.page % kSpanPages);
       if (lane == 0)
         ring.fill(launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head), kPageBytes,
-                  page_scales(launch, layer, page, item.kv_head), policy);
+                  page_scales(launch, layer, page, item.kv_head));
       __syncwarp();
       ring.next();
       after = order.next();

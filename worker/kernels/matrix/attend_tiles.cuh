@@ -41,7 +41,7 @@ template <int SLOTS> struct PageRing {
 
   LP_DEVICE u32 full() const { return shared + SLOTS * kPageSlot + slot * 8; }
   LP_DEVICE u32 empty() const { return full() + SLOTS * 8; }
-  LP_DEVICE u32 page() const { return __reduce_max_sync(kAllLanes, shared + slot * kPageSlot); }
+  LP_DEVICE u32 page() const { return shared + slot * kPageSlot; }
   /// By one thread, before the others come.
   LP_DEVICE void init(u32 warps) const {
     for (u32 i = 0; i < SLOTS; i++) {
@@ -143,8 +143,9 @@ constexpr u32 kParkedSpan = TileRing::bytes, kParkedRow = kParkedSpan + kParkedB
               kAttendTilesShared = kParkedRow + kParkedBytes;
 extern __shared__ __align__(1024) u8 attend_memory[];
 
-/// B in core matrices of 8 columns of 16 bytes, so far apart along k and along columns, `bytes` behind `address`. Its
-/// upper half is a constant: 64-bit sums would take a tenth of a page's instructions.
+/// The slot's page, in a uniform register: descriptors from others take a tenth of a page's instructions.
+LP_DEVICE u32 uniform_page(const TileRing& ring) { return __reduce_max_sync(kAllLanes, ring.page()); }
+/// B in core matrices of 8 columns of 16 bytes, so far apart along k and along columns, `bytes` behind `address`.
 LP_DEVICE u64 page_operand(u32 address, u32 bytes, u32 along_k, u32 along_columns) {
   return (u64)(along_columns >> 4) << 32 | ((address >> 4) + (bytes >> 4 | along_k >> 4 << 16));
 }
@@ -252,7 +253,7 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
     ring.wait();
     pin<32>(score);
     wgmma_fence();
-    const u32 page = ring.page();
+    const u32 page = uniform_page(ring);
 #pragma unroll
     for (u32 j = 0; j < kDimTiles; j++) wgmma<64>(score, q[j], page_operand(page, j * 256, 128, kGroupBytes), j > 0);
     wgmma_commit();
@@ -262,7 +263,7 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
   After after;
 #pragma unroll 1
   do {
-    const u32 base = order.page * kPage, page = ring.page(), empty = ring.empty();
+    const u32 base = order.page * kPage, page = uniform_page(ring), empty = ring.empty();
     after = order.next();
     wgmma_wait<0>();
     pin<32>(score);

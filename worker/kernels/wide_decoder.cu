@@ -11,6 +11,7 @@
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"
 #include "layout/shape.cuh"
+#include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "wide/geometry.cuh"

@@ -157,10 +157,3 @@ LP_DEVICE u64 head_byte(int row, int k) {
   return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment +
          fragment_byte(row % 16, k % 16);
 }
-
-// ---- KV pool: [layer][page][kv head][4 leaves][K fragments | V fragments] ----
-constexpr u32 kLeafBytes = kLeafPositions * kHeadDim * 2 * 2, kLeafV = kLeafBytes / 2;
-/// Byte of leaf 0 of a page.
-LP_DEVICE u64 page_byte(u32 layer, u32 pages, u32 page, u32 kv_head) {
-  return (((u64)layer * pages + page) * kKvHeads + kv_head) * (4 * kLeafBytes);
-}

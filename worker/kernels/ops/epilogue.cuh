@@ -318,10 +318,9 @@ struct Epilogue {
           v = row() < 8 ? fmaf(v, cosine[c], -(other * sine[c])) : fmaf(v, cosine[c], other * sine[c]);
         const bool mine = on && active >> column(c) & 1;
         if (mine && head >= kQueriesPerKv) {
-          const u32 at = rows.position(column(c)) % kPage, leaf = at / kLeafPositions, in = at % kLeafPositions;
-          u8* to = launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) + leaf * kLeafBytes +
-                   piece * kFragment;
-          store_u16(head == kQueriesPerKv ? to + fragment_byte(in, row()) : to + kLeafV + fragment_byte(row(), in),
+          const u32 at = rows.position(column(c)) % kPage, dim = piece * 16 + row();
+          store_u16(launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) +
+                        (head == kQueriesPerKv ? k_byte(at, dim) : v_byte(at, dim)),
                     bf16_pair(v, 0));
         }
       }

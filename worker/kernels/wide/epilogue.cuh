@@ -75,16 +75,14 @@ struct Projection {
                  Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
         continue;
       }
-      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) +
-                 place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
-      const int position = place % kLeafPositions;
+      u8* page = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head);
+      const u32 at = place % kPage, dim = piece * 16;
       if (head == kQueriesPerKv) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) store_u32(leaf + fragment_byte(position, 2 * i), pairs[i]);
+        store_16(page + k_byte(at, dim), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store_16(page + k_byte(at, dim + 8), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
       } else {
 #pragma unroll
-        for (int i = 0; i < 16; i++)
-          store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
+        for (int i = 0; i < 16; i++) store_u16(page + v_byte(at, dim) + i * 16, pairs[i / 2] >> 16 * (i & 1));
       }
     }
   }

@@ -163,18 +163,22 @@ struct Hidden {
       for (int r = 0; r < kHiddenRounds; r++)
         if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
     } else {
-      float sum[kHiddenRounds][8] = {};
+      float parts[kHiddenRounds][kParts][8] = {};
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++) {
         if (!on(r)) continue;
-        receive.template add_rows8<C>(chunk(), column(r), sum[r]);
-        ranks.tell_sums(told, chunk(), column(r), sum[r], tag);
+#pragma unroll
+        for (u32 p = 0; p < kParts; p++) {
+          receive.template add_rows8<C>(chunk(), column(r), parts[r][p], p);
+          ranks.tell_sums(told, p, chunk(), column(r), parts[r][p], tag);
+        }
       }
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++) {  // all are on their way before the first is waited for
-        ranks.hear_sums(told, chunk(), column(r), on(r), sum[r], tag);
+        float sum[8];
+        ranks.hear_sums(told, chunk(), column(r), on(r), parts[r], sum, tag);
 #pragma unroll
-        for (int i = 0; i < 8; i++) h[r][i] += sum[r][i];
+        for (int i = 0; i < 8; i++) h[r][i] += sum[i];
       }
     }
   }

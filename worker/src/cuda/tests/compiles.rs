@@ -74,7 +74,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             assert!(refused.contains("wide passes need"), "{name}: {refused}");
         }
         let job = |variant: Variant| {
-            let spills = [(Shape::B3.name(), 8), (Shape::B8.name(), 128)].contains(&(&*name, variant.columns()));
+            let spills = [(Shape::B3.name(), 8), (Shape::B8.name(), 128)].contains(&(name.clone(), variant.columns()));
             let most = if spills { ONE_GPU_SPILLS } else { 0 };
             (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
         };

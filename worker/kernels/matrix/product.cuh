@@ -174,9 +174,12 @@ template <class P, Cut CUT> struct Consumer {
       ended(FULL > 0);
       if (!kOdd && more) fetch(first);
     }
+    if (kOdd && more) fetch(second);
     wgmma_wait<0>();
     release(before);
-    if (kOdd && more) fetch(first);
+    if (kOdd && more)
+#pragma unroll
+      for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
   }
   LP_DEVICE static void add_4(float* v, const Quad& q) {

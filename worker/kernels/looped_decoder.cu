@@ -19,6 +19,7 @@
 //   activation      -> down                all blocks
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
+#include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "layout/words.cuh"

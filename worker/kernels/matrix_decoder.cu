@@ -10,10 +10,15 @@
 #include "layout/page.cuh"
 #include "matrix/layout.cuh"
 #include "ops/tree_sum.cuh"
+#include "ops/best.cuh"
+#include "ops/softmax.cuh"
 #include "ops/values.cuh"
 #include "matrix/product.cuh"
 #include "matrix/epilogue.cuh"
 #include "matrix/vectors.cuh"
+#include "matrix/attend_tiles.cuh"
+#include "matrix/attend_spans.cuh"
+#include "matrix/head_norms.cuh"
 
 using matrix::Cut;
 using matrix::Memory;
@@ -23,7 +28,7 @@ using matrix::Tiles;
 /// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans}
 extern "C" __device__ const u64 matrix_decoder_needs[8] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
-    matrix::kTileTokens, 0, 0};
+    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared};
 
 #define LP_VECTORS(NAME) \
   extern "C" __global__ void __launch_bounds__(matrix::kVectorThreads) \

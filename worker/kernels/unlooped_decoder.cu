@@ -11,6 +11,7 @@
 // reads nothing but weights.
 #include "ptx/ptx.cuh"
 #include "layout/shape.cuh"
+#include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "layout/words.cuh"

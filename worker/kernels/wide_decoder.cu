@@ -11,6 +11,7 @@
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"
 #include "layout/shape.cuh"
+#include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
 #include "wide/geometry.cuh"
@@ -204,7 +205,7 @@ struct Team {
   }
   LP_DEVICE void attention(const Rows& rows, u32 step, u32 layer) {
     const Place place = place_of<QkvCut>();
-    float sum[QkvCut::columns / 2];
+    float sum[QkvCut::parts][QkvCut::columns / 2];
     if (QkvCut::on()) sum_leaves<QkvCut>(consumer, place, sum);
     reached(launch, step, warp_index(), layer, 1);
     receive.exchange<QkvCut>(receive_use(step, layer), place, sum, [] {});
@@ -274,7 +275,7 @@ struct Team {
   /// o or down, into the residual, whose next norm is `norm`.
   template <class C> LP_DEVICE void add_product(u32 use, int norm, u32 told, u32 tag) {
     const Place place = place_of<C>();
-    float sum[C::columns / 2];
+    float sum[C::parts][C::columns / 2];
     sum_leaves<C>(consumer, place, sum);
     receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
     hidden.add<C>(receive, told, tag);

@@ -4,7 +4,7 @@
 //
 //   message              content                              writer -> reader
 //   sums of o, of down   a rank's partial sums of a row tile  block b -> block b of every other rank, which own the
-//                                                             same tiles of the residual
+//                        (Product::told)                      same tiles of the residual
 //   embedding            a token's row as bf16                the rank whose shard has the row; the others send zeros
 //   token                best token of a rank's shard         one block -> all blocks of every rank
 //   logits               of a rank's shard                    their owners -> the sampler of every rank, behind fences:
@@ -43,17 +43,20 @@ struct Inbox {
   // u32, written by its own rank for the sampler behind the launch: whether all hosts want the launch to end.
   static constexpr u64 stop = 0;
   static constexpr u64 begun = 64;  // [rank] u32: epoch of the last launch that it has begun (sync/start.cuh)
-  /// Words of a row tile from one rank. Of one column a word has two rows, of eight four columns of a row: [four
-  /// columns][row].
+  /// Words of a part that a rank tells of a row tile. Of one column a word has two rows, of eight four columns of a
+  /// row: [four columns][row].
   static constexpr u32 tile_bytes = kColumns == 1 ? 8 * 16 : kColumns / 4 * 16 * 16;
-  static constexpr u64 told_bytes = (u64)kHiddenTiles * kRanks * tile_bytes;
+  static constexpr int most_parts = O::told > Down::told ? O::told : Down::told;
+  static constexpr u64 told_bytes = (u64)kHiddenTiles * kRanks * most_parts * tile_bytes;
   static_assert(begun + kRanks * 4 <= 128, "in front of the tiles");
   static constexpr u64 tiles = 128, tokens = tiles + kTold * told_bytes;  // [buffer][column][rank]
   static constexpr u64 bytes = tokens + kTokenBuffers * kColumns * kRanks * 16;
   LP_DEVICE static u64 token(u32 step, u32 column, u32 rank) {
     return tokens + step % kTokenBuffers * (u64)(kColumns * kRanks * 16) + (column * kRanks + rank) * 16;
   }
-  LP_DEVICE static u64 tile(u32 told, u32 tile, u32 rank) {
-    return tiles + told * told_bytes + (u64)(tile * kRanks + rank) * tile_bytes;
+  /// The first of a rank's parts of a row tile, of which each rank tells PARTS: [tile][rank][part].
+  template <int PARTS> LP_DEVICE static u64 tile(u32 told, u32 tile, u32 rank) {
+    static_assert(PARTS <= most_parts, "there is room");
+    return tiles + told * told_bytes + (u64)((tile * kRanks + rank) * PARTS) * tile_bytes;
   }
 };

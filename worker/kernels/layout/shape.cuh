@@ -52,14 +52,18 @@ constexpr int most_leaves(int n) {
 LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % LP_BLOCKS; }
 
 /// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block
-/// whole. Leaves combine as a binary tree, or, ASCENDING, one after the other: K of gate/up and of the LM head is never
-/// cut by tensor parallelism, and wide passes cannot hold what a tree of 16 leaves leaves open. WAYS 2: a rank has too
-/// few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a unit of the
-/// stream; otherwise a warp has its leaf of both.
-template <int TILES, int LEAVES, int LEAF_STEPS, bool ASCENDING = false, int WAYS = 1> struct Product {
+/// whole. GROUP leaves next to each other make a group, which is added ascending; groups are added as a binary tree
+/// (leaf_sum). qkv, o and down have four groups of a quarter of the model's leaves, so that one, two and four ranks have
+/// whole ones (quads). All leaves of gate/up and of the LM head are one group, because their K is never cut. WAYS 2: a
+/// rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
+/// unit of the stream; otherwise a warp has its leaf of both.
+template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, int WAYS = 1> struct Product {
   static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS,
                        steps = LEAVES * LEAF_STEPS;
-  static constexpr bool ascending = ASCENDING;
+  static constexpr int group = GROUP;
+  /// A rank with whole groups tells the others their sum, one with less its leaves one by one: values an output, and how
+  /// many of all ranks' are a group.
+  static constexpr int told = LEAVES < GROUP ? LEAVES : 1, told_group = LEAVES < GROUP ? GROUP : 1;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((u32)block * tiles / kBlocks); }
@@ -74,6 +78,8 @@ template <int TILES, int LEAVES, int LEAF_STEPS, bool ASCENDING = false, int WAY
     return warp < workers && (WAYS == 1 || tile + first_of_set(warp) < end);
   }
 };
+/// Leaves of a group where the whole model has so many.
+constexpr int quad_of(int leaves) { return leaves < 4 ? 1 : leaves / 4; }
 constexpr int kHiddenTiles = kHidden / 16;
 constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenTiles / kHiddenLeaves;
 constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards,
@@ -81,12 +87,13 @@ constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards,
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
 constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
-using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, false, leaf_ways(kHeadLeaves)>;
+using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, quad_of(kHeadLeaves * kShards),
+                  leaf_ways(kHeadLeaves)>;
 /// A tile has 8 rows of gate, then the same 8 of up, so a lane has both sums of a product of theirs: of k block b of
 /// down's input tile 2b has 0 to 3 and 8 to 11, tile 2b + 1 the others (gate_up_k). Each writes whole words of the
 /// vector. The two stay together where no block gets fuller by it: 8b on four GPUs takes 2 % longer if 64 blocks have 4
 /// tiles and 64 have 3 than if 96 have 4 and 32 have 2.
-struct GateUp : Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, true> {
+struct GateUp : Product<2 * kDownLeaves * kDownSteps, kHiddenLeaves, kHiddenSteps, kHiddenLeaves> {
   static constexpr int pairs = tiles / 2;
   static constexpr bool in_pairs = 2 * ((pairs + kBlocks - 1) / kBlocks) == most_tiles;
   LP_DEVICE static constexpr int first_tile(int block) {
@@ -121,17 +128,17 @@ constexpr bool dealt_together(long long tiles) {
   return (tiles + GateUp::tiles) / kBlocks >= GateUp::most_tiles &&
          (together.qkv <= apart.qkv || together.both < apart.both);
 }
-struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps> {
+struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHiddenSteps, quad_of(kHiddenLeaves)> {
   static constexpr bool together = kRanks > 1 && dealt_together(tiles);
   LP_DEVICE static constexpr int first_tile(int block) {
     return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles) : (u32)block * tiles / kBlocks);
   }
 };
-using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, false, leaf_ways(kDownLeaves)>;
+using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, quad_of(kDownLeaves * kShards), leaf_ways(kDownLeaves)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows
 /// beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
-using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, true>;
+using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, kHiddenLeaves>;
 template <class P> constexpr int tiles_of(int block) { return P::first_tile(block + 1) - P::first_tile(block); }
 constexpr bool a_block_idles() {
   for (int block = 0; block < kBlocks; block++)
@@ -156,11 +163,4 @@ LP_DEVICE u64 head_byte(int row, int k) {
   const int unit = first + ((tile - first) & ~1), width = unit + 1 < end ? 2 : 1;
   return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment +
          fragment_byte(row % 16, k % 16);
-}
-
-// ---- KV pool: [layer][page][kv head][4 leaves][K fragments | V fragments] ----
-constexpr u32 kLeafBytes = kLeafPositions * kHeadDim * 2 * 2, kLeafV = kLeafBytes / 2;
-/// Byte of leaf 0 of a page.
-LP_DEVICE u64 page_byte(u32 layer, u32 pages, u32 page, u32 kv_head) {
-  return (((u64)layer * pages + page) * kKvHeads + kv_head) * (4 * kLeafBytes);
 }

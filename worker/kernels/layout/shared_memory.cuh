@@ -12,16 +12,16 @@ static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 /// long: memory likes that better.
 constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16;
 constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
-/// A chunk of the stream: some k16 steps of a unit's leaf, or K and V of a leaf of positions, or one of them.
+/// A chunk of the stream: some k16 steps of a unit's leaf, or a leaf of positions, or one of its groups.
 constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
 constexpr u32 kLeafChunks = kLeafBytes <= kSlotBytes ? 1 : 2;
-static_assert(kLeafV <= kSlotBytes, "K or V of a leaf fits a slot");
+static_assert(kGroupBytes <= kSlotBytes, "a group of positions fits a slot");
 // Partials of a set of two tiles: [tile][leaf][column][row] f32.
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
 struct Shared {
   static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;
-  static_assert(slots >= 2, "K and V of a leaf are in the ring together");
+  static_assert(slots >= kLeafChunks, "a leaf of positions is in the ring as a whole");
   static constexpr u32 ring = 0;                                               // [ring][slots]
   static constexpr u32 partials = ring + kRings * slots * kSlotBytes;          // [2 sets]
   static constexpr u32 squares = partials + 2 * kSetBytes;                     // [2][leaf][column] f32 sums of squares
@@ -29,14 +29,14 @@ struct Shared {
   static constexpr u32 empty = full + kRings * slots * 16;                     // [ring][slots]
   static constexpr u32 partials_full = empty + kRings * slots * 8;             // [2]
   static constexpr u32 partials_empty = partials_full + 16;
+  // [quad][2 groups][warp] addresses of the warps' attention leaves.
+  static constexpr u32 leaves = partials_empty + 16;
   // Completes a phase once a step's tokens are known.
-  static constexpr u32 sampled = partials_empty + 16;
+  static constexpr u32 sampled = leaves + kWarps * 8;
   static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
   // Completes a phase once all warps but the epilogue's have begun a step (kIdleBlocks).
   static constexpr u32 stepped = opened + 8;
-  // [warp][2] addresses of K and V of the warp's attention leaf.
-  static constexpr u32 quad_leaf = stepped + (kIdleBlocks ? 8 : 0);
-  static constexpr u32 last_step = quad_leaf + kWarps * 8;                     // steps to run
+  static constexpr u32 last_step = stepped + (kIdleBlocks ? 8 : 0);            // steps to run
   // Turns of all launches before this one, less its epoch.
   static constexpr u32 turns_before = last_step + 4;
   // The token of one column, for the epilogue warp that did not choose it.

@@ -45,7 +45,7 @@ struct Memory {
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
-  // [token] {position, (page * kPage + position % kPage) << 1 | whether it is the last row of its sequence in the pass}
+  // [token] {position, (page * kPage + position % kPage) << 1 | whether it is the last of several rows of its sequence}
   static constexpr u64 places = head_inverse + (u64)kMostSamples * 4;
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
   static constexpr u64 spans = places + (u64)kColumns * 8;

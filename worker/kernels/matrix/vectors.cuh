@@ -16,7 +16,9 @@ template <class WORK> LP_DEVICE void each_warp(u32 count, const WORK& work) {
 LP_DEVICE uint2 place_of(const Launch& launch, u32 token) {
   if (token >= launch.row_count) return make_uint2(0, kNoPlace);
   const Row& row = launch.rows[token];
-  const bool last = token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row;
+  // Attention of a row that is alone of its sequence looks at what it sees by itself.
+  const bool last = row.first_row != token &&
+                    (token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row);
   const u32 page = launch.page_table[row.slot * launch.page_stride + row.position / kPage];
   return make_uint2(row.position, (page * kPage + row.position % kPage) << 1 | last);
 }

@@ -1,6 +1,6 @@
-// Attention over the paged KV cache. An item is one page of one KV head for one row; its four leaves of 16 positions go
-// to four warps, which combine them into the page's result; results of pages meet in a merge. The order of additions is
-// in softmax.cuh.
+// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has the
+// scores of a leaf of 16 positions, then, with the weights of all, a quarter of the dimensions of the page's result.
+// Results of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
 /// The rows of a step and their items, [row][page][kv head], which are counted once a step.
@@ -61,36 +61,44 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Coun
       const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
       leaf = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head) + producer.lane() % 4 * kLeafBytes;
     }
+    constexpr u32 BYTES = kLeafBytes / kLeafChunks;
 #pragma unroll
-    for (u32 c = 0; c < kLeafChunks; c++) producer.issue<2>(on, leaf + c * kLeafV, kLeafBytes / kLeafChunks);
+    for (u32 c = 0; c < kLeafChunks; c++) producer.issue<2>(on, leaf + c * BYTES, BYTES);
   }
 }
+
+/// A leaf of positions in shared memory: the addresses of its groups.
+struct Leaf {
+  u32 first, second;
+};
 
 /// Words of K and V that one lane fetches of a new position.
 constexpr int kFreshWords = kDimTiles / 4;
 
 /// Puts K and V of a position of this step into a leaf in shared memory: `row` computed them, `at` is the position
 /// within the leaf. Returns 1 / rms of k (kQkNorm).
-LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int kv_head, u32 row, u32 at, u32 tag) {
+LP_DEVICE float patch_position(const Launch& launch, const Leaf& leaf, int kv_head, u32 row, u32 at, u32 tag) {
   const int lane = lane_index();
+  const u32 group = at < 8 ? leaf.first : leaf.second;
   u32 x[kFreshWords], y[kFreshWords], squares[kFreshWords];
   const u8* words = launch.words + qkv_word(kv_head, row, kQueriesPerKv * kDimTiles);
   poll_words<kFreshWords>(launch, words + lane * 16, 32 * 16, tag, kFreshWords, x, y, squares, kSiteFresh);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kFreshWords; i++) {
-    const int word = i * 32 + lane, tile = word / 4 % kDimTiles, t = word & 3;
+    // Of dimensions d and d + 1, d + 8 and d + 9 of a tile.
+    const int word = i * 32 + lane, dim = word / 4 % kDimTiles * 16 + 2 * (word & 3);
     if (word < kDimTiles * 4) {
-      const u32 to = k_leaf + tile * kFragment + ((at & 7) * 4 + t) * 16 + (at >> 3) * 4;
+      const u32 to = group + k_byte(at & 7, dim);
       store_shared_u32(to, x[i]);
-      store_shared_u32(to + 8, y[i]);
+      store_shared_u32(to + 128, y[i]);
       sum += __uint_as_float(squares[i]);
     } else {
-      const u32 to = v_leaf + tile * kFragment + (at & 7) / 2 * 16 + (at >> 3) * 8 + (at & 1) * 2;
-      store_shared_u16(to + 2 * t * 64, x[i]);
-      store_shared_u16(to + (2 * t + 1) * 64, x[i] >> 16);
-      store_shared_u16(to + 2 * t * 64 + 4, y[i]);
-      store_shared_u16(to + (2 * t + 1) * 64 + 4, y[i] >> 16);
+      const u32 to = group + v_byte(at & 7, dim);
+      store_shared_u16(to, x[i]);
+      store_shared_u16(to + 16, x[i] >> 16);
+      store_shared_u16(to + 128, y[i]);
+      store_shared_u16(to + 144, y[i] >> 16);
     }
   }
   if constexpr (!kQkNorm) return 1;
@@ -100,150 +108,158 @@ LP_DEVICE float patch_position(const Launch& launch, u32 k_leaf, u32 v_leaf, int
   return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
 }
 
-/// One leaf: its output (not divided by its sum) goes over its K in shared memory as [query head][stride] f32, its
-/// reference and sum to the end of its V as [query head][2].
-constexpr u32 kOutputStride = kQueriesPerKv * (kHeadDim + 4) * 4 <= kLeafV ? (kHeadDim + 4) * 4 : kHeadDim * 4,
-              kLeafSums = kLeafV - 64;
-static_assert(kQueriesPerKv * kOutputStride <= kLeafV, "outputs of a leaf fit where its K was");
-LP_DEVICE void attend_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number,
-                           u32 k_leaf, u32 v_leaf, u32 tag) {
+/// Scores of the item's leaf `number`: of positions g and g + 8, columns 2t and 2t + 1. Minus infinity where the row
+/// does not see the position, whose V is zeroed.
+LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number,
+                          const Leaf& leaf, u32 tag, float* score) {
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
   const u32 p = rows.position(item.row), low = rows.first_visible(item.row),
             base = item.page * kPage + number * kLeafPositions;
-  const auto visible = [&](u32 at) { return base + at <= p && base + at >= low; };
-  float most[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0, 0};
-  if (base <= p && base + kLeafPositions > low) {
-    u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-    poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag,
-                          g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
-    // Of columns 2t, 2t + 1; of positions g, g + 8.
-    float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1};
+  const auto seen = [&](u32 at) { return base + at <= p && base + at >= low; };
+  clear_unseen(leaf.first, seen);
+  clear_unseen(leaf.second, [&](u32 at) { return seen(8 + at); });
+#pragma unroll
+  for (int i = 0; i < 4; i++) score[i] = kMinusInfinity;
+  if (base > p || base + kLeafPositions <= low) return;
+  u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
+  poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag,
+                        g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
+  // Of columns 2t, 2t + 1; of positions g, g + 8.
+  float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1}, *stored = nullptr;
+  if constexpr (kQkNorm) {
+    const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
+    stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage +
+             number * kLeafPositions;
+    float q[kDimTiles];
+#pragma unroll
+    for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
+    const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+    query_scale[0] *= shuffle(mine, 8 * t), query_scale[1] *= shuffle(mine, 8 * t + 4);
+    key_scale[0] = load_relaxed_f32(stored + g), key_scale[1] = load_relaxed_f32(stored + g + 8);
+  }
+  const Row& row = rows.rows[item.row];
+  const u32 fresh = row.first_position + rows.step;
+  for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
+    const float k = patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
     if constexpr (kQkNorm) {
-      const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + item.page);
-      const float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + item.kv_head) * kPage +
-                            number * kLeafPositions;
-      float q[kDimTiles];
-#pragma unroll
-      for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
-      const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
-      query_scale[0] *= shuffle(mine, 8 * t), query_scale[1] *= shuffle(mine, 8 * t + 4);
-      key_scale[0] = load_relaxed_f32(stored + g), key_scale[1] = load_relaxed_f32(stored + g + 8);
-      const Row& row = rows.rows[item.row];
-      const u32 fresh = row.first_position + rows.step;
-      for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
-        const float k = patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at,
-                                       tag);
-        if (at == g) key_scale[0] = k;
-        if (at == g + 8) key_scale[1] = k;
-        if (lane == 0) const_cast<float*>(stored)[at] = k;
-      }
-    } else {
-      const Row& row = rows.rows[item.row];
-      const u32 fresh = row.first_position + rows.step;
-      for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++)
-        patch_position(launch, k_leaf, v_leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
+      if (at == g) key_scale[0] = k;
+      if (at == g + 8) key_scale[1] = k;
+      if (lane == 0) stored[at] = k;
     }
-    __syncwarp();
-    float score[4] = {};
-#pragma unroll
-    for (int j = 0; j < kDimTiles; j++)
-      mma_m16n8k16(score, load_shared_16(k_leaf + j * kFragment + lane * 16), x[j], y[j]);
-    __syncwarp();
-    const bool seen[2] = {visible(g), visible(g + 8)};
-    float weight[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      score[i] = seen[i / 2] ? score[i] * (query_scale[i & 1] * key_scale[i / 2]) : kMinusInfinity;
-      most[i & 1] = fmaxf(most[i & 1], score[i]);
-    }
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-      for (int c = 0; c < 2; c++) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
-#pragma unroll
-    for (int c = 0; c < 2; c++) most[c] = ceilf(most[c]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) weight[i] = seen[i / 2] ? exp2_approx(score[i] - most[i & 1]) : 0;
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      sum[c] = weight[c] + weight[2 + c];
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) sum[c] += shuffle_xor(sum[c], d);
-    }
-    const u32 b0 = transpose_8x8(bf16_pair(weight[0], weight[1])), b1 = transpose_8x8(bf16_pair(weight[2], weight[3]));
-    // V of positions that are not seen may hold anything, NaN too.
-    const u32 early = (visible(2 * t) ? 0xffffu : 0) | (visible(2 * t + 1) ? 0xffff0000u : 0);
-    const u32 late = (visible(2 * t + 8) ? 0xffffu : 0) | (visible(2 * t + 9) ? 0xffff0000u : 0);
-    const u32 to = k_leaf + 2 * t * kOutputStride + g * 4;
-#pragma unroll
-    for (int j = 0; j < kDimTiles; j++) {
-      Quad v = load_shared_16(v_leaf + j * kFragment + lane * 16);
-      v.x &= early;
-      v.y &= early;
-      v.z &= late;
-      v.w &= late;
-      float out[4] = {};
-      mma_m16n8k16(out, v, b0, b1);
-      if (2 * t < kQueriesPerKv) store_shared_f32(to + j * 64, out[0]), store_shared_f32(to + j * 64 + 32, out[2]);
-      if (2 * t + 1 < kQueriesPerKv)
-        store_shared_f32(to + kOutputStride + j * 64, out[1]),
-            store_shared_f32(to + kOutputStride + j * 64 + 32, out[3]);
-    }
-    __syncwarp();
   }
-  if (g == 0) {
-    store_shared_f32(v_leaf + kLeafSums + t * 16, most[0]);
-    store_shared_f32(v_leaf + kLeafSums + t * 16 + 4, sum[0]);
-    store_shared_f32(v_leaf + kLeafSums + t * 16 + 8, most[1]);
-    store_shared_f32(v_leaf + kLeafSums + t * 16 + 12, sum[1]);
-  }
+  __syncwarp();
+  float sum[4] = {};
+  const u32 from = k_rows(leaf.first, leaf.second);
+#pragma unroll
+  for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(sum, ldmatrix_x4(from + j * kFragmentDims), x[j], y[j]);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (seen(g + i / 2 * 8)) score[i] = sum[i] * (query_scale[i & 1] * key_scale[i / 2]);
 }
 
-/// This warp's leaves of the block's items, and its quarter of the pages' results.
+/// What the warps of a page exchange of their leaves, each over the K of its first group, which it has read by then:
+/// the largest score of each column, then [column] weights of 16 positions, f32, without bank conflicts.
+constexpr u32 kWeights = 32, kWeightStride = 80;
+static_assert(kWeights + 8 * kWeightStride <= kGroupV, "they fit where K was");
+/// Sum of a leaf's 16 weights of a column.
+LP_DEVICE float sum_weights(u32 weights) {
+  float w[16];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const Quad v = load_shared_16(weights + i * 16);
+    w[4 * i] = __uint_as_float(v.x), w[4 * i + 1] = __uint_as_float(v.y), w[4 * i + 2] = __uint_as_float(v.z),
+          w[4 * i + 3] = __uint_as_float(v.w);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) w[i] += w[8 + i];
+  return tree_sum<8>(w);
+}
+
+/// This warp's leaves of the block's items, and its quarter of the dimensions of the pages' results.
 LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer,
                       u32 tag) {
-  const u32 lane = lane_index(), quad = consumer.warp >> 2, number = consumer.warp & 3;
+  constexpr int TILES = kDimTiles / 4;
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, quad = consumer.warp >> 2, number = consumer.warp & 3,
+            leaves = shared + Shared::leaves + quad * 32;
   u32 index;
   Item item;
   for (u32 j = quad; block_item(rows, layer, j, index, item); j += 4) {
     const u32 chunk = consumer.next + j / kItemRings * kLeafChunks;
-    const u32 k_leaf = consumer.wait(chunk), v_leaf = kLeafChunks == 1 ? k_leaf + kLeafV : consumer.wait(chunk + 1);
+    Leaf leaf;
+    leaf.first = consumer.wait(chunk);
+    leaf.second = kLeafChunks == 1 ? leaf.first + kGroupBytes : consumer.wait(chunk + 1);
     if (lane == 0) {
-      store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8, k_leaf);
-      store_shared_u32(shared + Shared::quad_leaf + consumer.warp * 8 + 4, v_leaf);
+      store_shared_u32(leaves + number * 4, leaf.first);
+      store_shared_u32(leaves + 16 + number * 4, leaf.second);
     }
-    attend_leaf(launch, rows, item, layer, number, k_leaf, v_leaf, tag);
-    barrier_sync(1 + quad, 128);
-    u32 outputs[4], sums[4];
+    float score[4], most[2], total[2];
+    score_leaf(launch, rows, item, layer, number, leaf, tag, score);
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      most[c] = fmaxf(score[c], score[2 + c]);
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
+    }
+    if (g == 0) store_shared_8(leaf.first + t * 8, most);
+    barrier_sync(1 + quad, 128);  // all leaves have landed, with what is new in them, and the addresses are there
+    const Quad first = load_shared_16(leaves), second = load_shared_16(leaves + 16);
+    const Leaf all[4] = {{first.x, second.x}, {first.y, second.y}, {first.z, second.z}, {first.w, second.w}};
+    const u32 summed = load_shared_u32(leaves + lane / 8 * 4) + kWeights + lane % 8 * kWeightStride;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      outputs[i] = load_shared_u32(shared + Shared::quad_leaf + (quad * 4 + i) * 8);
-      sums[i] = load_shared_u32(shared + Shared::quad_leaf + (quad * 4 + i) * 8 + 4) + kLeafSums;
+      float of[2];
+      load_shared_8(all[i].first + t * 8, of);
+      most[0] = fmaxf(most[0], of[0]), most[1] = fmaxf(most[1], of[1]);
     }
-    u8* page = launch.words + Words::page + index * Words::page_bytes;
-    constexpr u32 words = kQueriesPerKv * kHeadDim / 8;
-    for (u32 word = lane; word < words; word += 32) {
-      const u32 head = word / (kHeadDim / 8), tile = number * (kDimTiles / 4) + word % (kHeadDim / 8) / 8,
-                dim = tile * 16 + word % 8;
-      float reference[4], largest = kMinusInfinity, total = 0, low = 0, high = 0;
+    Quad v[TILES][4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) largest = fmaxf(largest, reference[i] = load_shared_f32(sums[i] + head * 8));
+    for (int d = 0; d < TILES; d++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float scale = rescale(reference[i], largest);
-        const u32 out = outputs[i] + head * kOutputStride + dim * 4;
-        const float sum = load_shared_f32(sums[i] + head * 8 + 4), first = load_shared_f32(out),
-                    second = load_shared_f32(out + 32);
-        const bool none = reference[i] == kMinusInfinity;  // its output is K still
-        total = fmaf(scale, sum, total);
-        low = fmaf(scale, none ? 0 : first, low);
-        high = fmaf(scale, none ? 0 : second, high);
+      for (int i = 0; i < 4; i++)
+        v[d][i] = ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      most[c] = ceilf(most[c]);  // finite: a row sees a position of each of its pages
+      const u32 to = leaf.first + kWeights + (2 * t + c) * kWeightStride + g * 4;
+      store_shared_f32(to, exp2_approx(score[c] - most[c]));
+      store_shared_f32(to + 32, exp2_approx(score[2 + c] - most[c]));
+    }
+    barrier_sync(1 + quad, 128);
+    u32 weights[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float w[2];
+        load_shared_8(all[i].first + kWeights + g * kWeightStride + t * 8 + h * 32, w);
+        weights[i][h] = bf16_pair(w[0], w[1]);
       }
-      // Even words carry the reference, odd ones the sum.
-      store_relaxed_16(page + ((head * kDimTiles + tile) * 8 + word % 8) * 16, __float_as_uint(low),
-                       __float_as_uint(high), tag, __float_as_uint(word % 2 ? total : largest));
+    const float sum = sum_weights(summed);  // of leaf lane / 8, column lane % 8
+    float out[TILES][4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int d = 0; d < TILES; d++) mma_m16n8k16(out[d], v[d][i], weights[i][0], weights[i][1]);
+    // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
+    // stored: so it stands before the words, where the products take longer.
+    fence_async_shared();
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      total[c] = shuffle(sum, 2 * t + c);
+#pragma unroll
+      for (int i = 1; i < 4; i++) total[c] += shuffle(sum, i * 8 + 2 * t + c);
     }
-    fence_async_shared();  // orders what was written to the slots before the copies that use them again
+    u8* words = launch.words + Words::page + index * Words::page_bytes + (number * TILES * 8 + g) * 16;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      if (2 * t + c >= kQueriesPerKv) continue;
+#pragma unroll
+      for (int d = 0; d < TILES; d++)
+        // Even words carry the reference, odd ones the sum.
+        store_relaxed_16(words + ((2 * t + c) * kDimTiles + d) * 128, __float_as_uint(out[d][c]),
+                         __float_as_uint(out[d][2 + c]), tag, __float_as_uint(g % 2 ? total[c] : most[c]));
+    }
     barrier_sync(1 + quad, 128);
 #pragma unroll
     for (u32 c = 0; c < kLeafChunks; c++) consumer.release(chunk + c, false);
@@ -264,16 +280,20 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
     const u32 row = job / JOBS, head = job % JOBS / (kDimTiles * PARTS), tile = job / PARTS % kDimTiles,
               part = job % PARTS;
     if (!rows.active(row)) continue;
-    const u32 pages = rows.pages(row), first = rows.items_before(row) + head / kQueriesPerKv;
+    // Pages are counted from the begin of the row's first span, of whose first pages a row with a window sees nothing.
+    const u32 unseen = rows.first_page(row) % kSpanPages, pages = unseen + rows.pages(row),
+              first = rows.items_before(row) + head / kQueriesPerKv;
     const u8* words = launch.words + Words::page +
                       ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 +
                       (part * PAIRS + pair) * 16;
     float largest = kMinusInfinity, total = 0, low = 0, high = 0;
     for (u32 begin = 0; begin < pages; begin += SPANS * kSpanPages) {
-      const u32 page = begin + span * kSpanPages + share,
-                left = page < pages ? (pages - page + kSpanShares - 1) / kSpanShares : 0, n = left < 4 ? left : 4;
+      const u32 at = begin + span * kSpanPages, end = at + kSpanPages < pages ? at + kSpanPages : pages;
+      u32 page = at + share;
+      if (page < unseen) page += (unseen - page + kSpanShares - 1) / kSpanShares * kSpanShares;
+      const u32 n = page < end ? (end - page + kSpanShares - 1) / kSpanShares : 0;
       u32 x[4], y[4], z[4];
-      poll_words<4>(launch, words + (u64)page * STRIDE, kSpanShares * STRIDE, tag, n, x, y, z, kSitePage);
+      poll_words<4>(launch, words + (u64)(page - unseen) * STRIDE, kSpanShares * STRIDE, tag, n, x, y, z, kSitePage);
       // References are in even lanes, sums in odd ones.
       float now = kMinusInfinity;
 #pragma unroll
@@ -282,28 +302,27 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
 #pragma unroll
       for (u32 d = PAIRS; d < 32; d *= 2) now = fmaxf(now, shuffle_xor(now, d));
       now = fmaxf(largest, shuffle(now, lane & ~1));
-      float span_total = 0, span_low = 0, span_high = 0;
+      float share_total = 0, share_low = 0, share_high = 0;
 #pragma unroll
       for (u32 i = 0; i < 4; i++) {
         const float scale = rescale(__uint_as_float(shuffle(z[i], lane & ~1)), now);
         if (i >= n) continue;
-        span_total = fmaf(scale, __uint_as_float(z[i]), span_total);
-        span_low = fmaf(scale, __uint_as_float(x[i]), span_low);
-        span_high = fmaf(scale, __uint_as_float(y[i]), span_high);
-      }
-#pragma unroll
-      for (u32 d = PAIRS; d < SPAN; d *= 2) {
-        span_total += shuffle_xor(span_total, d);
-        span_low += shuffle_xor(span_low, d);
-        span_high += shuffle_xor(span_high, d);
+        share_total = fmaf(scale, __uint_as_float(z[i]), share_total);
+        share_low = fmaf(scale, __uint_as_float(x[i]), share_low);
+        share_high = fmaf(scale, __uint_as_float(y[i]), share_high);
       }
 #pragma unroll
       for (u32 s = 0; s < SPANS; s++) {
         const float keep = s == 0 ? rescale(largest, now) : 1;
-        const auto of_span = [&](float v) { return SPANS == 1 ? v : shuffle(v, s * SPAN + lane % SPAN); };
-        total = fmaf(keep, total, of_span(span_total));
-        low = fmaf(keep, low, of_span(span_low));
-        high = fmaf(keep, high, of_span(span_high));
+        const auto of_span = [&](float v) {
+          float sum = shuffle(v, s * SPAN + pair);
+#pragma unroll
+          for (u32 i = 1; i < kSpanShares; i++) sum += shuffle(v, s * SPAN + i * PAIRS + pair);
+          return sum;
+        };
+        total = fmaf(keep, total, of_span(share_total));
+        low = fmaf(keep, low, of_span(share_low));
+        high = fmaf(keep, high, of_span(share_high));
       }
       largest = now;
     }

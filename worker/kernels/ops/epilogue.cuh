@@ -38,6 +38,11 @@ struct Epilogue {
 
   /// Sums of the next set into y; with `squares` 0 or 1 also 1 / rms from that buffer of sums of squares.
   template <class P> LP_DEVICE void take(int squares) {
+    static_assert(P::told == 1, "its leaves are added");
+    take<P>(squares, y);
+  }
+  /// The same, into `to`: of a rank that has less than a group its leaves, [P::told][kEpilogueColumns].
+  template <class P> LP_DEVICE void take(int squares, float* to) {
     const u32 buffer = set & 1;
     wait_barrier(launch, shared + Shared::partials_full + 8 * buffer, set >> 1 & 1, kSitePartialsFull);
     __syncwarp();
@@ -48,13 +53,9 @@ struct Epilogue {
       float leaf[P::leaves];
 #pragma unroll
       for (int w = 0; w < P::leaves; w++) leaf[w] = load_shared_f32(from + w * kColumns * 64);
-      if constexpr (P::ascending) {
-        y[c] = leaf[0];
 #pragma unroll
-        for (int w = 1; w < P::leaves; w++) y[c] += leaf[w];
-      } else {
-        y[c] = tree_sum<P::leaves>(leaf);
-      }
+      for (int i = 0; i < P::told; i++)
+        to[i * kEpilogueColumns + c] = leaf_sum<P::leaves / P::told, P::group>(leaf + i * (P::leaves / P::told));
       if (squares >= 0) {
         float q = row() < kHiddenLeaves ? load_shared_f32(shared + Shared::squares +
                                                           ((squares * kMaxLeaves + row()) * kColumns + column(c)) * 4)
@@ -123,85 +124,96 @@ struct Epilogue {
       return sum + shuffle_xor(sum, 8);
     }
   }
-  /// Sends this rank's part of a set of hidden tiles to the other ranks: this lane's word of it.
-  LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
+  /// Sends this rank's part of a set of hidden tiles, [PARTS][kEpilogueColumns], to the other ranks: this lane's word of
+  /// each part.
+  template <int PARTS> LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
     const bool on = tile < O::first_tile(rank_block() + 1);
-    Quad word;
-    if constexpr (kTaggedVectors) word = Quad{__float_as_uint(v[0]), __float_as_uint(shuffle_xor(v[0], 1)), tag, 0};
-    else word = Quad{told_bits(v[0]), told_bits(v[1]), told_bits(v[2]), told_bits(v[3])};
+    Quad word[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++, v += kEpilogueColumns)
+      if constexpr (kTaggedVectors)
+        word[p] = Quad{__float_as_uint(v[0]), __float_as_uint(shuffle_xor(v[0], 1)), tag, 0};
+      else word[p] = Quad{told_bits(v[0]), told_bits(v[1]), told_bits(v[2]), told_bits(v[3])};
 #pragma unroll
     for (u32 i = 1; i < kRanks; i++) {
-      u8* to = launch.inbox[(own_rank(launch) + i) % kRanks] + Inbox::tile(told, tile, own_rank(launch)) + told_word();
-      if (on && has_told(active)) store_system_16(to, word.x, word.y, word.z, word.w);
+      u8* to = launch.inbox[(own_rank(launch) + i) % kRanks] + Inbox::tile<PARTS>(told, tile, own_rank(launch)) +
+               told_word();
+#pragma unroll
+      for (int p = 0; p < PARTS; p++)
+        if (on && has_told(active))
+          store_system_16(to + p * Inbox::tile_bytes, word[p].x, word[p].y, word[p].z, word[p].w);
     }
   }
-  /// Reads the lane's words from COUNT ranks, from FIRST on, and combines them as a binary tree of `join`. `v` holds
-  /// this rank's own values, then the result.
-  template <u32 FIRST, u32 COUNT, class JOIN> LP_DEVICE void hear_ranks(const u8* word, bool on, float* v, u32 active,
-                                                                        u32 tag, u32 site, const JOIN& join) const {
+  /// Reads the lane's words of COUNT parts, from FIRST on of those of all ranks, and combines them in the order of
+  /// leaf_sum<COUNT, GROUP>. `own`: this rank's parts, [PARTS][kToldValues].
+  template <u32 FIRST, u32 COUNT, u32 PARTS, int GROUP, class ADD>
+  LP_DEVICE void hear_parts(const u8* word, bool on, const float* own, float* sum, u32 active, u32 tag, u32 site,
+                            const ADD& add) const {
     if constexpr (COUNT > 4) {  // words that there are registers for
+      static_assert(GROUP <= 4, "halves have whole groups");
       float rest[kToldValues];
+      hear_parts<FIRST, COUNT / 2, PARTS, GROUP>(word, on, own, sum, active, tag, site, add);
+      hear_parts<FIRST + COUNT / 2, COUNT / 2, PARTS, GROUP>(word, on, own, rest, active, tag, site, add);
 #pragma unroll
-      for (int i = 0; i < kToldValues; i++) rest[i] = v[i];
-      hear_ranks<FIRST, COUNT / 2>(word, on, v, active, tag, site, join);
-      hear_ranks<FIRST + COUNT / 2, COUNT / 2>(word, on, rest, active, tag, site, join);
-#pragma unroll
-      for (int i = 0; i < kToldValues; i++) v[i] = join(v[i], rest[i]);
+      for (int i = 0; i < kToldValues; i++) sum[i] = add(sum[i], rest[i]);
     } else {
       Quad words[COUNT] = {};
       const auto there = [&](u32 seen) { return kTaggedVectors ? seen == tag : seen != 0; };
       const auto missing = [&](int j) {
-        const u32 rank = FIRST + j;
-        return on && rank != own_rank(launch) && has_told(active) && !there(kTaggedVectors ? words[j].z : words[j].x)
-                   ? rank * Inbox::tile_bytes + (kTaggedVectors ? 8 : 0)
+        const u32 part = FIRST + j;
+        return on && has_told(active) && part / PARTS != own_rank(launch) &&
+                       !there(kTaggedVectors ? words[j].z : words[j].x)
+                   ? part * Inbox::tile_bytes + (kTaggedVectors ? 8 : 0)
                    : kThere;
       };
       const auto fetch = [&](int j) {
         if (missing(j) != kThere) words[j] = load_system_16(word + (FIRST + j) * Inbox::tile_bytes);
       };
       poll<COUNT, false>(launch, word, kTaggedVectors ? tag : ~0u, fetch, missing, there, site,
-                         [](u32 at) { return at / Inbox::tile_bytes; });
+                         [](u32 at) { return at / Inbox::tile_bytes / PARTS; });
 #pragma unroll
       for (int i = 0; i < kToldValues; i++) {
         float of[COUNT];
 #pragma unroll
-        for (u32 r = 0; r < COUNT; r++) {
-          const u32 bits = i == 0 ? words[r].x : i == 1 ? words[r].y : i == 2 ? words[r].z : words[r].w;
-          of[r] = FIRST + r == own_rank(launch) ? v[i] : __uint_as_float(kTaggedVectors ? bits : ~bits);
+        for (u32 j = 0; j < COUNT; j++) {
+          const u32 bits = i == 0 ? words[j].x : i == 1 ? words[j].y : i == 2 ? words[j].z : words[j].w;
+          of[j] = (FIRST + j) / PARTS == own_rank(launch) ? own[(FIRST + j) % PARTS * kToldValues + i]
+                                                          : __uint_as_float(kTaggedVectors ? bits : ~bits);
         }
-#pragma unroll
-        for (u32 d = 1; d < COUNT; d *= 2)
-#pragma unroll
-          for (u32 r = 0; r < COUNT; r += 2 * d) of[r] = join(of[r], of[r + d]);
-        v[i] = of[0];
+        sum[i] = leaf_sum<COUNT, GROUP>(of, add);
       }
     }
   }
-  /// Combines all ranks' parts of a set of hidden tiles in `v`, which holds this rank's.
-  template <class JOIN> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag, u32 site,
-                                            const JOIN& join) const {
+  /// Combines all ranks' parts of a set of hidden tiles, of which GROUP are a group. `v` holds this rank's, as `tell`
+  /// was given them; then its first kEpilogueColumns the result.
+  template <int PARTS, int GROUP, class ADD = Plus> LP_DEVICE void hear(u32 told, int s, float* v, u32 active, u32 tag,
+                                                                       u32 site, const ADD& add = {}) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();
     const bool on = tile < O::first_tile(rank_block() + 1);
-    float values[kToldValues];
+    float own[PARTS * kToldValues], sum[kToldValues];
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) values[c] = v[c];
-    if (kColumns == 1) values[1] = shuffle_xor(v[0], 1);
-    hear_ranks<0, kRanks>(launch.inbox[own_rank(launch)] + Inbox::tile(told, on ? tile : 0, 0) + told_word(), on,
-                          values, active, tag, site, join);
+    for (int p = 0; p < PARTS; p++) {
 #pragma unroll
-    for (int c = 0; c < kEpilogueColumns; c++) v[c] = values[c];
+      for (int c = 0; c < kEpilogueColumns; c++) own[p * kToldValues + c] = v[p * kEpilogueColumns + c];
+      if (kColumns == 1) own[p * kToldValues + 1] = shuffle_xor(v[p * kEpilogueColumns], 1);
+    }
+    hear_parts<0, kRanks * PARTS, PARTS, GROUP>(
+        launch.inbox[own_rank(launch)] + Inbox::tile<PARTS>(told, on ? tile : 0, 0) + told_word(), on, own, sum, active,
+        tag, site, add);
+#pragma unroll
+    for (int c = 0; c < kEpilogueColumns; c++) v[c] = sum[c];
     if constexpr (kColumns == 1) {
-      const float odd = shuffle_xor(values[1], 1);
+      const float odd = shuffle_xor(sum[1], 1);
       if (row() & 1) v[0] = odd;
     }
   }
   /// Clears the words that this lane has read from other ranks, where they have no tags. Orders the reads and the zeros
   /// before all that the lane sends next (lanes of this place in all ranks; system): see inbox.cuh. There is time for
   /// the fence while x is on its way to the consumers.
-  LP_DEVICE void forget(u32 told, u32 active) const {
+  template <int PARTS> LP_DEVICE void forget(u32 told, u32 active) const {
     if constexpr (kRanks == 1 || kTaggedVectors) return;
 #ifndef LP_KEEP_WORDS  // negative control
 #pragma unroll
@@ -210,9 +222,12 @@ struct Epilogue {
       if (tile >= O::first_tile(rank_block() + 1) || !has_told(active)) continue;
 #pragma unroll
       for (u32 i = 1; i < kRanks; i++)
-        store_system_16(
-            launch.inbox[own_rank(launch)] + Inbox::tile(told, tile, (own_rank(launch) + i) % kRanks) + told_word(), 0,
-            0, 0, 0);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+          store_system_16(launch.inbox[own_rank(launch)] +
+                              Inbox::tile<PARTS>(told, tile, (own_rank(launch) + i) % kRanks) + told_word() +
+                              p * Inbox::tile_bytes,
+                          0, 0, 0, 0);
     }
 #endif
     fence_system();
@@ -232,17 +247,17 @@ struct Epilogue {
           hidden(s)[c] = from_bf16(load_constant_u16(kTied ? launch.weights + kHeadOffset + head_byte(within, k)
                                                            : launch.embedding + ((u64)within * kHidden + k) * 2));
       }
-      tell(kToldEmbedding, s, hidden(s), active, tag);
+      tell<1>(kToldEmbedding, s, hidden(s), active, tag);
     }
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       if (!mine(s)) continue;
       // One rank has sent the row, the others zeros. Their bits are combined by or, since -0 + 0 would be 0.
-      hear(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding,
-           [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
+      hear<1, 1>(kToldEmbedding, s, hidden(s), active, tag, kSiteEmbedding,
+                 [](float a, float b) { return __uint_as_float(__float_as_uint(a) | __float_as_uint(b)); });
       publish_hidden(vectors + Vectors::attention_x, s, gamma_of(0, s), active, tag);
     }
-    forget(kToldEmbedding, active);
+    forget<1>(kToldEmbedding, active);
   }
   LP_DEVICE float gamma_of(int gamma, int s) const {
     const int first = O::first_tile(rank_block()), tile = first + 2 * s + half();
@@ -318,10 +333,9 @@ struct Epilogue {
           v = row() < 8 ? fmaf(v, cosine[c], -(other * sine[c])) : fmaf(v, cosine[c], other * sine[c]);
         const bool mine = on && active >> column(c) & 1;
         if (mine && head >= kQueriesPerKv) {
-          const u32 at = rows.position(column(c)) % kPage, leaf = at / kLeafPositions, in = at % kLeafPositions;
-          u8* to = launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) + leaf * kLeafBytes +
-                   piece * kFragment;
-          store_u16(head == kQueriesPerKv ? to + fragment_byte(in, row()) : to + kLeafV + fragment_byte(row(), in),
+          const u32 at = rows.position(column(c)) % kPage, dim = piece * 16 + row();
+          store_u16(launch.kv + page_byte(layer, launch.kv_pages, page[c], kv_head) +
+                        (head == kQueriesPerKv ? k_byte(at, dim) : v_byte(at, dim)),
                     bf16_pair(v, 0));
         }
       }
@@ -337,10 +351,10 @@ struct Epilogue {
   template <class P, class NOTE = Unnoted> LP_DEVICE void add_residual(u32 told, u32 vector, int gamma, u32 active,
                                                                        u32 tag, const NOTE& note = {}) {
     const int sets = Epilogue::sets<P>();
-    float sums[kOwnSets][kEpilogueColumns];
+    float sums[kOwnSets][P::told * kEpilogueColumns];
     const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
     const auto settle = [&](int s, float scale) {
-      hear(told, s, sum(s), active, tag, kSiteSums, [](float a, float b) { return a + b; });
+      hear<P::told, P::told_group>(told, s, sum(s), active, tag, kSiteSums);
       if (kRanks > 1 && has_columns(active)) note(1);
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += sum(s)[c];
@@ -354,17 +368,15 @@ struct Epilogue {
         continue;
       }
       const float scale = gamma_of(gamma, s);
-      take<P>(-1);
-#pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) sum(s)[c] = y[c];
-      tell(told, s, sum(s), active, tag);
+      take<P>(-1, sum(s));
+      tell<P::told>(told, s, sum(s), active, tag);
       if (kRanks > 1 && has_columns(active)) note(0);
       if (kRanks == 1) settle(s, scale);
     }
 #pragma unroll
     for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
       if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
-    forget(told, active);
+    forget<P::told>(told, active);
   }
   /// silu(gate) * up: of a tile two words of a k block of down's input. Lanes 0 to 7 of a tile have gate, lanes 8 to 15
   /// up; they meet in the former for the lower half of the columns, in the latter for the upper half.

@@ -20,10 +20,21 @@ LP_DEVICE Quad load_shared_16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
+/// Four 8 x 8 matrices of bf16, whose rows of 16 bytes begin at the addresses that lanes 8 i .. 8 i + 7 give for matrix
+/// i. Lane 4 g + t gets elements 2t, 2t + 1 of row g of each.
+LP_DEVICE Quad ldmatrix_x4(u32 address) {
+  Quad v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
 LP_DEVICE float load_shared_f32(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0,[%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
+}
+LP_DEVICE void load_shared_8(u32 address, float* v) {
+  asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address) : "memory");
 }
 LP_DEVICE u32 load_shared_u32(u32 address) {
   u32 v;
@@ -35,6 +46,9 @@ LP_DEVICE void store_shared_f32(u32 address, float v) {
 }
 LP_DEVICE void store_shared_u32(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(v) : "memory");
+}
+LP_DEVICE void store_shared_8(u32 address, const float* v) {
+  asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(address), "f"(v[0]), "f"(v[1]) : "memory");
 }
 LP_DEVICE void store_shared_16(u32 address, const float* v) {
   asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])

@@ -1,5 +1,5 @@
 // Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of
-// four takes pages c, c + 4, ... of a span, which is the span's share c (attention_share.cuh): K and V are read once
+// four takes pages c, c + 4, ... of a span, which are the span's share c (attention_share.cuh): K and V are read once
 // for all columns that it has in registers. Then the shares of a set meet in shared memory. The columns (row, query
 // head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a
 // row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
@@ -56,8 +56,13 @@ struct Merged {
     total = __uint_as_float(shuffle(extra[0], lane | 1));
   }
 };
+/// Pages, and spans of these, that a window reaches into at most: from a page's last position, a span's last page on.
+constexpr u32 kWindowPages = (kWindow + kPage - 2) / kPage + 1,
+              kWindowSpans = (kWindowPages + 2 * kSpanPages - 2) / kSpanPages;
+/// span: counted from the first one that the row sees.
 LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
-  const u32 spans = (launch.page_stride + kSpanPages - 1) / kSpanPages;
+  const u32 all = (launch.page_stride + kSpanPages - 1) / kSpanPages,
+            spans = kWindow && kWindowSpans < all ? kWindowSpans : all;
   return launch.words + Words::items +
          ((u64)(row * kKvHeads + head / kQueriesPerKv) * spans + span) * kAttentionItemBytes +
          head % kQueriesPerKv * (kHeadDim * 8);
@@ -67,10 +72,10 @@ constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without
 constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + kRound * 8);
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
 /// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group;
-/// `whole`: the span is all that its rows see.
+/// `whole`: the span is all that its rows see; place: among the spans that they see.
 template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item,
                                                  const Share<TILES>& share, u32 begin, u32 first, u32 columns,
-                                                 bool whole, u32 tag) {
+                                                 bool whole, u32 place, u32 tag) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps,
             number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
@@ -103,13 +108,12 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
         for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(from + share * kShareBytes + i * 4);
         return m;
       };
-      Merged span = part(0), rest = part(2);
-      span.add(part(1));
-      rest.add(part(3));
-      span.add(rest);
+      Merged span = part(0);
+#pragma unroll
+      for (u32 share = 1; share < kSpanShares; share++) span.add(part(share));
       const u32 row = begin + column / kQueriesPerKv, head = item.kv_head * kQueriesPerKv + column % kQueriesPerKv;
       if (whole) span.write(consumer.launch, head, row);
-      else span.publish(span_words(consumer.launch, row, head, item.begin / kSpanPages), tag);
+      else span.publish(span_words(consumer.launch, row, head, place), tag);
     }
     barrier_sync(2 + set, kSetWarps * 32);
   }
@@ -121,25 +125,28 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
                            u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
-  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin),
-            first_page = rows.first_page(item.last) + item.begin;
+  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
   Share<TILES> share(launch, item.kv_head, begin, first, columns);
   begin_stages();
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
-    if (i % kSpanShares != number) {
+    const u32 page = item.begin + i, base = page * kPage;
+    if (page % kSpanShares != number) {
       consumer.wait();
       if (i + 1 == item.pages) landed();
       consumer.release();
       continue;
     }
-    const u32 page = first_page + i, base = page * kPage;
     float k[kPageLeaves][2];
     if constexpr (kQkNorm) fetch_k_scale(launch, rows, item, layer, page, k);
     const u32 stage = consumer.wait();
     if (i + 1 == item.pages) landed();
     const bool whole = base >= low && base + kPage - 1 <= earliest;
-    if (!whole) clear_unseen(stage, [&](u32 at) { return base + at >= low && base + at <= high; });
+    if (!whole) {
+#pragma unroll 1
+      for (u32 at = 0; at < kPage; at += 8)
+        clear_unseen(stage + k_byte(at, 0), [&](u32 i) { return base + at + i >= low && base + at + i <= high; });
+    }
     const bool never = share.add_page(
         stage, whole,
         [&](u32 at, u32 n, u32 c) {
@@ -150,7 +157,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
   merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
-                      tag_of(launch, rows.step, layer));
+                      item.begin / kSpanPages - first_span(rows, item.last), tag_of(launch, rows.step, layer));
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.

@@ -5,9 +5,8 @@
 
 // Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
 constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = kPrompt ? 2 : 1;
-// With a window, spans begin at another page for each row.
+// With a window, each row sees from another position on.
 constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;
-constexpr u32 kPageBytes = 4 * kLeafBytes, kPageLeaves = kPage / kLeafPositions;
 static_assert(kPageBytes <= kStageBytes, "a page is a stage");
 
 /// Groups are known by their last rows.
@@ -20,7 +19,10 @@ LP_DEVICE u32 group_begin(const Rows& rows, u32 last) {
   const u32 first = rows.rows[last].first_row;
   return last - (last - first) % kGroupRows;
 }
-LP_DEVICE u32 spans_of(const Rows& rows, u32 last) { return (rows.pages(last) + kSpanPages - 1) / kSpanPages; }
+LP_DEVICE u32 first_span(const Rows& rows, u32 last) { return rows.first_page(last) / kSpanPages; }
+LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
+  return rows.position(last) / (kPage * kSpanPages) + 1 - first_span(rows, last);
+}
 
 constexpr u32 kHeadBlocks = kBlocks / kKvHeads;
 static_assert(kHeadBlocks * kKvHeads == kBlocks, "every KV head has as many blocks");
@@ -28,7 +30,7 @@ LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
 
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row
-  u32 begin, pages;   // from the first page that the group sees
+  u32 begin, pages;   // those of a span that the group sees
 };
 
 /// The block's items of a step, in the order of its stages. A whole warp calls everything together: each lane looks at
@@ -50,24 +52,29 @@ struct AttentionItems {
   LP_DEVICE AttentionItem next() {
     const int owner = __ffs(left) - 1;
     const u32 of = shuffle(listed, owner);
-    const AttentionItem item{own_kv_head(), of & 255, (of >> 8) * kSpanPages, shuffle(pages, owner)};
+    const AttentionItem item{own_kv_head(), of & 255, first_page(of), shuffle(pages, owner)};
     left &= left - 1;
     look();
     return item;
   }
 
  private:
-  /// The list has every span that a row comes to in the launch: those that it has not begun, and rows that idle, are
-  /// passed over.
+  /// The first page of a listed span that the group sees, if it sees any.
+  LP_DEVICE u32 first_page(u32 of) const {
+    const u32 span = (of >> 8) * kSpanPages, first = rows.first_page(of & 255);
+    return span < first ? first : span;
+  }
+  /// The list has every span that a row comes to in the launch: those that it has not begun or has left, and rows that
+  /// idle, are passed over.
   LP_DEVICE void look() {
     for (; left == 0 && ahead < end; ahead += 32) {
       const u32 index = ahead + lane_index();
       pages = 0;
       if (index < end) {
         listed = load_constant_u32(launch.items + index);
-        const u32 last = listed & 255, begin = (listed >> 8) * kSpanPages,
-                  seen = rows.active(last) ? rows.pages(last) : 0;
-        if (begin < seen) pages = seen - begin < kSpanPages ? seen - begin : kSpanPages;
+        const u32 last = listed & 255, begin = first_page(listed), after = ((listed >> 8) + 1) * kSpanPages,
+                  seen = rows.active(last) ? rows.position(last) / kPage + 1 : 0, end = seen < after ? seen : after;
+        if (begin < end) pages = end - begin;
       }
       left = __ballot_sync(kAllLanes, pages != 0);
     }
@@ -82,14 +89,14 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
   for (AttentionItems items(launch, producer.shared, rows); items.any();) {
     const AttentionItem item = items.next();
     const Row& row = rows.rows[item.last];
-    const u32 first = rows.first_page(item.last) + item.begin, last = rows.position(item.last),
-              fresh = (row.first_position + rows.step) / kPage;
+    const u32 last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
     u32 entry = 0;
-    if (lane < item.pages) entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + first + lane);
+    if (lane < item.pages)
+      entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + item.begin + lane);
     for (u32 i = 0; i < item.pages; i++) {
-      if (first + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
+      if (item.begin + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.
-      const u32 leaves = first + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
+      const u32 leaves = item.begin + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
                 bytes = leaves * (kLeafBytes / 2);
       const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);
       producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes, !kPrompt);

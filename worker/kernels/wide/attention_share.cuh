@@ -42,50 +42,45 @@ template <int TILES> struct Share {
   /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it;
   /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
   template <class SEEN> LP_DEVICE bool add_page(u32 stage, bool whole, const SEEN& seen, const float (*k)[2]) {
-    const u32 lane = lane_index(), g = lane >> 2, from = stage + lane * 16;
+    const u32 g = lane_index() >> 2, keys = stage + k_rows(0, kGroupBytes), values = stage + v_rows(0, kGroupBytes);
     float score[TILES][kPageLeaves][4] = {};
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++)
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++) {
-        const Quad fragment = load_shared_16(from + l * kLeafBytes + j * kFragment);
+        const Quad fragment = ldmatrix_x4(keys + l * kLeafBytes + j * kFragmentDims);
 #pragma unroll
         for (int n = 0; n < TILES; n++) mma_m16n8k16(score[n][l], fragment, queries[n][j][0], queries[n][j][1]);
       }
-    float keep[TILES][2], factor[TILES][kPageLeaves][2];
+    float keep[TILES][2], factor[TILES][2];
     u32 weights[TILES][kPageLeaves][2];
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
-      float most[kPageLeaves][2], sum[kPageLeaves][2];
+      float most[2] = {kMinusInfinity, kMinusInfinity}, base[2], sum[kPageLeaves][2];
 #pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) {
-        float* s = score[n][l];
+      for (int l = 0; l < kPageLeaves; l++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          s[i] *= kQkNorm ? scale[n][i & 1] * k[l][i >> 1] : kScoreScale;
-          if (!whole && !seen(l * kLeafPositions + g + 8 * (i >> 1), n, i & 1)) s[i] = kMinusInfinity;
+          float& s = score[n][l][i];
+          s *= kQkNorm ? scale[n][i & 1] * k[l][i >> 1] : kScoreScale;
+          if (!whole && !seen(l * kLeafPositions + g + 8 * (i >> 1), n, i & 1)) s = kMinusInfinity;
+          most[i & 1] = fmaxf(most[i & 1], s);
         }
 #pragma unroll
-        for (int c = 0; c < 2; c++) most[l][c] = fmaxf(s[c], s[2 + c]);
+      for (int c = 0; c < 2; c++) {
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
+        most[c] = ceilf(most[c]);
+        // A page of which nothing is seen has weights of zero, not NaN.
+        base[c] = fmaxf(most[c], -3.4e38f);
       }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-        for (int l = 0; l < kPageLeaves; l++)
-#pragma unroll
-          for (int c = 0; c < 2; c++) most[l][c] = fmaxf(most[l][c], shuffle_xor(most[l][c], d));
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++) {
         float* s = score[n][l];
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          most[l][c] = ceilf(most[l][c]);
-          // A leaf of which nothing is seen has weights of zero, not NaN.
-          const float base = fmaxf(most[l][c], -3.4e38f);
-          s[c] = exp2_approx(s[c] - base);
-          s[2 + c] = exp2_approx(s[2 + c] - base);
-          sum[l][c] = s[c] + s[2 + c];
-        }
+        for (int i = 0; i < 4; i++) s[i] = exp2_approx(s[i] - base[i & 1]);
+#pragma unroll
+        for (int c = 0; c < 2; c++) sum[l][c] = s[c] + s[2 + c];
         weights[n][l][0] = transpose_8x8(bf16_pair(s[0], s[1]));
         weights[n][l][1] = transpose_8x8(bf16_pair(s[2], s[3]));
       }
@@ -97,13 +92,13 @@ template <int TILES> struct Share {
           for (int c = 0; c < 2; c++) sum[l][c] += shuffle_xor(sum[l][c], d);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        float now = reference[n][c], page = 0;
+        const float now = fmaxf(reference[n][c], most[c]);
+        float page = sum[0][c];
 #pragma unroll
-        for (int l = 0; l < kPageLeaves; l++) now = fmaxf(now, most[l][c]);
-#pragma unroll
-        for (int l = 0; l < kPageLeaves; l++) page = fmaf(factor[n][l][c] = rescale(most[l][c], now), sum[l][c], page);
+        for (int l = 1; l < kPageLeaves; l++) page += sum[l][c];
         keep[n][c] = rescale(reference[n][c], now);
-        total[n][c] = fmaf(keep[n][c], total[n][c], page);
+        factor[n][c] = rescale(most[c], now);
+        total[n][c] = fmaf(keep[n][c], total[n][c], factor[n][c] * page);
         reference[n][c] = now;
       }
     }
@@ -113,46 +108,21 @@ template <int TILES> struct Share {
       float page[TILES][4] = {};
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++) {
-        const Quad fragment = load_shared_16(from + l * kLeafBytes + kLeafV + j * kFragment);
+        const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + j * kFragmentDims);
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-          float leaf[4] = {};
-          mma_m16n8k16(leaf, fragment, weights[n][l][0], weights[n][l][1]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) page[n][i] = fmaf(factor[n][l][i & 1], leaf[i], page[n][i]);
-        }
+        for (int n = 0; n < TILES; n++) mma_m16n8k16(page[n], fragment, weights[n][l][0], weights[n][l][1]);
       }
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], page[n][i]);
+        for (int i = 0; i < 4; i++)
+          out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], factor[n][i & 1] * page[n][i]);
         never |= __float_as_uint(out[n][j][0]) == 0x7fedcba9u;
       }
     }
     return never;
   }
 };
-
-/// Zeroes V of the positions of a page that nobody sees: it may hold anything, NaN too, whose products with weights of
-/// zero are NaN.
-template <class SEEN> LP_DEVICE void clear_unseen(u32 stage, const SEEN& seen) {
-  const u32 lane = lane_index(), t = lane & 3;
-#pragma unroll 1
-  for (u32 l = 0; l < kPageLeaves; l++) {
-    const auto mask = [&](u32 at) {
-      return (seen(l * kLeafPositions + at) ? 0xffffu : 0) | (seen(l * kLeafPositions + at + 1) ? 0xffff0000u : 0);
-    };
-    const u32 early = mask(2 * t), late = mask(2 * t + 8), from = stage + l * kLeafBytes + kLeafV + lane * 16;
-    if (!any_lane((early & late) != ~0u)) continue;
-#pragma unroll
-    for (int j = 0; j < kDimTiles; j++) {
-      const Quad v = load_shared_16(from + j * kFragment);
-      const float kept[4] = {__uint_as_float(v.x & early), __uint_as_float(v.y & early), __uint_as_float(v.z & late),
-                             __uint_as_float(v.w & late)};
-      store_shared_16(from + j * kFragment, kept);
-    }
-  }
-}
 
 /// 1 / rms of k at positions 16 l + g and + 8 of a page; of this pass from what qkv left, which is kept for later
 /// passes.

@@ -75,16 +75,14 @@ struct Projection {
                  Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
         continue;
       }
-      u8* leaf = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head) +
-                 place % kPage / kLeafPositions * kLeafBytes + piece * kFragment;
-      const int position = place % kLeafPositions;
+      u8* page = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head);
+      const u32 at = place % kPage, dim = piece * 16;
       if (head == kQueriesPerKv) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) store_u32(leaf + fragment_byte(position, 2 * i), pairs[i]);
+        store_16(page + k_byte(at, dim), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store_16(page + k_byte(at, dim + 8), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
       } else {
 #pragma unroll
-        for (int i = 0; i < 16; i++)
-          store_u16(leaf + kLeafV + fragment_byte(i, position), pairs[i / 2] >> 16 * (i & 1));
+        for (int i = 0; i < 16; i++) store_u16(page + v_byte(at, dim) + i * 16, pairs[i / 2] >> 16 * (i & 1));
       }
     }
   }
@@ -165,18 +163,22 @@ struct Hidden {
       for (int r = 0; r < kHiddenRounds; r++)
         if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
     } else {
-      float sum[kHiddenRounds][8] = {};
+      float parts[kHiddenRounds][kParts][8] = {};
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++) {
         if (!on(r)) continue;
-        receive.template add_rows8<C>(chunk(), column(r), sum[r]);
-        ranks.tell_sums(told, chunk(), column(r), sum[r], tag);
+#pragma unroll
+        for (u32 p = 0; p < kParts; p++) {
+          receive.template add_rows8<C>(chunk(), column(r), parts[r][p], p);
+          ranks.tell_sums(told, p, chunk(), column(r), parts[r][p], tag);
+        }
       }
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++) {  // all are on their way before the first is waited for
-        ranks.hear_sums(told, chunk(), column(r), on(r), sum[r], tag);
+        float sum[8];
+        ranks.hear_sums(told, chunk(), column(r), on(r), parts[r], sum, tag);
 #pragma unroll
-        for (int i = 0; i < 8; i++) h[r][i] += sum[r][i];
+        for (int i = 0; i < 8; i++) h[r][i] += sum[i];
       }
     }
   }

@@ -105,73 +105,102 @@ struct Receive {
 
   template <class C> static constexpr u32 tile_bytes = C::columns * 64;
   template <class C> static constexpr int pieces = C::split == Split::kColumns ? 2 : 1;  // of a tile
+  /// Slots of a part of the tiles that a block owns.
+  template <class C> static constexpr int owned_slots = C::odd_tiles * pieces<C>;
   /// First slot of tiles that come from the peer; before them lie the other warpgroup's (kLeaves) and those on their
-  /// way to the peer.
-  template <class C> static constexpr int first_received = C::split == Split::kLeaves ? C::tiles
-                                                           : C::halves                ? C::odd_tiles * pieces<C>
-                                                                                      : 0;
+  /// way to the peer. Of a chained pair both blocks have all tiles in the same slots.
+  template <class C> static constexpr int first_received = !C::halves                   ? 0
+                                                           : C::split == Split::kLeaves ? C::tiles
+                                                           : C::chained                 ? 0
+                                                                                        : owned_slots<C>;
+  template <class C> static constexpr int slots =
+      first_received<C> + (C::chained ? C::tiles * pieces<C> : C::P::told * owned_slots<C>);
 
-  /// Adds the pair's partial sums of each row tile where it is owned; afterwards `add_rows8` reads them. `meanwhile` is
-  /// done while sums are on their way.
-  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place, float* sum,
+  /// Adds the pair's partial sums of each row tile where it is owned; leaves of less than a group stay apart.
+  /// Afterwards `add_rows8` reads them. `meanwhile` is done while sums are on their way.
+  template <class C, class MEANWHILE> LP_DEVICE void exchange(u32 use, const Place& place,
+                                                              float (*sum)[C::columns / 2],
                                                               const MEANWHILE& meanwhile) {
-    static_assert((first_received<C> + C::odd_tiles * pieces<C>) * tile_bytes<C> <= Shared::scratch,
-                  "partial sums fit the receive buffer");
+    static_assert(slots<C> * tile_bytes<C> <= Shared::scratch, "partial sums fit the receive buffer");
     begin(use);
-    const u32 group = warp_index() >> 2, peer = half() ^ 1;
+    constexpr bool kGroups = C::split == Split::kLeaves;  // the second half of the leaves is in the second warpgroup
+    const u32 group = warp_index() >> 2;
     const bool mine = !C::halves || (place.tile >= C::first_owned(1)) == (half() == 1);
     const int piece = C::split == Split::kColumns ? group : 0,
-              within = (place.tile - (C::halves ? C::first_owned(mine ? half() : peer) : 0)) * pieces<C> + piece;
-    const int sent = C::split == Split::kLeaves ? place.tile : within, received = first_received<C> + within;
+              within = (place.tile - (C::halves ? C::first_owned(mine ? half() : half() ^ 1) : 0)) * pieces<C> + piece;
     bool on = place.on;
-    swap_rows<C>(sum);
-    if constexpr (C::split == Split::kLeaves) {  // the second half of the leaves is in the second warpgroup
-      if (on && group == 1) put<C>(place.tile, place.tile, sum);
-      consumers_sync();
-      on = on && group == 0;
-      if (on) add<C>(place.tile, place.tile, sum);
-    }
+#pragma unroll
+    for (int p = 0; p < C::parts; p++) swap_rows<C>(sum[p]);
     if constexpr (C::halves) {
-      if (on && !mine) {
-        put<C>(sent, place.tile, sum);
-        fence_async_shared();
-        __syncwarp();
-        if (lane_index() == 0)
-          bulk_send(map_shared(slot<C>(received), peer), slot<C>(sent), tile_bytes<C>,
-                    map_shared(shared + Shared::receive_full, peer));
+      const bool second = C::chained && half() == 1;  // the peer's leaves come before this block's
+      if (!second && !(kGroups && group == 1)) add_parts<C>(sum);
+      if constexpr (kGroups) {
+        if (on && group == 0) put<C>(place.tile, place.tile, sum[0]);
+        consumers_sync();
+        on = on && group == 1;
+        if (on && !second) {
+          add<C>(place.tile, place.tile, sum[0]);
+          add_parts<C>(sum);
+        }
       }
-      if constexpr (keeps_own<C>) {
-        if (on && mine) put<C>(place.tile, place.tile, sum);
-        // Orders what the slots hold before the copies of later exchanges, while the peer's sums are on their way.
-        fence_async_shared();
+      if constexpr (C::chained) {
+        // The first block's sums of all tiles go to the second, which finishes them and sends back what is not its own.
+        const int at = first_received<C> + place.tile * pieces<C> + piece;
+        if (on && !second) send<C>(at, at, place.tile, sum[0]);
+        expect<C>(second ? C::stage_tiles() : C::owned(0));
+        meanwhile();
+        await_received(use);
+        if (on && second) {
+          if constexpr (kGroups) {
+            float before[C::columns / 2] = {};
+            add<C>(at, place.tile, before);
+            add<C>(place.tile, place.tile, before);
+#pragma unroll
+            for (int i = 0; i < C::columns / 2; i++) sum[0][i] += before[i];
+          } else {
+            add<C>(at, place.tile, sum[0]);
+            add_parts<C>(sum);
+          }
+          if (mine) put<C>(at, place.tile, sum[0]);
+          else send<C>(at, at, place.tile, sum[0]);
+        }
+      } else {
+        const int received = first_received<C> + within;
+        if (on && !mine) send<C>(kGroups ? place.tile : within, received, place.tile, sum[0]);
+        if constexpr (keeps_own<C>) {
+          if (on && mine) put<C>(place.tile, place.tile, sum[0]);
+          // Orders what the slots hold before the copies of later exchanges, while the peer's sums are on their way.
+          fence_async_shared();
+        }
+        expect<C>(C::owned(half()));
+        meanwhile();
+        await_received(use);
+        if (keeps_own<C>) return;
+        if (on && mine) {
+          add<C>(received, place.tile, sum[0]);
+          put<C>(received, place.tile, sum[0]);
+        }
       }
-      __syncwarp();
-      if (lane_index() == 0) {
-        if (warp_index() == 0)
-          mbarrier_expect(shared + Shared::receive_full, C::owned(half()) * pieces<C> * tile_bytes<C>);
-        else mbarrier_arrive(shared + Shared::receive_full);
-      }
-      meanwhile();
-      wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1,
-                   kSitePartialsFull);
-      __syncwarp();
-      if (keeps_own<C>) return;
-      if (on && mine) add<C>(received, place.tile, sum);
     } else {
       meanwhile();
+#pragma unroll
+      for (int p = 0; p < C::parts; p++)
+        if (on) put<C>((kGroups ? group : p) * owned_slots<C> + within, place.tile, sum[p]);
     }
-    if (on && mine) put<C>(received, place.tile, sum);
-    if constexpr (kPrompt) fence_async_shared();  // the same; in other passes attention's does
+    // The same; otherwise attention's does.
+    if constexpr (kPrompt || kRanks > 1) fence_async_shared();
     consumers_sync();
   }
-  /// Adds to `to` rows 8 `chunk` .. + 7 of this block's rows for a column.
-  template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to) const {
+  /// Adds to `to` a part of rows 8 `chunk` .. + 7 of this block's rows for a column.
+  template <class C> LP_DEVICE void add_rows8(int chunk, int column, float* to, int part = 0) const {
     const int within = chunk >> 1, tile = (C::halves ? C::first_owned(half()) : 0) + within, row = (chunk & 1) * 8;
     const u32 first = unknown(place<C>(row, column % C::columns, tile));
-    const u32 received = slot<C>(first_received<C> + within * pieces<C> + column / C::columns), own = slot<C>(tile);
+    const u32 received = slot<C>(first_received<C> + part * owned_slots<C> +
+                                 (C::chained ? tile : within) * pieces<C> + column / C::columns),
+              own = slot<C>(tile);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const u32 at = (first ^ kSwizzled * (i & 3)) + i * C::columns * 4;
+      const u32 at = (first ^ kSwizzled * (i & kOrders<C>)) + i * C::columns * 4;
       if constexpr (keeps_own<C>) to[i] += load_shared_f32(own + at) + load_shared_f32(received + at);
       else to[i] += load_shared_f32(received + at);
     }
@@ -180,15 +209,16 @@ struct Receive {
  private:
   /// The block's own sums stay beside what it receives, and who reads adds them: a barrier less. Without kLeaves there
   /// is no room.
-  template <class C> static constexpr bool keeps_own = C::halves && C::split == Split::kLeaves;
+  template <class C> static constexpr bool keeps_own = C::halves && C::split == Split::kLeaves && !C::chained;
   template <class C> LP_DEVICE u32 slot(int index) const { return shared + Shared::receive + index * tile_bytes<C>; }
   /// Byte of a tile's (row, column). Groups of 8 columns lie in an order of their own in each row: j groups on from the
-  /// first it is this byte ^ kSwizzled * j, and i rows on from a multiple of four ^ kSwizzled * (i % 4), beside the
-  /// rows' bytes.
+  /// first it is this byte ^ kSwizzled * j, and i rows on from a multiple of four ^ kSwizzled * (i & kOrders), beside
+  /// the rows' bytes.
   template <class C> LP_DEVICE static u32 place(int row, int column, int tile) {
-    return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & 3) << 3)) * 4;
+    return (row * C::columns + (column ^ ((row ^ (row >> 3) ^ (2 * tile)) & kOrders<C>) << 3)) * 4;
   }
   static constexpr u32 kSwizzled = 32;
+  template <class C> static constexpr int kOrders = C::columns < 32 ? C::columns / 8 - 1 : 3;
   static_assert(Shared::receive % (8 * kSwizzled) == 0, "tiles begin where the bits of groups are 0");
   /// Lanes t and t ^ 1 swap halves, so that a lane has 4 columns of one row: row g + 8 (t & 1), columns 8 j + 4 (t >>
   /// 1) ...
@@ -222,5 +252,34 @@ struct Receive {
       sum[4 * j + 2] += __uint_as_float(v.z);
       sum[4 * j + 3] += __uint_as_float(v.w);
     }
+  }
+  /// The warp's parts one after the other.
+  template <class C> LP_DEVICE static void add_parts(float (*sum)[C::columns / 2]) {
+#pragma unroll
+    for (int p = 1; p < C::parts; p++)
+#pragma unroll
+      for (int i = 0; i < C::columns / 2; i++) sum[0][i] += sum[p][i];
+  }
+  /// A tile's sums, from this block's slot `from` to the peer's slot `to`.
+  template <class C> LP_DEVICE void send(int from, int to, int tile, const float* sum) const {
+    const u32 peer = half() ^ 1;
+    put<C>(from, tile, sum);
+    fence_async_shared();
+    __syncwarp();
+    if (lane_index() == 0)
+      bulk_send(map_shared(slot<C>(to), peer), slot<C>(from), tile_bytes<C>,
+                map_shared(shared + Shared::receive_full, peer));
+  }
+  /// Every warp: so many tiles come from the peer.
+  template <class C> LP_DEVICE void expect(int tiles) const {
+    __syncwarp();
+    if (lane_index() > 0) return;
+    if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, tiles * pieces<C> * tile_bytes<C>);
+    else mbarrier_arrive(shared + Shared::receive_full);
+  }
+  LP_DEVICE void await_received(u32 use) const {
+    wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1,
+                 kSitePartialsFull);
+    __syncwarp();
   }
 };

@@ -4,8 +4,12 @@
 // and each block sums half of K of all of them: so a block reads half of the activations. Gate/up and the LM head are
 // not cut: a block owns its tiles with all of K.
 //
-// In a group a rank has too few tiles of qkv for all pairs to own equally many. In a group of 16 each rank has one leaf
-// of o and down, so these are not cut.
+// In a group a rank has too few tiles of qkv for all pairs to own equally many. In groups of 8 and 16 a rank has one or
+// two leaves of o and down, so these are not cut.
+//
+// Leaves are added in the order of leaf_sum, of which pairs and warpgroups have runs. Where such a run is of whole groups
+// (of a quarter of the leaves), runs are simply added. Where a run is less, whoever has the first run of a group sends
+// its sum to whoever has the next, which adds its own leaves one by one.
 #pragma once
 
 static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
@@ -37,7 +41,7 @@ constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >
                                             Qkv::tiles <= 8 * kPairs && kQkvTiles % (Qkv::tiles / kPairs) == 0
                                       : most_tiles<Qkv>(1) <= 4;
 constexpr bool kWideFits =
-    // The leaves of half of K are a subtree.
+    // The leaves of half of K are two groups.
     kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16 &&
     // Sums of squares of blocks are a subtree.
     kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0 &&
@@ -101,6 +105,11 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   static constexpr int ways = split == Split::kLeaves ? 2 : 1,
                        columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int leaves = block_leaves / ways;                                             // of a warp
+  /// Sums of a warp: one, or, of less than a group, each leaf, since one is added after the other to what lies before.
+  static constexpr int parts = leaves < P::group ? leaves : 1;
+  /// The blocks of the pair have the two halves of a group.
+  static constexpr bool chained = HALVES && block_leaves < P::group;
+  static_assert(!chained || 2 * block_leaves == P::group, "a pair has a group");
   static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);  // of each way, a stage
   static constexpr int input_steps = (int)kInputSteps / ways;                                    // of each way, a slot
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
@@ -145,8 +154,8 @@ using QkvCut = Cut<Qkv, !kPrompt>;
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 /// o and down differ in nothing but the length of a leaf: who streams one can stream the other.
 constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);
-using OCut = Cut<O, (O::leaves > 1), kResidualRun>;
-using DownCut = Cut<Down, (Down::leaves > 1), kResidualRun>;
+using OCut = Cut<O, (O::leaves >= O::group), kResidualRun>;
+using DownCut = Cut<Down, (Down::leaves >= Down::group), kResidualRun>;
 static_assert((int)O::tiles == (int)Down::tiles && (int)O::leaves == (int)Down::leaves && OCut::steps == DownCut::steps,
               "both add to the residual");
 

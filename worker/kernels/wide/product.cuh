@@ -31,8 +31,7 @@ constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * sl
 /// One leaf of a warp's tile, k16 steps ascending from zero, in groups.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   constexpr int N = C::columns, SLOT = C::input_steps;
-  // The tree of 16 leaves takes more registers.
-  constexpr int STEPS = C::leaves == kMaxLeaves ? 2 : group_steps(C::steps, SLOT);
+  constexpr int STEPS = group_steps(C::steps, SLOT);
   constexpr int SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum[i] = 0;
@@ -62,20 +61,37 @@ template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& plac
       if ((k + STEPS) % SLOT == 0) consumer.release_input();
   }
 }
-/// LEAVES leaves of a warp's tile, as a binary tree. Loops, because code that runs once a layer comes from far away.
-template <class C, int LEAVES = C::leaves> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place,
-                                                                     float* sum) {
-  if constexpr (LEAVES == 1) {
+/// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
+/// runs once a layer comes from far away.
+template <class C, int LEAVES> LP_DEVICE void sum_groups(Consumer& consumer, const Place& place, float* sum) {
+  constexpr int RUNS = LEAVES > C::P::group ? 2 : LEAVES;
+  if constexpr (RUNS == 1) {
     sum_leaf<C>(consumer, place, sum);
   } else {
 #pragma unroll
     for (int i = 0; i < C::columns / 2; i++) sum[i] = 0;
 #pragma unroll 1
-    for (int half = 0; half < 2; half++) {
-      float part[C::columns / 2];
-      sum_leaves<C, LEAVES / 2>(consumer, place, part);
+    for (int n = 0; n < RUNS; n++) {
+      float run[C::columns / 2];
+      sum_groups<C, LEAVES / RUNS>(consumer, place, run);
 #pragma unroll
-      for (int i = 0; i < C::columns / 2; i++) sum[i] += part[i];
+      for (int i = 0; i < C::columns / 2; i++) sum[i] += run[i];
+    }
+  }
+}
+/// A warp's leaves of its tile, as C::parts sums.
+template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float (*sum)[C::columns / 2]) {
+  if constexpr (C::parts == 1) {
+    sum_groups<C, C::leaves>(consumer, place, sum[0]);
+  } else {
+    static_assert(C::parts == 2, "the first moves over for the second");
+#pragma unroll
+    for (int i = 0; i < C::columns / 2; i++) sum[1][i] = 0;
+#pragma unroll 1
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int i = 0; i < C::columns / 2; i++) sum[0][i] = sum[1][i];
+      sum_leaf<C>(consumer, place, sum[1]);
     }
   }
 }

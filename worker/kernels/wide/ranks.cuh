@@ -5,8 +5,8 @@
 // columns, whose residual it keeps, and a product that is added to the residual takes two hops:
 //
 //   message              content                           writer -> reader
-//   sums of o, of down   a block's rows of a column        block b -> block b of the column's rank, which finishes the
-//                                                          tree in the order of ranks and adds it to its residual
+//   sums of o, of down   a block's rows of a column        block b -> block b of the column's rank, which adds those of
+//                        (Product::told)                   all ranks, in leaf_sum's order, and that to its residual
 //   x, with squares      the same rows, scaled, bf16       block b of that rank -> block b of every other rank, which
 //                                                          publishes all columns to its own GPU as one GPU does
 //   embedding            the same rows of a token, bf16    block b of the rank whose vocabulary shard has the token ->
@@ -38,8 +38,9 @@
 constexpr u32 kRankColumns = kColumns / kRanks;
 LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
 
-/// A lane sends 8 rows of a column: three words of fp32, or two of bf16.
-constexpr u32 kSumWords = 3, kXWords = 2;
+/// A lane sends 8 rows of a column: three words of fp32, for each part that a rank tells, or two of bf16.
+constexpr u32 kSumWords = 3, kXWords = 2, kParts = O::told;
+static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down::told_group, "both have 16 leaves");
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
 
@@ -47,17 +48,18 @@ struct Inbox {
   static constexpr u64 stop = 0, begun = 64;  // as in layout/inbox.cuh
   static_assert(begun + kRanks * 4 <= 128, "in front of the sums");
   static constexpr u64 chunks = (u64)kBlocks * kHiddenChunks;                           // of 8 rows
-  // [o, down][rank][block][word][chunk][column of the share]
+  // [o, down][rank][part][block][word][chunk][column of the share]
   static constexpr u64 sums = 128;
   // [after o, after down][block][chunk][column][word]
-  static constexpr u64 x = sums + kTold * kRanks * chunks * kSumWords * kRankColumns * 16;
+  static constexpr u64 x = sums + kTold * kRanks * kParts * chunks * kSumWords * kRankColumns * 16;
   // [block][word][chunk][column of the share]
   static constexpr u64 embedding = x + kTold * chunks * kColumns * kXWords * 16;
   static constexpr u64 token = embedding + chunks * kXWords * kRankColumns * 16;        // [column][rank]
   static constexpr u64 bytes = token + (u64)kColumns * kRanks * 16;
 
-  LP_DEVICE static u64 sum(u32 told, u32 rank, u32 word, u32 chunk, u32 column) {
-    return sums + ((((u64)(told * kRanks + rank) * kBlocks + rank_block()) * kSumWords + word) *
+  /// part: of those of all ranks.
+  LP_DEVICE static u64 sum(u32 told, u32 part, u32 word, u32 chunk, u32 column) {
+    return sums + ((((u64)(told * kRanks * kParts + part) * kBlocks + rank_block()) * kSumWords + word) *
                        (kHiddenChunks * kRankColumns) +
                    chunk * kRankColumns + column % kRankColumns) *
                       16;
@@ -81,19 +83,19 @@ struct Ranks {
   /// Whether it keeps the residual of a column.
   LP_DEVICE bool has(u32 column) const { return kRanks == 1 || rank_of_column(column) == own(); }
 
-  /// Its sums of 8 rows of a column, to the rank that has it.
-  LP_DEVICE void tell_sums(u32 told, u32 chunk, u32 column, const float* sum, u32 tag) const {
+  /// A part of its sums of 8 rows of a column, to the rank that has it.
+  LP_DEVICE void tell_sums(u32 told, u32 part, u32 chunk, u32 column, const float* sum, u32 tag) const {
     if (has(column) || column >= launch.row_count) return;
     u8* to = launch.inbox[rank_of_column(column)];
 #pragma unroll
     for (u32 j = 0; j < kSumWords; j++)
-      store_system_16(to + Inbox::sum(told, own(), j, chunk, column), __float_as_uint(sum[3 * j]),
+      store_system_16(to + Inbox::sum(told, own() * kParts + part, j, chunk, column), __float_as_uint(sum[3 * j]),
                       __float_as_uint(sum[3 * j + 1]), tag, j + 1 < kSumWords ? __float_as_uint(sum[3 * j + 2]) : 0);
   }
-  /// Sums of 8 rows of a column that it has, of all ranks in their order as a binary tree; `sum` begins with its own. A
-  /// whole warp calls it.
-  LP_DEVICE void hear_sums(u32 told, u32 chunk, u32 column, bool on, float* sum, u32 tag) const {
-    hear_ranks<0, kRanks>(told, chunk, column, on && has(column) && column < launch.row_count, sum, tag);
+  /// Sums of 8 rows of a column that it has, of all ranks; `own` are its own parts. A whole warp calls it.
+  LP_DEVICE void hear_sums(u32 told, u32 chunk, u32 column, bool on, const float (*own)[8], float* sum,
+                           u32 tag) const {
+    hear_parts<0, kRanks * kParts>(told, chunk, column, on && has(column) && column < launch.row_count, own, sum, tag);
   }
 
   /// 8 rows of x of a column that it has, with the sum of squares of all the block's, to all others.
@@ -161,39 +163,41 @@ struct Ranks {
   }
 
  private:
-  template <u32 FIRST, u32 COUNT> LP_DEVICE void hear_ranks(u32 told, u32 chunk, u32 column, bool on, float* sum,
-                                                            u32 tag) const {
+  /// COUNT parts, from FIRST on of those of all ranks, in the order of leaf_sum.
+  template <u32 FIRST, u32 COUNT> LP_DEVICE void hear_parts(u32 told, u32 chunk, u32 column, bool on,
+                                                            const float (*own_parts)[8], float* sum, u32 tag) const {
     if constexpr (COUNT > 4) {  // words that there are registers for
+      static_assert(O::told_group <= 4, "halves have whole groups");
       float rest[8];
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) rest[i] = sum[i];
-      hear_ranks<FIRST, COUNT / 2>(told, chunk, column, on, sum, tag);
-      hear_ranks<FIRST + COUNT / 2, COUNT / 2>(told, chunk, column, on, rest, tag);
+      hear_parts<FIRST, COUNT / 2>(told, chunk, column, on, own_parts, sum, tag);
+      hear_parts<FIRST + COUNT / 2, COUNT / 2>(told, chunk, column, on, own_parts, rest, tag);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) sum[i] += rest[i];
     } else {
       const u8* base = launch.inbox[own()] + Inbox::sum(told, FIRST, 0, chunk, column);
-      constexpr u32 WORD = kHiddenChunks * kRankColumns * 16, RANK = kBlocks * kSumWords * WORD;
+      constexpr u32 WORD = kHiddenChunks * kRankColumns * 16, PART = kBlocks * kSumWords * WORD;
       Quad words[COUNT * kSumWords] = {};
-      const auto at = [](u32 j) { return j / kSumWords * RANK + j % kSumWords * WORD; };
+      const auto at = [](u32 j) { return j / kSumWords * PART + j % kSumWords * WORD; };
       const auto missing = [&](u32 j) {
-        return on && FIRST + j / kSumWords != own() && words[j].z != tag ? at(j) + 8 : kThere;
+        return on && (FIRST + j / kSumWords) / kParts != own() && words[j].z != tag ? at(j) + 8 : kThere;
       };
       const auto fetch = [&](u32 j) {
         if (missing(j) != kThere) words[j] = load_system_16(base + at(j));
       };
       poll<COUNT * kSumWords, false>(
           launch, base, tag, fetch, missing, [&](u32 seen) { return seen == tag; }, kSiteSums,
-          [](u32 at) { return FIRST + at / RANK; });
+          [](u32 at) { return (FIRST + at / PART) / kParts; });
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         float of[COUNT];
 #pragma unroll
-        for (u32 r = 0; r < COUNT; r++) {
-          const Quad& word = words[r * kSumWords + i / 3];
-          of[r] = FIRST + r == own() ? sum[i] : __uint_as_float(i % 3 == 0 ? word.x : i % 3 == 1 ? word.y : word.w);
+        for (u32 p = 0; p < COUNT; p++) {
+          const Quad& word = words[p * kSumWords + i / 3];
+          of[p] = (FIRST + p) / kParts == own()
+                      ? own_parts[(FIRST + p) % kParts][i]
+                      : __uint_as_float(i % 3 == 0 ? word.x : i % 3 == 1 ? word.y : word.w);
         }
-        sum[i] = tree_sum<COUNT>(of);
+        sum[i] = leaf_sum<COUNT, O::told_group>(of);
       }
     }
   }

@@ -1,14 +1,12 @@
-//! Options of `looplane bench`, and the shapes it can make up.
+//! Options of `looplane bench`.
 
 use std::path::PathBuf;
 
 use clap::ValueEnum;
 
-use super::BenchError;
+use super::{BenchError, Shape};
 use crate::cuda::LoopMode;
 use crate::decoder::Device;
-use crate::model::ModelConfig;
-use crate::model::config::{Architecture, Rope};
 
 /// Rows of a pass that runs a launch for each phase.
 const UNLOOPED_BATCH: u32 = 8;
@@ -23,6 +21,11 @@ pub struct BenchArgs {
     /// Dimensions to measure without a checkpoint [default: 1b]
     #[arg(long, value_enum, env = "LOOPLANE_BENCH_SHAPE")]
     pub shape: Option<Shape>,
+
+    /// Measure only the first layers of --shape: steps of a model that is too large
+    #[arg(long, value_name = "N", requires = "shape", env = "LOOPLANE_BENCH_LAYERS",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub layers: Option<u32>,
 
     /// Where the weights of --shape come from
     #[arg(long, value_enum, default_value_t = WeightSource::Random, env = "LOOPLANE_BENCH_WEIGHTS")]
@@ -109,81 +112,11 @@ pub struct BenchArgs {
     pub json: Option<PathBuf>,
 }
 
-/// Dimensions of well-known models.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Shape {
-    /// Two small layers, to try the command out: nothing that memory limits.
-    Tiny,
-    /// TinyLlama-like: hidden 2048, 16 layers, vocabulary 32000.
-    #[value(name = "1b")]
-    B1,
-    /// Llama 3.2 1B: as 1b, with the vocabulary of 128256 and tied embeddings.
-    #[value(name = "llama-1b")]
-    Llama1B,
-    /// Llama 3.2 3B.
-    #[value(name = "3b")]
-    B3,
-    /// Llama 3.1 8B.
-    #[value(name = "8b")]
-    B8,
-    /// Llama 3.1 70B.
-    #[value(name = "70b")]
-    B70,
-    /// Llama 3.1 405B.
-    #[value(name = "405b")]
-    B405,
-}
-
 /// Where the weights of a shape come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum WeightSource {
     /// Made up, from a fixed seed.
     Random,
-}
-
-impl Shape {
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tiny => "tiny",
-            Self::B1 => "1b",
-            Self::Llama1B => "llama-1b",
-            Self::B3 => "3b",
-            Self::B8 => "8b",
-            Self::B70 => "70b",
-            Self::B405 => "405b",
-        }
-    }
-
-    /// The dimensions. Rotation is not scaled: speed does not depend on it.
-    pub fn config(self) -> ModelConfig {
-        let (hidden_size, num_layers, heads, head_dim, intermediate_size, vocab_size) = match self {
-            Self::Tiny => (256, 2, (16, 4), 16, 512, 1024),
-            Self::B1 => (2048, 16, (32, 8), 64, 8192, 32_000),
-            Self::Llama1B => (2048, 16, (32, 8), 64, 8192, 128_256),
-            Self::B3 => (3072, 28, (24, 8), 128, 8192, 128_256),
-            Self::B8 => (4096, 32, (32, 8), 128, 14_336, 128_256),
-            Self::B70 => (8192, 80, (64, 8), 128, 28_672, 128_256),
-            Self::B405 => (16_384, 126, (128, 8), 128, 53_248, 128_256),
-        };
-        ModelConfig {
-            architecture: Architecture::Llama,
-            hidden_size,
-            num_layers,
-            num_heads: heads.0,
-            num_kv_heads: heads.1,
-            head_dim,
-            intermediate_size,
-            vocab_size,
-            max_positions: 131_072,
-            rms_norm_eps: 1e-5,
-            rope: Rope { theta: 500_000.0, llama3: None },
-            sliding_window: None,
-            qkv_bias: false,
-            qk_norm: false,
-            tied_embeddings: matches!(self, Self::Llama1B | Self::B3),
-        }
-    }
 }
 
 impl BenchArgs {

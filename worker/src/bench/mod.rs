@@ -6,14 +6,16 @@
 mod args;
 mod group;
 mod report;
+mod shape;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
-pub use args::{BenchArgs, Shape, WeightSource};
+pub use args::{BenchArgs, WeightSource};
 pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
+pub use shape::Shape;
 
 use crate::cpu::{ReadBandwidth, ReadError};
 use crate::cuda::{self, CudaError, Exchanges, Gauge, LoopMode, Noted, Phase, ReadLimit, Trace};
@@ -105,8 +107,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (config, random, model) = match &args.model {
         Some(dir) => (ModelConfig::from_dir(dir)?, None, dir.display().to_string()),
         None => {
-            let config = shape.config();
-            (config.clone(), Some(config), shape.name().to_owned())
+            let whole = shape.config();
+            let layers = args.layers.map_or(whole.num_layers, |layers| whole.num_layers.min(layers as usize));
+            let config = ModelConfig { num_layers: layers, ..whole.clone() };
+            let name = match layers < whole.num_layers {
+                true => format!("{}, {layers} layers", shape.name()),
+                false => shape.name(),
+            };
+            (config.clone(), Some(config), name)
         }
     };
     let modes: Vec<Option<LoopMode>> = match on_gpu {

@@ -5,6 +5,7 @@ mod fabric;
 mod full_size;
 mod gpu;
 mod matrix;
+mod mirrors;
 mod plans;
 mod ranks;
 mod shards;

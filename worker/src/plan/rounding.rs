@@ -17,7 +17,7 @@ pub enum RoundingPoint {
     Key,
     /// v, as the KV cache keeps it.
     Value,
-    /// The weight of a position in attention, relative to the largest of its leaf.
+    /// The weight of a position in attention, relative to the largest of its page.
     Probability,
     /// The output of attention before o_proj, normalised by its sum.
     AttentionOutput,

@@ -139,7 +139,7 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
             let config = ModelConfig::from_dir(dir).map_err(|error| ScalingError::Config(error.to_string()))?;
             vec![(dir.display().to_string(), config)]
         }
-        None => args.shapes.iter().map(|shape| (shape.name().to_owned(), shape.config())).collect(),
+        None => args.shapes.iter().map(|shape| (shape.name(), shape.config())).collect(),
     };
     let (mut predicted, mut refused) = (Vec::new(), Vec::new());
     for ((model, config), ranks) in models.iter().flat_map(|model| RANKS.map(|ranks| (model, ranks))) {

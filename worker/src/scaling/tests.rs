@@ -22,8 +22,8 @@ fn one_and_two_gpus_predict_four_within_10_percent() {
     for (shape, batch) in
         [Shape::Llama1B, Shape::B8, Shape::B70].into_iter().flat_map(|shape| [1, 8].map(|n| (shape, n)))
     {
-        let of =
-            predicted.iter().find(|of| (of.model.as_str(), of.ranks, of.measured.batch) == (shape.name(), 4, batch));
+        let name = shape.name();
+        let of = predicted.iter().find(|of| (of.model.as_str(), of.ranks, of.measured.batch) == (&name, 4, batch));
         let error = of.expect("all three shapes were measured on four GPUs").measured.error(&report.costs);
         assert!(error.abs() < 0.10, "{} at batch {batch}: {error}\n{report}", shape.name());
     }

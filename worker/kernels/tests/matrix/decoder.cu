@@ -173,7 +173,8 @@ __global__ void check_qkv(Launch launch, const float* sums, u32 layer) {
         expect(kQueries, at_u16(launch.words + Memory::queries + (((u64)token * kHeads + of) * kHeadDim + dim) * 2),
                bf16(v[r]));
     }
-    const bool last = token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row;
+    const bool last = row.first_row != token &&
+                      (token + 1 == launch.row_count || launch.rows[token + 1].first_row != row.first_row);
     for (u32 p = at + 1; p < kPage && value && last; p++)
       for (int r = 0; r < 16; r++) expect(kRest, at_u16(in + v_byte(p, piece * 16 + r)), 0);
   });

@@ -66,10 +66,15 @@ inline bool any_lane(bool v) {
   return any;
 }
 template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
-inline float shuffle_xor(float v, int) { return v; }
+inline float shuffle_xor(float v, int mask) {
+  return __builtin_bit_cast(float, shuffle_xor(__builtin_bit_cast(u32, v), mask));
+}
 inline u32 __ballot_sync(u32, bool v) { return (u32)v << lane_index(); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
-inline void __syncwarp() {}
+/// Warps of all their lanes meet; what others have of a warp is ordered by its collectives alone.
+inline void __syncwarp() {
+  if (warp_of_lane->lanes == 32) warp_of_lane->meet.arrive_and_wait();
+}
 inline float __uint_as_float(u32 v) { return __builtin_bit_cast(float, v); }
 inline u32 __float_as_uint(float v) { return __builtin_bit_cast(u32, v); }
 inline long long clock64() {
@@ -139,8 +144,15 @@ inline void store_relaxed_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   if (fenced) __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELEASE);
   else __atomic_store_n((u64*)(p + 8), (u64)w << 32 | z, __ATOMIC_RELAXED);
 }
-inline Quad load_system_16(const u8* p) { return load_relaxed_16(p); }
-inline void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) { store_relaxed_16(p, x, y, z, w); }
+/// Words of other ranks: some have no tag, so all 16 bytes are read and written at once.
+inline Quad load_system_16(const u8* p) {
+  stumble();
+  return __builtin_bit_cast(Quad, __atomic_load_n((const unsigned __int128*)p, __ATOMIC_RELAXED));
+}
+inline void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
+  stumble();
+  __atomic_store_n((unsigned __int128*)p, __builtin_bit_cast(unsigned __int128, (Quad{x, y, z, w})), __ATOMIC_RELAXED);
+}
 /// Ordinary stores: a race with whoever is not ordered behind them.
 inline void store_16(u8* p, const Quad& v) {
   stumble();

@@ -6,6 +6,7 @@
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
+#include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
 #include "../../layout/words.cuh"
 #include "../../layout/shared_memory.cuh"

@@ -8,6 +8,7 @@
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
+#include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
 #include "../../layout/rows.cuh"
 #include "../../layout/words.cuh"

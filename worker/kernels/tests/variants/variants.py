@@ -415,11 +415,11 @@ class Kernel:
             if (place + 1) % self.group_rows and i + 1 < len(rows) and rows[i + 1]["first_row"] == row["first_row"]:
                 continue
             end = min(row["position"] + steps - 1, row.get("last", 1 << 30))
-            first = max(0, end + 1 - s.window) // PAGE if s.window else 0
-            reach = (s.window + PAGE - 2) // PAGE + 1 if s.window else 1 << 30
-            pages = min(end // PAGE + 1, reach)
-            for n in range(-(-pages // self.item_pages)):
-                items.append((-(-max(1, min(end + 1 - first * PAGE - n * span, span)) // 16), i, n))
+            begin, last = (max(0, of + 1 - s.window) // PAGE * PAGE if s.window else 0
+                           for of in (row["position"], end))
+            for n in range(begin // span, end // span + 1):
+                seen = min(end + 1, (n + 1) * span) - max(last, n * span)
+                items.append((-(-max(1, seen) // 16), i, n))
         loads, lists = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
         for leaves, i, n in sorted(items, key=lambda item: (-item[0], *item[1:])):
             load, block = loads[0]

@@ -1,13 +1,14 @@
 //! Who attends to what in wide passes (kernels/wide/attention_items.cuh).
 //!
-//! An item is what a group, some rows of one sequence, sees of a KV head in one span of pages. All KV heads have the
-//! same items and as many blocks, so one deal serves them all. The longest item comes first, each to the block that has
-//! least so far. Who computes an item touches no bit.
+//! An item is what a group, some rows of one sequence, sees of a KV head in one span of pages. Spans are counted from
+//! position 0. All KV heads have the same items and as many blocks, so one deal serves them all. The longest item comes
+//! first, each to the block that has least so far. Who computes an item touches no bit.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::launch::Row;
+use super::sizes::MOST_STEPS;
 use crate::plan::PAGE_POSITIONS;
 
 /// Positions that attention reads together: a page is read as far as its leaves are begun.
@@ -41,8 +42,8 @@ struct Item {
 
 impl Deal {
     /// The items of a launch of `steps` steps, as the kernel reads them: `[blocks]` where each block's list begins and
-    /// where the last one ends, then the lists, longest items first. Spans that a row comes to only during the launch
-    /// are among them, and count by what they are at its end.
+    /// where the last one ends, then the lists, longest items first. Spans that a row comes to or leaves only during the
+    /// launch are among them, and count by what they are at its end.
     pub fn of(&self, rows: &[Row], steps: u32) -> Vec<u32> {
         let groups = (0..rows.len()).filter(|row| self.ends_group(rows, *row));
         let mut items: Vec<Item> = groups.flat_map(|row| self.spans(row, &rows[row], steps)).collect();
@@ -60,9 +61,13 @@ impl Deal {
         (0..=self.blocks).map(begin).chain(lists).map(|word| word as u32).collect()
     }
 
-    /// Words of that at most, for a launch of so many rows, each of which sees up to `pages` pages.
+    /// Words of that at most, for a launch of so many rows, each of which sees up to `pages` pages in a step.
     pub fn most_words(&self, rows: usize, pages: usize) -> usize {
-        self.blocks + 1 + rows * pages.div_ceil(self.span_pages)
+        let moved = (MOST_STEPS - 1).div_ceil(PAGE_POSITIONS);
+        self.blocks + 1 + rows * self.window.map_or_else(
+            || pages.div_ceil(self.span_pages),
+            |_| most_spans(pages + moved, self.span_pages),
+        )
     }
 
     /// Whether a group's last row is this one.
@@ -73,26 +78,34 @@ impl Deal {
         active(&this) && ((place + 1).is_multiple_of(self.group_rows) || !rows.get(row + 1).is_some_and(goes_on))
     }
 
-    /// The spans that a group whose last row is `last` sees in any of the steps. They are counted from the first page
-    /// that it sees.
+    /// The spans that a group whose last row is `last` sees in any of the steps.
     fn spans(&self, row: usize, last: &Row, steps: u32) -> impl Iterator<Item = Item> + use<> {
+        let window = self.window.unwrap_or(usize::MAX);
+        // The begin of the first page that is seen from a position.
+        let first_seen = move |position: usize| {
+            (position + 1).saturating_sub(window) / PAGE_POSITIONS * PAGE_POSITIONS
+        };
+        let begin = last.position as usize;
         let end = (last.position + steps - 1).min(last.last_position) as usize;
-        let first_visible = self.window.map_or(0, |window| (end + 1).saturating_sub(window));
-        let seen = end + 1 - first_visible / PAGE_POSITIONS * PAGE_POSITIONS;
-        // A window of w positions that begins with a page's last one reaches furthest.
-        let reach = self.window.map_or(usize::MAX, |window| (window + PAGE_POSITIONS - 2) / PAGE_POSITIONS + 1);
-        let pages = (end / PAGE_POSITIONS + 1).min(reach);
         let span_positions = self.span_pages * PAGE_POSITIONS;
-        (0..pages.div_ceil(self.span_pages)).map(move |span| {
-            let positions = seen.saturating_sub(span * span_positions).min(span_positions);
+        (first_seen(begin) / span_positions..=end / span_positions).map(move |span| {
+            let from = first_seen(end).max(span * span_positions);
+            let positions = (end + 1).min((span + 1) * span_positions).saturating_sub(from);
             // A window may have left the span by then: as nothing, all such spans would go to one block.
             Item { leaves: positions.div_ceil(LEAF_POSITIONS).max(1), row, span, block: 0 }
         })
     }
 }
 
+/// Spans that so many pages, from any page on, touch at most.
+pub fn most_spans(pages: usize, span_pages: usize) -> usize {
+    (pages + 2 * span_pages - 2) / span_pages
+}
+
 #[cfg(test)]
 mod tests {
+    use std::ops::RangeInclusive;
+
     use super::*;
 
     const DEAL: Deal = Deal { blocks: 16, group_rows: 4, span_pages: 16, window: None };
@@ -134,20 +147,32 @@ mod tests {
         (0..deal.blocks).map(|block| words[at(block)..at(block + 1)].iter().map(item).collect()).collect()
     }
 
-    /// Rows whose window ends with a page at the end of the launch, and in the steps before reaches into one more: into
-    /// another span.
+    /// Rows whose window begins with a span at the end of the launch, and in the steps before reaches into the one
+    /// before it.
     #[test]
     fn spans_that_a_window_leaves_do_not_all_go_to_one_block() {
         let deal = Deal { group_rows: 1, window: Some(1024), ..DEAL };
         let rows = decoding([2047 - 8; 32], 9);
-        assert!(groups(&deal, &rows, 0).iter().all(|(_, pages)| *pages == 17));
-        assert!(groups(&deal, &rows, 8).iter().all(|(_, pages)| *pages == 16));
+        assert!(groups(&deal, &rows, 0).iter().all(|(_, pages)| *pages == (15..=31)));
+        assert!(groups(&deal, &rows, 8).iter().all(|(_, pages)| *pages == (16..=31)));
         assert!(lists(&deal, &rows, 9).iter().all(|list| list.len() == 4));
+    }
+
+    /// Spans begin at multiples of 16 pages, wherever a window begins.
+    #[test]
+    fn spans_are_counted_from_position_0() {
+        let deal = Deal { blocks: 1, group_rows: 1, window: Some(100), ..DEAL };
+        for (position, spans) in [(1023, 0..=0), (1024, 0..=1), (1122, 0..=1), (1123, 1..=1), (10_000, 9..=9)] {
+            let spans: Vec<_> = spans.map(|span| (0, span)).collect();
+            let mut dealt = lists(&deal, &decoding([position], 1), 1).concat();
+            dealt.sort_unstable();
+            assert_eq!(dealt, spans, "at {position}");
+        }
     }
 
     /// What the kernel has in a step, by the rules of kernels/layout/rows.cuh and wide/attention_items.cuh, written
     /// down again: last row and pages of each group.
-    fn groups(deal: &Deal, rows: &[Row], step: u32) -> Vec<(usize, usize)> {
+    fn groups(deal: &Deal, rows: &[Row], step: u32) -> Vec<(usize, RangeInclusive<usize>)> {
         let active = |row: usize| row < rows.len() && rows[row].position + step <= rows[row].last_position;
         let ends = |row: &usize| {
             let first = rows[*row].first_row as usize;
@@ -159,7 +184,7 @@ mod tests {
         let pages = |row: usize| {
             let position = (rows[row].position + step) as usize;
             let first = deal.window.map_or(0, |window| (position + 1).saturating_sub(window));
-            position / 64 - first / 64 + 1
+            first / 64..=position / 64
         };
         (0..rows.len()).filter(ends).map(|row| (row, pages(row))).collect()
     }
@@ -215,8 +240,8 @@ mod tests {
             let mut most = 0;
             for step in 0..steps {
                 for (row, pages) in groups(&deal, &rows, step) {
-                    most = most.max(pages);
-                    for span in 0..pages.div_ceil(deal.span_pages) {
+                    most = most.max(pages.clone().count());
+                    for span in pages.start() / deal.span_pages..=pages.end() / deal.span_pages {
                         assert!(
                             items.binary_search(&(row, span)).is_ok(),
                             "round {round}: {row}, {span} at step {step}"
@@ -226,8 +251,7 @@ mod tests {
             }
             let ends: Vec<_> = groups(&deal, &rows, 0).into_iter().map(|(row, _)| row).collect();
             assert!(items.iter().all(|(row, _)| ends.contains(row)), "round {round}: a row that ends no group");
-            let reach = window.map_or(most, |window| most.max(window.div_ceil(64) + 1));
-            assert!(deal.of(&rows, steps).len() <= deal.most_words(rows.len(), reach), "round {round}");
+            assert!(deal.of(&rows, steps).len() <= deal.most_words(rows.len(), most), "round {round}");
             assert_eq!(dealt, lists(&deal, &rows, steps), "round {round}: the same rows are dealt alike");
         }
     }

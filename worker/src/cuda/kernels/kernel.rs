@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
-use super::deal::Deal;
+use super::deal::{Deal, most_spans};
 use super::launch::Launch;
 use super::module::Module;
 use super::unlooped::Chain;
@@ -133,7 +133,11 @@ impl Kernel {
     /// Bytes of exchange words for rows of up to `pages` visible pages.
     pub fn words_bytes(&self, layout: &Layout, pages: usize) -> u64 {
         let rows_and_heads = (self.variant.columns() * layout.rank().kv_heads.len()) as u64;
-        let items = rows_and_heads * (pages as u64).div_ceil(self.needs.item_pages);
+        let items = match layout.plan().config.sliding_window {
+            None => pages.div_ceil(self.needs.item_pages as usize),
+            Some(_) => most_spans(pages, self.needs.item_pages as usize),
+        };
+        let items = rows_and_heads * items as u64;
         self.needs.fixed_words + self.needs.item_words * items
     }
 

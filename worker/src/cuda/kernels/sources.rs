@@ -6,10 +6,11 @@ pub const SOURCES: [&str; 2] =
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 32] = [
+pub const HEADERS: [(&str, &str); 33] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
+    ("layout/page.cuh", include_str!("../../../kernels/layout/page.cuh")),
     ("layout/launch.cuh", include_str!("../../../kernels/layout/launch.cuh")),
     ("layout/rows.cuh", include_str!("../../../kernels/layout/rows.cuh")),
     ("layout/words.cuh", include_str!("../../../kernels/layout/words.cuh")),

@@ -1,0 +1,394 @@
+// Attention of rows that decode, one of their sequence in the pass: a span of a row and a KV head is an item. A block
+// has two sets of warps, each with items and a ring of pages of its own, so that one streams while the other begins or
+// ends an item: four consumers, one a share of the span, whose columns are the row's query heads, and a producer.
+// Shares meet in shared memory; spans of a row that has several meet in matrix_merge_spans.
+//
+// All four consumers wait for every page in order and give it back, so parities cannot alias.
+#pragma once
+
+namespace matrix {
+
+constexpr u32 kSpanSets = 2, kSpanWarps = kSpanSets * kSpanShares;
+constexpr int kAttendSpansThreads = (kSpanWarps + kSpanSets) * 32, kMergeSpansThreads = 256;
+constexpr u32 kQueryTiles = (kQueriesPerKv + 7) / 8;  // n8 tiles of columns
+
+// Where shares meet, a tile of columns at a time: [share][dim tile][lane] 16 bytes as results of mma lie, then
+// [share][t] reference and sum of columns 2 t and 2 t + 1.
+constexpr u32 kShareOut = kDimTiles * 512, kShareSums = kSpanShares * kShareOut, kMeeting = kShareSums + 256;
+constexpr u32 kSpanSlotsFit = (kSharedMost / kSpanSets - kMeeting) / (kPageSlot + 16),
+              kSpanSlots = kSpanSlotsFit < 8 ? kSpanSlotsFit : 8;
+using SpanRing = PageRing<kSpanSlots>;
+constexpr u32 kSpanSetShared = SpanRing::bytes + kMeeting, kAttendSpansShared = kSpanSets * kSpanSetShared;
+
+/// What is kept of a span of several: [query head] reference, sum, [kHeadDim] outputs.
+LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 query) {
+  return reinterpret_cast<float*>(launch.words + Memory::spans +
+                                  ((u64)place * kKvHeads + kv_head) * Memory::span_bytes) +
+         query * (kHeadDim + 2);
+}
+constexpr u32 kOnlySpan = ~0u;
+
+// ---- items ----
+
+struct SpanItem {
+  u32 kv_head, row, place, slot, position, first, last;  // pages of the span that the row sees
+};
+/// The set's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp calls
+/// next.
+struct SpanItems {
+  const Launch& launch;
+  const Pass& pass;
+  u32 set, round = 0, word = 0, place = 0, position = 0, slot = 0;
+
+  LP_DEVICE bool next(SpanItem& item) {
+    const u32 count = pass.span_count * kKvHeads, unit = blockIdx.x * kSpanSets + set, units = gridDim.x * kSpanSets;
+    if (round % 32 == 0) {
+      const u32 index = item_index(round + lane_index(), unit, units);
+      if (index < count) {
+        const u32* span = pass.attend_spans + index / kKvHeads * 2;
+        word = load_relaxed_u32(span), place = load_relaxed_u32(span + 1);
+        const Row& row = launch.rows[word & 0xffff];
+        position = row.position, slot = row.slot;
+      }
+    }
+    const u32 index = item_index(round, unit, units), of = round % 32, span = shuffle(word, of) >> 16,
+              at = shuffle(position, of);
+    item = SpanItem{index % kKvHeads, shuffle(word, of) & 0xffff, shuffle(place, of), shuffle(slot, of), at,
+                    max(first_visible(at) / kPage, span * kSpanPages),
+                    min(at / kPage, span * kSpanPages + kSpanPages - 1)};
+    round++;
+    return index < count;
+  }
+};
+
+/// The pages of the set's items.
+LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u32 set, SpanRing& ring) {
+  const u32 lane = lane_index();
+  const u64 policy = policy_evict_first();
+  SpanItems items{launch, pass, set};
+  const auto entries = [&](const SpanItem& item) {
+    return item.first + lane <= item.last
+               ? load_constant_u32(launch.page_table + item.slot * launch.page_stride + item.first + lane)
+               : 0;
+  };
+  SpanItem item;
+  bool any = items.next(item);
+  u32 entry = any ? entries(item) : 0;
+#pragma unroll 1
+  while (any) {
+    SpanItem ahead;
+    const bool more = items.next(ahead);
+    const u32 entry_ahead = more ? entries(ahead) : 0;
+#pragma unroll 1
+    for (u32 at = item.first; at <= item.last; at++, ring.next()) {
+      const u32 page = shuffle(entry, at - item.first),
+                groups = at == item.position / kPage ? item.position % kPage / 8 + 1 : kPage / 8;  // that are begun
+      if (lane == 0)
+        ring.fill(launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head), groups * kGroupBytes,
+                  page_scales(launch, layer, page, item.kv_head), policy);
+      __syncwarp();
+    }
+    item = ahead, entry = entry_ahead, any = more;
+  }
+}
+
+// ---- consumers ----
+
+/// A row's queries of a KV head: B, column 8 n + g its query head.
+struct SpanQueries {
+  u32 b[kQueryTiles][kDimTiles][2];
+  float scale[kQueryTiles][2];  // of scores of columns 2 t and 2 t + 1, all but k's part
+
+  LP_DEVICE void load(const Launch& launch, const SpanItem& item) {
+    const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, head = item.kv_head * kQueriesPerKv;
+#pragma unroll
+    for (u32 n = 0; n < kQueryTiles; n++) {
+      const bool on = 8 * n + g < kQueriesPerKv;
+      const u8* from = query_at(launch, item.row, head + 8 * n + g) + t * 4;
+#pragma unroll
+      for (u32 j = 0; j < kDimTiles; j++)
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) b[n][j][h] = on ? load_relaxed_u32(from + j * 32 + h * 16) : 0;
+#pragma unroll
+      for (u32 c = 0; c < 2; c++) {
+        scale[n][c] = kScoreScale;
+        if (kQkNorm && 8 * n + 2 * t + c < kQueriesPerKv)
+          scale[n][c] *= query_inverse_at(launch, item.row, head + 8 * n + 2 * t + c);
+      }
+    }
+  }
+};
+
+/// A share of an item: of tile n, columns 8 n + 2 t and + 1.
+struct SpanShare {
+  float reference[kQueryTiles][2], total[kQueryTiles][2];
+  float out[kQueryTiles][kDimTiles][4];  // dimensions 16 j + g and + 8
+
+  LP_DEVICE void clear() {
+#pragma unroll
+    for (u32 n = 0; n < kQueryTiles; n++) {
+#pragma unroll
+      for (u32 c = 0; c < 2; c++) reference[n][c] = kMinusInfinity, total[n][c] = 0;
+#pragma unroll
+      for (u32 j = 0; j < kDimTiles; j++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) out[n][j][i] = 0;
+    }
+  }
+  /// Adds a page, in shared memory at `page`, of which positions begin .. end are seen. True never, which only the
+  /// products know (sync/ring.cuh).
+  LP_DEVICE bool add_page(u32 page, int begin, int end, const SpanQueries& queries) {
+    const u32 lane = lane_index(), row = lane & 7, first = lane >> 3 & 1, second = lane >> 4;
+    const int g = lane >> 2, t = lane & 3;
+    const auto seen = [&](int at) { return at >= begin && at <= end; };
+    // K: matrices of both groups of a leaf, then of the next 8 dimensions; V: the other way about.
+    const u32 k = page + first * kGroupBytes + second * 128 + row * 16,
+              v = page + kGroupV + second * kGroupBytes + first * 128 + row * 16;
+    float score[kQueryTiles][4][4] = {};
+#pragma unroll
+    for (u32 j = 0; j < kDimTiles; j++)
+#pragma unroll
+      for (u32 l = 0; l < 4; l++) {
+        const Quad a = ldmatrix_x4(k + l * 2 * kGroupBytes + j * 256);
+#pragma unroll
+        for (u32 n = 0; n < kQueryTiles; n++) mma_m16n8k16(score[n][l], a, queries.b[n][j][0], queries.b[n][j][1]);
+      }
+    u32 weights[kQueryTiles][4][2];
+    float keep[kQueryTiles][2], factor[kQueryTiles][2];
+#pragma unroll
+    for (u32 n = 0; n < kQueryTiles; n++) {
+      float high[2] = {kMinusInfinity, kMinusInfinity}, sum[4][2];
+#pragma unroll
+      for (u32 l = 0; l < 4; l++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+          const u32 at = l * kLeafPositions + g + 8 * (i >> 1);
+          float& s = score[n][l][i];
+          s *= kQkNorm ? queries.scale[n][i & 1] * load_shared_f32(page + kPageBytes + at * 4) : kScoreScale;
+          if (!seen(at)) s = kMinusInfinity;
+          high[i & 1] = fmaxf(high[i & 1], s);
+        }
+#pragma unroll
+      for (u32 d = 4; d < 32; d *= 2)
+#pragma unroll
+        for (u32 c = 0; c < 2; c++) high[c] = fmaxf(high[c], shuffle_xor(high[c], d));
+#pragma unroll
+      for (u32 c = 0; c < 2; c++) {
+        high[c] = ceilf(high[c]);
+        const float now = fmaxf(reference[n][c], high[c]);
+        keep[n][c] = rescale(reference[n][c], now), factor[n][c] = rescale(high[c], now);
+        reference[n][c] = now;
+        high[c] = fmaxf(high[c], -3.4e38f);  // of a page of which nothing is seen weights are zero, not NaN
+      }
+#pragma unroll
+      for (u32 l = 0; l < 4; l++) {
+        float* s = score[n][l];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) s[i] = exp2_approx(s[i] - high[i & 1]);
+#pragma unroll
+        for (u32 c = 0; c < 2; c++) sum[l][c] = s[c] + s[2 + c];
+        weights[n][l][0] = transpose_8x8(bf16_pair(s[0], s[1]));
+        weights[n][l][1] = transpose_8x8(bf16_pair(s[2], s[3]));
+      }
+#pragma unroll
+      for (u32 d = 4; d < 32; d *= 2)
+#pragma unroll
+        for (u32 l = 0; l < 4; l++)
+#pragma unroll
+          for (u32 c = 0; c < 2; c++) sum[l][c] += shuffle_xor(sum[l][c], d);
+#pragma unroll
+      for (u32 c = 0; c < 2; c++)
+        total[n][c] = fmaf(keep[n][c], total[n][c],
+                           factor[n][c] * (((sum[0][c] + sum[1][c]) + sum[2][c]) + sum[3][c]));
+    }
+    // V of positions that are not seen may be anything, NaN too.
+    u32 kept[4][2];
+#pragma unroll
+    for (u32 l = 0; l < 4; l++)
+#pragma unroll
+      for (u32 h = 0; h < 2; h++) {
+        const u32 at = l * kLeafPositions + 8 * h + 2 * t;
+        kept[l][h] = (seen(at) ? 0xffffu : 0) | (seen(at + 1) ? 0xffff0000u : 0);
+      }
+    bool never = false;
+#pragma unroll
+    for (u32 j = 0; j < kDimTiles; j++) {
+      float part[kQueryTiles][4] = {};
+#pragma unroll
+      for (u32 l = 0; l < 4; l++) {
+        Quad a = ldmatrix_x4(v + l * 2 * kGroupBytes + j * 256);
+        a.x &= kept[l][0], a.y &= kept[l][0], a.z &= kept[l][1], a.w &= kept[l][1];
+#pragma unroll
+        for (u32 n = 0; n < kQueryTiles; n++) mma_m16n8k16(part[n], a, weights[n][l][0], weights[n][l][1]);
+      }
+#pragma unroll
+      for (u32 n = 0; n < kQueryTiles; n++) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+          out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], factor[n][i & 1] * part[n][i]);
+        never |= __float_as_uint(out[n][j][0]) == 0x7fedcba9u;
+      }
+    }
+    return never;
+  }
+};
+
+/// The four shares of an item's columns 8 n on, ascending: each warp adds a quarter of the dimensions.
+LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const SpanItem& item, u32 n,
+                    const SpanShare& share) {
+  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (u32 j = 0; j < kDimTiles; j++)
+    store_shared_16(at + number * kShareOut + j * 512 + lane * 16, share.out[n][j]);
+  const float sums[4] = {share.reference[n][0], share.total[n][0], share.reference[n][1], share.total[n][1]};
+  if (g == 0) store_shared_16(at + kShareSums + (number * 4 + t) * 16, sums);
+  barrier_sync(1 + set, kSpanShares * 32);
+  float reference[2] = {kMinusInfinity, kMinusInfinity}, total[2] = {0, 0}, factor[kSpanShares][2];
+  Quad its[kSpanShares];
+#pragma unroll
+  for (u32 s = 0; s < kSpanShares; s++) {
+    its[s] = load_shared_16(at + kShareSums + (s * 4 + t) * 16);
+    reference[0] = fmaxf(reference[0], __uint_as_float(its[s].x));
+    reference[1] = fmaxf(reference[1], __uint_as_float(its[s].z));
+  }
+#pragma unroll
+  for (u32 s = 0; s < kSpanShares; s++) {
+    factor[s][0] = rescale(__uint_as_float(its[s].x), reference[0]);
+    factor[s][1] = rescale(__uint_as_float(its[s].z), reference[1]);
+    total[0] = fmaf(factor[s][0], __uint_as_float(its[s].y), total[0]);
+    total[1] = fmaf(factor[s][1], __uint_as_float(its[s].w), total[1]);
+  }
+  const bool only = item.place == kOnlySpan;
+  const float inverse[2] = {only ? reciprocal_approx(total[0]) : 1, only ? reciprocal_approx(total[1]) : 1};
+  if (!only && number == 0 && g == 0) {
+#pragma unroll
+    for (u32 c = 0; c < 2; c++)
+      if (8 * n + 2 * t + c < kQueriesPerKv) {
+        float* to = span_part(launch, item.place, item.kv_head, 8 * n + 2 * t + c);
+        to[0] = reference[c], to[1] = total[c];
+      }
+  }
+#pragma unroll
+  for (u32 i = 0; i < kDimTiles / 4; i++) {
+    const u32 j = number * (kDimTiles / 4) + i;
+    float out[4] = {};
+#pragma unroll
+    for (u32 s = 0; s < kSpanShares; s++) {
+      const Quad v = load_shared_16(at + s * kShareOut + j * 512 + lane * 16);
+      out[0] = fmaf(factor[s][0], __uint_as_float(v.x), out[0]);
+      out[1] = fmaf(factor[s][1], __uint_as_float(v.y), out[1]);
+      out[2] = fmaf(factor[s][0], __uint_as_float(v.z), out[2]);
+      out[3] = fmaf(factor[s][1], __uint_as_float(v.w), out[3]);
+    }
+    if (only) {
+      // Lanes then have dimensions 2 t and 2 t + 1 of column g.
+      const u32 low = transpose_8x8(bf16_pair(out[0] * inverse[0], out[1] * inverse[1])),
+                high = transpose_8x8(bf16_pair(out[2] * inverse[0], out[3] * inverse[1])),
+                step = (item.kv_head * kQueriesPerKv + 8 * n + g) * kDimTiles + j;
+      if (8 * n + g >= kQueriesPerKv) continue;
+      u8* to = launch.words + Memory::attention_out + vector_byte(O::steps, step, item.row, 0) + t * 4;
+      store_u32(to, low), store_u32(to + 128, high);
+    } else {
+#pragma unroll
+      for (u32 c = 0; c < 2; c++)
+        if (8 * n + 2 * t + c < kQueriesPerKv) {
+          float* to = span_part(launch, item.place, item.kv_head, 8 * n + 2 * t + c) + 2 + 16 * j + g;
+          to[0] = out[c], to[8] = out[2 + c];
+        }
+    }
+  }
+  barrier_sync(1 + set, kSpanShares * 32);
+}
+
+/// A consumer's share of the set's items.
+LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32 number, SpanRing& ring) {
+  SpanItems items{launch, pass, set};
+  SpanItem item;
+  SpanQueries queries, next;
+  SpanShare share;
+  bool any = items.next(item);
+  if (any) queries.load(launch, item);
+#pragma unroll 1
+  while (any) {
+    SpanItem ahead;
+    const bool more = items.next(ahead);
+    if (more) next.load(launch, ahead);
+    share.clear();
+#pragma unroll 1
+    for (u32 page = item.first; page <= item.last; page++, ring.next()) {
+      ring.wait();
+      bool never = false;
+      if (page % kSpanShares == number)
+        never = share.add_page(ring.page(), (int)(first_visible(item.position) - page * kPage),
+                               (int)(item.position - page * kPage), queries);
+      __syncwarp();
+      if (lane_index() == 0) mbarrier_arrive(ring.empty() + (never ? 8192 : 0));
+    }
+#pragma unroll
+    for (u32 n = 0; n < kQueryTiles; n++) meet(launch, ring.shared + SpanRing::bytes, set, number, item, n, share);
+    item = ahead, queries = next, any = more;
+  }
+}
+
+}  // namespace matrix
+
+extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
+    matrix_attend_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
+  using namespace matrix;
+  const u32 warp = threadIdx.x / 32, consumer = warp < kSpanWarps,
+            set = consumer ? warp / kSpanShares : warp - kSpanWarps;
+  SpanRing ring{shared_address(attend_memory) + set * kSpanSetShared};
+  if (!consumer && threadIdx.x % 32 == 0) {
+    ring.init(kSpanShares);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  launch_dependents();
+  wait_launch_before();
+  if (consumer) {
+    attend_spans(launch, pass, set, warp % kSpanShares, ring);
+  } else {
+    fence_async_global();  // qkv wrote pages as threads do
+    stream_spans(launch, pass, layer, set, ring);
+  }
+}
+
+/// Rows of several spans, which are added ascending: a warp has a row's query head.
+extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
+    matrix_merge_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32) {
+  using namespace matrix;
+  constexpr u32 kPairs = kHeadDim / 64;  // a lane has dimensions 64 i + 2 lane and + 1
+  launch_dependents();
+  wait_launch_before();
+  const u32 lane = lane_index(), warps = kMergeSpansThreads / 32;
+  for (u32 job = blockIdx.x * warps + warp_index(); job < pass.merge_count * kHeads; job += gridDim.x * warps) {
+    const u32 word = load_relaxed_u32(pass.merges + job / kHeads * 2),
+              place = load_relaxed_u32(pass.merges + job / kHeads * 2 + 1), row = word & 0xffff, spans = word >> 16,
+              head = job % kHeads;
+    const float* from = span_part(launch, place, head / kQueriesPerKv, head % kQueriesPerKv);
+    float reference = kMinusInfinity, total = 0, out[kPairs][2] = {};
+#pragma unroll 4
+    for (u32 span = 0; span < spans; span++) {
+      const float* part = from + (u64)span * kKvHeads * (Memory::span_bytes / 4);
+      const u64 sums = load_relaxed_u64(part);
+      const float its = __uint_as_float((u32)sums), now = fmaxf(reference, its), keep = rescale(reference, now),
+                  factor = rescale(its, now);
+      total = fmaf(keep, total, factor * __uint_as_float((u32)(sums >> 32)));
+#pragma unroll
+      for (u32 i = 0; i < kPairs; i++) {
+        const u64 pair = load_relaxed_u64(part + 2 + 64 * i + 2 * lane);
+        out[i][0] = fmaf(keep, out[i][0], factor * __uint_as_float((u32)pair));
+        out[i][1] = fmaf(keep, out[i][1], factor * __uint_as_float((u32)(pair >> 32)));
+      }
+      reference = now;
+    }
+    const float inverse = reciprocal_approx(total);
+#pragma unroll
+    for (u32 i = 0; i < kPairs; i++) {
+      const u32 dim = 64 * i + 2 * lane;
+      store_u32(launch.words + Memory::attention_out +
+                    vector_byte(O::steps, head * kDimTiles + dim / 16, row, dim / 8 % 2) + dim % 8 * 2,
+                bf16_pair(out[i][0] * inverse, out[i][1] * inverse));
+    }
+  }
+}

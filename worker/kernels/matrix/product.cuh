@@ -32,8 +32,8 @@ static_assert(kPartialBytes == 2 * kStageBytes, "the residual of a tile is two s
 
 /// How a cluster divides tiles.
 enum class Cut { kPair, kQuads };
-/// Whether a product's leaves are added in four groups.
-template <class P> constexpr bool kInQuads = !P::ascending && P::leaves > 2;
+/// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
+template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
 
 /// Offsets in shared memory.
 template <class P> struct Ring {
@@ -174,9 +174,12 @@ template <class P, Cut CUT> struct Consumer {
       ended(FULL > 0);
       if (!kOdd && more) fetch(first);
     }
+    if (kOdd && more) fetch(second);
     wgmma_wait<0>();
     release(before);
-    if (kOdd && more) fetch(first);
+    if (kOdd && more)
+#pragma unroll
+      for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
   }
   LP_DEVICE static void add_4(float* v, const Quad& q) {

@@ -59,7 +59,7 @@ template <class P> __global__ void reference(const u8* weights, const u32* tiles
   for (u32 i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < P::tiles * (tokens / 8);
        i += gridDim.x * blockDim.x / 32) {
     const u32 tile = i % P::tiles, token = i / P::tiles * 8, word = tiles[tile];
-    float leaf[P::leaves][4];
+    float leaf[4][P::leaves];
 #pragma unroll
     for (int n = 0; n < P::leaves; n++) {
       float c[4] = {};
@@ -69,20 +69,12 @@ template <class P> __global__ void reference(const u8* weights, const u32* tiles
         const u8* b = vectors + vector_byte(P::steps, s, token + g, 0) + t * 4;
         mma_m16n8k16(c, a, at_u32(b), at_u32(b + 128));
       }
-      for (int k = 0; k < 4; k++) leaf[n][k] = c[k];
+      for (int k = 0; k < 4; k++) leaf[k][n] = c[k];
     }
-    constexpr int GROUPS = P::ascending || P::leaves < 4 ? 1 : 4, EACH = P::leaves / GROUPS;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      float group[GROUPS];
-#pragma unroll
-      for (int n = 0; n < GROUPS; n++) {
-        group[n] = leaf[n * EACH][k];
-#pragma unroll
-        for (int l = 1; l < EACH; l++) group[n] += leaf[n * EACH + l][k];
-      }
-      sums[(u64)(token + 2 * t + k % 2) * (P::tiles * 16) + tile * 16 + g + k / 2 * 8] = tree_sum<GROUPS>(group);
-    }
+    for (int k = 0; k < 4; k++)
+      sums[(u64)(token + 2 * t + k % 2) * (P::tiles * 16) + tile * 16 + g + k / 2 * 8] =
+          leaf_sum<P::leaves, P::group>(leaf[k]);
   }
 }
 

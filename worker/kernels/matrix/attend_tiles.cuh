@@ -131,8 +131,7 @@ struct TileItems {
 
 // ---- shared memory ----
 
-// A part of a thread's rows that waits: [4 values of a thread][thread] 16 bytes, then [warp][g] reference and sum of two
-// rows.
+// What waits of a thread's rows: [4 values of a thread][thread] 16 bytes, then [warp][g] reference and sum of two rows.
 constexpr u32 kTileOut = kHeadDim / 2, kParkedSums = kTileOut * kTileConsumers * 4,
               kParkedBytes = kParkedSums + kTileConsumers / 4 * 16;
 constexpr u32 kTileSlotsFit = (kSharedMost - 2 * kParkedBytes) / (kPageSlot + 16),

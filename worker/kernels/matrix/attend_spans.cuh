@@ -19,7 +19,9 @@ constexpr u32 kShareOut = kDimTiles * 512, kShareSums = kSpanShares * kShareOut,
 constexpr u32 kSpanSlotsFit = (kSharedMost / kSpanSets - kMeeting) / (kPageSlot + 16),
               kSpanSlots = kSpanSlotsFit < 8 ? kSpanSlotsFit : 8;
 using SpanRing = PageRing<kSpanSlots>;
-constexpr u32 kSpanSetShared = SpanRing::bytes + kMeeting, kAttendSpansShared = kSpanSets * kSpanSetShared;
+constexpr u32 kSpanSetShared = (SpanRing::bytes + kMeeting + 127) / 128 * 128,
+              kAttendSpansShared = kSpanSets * kSpanSetShared;
+static_assert(kSpanSlots >= 2 && kAttendSpansShared <= kSharedMost, "a page that is used and one that is fetched");
 
 /// What is kept of a span of several: [query head] reference, sum, [kHeadDim] outputs.
 LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 query) {

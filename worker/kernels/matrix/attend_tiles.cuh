@@ -230,10 +230,11 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
       position[r] = item.position + row.token;
       if constexpr (kQkNorm) scale[r] *= query_inverse_at(launch, item.row + row.token, head);
     }
+    // Two loads have halves of a sector: through the first-level cache, relaxed ones would fetch it twice.
+    const auto word = [&](u32 r, u32 at) { return *reinterpret_cast<const u32*>(from[r] + at); };
 #pragma unroll
     for (u32 j = 0; j < kDimTiles; j++)
-      q[j] = Quad{load_relaxed_u32(from[0] + j * 32), load_relaxed_u32(from[1] + j * 32),
-                  load_relaxed_u32(from[0] + j * 32 + 16), load_relaxed_u32(from[1] + j * 32 + 16)};
+      q[j] = Quad{word(0, j * 32), word(1, j * 32), word(0, j * 32 + 16), word(1, j * 32 + 16)};
   }
   // Of the warpgroup's rows.
   const u32 lowest = item.position + group * kTileTokens,

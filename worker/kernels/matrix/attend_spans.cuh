@@ -9,7 +9,8 @@
 namespace matrix {
 
 constexpr u32 kSpanSets = 2, kSpanWarps = kSpanSets * kSpanShares;
-constexpr int kAttendSpansThreads = (kSpanWarps + kSpanSets) * 32, kMergeSpansThreads = 256;
+// Three warpgroups, as registers are given to whole ones.
+constexpr int kAttendSpansThreads = 384, kMergeSpansThreads = 256;
 constexpr u32 kQueryTiles = (kQueriesPerKv + 7) / 8;  // n8 tiles of columns
 
 // Where shares meet, a tile of columns at a time: [share][dim tile][lane] 16 bytes as results of mma lie, then
@@ -18,7 +19,9 @@ constexpr u32 kShareOut = kDimTiles * 512, kShareSums = kSpanShares * kShareOut,
 constexpr u32 kSpanSlotsFit = (kSharedMost / kSpanSets - kMeeting) / (kPageSlot + 16),
               kSpanSlots = kSpanSlotsFit < 8 ? kSpanSlotsFit : 8;
 using SpanRing = PageRing<kSpanSlots>;
-constexpr u32 kSpanSetShared = SpanRing::bytes + kMeeting, kAttendSpansShared = kSpanSets * kSpanSetShared;
+constexpr u32 kSpanSetShared = (SpanRing::bytes + kMeeting + 127) / 128 * 128,
+              kAttendSpansShared = kSpanSets * kSpanSetShared;
+static_assert(kSpanSlots >= 2 && kAttendSpansShared <= kSharedMost, "a page that is used and one that is fetched");
 
 /// What is kept of a span of several: [query head] reference, sum, [kHeadDim] outputs.
 LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 query) {
@@ -33,8 +36,8 @@ constexpr u32 kOnlySpan = ~0u;
 struct SpanItem {
   u32 kv_head, row, place, slot, position, first, last;  // pages of the span that the row sees
 };
-/// The set's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp calls
-/// next.
+/// The set's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp
+/// calls next.
 struct SpanItems {
   const Launch& launch;
   const Pass& pass;
@@ -94,26 +97,25 @@ LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u
 
 // ---- consumers ----
 
-/// A row's queries of a KV head: B, column 8 n + g its query head.
+/// A row's queries of a KV head: B, column 8 n + g its query head; columns left over repeat the last.
 struct SpanQueries {
   u32 b[kQueryTiles][kDimTiles][2];
   float scale[kQueryTiles][2];  // of scores of columns 2 t and 2 t + 1, all but k's part
 
   LP_DEVICE void load(const Launch& launch, const SpanItem& item) {
+    constexpr u32 kLast = kQueriesPerKv - 1;
     const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, head = item.kv_head * kQueriesPerKv;
 #pragma unroll
     for (u32 n = 0; n < kQueryTiles; n++) {
-      const bool on = 8 * n + g < kQueriesPerKv;
-      const u8* from = query_at(launch, item.row, head + 8 * n + g) + t * 4;
+      const u8* from = query_at(launch, item.row, head + min(8 * n + g, kLast)) + t * 4;
 #pragma unroll
       for (u32 j = 0; j < kDimTiles; j++)
 #pragma unroll
-        for (u32 h = 0; h < 2; h++) b[n][j][h] = on ? load_relaxed_u32(from + j * 32 + h * 16) : 0;
+        for (u32 h = 0; h < 2; h++) b[n][j][h] = load_relaxed_u32(from + j * 32 + h * 16);
 #pragma unroll
       for (u32 c = 0; c < 2; c++) {
         scale[n][c] = kScoreScale;
-        if (kQkNorm && 8 * n + 2 * t + c < kQueriesPerKv)
-          scale[n][c] *= query_inverse_at(launch, item.row, head + 8 * n + 2 * t + c);
+        if constexpr (kQkNorm) scale[n][c] *= query_inverse_at(launch, item.row, head + min(8 * n + 2 * t + c, kLast));
       }
     }
   }
@@ -335,22 +337,24 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
 extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
     matrix_attend_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
   using namespace matrix;
-  const u32 warp = threadIdx.x / 32, consumer = warp < kSpanWarps,
-            set = consumer ? warp / kSpanShares : warp - kSpanWarps;
+  const u32 warp = threadIdx.x / 32, set = warp < kSpanWarps ? warp / kSpanShares : warp - kSpanWarps;
   SpanRing ring{shared_address(attend_memory) + set * kSpanSetShared};
-  if (!consumer && threadIdx.x % 32 == 0) {
+  if (warp >= kSpanWarps && set < kSpanSets && threadIdx.x % 32 == 0) {
     ring.init(kSpanShares);
     fence_mbarrier_init();
   }
   __syncthreads();
   launch_dependents();
   wait_launch_before();
-  if (consumer) {
-    attend_spans(launch, pass, set, warp % kSpanShares, ring);
-  } else {
+  if (warp >= kSpanWarps) {
+    lower_registers<56>();
+    if (set >= kSpanSets) return;
     fence_async_global();  // qkv wrote pages as threads do
     stream_spans(launch, pass, layer, set, ring);
+    return;
   }
+  raise_registers<224>();
+  attend_spans(launch, pass, set, warp % kSpanShares, ring);
 }
 
 /// Rows of several spans, which are added ascending: a warp has a row's query head.

@@ -1,7 +1,7 @@
 // Attention of prompt rows, on wgmma. A block has a tile of rows of a sequence and a KV head; each of its two consumer
 // warpgroups has kTileTokens of them: row r of its 64 is query head r % kQueriesPerKv of token r / kQueriesPerKv, those
-// left over have queries of zero and are not written. Queries are A, in registers; K and V are B as they lie in a page,
-// which is one copy into a ring. The next page's scores run while this page's outputs are added.
+// left over repeat the last token. Queries are A, in registers; K and V are B as they lie in a page, which is one copy
+// into a ring. The next page's scores run while this page's outputs are added.
 //
 // Pages come in the order of additions (ops/softmax.cuh): by span, by share, ascending. A thread's part of the share is
 // in registers; what is over of the span and of the row waits in shared memory.
@@ -131,8 +131,7 @@ struct TileItems {
 
 // ---- shared memory ----
 
-// A part of a thread's rows that waits: [4 dimensions of a thread][thread] 16 bytes, then [warp][g] reference and sum of
-// two rows.
+// What waits of a thread's rows: [4 values of a thread][thread] 16 bytes, then [warp][g] reference and sum of two rows.
 constexpr u32 kTileOut = kHeadDim / 2, kParkedSums = kTileOut * kTileConsumers * 4,
               kParkedBytes = kParkedSums + kTileConsumers / 4 * 16;
 constexpr u32 kTileSlotsFit = (kSharedMost - 2 * kParkedBytes) / (kPageSlot + 16),
@@ -223,20 +222,19 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
   Quad q[kDimTiles];
   {
     const u8* from[2];
-    bool on[2];
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       const TileRow row(item, r);
       const u32 head = item.kv_head * kQueriesPerKv + row.head;
-      from[r] = query_at(launch, item.row + row.token, head) + t * 4, on[r] = row.on;
+      from[r] = query_at(launch, item.row + row.token, head) + t * 4;
       position[r] = item.position + row.token;
       if constexpr (kQkNorm) scale[r] *= query_inverse_at(launch, item.row + row.token, head);
     }
+    // Two loads have halves of a sector: through the first-level cache, relaxed ones would fetch it twice.
+    const auto word = [&](u32 r, u32 at) { return *reinterpret_cast<const u32*>(from[r] + at); };
 #pragma unroll
     for (u32 j = 0; j < kDimTiles; j++)
-      q[j] = Quad{on[0] ? load_relaxed_u32(from[0] + j * 32) : 0, on[1] ? load_relaxed_u32(from[1] + j * 32) : 0,
-                  on[0] ? load_relaxed_u32(from[0] + j * 32 + 16) : 0,
-                  on[1] ? load_relaxed_u32(from[1] + j * 32 + 16) : 0};
+      q[j] = Quad{word(0, j * 32), word(1, j * 32), word(0, j * 32 + 16), word(1, j * 32 + 16)};
   }
   // Of the warpgroup's rows.
   const u32 lowest = item.position + group * kTileTokens,

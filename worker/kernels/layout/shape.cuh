@@ -53,16 +53,16 @@ LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % 
 
 /// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block
 /// whole. GROUP leaves next to each other make a group, which is added ascending; groups are added as a binary tree
-/// (leaf_sum). qkv, o and down have four groups of a quarter of the model's leaves, so that one, two and four ranks have
-/// whole ones (quads). All leaves of gate/up and of the LM head are one group, because their K is never cut. WAYS 2: a
-/// rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
+/// (leaf_sum). qkv, o and down have four groups of a quarter of the model's leaves (quads), so that each of one, two
+/// and four ranks has whole ones. All leaves of gate/up and of the LM head are one group: their K is never cut. WAYS 2:
+/// a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
 /// unit of the stream; otherwise a warp has its leaf of both.
 template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, int WAYS = 1> struct Product {
   static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS,
                        steps = LEAVES * LEAF_STEPS;
   static constexpr int group = GROUP;
-  /// A rank with whole groups tells the others their sum, one with less its leaves one by one: values an output, and how
-  /// many of all ranks' are a group.
+  /// A rank with whole groups tells the others their sum, one with less its leaves one by one: values an output, and
+  /// how many of all ranks' are a group.
   static constexpr int told = LEAVES < GROUP ? LEAVES : 1, told_group = LEAVES < GROUP ? GROUP : 1;
   static constexpr u64 bytes = (u64)TILES * steps * kFragment;
   /// First tile of block `block`; of block kBlocks, the end.

@@ -124,8 +124,8 @@ struct Epilogue {
       return sum + shuffle_xor(sum, 8);
     }
   }
-  /// Sends this rank's part of a set of hidden tiles, [PARTS][kEpilogueColumns], to the other ranks: this lane's word of
-  /// each part.
+  /// Sends this rank's parts of a set of hidden tiles, [PARTS][kEpilogueColumns], to the other ranks: this lane's word
+  /// of each.
   template <int PARTS> LP_DEVICE void tell(u32 told, int s, const float* v, u32 active, u32 tag) const {
     if constexpr (kRanks == 1) return;
     const int tile = O::first_tile(rank_block()) + 2 * s + half();

@@ -5,9 +5,9 @@ struct Plus {
   LP_DEVICE float operator()(float a, float b) const { return a + b; }
 };
 
-/// Sum of N values in the one order of all kernels: GROUP neighbours make a group, added ascending, ((v0 + v1) + v2) +
-/// v3; the groups are added as a binary tree, (g0 + g1) + (g2 + g3). N and GROUP are powers of two; of less than a group
-/// it is ascending. `add`: instead of +.
+/// Sum of N values in the one order of all kernels: GROUP neighbours make a group, which is added ascending,
+/// ((v0 + v1) + v2) + v3; the groups are added as a binary tree, (g0 + g1) + (g2 + g3). N and GROUP are powers of two;
+/// less than a group is ascending. `add`: instead of +.
 template <int N, int GROUP, class ADD = Plus> LP_DEVICE float leaf_sum(const float* v, const ADD& add = {}) {
   if constexpr (N > GROUP) {
     return add(leaf_sum<N / 2, GROUP>(v, add), leaf_sum<N / 2, GROUP>(v + N / 2, add));

@@ -7,9 +7,9 @@
 // In a group a rank has too few tiles of qkv for all pairs to own equally many. In groups of 8 and 16 a rank has one or
 // two leaves of o and down, so these are not cut.
 //
-// Leaves are added in the order of leaf_sum, of which pairs and warpgroups have runs. Where such a run is of whole groups
-// (of a quarter of the leaves), runs are simply added. Where a run is less, whoever has the first run of a group sends
-// its sum to whoever has the next, which adds its own leaves one by one.
+// Leaves are added in the order of leaf_sum, of which blocks and warpgroups have runs. Runs of whole groups (a quarter
+// of the leaves) are simply added. Where a run is less, whoever has the first run of a group sends its sum to whoever
+// has the next, which adds its own leaves one by one.
 #pragma once
 
 static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");

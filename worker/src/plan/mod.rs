@@ -1,9 +1,9 @@
 //! What is cut where, which leaves sum what, in which tree: pure code, shared by every backend.
 //!
 //! Contract 4 (same bits) lives here. A product `y = W x` sums its K dimension in fixed *leaves*, each in ascending
-//! order from zero in fp32; leaves combine as a binary tree of plain fp32 adds over their index; bias and residual are
-//! added after the root. The number of leaves depends on the model alone, so that any tensor-parallel cut owns whole
-//! subtrees.
+//! order from zero in fp32; leaves combine by plain fp32 adds in a fixed order over their index ([`Backend::order`]);
+//! bias and residual are added after the root. The number of leaves depends on the model alone, so that any
+//! tensor-parallel cut owns whole leaves.
 
 use std::ops::Range;
 
@@ -123,6 +123,15 @@ pub enum PlanError {
 }
 
 impl Backend {
+    /// The order in which leaves are added, as the plan's hash names it. CPUs: a binary tree. GPUs: see "The order of
+    /// sums" in `worker/kernels/README.md`.
+    pub const fn order(self) -> &'static str {
+        match self {
+            Self::Cpu => "tree:neighbours-first",
+            Self::Cuda => "quads:ascending,gate-up-head:ascending",
+        }
+    }
+
     /// Leaves of the products over the hidden size (q, k, v, gate, up, LM head).
     fn hidden_leaves(self, config: &ModelConfig) -> usize {
         match self {

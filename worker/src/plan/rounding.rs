@@ -87,9 +87,9 @@ impl ModelPlan {
     pub fn hash(&self) -> [u8; 32] {
         let c = &self.config;
         let mut hasher = Sha256::new();
-        let rounding = self.backend.rounding();
+        let (order, rounding) = (self.backend.order(), self.backend.rounding());
         // Debug text of plain enums and integers is stable; floats go in by their bits.
-        hasher.update(format!("looplane plan {ARITHMETIC} tree:neighbours-first rounding:{rounding:?}\n"));
+        hasher.update(format!("looplane plan {ARITHMETIC} {order} rounding:{rounding:?}\n"));
         hasher.update(format!("tiles:{ROW_TILE},{K_STEP},{MAX_LEAVES},{PAGE_POSITIONS}\n"));
         hasher.update(format!(
             "leaves:{:?},{:?},{:?},{}\n",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
 # (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
-# negative controls, which must be reported; then the sums of products in groups of 1 to 16 ranks. Needs a C++20 compiler
-# with ThreadSanitizer: CXX, else c++.
+# negative controls, which must be reported; then the sums of products of 1 to 16 ranks. Needs a C++20 compiler with
+# ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -55,9 +55,9 @@ noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"
 noticed "steps that end before all have begun them" behind "data race"
 sums() { # RANKS COLUMNS HIDDEN
-    build sums sums.cpp -Wno-parentheses -mcx16 -DLP_LAYERS=1 -DLP_COLUMNS="$2" -DLP_HIDDEN="$3" -DLP_HEADS=$((32 / $1)) \
-        -DLP_KV_HEADS=$(($1 < 8 ? 8 / $1 : 1)) -DLP_HEAD_DIM=128 -DLP_INTERMEDIATE=$((4096 / $1)) -DLP_BLOCKS=128 \
-        -DLP_RANKS="$1"
+    build sums sums.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_RANKS="$1" -DLP_COLUMNS="$2" -DLP_HIDDEN="$3" \
+        -DLP_HEADS=$((32 / $1)) -DLP_KV_HEADS=$(($1 < 8 ? 8 / $1 : 1)) -DLP_HEAD_DIM=128 \
+        -DLP_INTERMEDIATE=$((4096 / $1)) -DLP_BLOCKS=128
     "$out/sums"
 }
 for ranks in 1 2 4 8 16; do

@@ -26,14 +26,14 @@ const SMS: usize = 132;
 const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
     (Shape::B8, 2, [0, 0]),
     (Shape::B8, 4, [0, 212]),
-    (Shape::B8, 8, [0, 212]),
-    (Shape::B8, 16, [0, 212]),
+    (Shape::B8, 8, [0, 220]),
+    (Shape::B8, 16, [0, 132]),
     (Shape::B70, 4, [0, 48]),
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;
-/// Of 3b at eight columns and 8b at 128, the only kernels of one GPU that spill any: for the report of a failed wait.
-const ONE_GPU_SPILLS: u32 = 8;
+/// Of 3b on one GPU, at eight columns: the only kernel of one GPU that spills any.
+const B3_SPILLS: u32 = 8;
 
 fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -56,7 +56,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
     };
     let shapes = [Shape::Tiny, Shape::B1, Shape::Llama1B, Shape::B3, Shape::B8];
-    let shapes = shapes.into_iter().map(|shape| (shape.name(), shape.config()));
+    let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();
@@ -74,8 +74,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             assert!(refused.contains("wide passes need"), "{name}: {refused}");
         }
         let job = |variant: Variant| {
-            let spills = [(Shape::B3.name(), 8), (Shape::B8.name(), 128)].contains(&(name.clone(), variant.columns()));
-            let most = if spills { ONE_GPU_SPILLS } else { 0 };
+            let most = if name == Shape::B3.name() && variant.columns() == 8 { B3_SPILLS } else { 0 };
             (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
         };
         jobs.extend(variants_of(&layout).into_iter().map(job));

@@ -1,12 +1,15 @@
 //! The text of the decoder's kernels, which is compiled at load.
 
-/// The kernels' sources: narrow, wide.
-pub const SOURCES: [&str; 2] =
-    [include_str!("../../../kernels/looped_decoder.cu"), include_str!("../../../kernels/wide_decoder.cu")];
+/// The kernels' sources: narrow, wide, matrix.
+pub const SOURCES: [&str; 3] = [
+    include_str!("../../../kernels/looped_decoder.cu"),
+    include_str!("../../../kernels/wide_decoder.cu"),
+    include_str!("../../../kernels/matrix_decoder.cu"),
+];
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 32] = [
+pub const HEADERS: [(&str, &str); 33] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -39,4 +42,5 @@ pub const HEADERS: [(&str, &str); 32] = [
     ("wide/attention.cuh", include_str!("../../../kernels/wide/attention.cuh")),
     ("wide/epilogue.cuh", include_str!("../../../kernels/wide/epilogue.cuh")),
     ("wide/head.cuh", include_str!("../../../kernels/wide/head.cuh")),
+    ("matrix/layout.cuh", include_str!("../../../kernels/matrix/layout.cuh")),
 ];

@@ -144,7 +144,7 @@ pub fn load_with(
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
-        notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones keep their loop".into());
+        notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());
     }
     let config = &model.config;
     let bit_domain = plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler));
@@ -305,13 +305,7 @@ fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) 
     );
 }
 
-fn describe(
-    gpu: &Gpu,
-    compiler: &Compiler,
-    layout: &Layout,
-    kernels: &[Kernel],
-    matrix: Option<&Matrix>,
-) -> String {
+fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel], matrix: Option<&Matrix>) -> String {
     let facts = &gpu.facts;
     let resources = kernels.iter().filter_map(|kernel| kernel.resources);
     let resources = resources.chain(matrix.and_then(|matrix| matrix.resources));

@@ -5,6 +5,7 @@ mod fabric;
 mod full_size;
 mod gpu;
 mod matrix;
+mod matrix_passes;
 mod plans;
 mod ranks;
 mod shards;

@@ -98,8 +98,8 @@ impl Bounds {
             } else {
                 for start in (first..end).step_by(tile_rows) {
                     let last = (start + tile_rows).min(end) - 1;
-                    let seen = self.pages(rows[start].position as usize).start
-                        ..self.pages(rows[last].position as usize).end;
+                    let seen =
+                        self.pages(rows[start].position as usize).start..self.pages(rows[last].position as usize).end;
                     tiles.push((seen.len(), word(start, last + 1 - start)));
                 }
             }

@@ -292,6 +292,12 @@ fn phases(pass: &Pass, layers: u32, qk_norm: bool) -> impl Iterator<Item = (Phas
     all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
 }
 
+/// Names of the kernels.
+#[cfg(test)]
+pub fn names() -> [&'static str; Phase::ALL.len()] {
+    Phase::ALL.map(Phase::name)
+}
+
 /// The threads of a kernel's launch bounds.
 #[allow(unsafe_code)]
 fn threads_of(function: sys::CUfunction) -> Result<u32, CudaError> {

@@ -177,9 +177,8 @@ impl<L: Launcher> LoopedDecoder<L> {
             draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
         }
         self.launcher.finish()?;
-        let drawn = draws
-            .into_iter()
-            .map(|(launch, place, slot)| self.launcher.sampled(launch, 0, place, self.logprobs(slot)));
+        let drawn =
+            draws.into_iter().map(|(launch, place, slot)| self.launcher.sampled(launch, 0, place, self.logprobs(slot)));
         let sampled: Vec<Sampled> = drawn.collect();
         self.complete(&sampled, begun.elapsed(), outcomes)
     }

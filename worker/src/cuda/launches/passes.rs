@@ -17,6 +17,8 @@ use crate::cuda::kernels::variants::Width;
 pub struct Passes {
     /// Kernel for rows that do not sample.
     prompt: Option<Width>,
+    /// Kernels for rows that may, by columns ascending.
+    sampling: Vec<Width>,
     /// Of so many rows that may sample: the fastest way's time, and the kernel of its first pass.
     best: Vec<(u64, Width)>,
     columns: usize,
@@ -25,7 +27,8 @@ pub struct Passes {
 impl Passes {
     /// The ways with `widths`, one of which at least samples, for steps of up to `most_rows` rows.
     pub fn new(widths: &[Width], most_rows: usize) -> Self {
-        let (sampling, others): (Vec<Width>, Vec<Width>) = widths.iter().partition(|width| width.samples);
+        let (mut sampling, others): (Vec<Width>, Vec<Width>) = widths.iter().partition(|width| width.samples);
+        sampling.sort_by_key(|width| width.columns);
         let most = |width: &Width| width.bounds.map_or(width.columns, |bounds| bounds.samples.min(width.columns));
         let columns = sampling.iter().map(most).max().unwrap_or(0);
         assert!(columns > 0, "no kernel samples: {widths:?}");
@@ -40,7 +43,7 @@ impl Passes {
             let fastest = ways.min_by_key(|(time, width)| (*time, std::cmp::Reverse(width.columns)));
             best.push(fastest.expect("a kernel that samples, as asserted above"));
         }
-        Self { prompt: others.into_iter().max_by_key(|width| width.columns), best, columns }
+        Self { prompt: others.into_iter().max_by_key(|width| width.columns), sampling, best, columns }
     }
 
     /// Most rows of a pass whose rows sample.
@@ -48,9 +51,10 @@ impl Passes {
         self.columns
     }
 
-    /// Whether rows that all sample are one pass.
+    /// Whether rows that all sample can be one pass.
     pub fn hold(&self, rows: &[Row]) -> bool {
-        rows.len() <= self.columns && fitting(&self.best[rows.len()].1, rows) == rows.len()
+        let narrowest = self.sampling.iter().find(|width| width.columns >= rows.len());
+        narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
     }
 
     /// The passes of a step, in the order in which they run, as indices of its rows.
@@ -81,8 +85,7 @@ impl Passes {
     fn prompt_rows(&self, rows: usize, plain: usize) -> usize {
         let Some(width) = self.prompt else { return 0 };
         let taken = |passes: usize| plain.min(passes * width.columns);
-        let time =
-            |passes: &usize| *passes as u64 * width.time(width.columns) + self.best[rows - taken(*passes)].0;
+        let time = |passes: &usize| *passes as u64 * width.time(width.columns) + self.best[rows - taken(*passes)].0;
         (0..=plain.div_ceil(width.columns)).min_by_key(time).map_or(0, taken)
     }
 }

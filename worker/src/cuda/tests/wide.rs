@@ -24,6 +24,7 @@ const SLOTS: usize = 64;
 /// Those from here on are never computed: their pages hold NaN.
 const FIRST_EMPTY: usize = 52;
 const CONTEXT: usize = 1536;
+const BATCH_TOKENS: usize = 512;
 const VOCAB: usize = 2048;
 /// Most rows of the narrow kernels.
 pub(super) const NARROW: usize = 8;
@@ -60,13 +61,24 @@ fn load_with_options(
     unlooped: bool,
     options: Options,
 ) -> CudaDecoder {
+    load_rows(config, source, (slots, BATCH_TOKENS), unlooped, options)
+}
+
+/// For steps of up to so many rows.
+pub(super) fn load_rows(
+    config: &ModelConfig,
+    source: Arc<dyn Source + Send>,
+    (slots, max_batch_tokens): (usize, usize),
+    unlooped: bool,
+    options: Options,
+) -> CudaDecoder {
     let request = LoadRequest {
         model_dir: "random".into(),
         rank: 0,
         tensor_parallel: 1,
         threads: 1,
         max_slots: slots,
-        max_batch_tokens: 512,
+        max_batch_tokens,
         kv_pages: slots * KvLayout::pages_for(config.max_positions),
         kv_bytes_limit: 0,
         wait_limit: Duration::from_secs(20),
@@ -83,11 +95,11 @@ pub(super) fn random(config: &ModelConfig) -> Arc<dyn Source + Send> {
 }
 
 /// Bits of the logits of a position.
-type Bits = Vec<u32>;
+pub(super) type Bits = Vec<u32>;
 
 /// A model whose rows are launched by hand.
 pub(super) struct Model {
-    decoder: CudaDecoder,
+    pub(super) decoder: CudaDecoder,
     vocab: usize,
 }
 
@@ -151,7 +163,7 @@ impl Model {
     }
 
     /// Tokens of a launch of several steps, by step.
-    fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
+    pub(super) fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
         let row = |(column, &(slot, token, position)): (usize, &(u32, u32, u32))| Row {
             token,
             position,
@@ -165,13 +177,16 @@ impl Model {
         let rows: Vec<Row> = rows.iter().enumerate().map(row).collect();
         let engine = &mut self.decoder.decoder.launcher;
         let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));
+        for step in 0..steps {
+            assert!(engine.wait_step(launch, step).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
+        }
         engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
         let token = |step, column| engine.sampled(launch, step, column, false).token;
         (0..steps).map(|step| (0..rows.len()).map(|column| token(step, column)).collect()).collect()
     }
 
     /// Computes a sequence in narrow passes; the logits after every token.
-    fn alone(&mut self, slot: u32, tokens: &[u32]) -> Vec<Bits> {
+    pub(super) fn alone(&mut self, slot: u32, tokens: &[u32]) -> Vec<Bits> {
         let rows: Vec<_> = (0..).zip(tokens).map(|(position, token)| (slot, *token, position)).collect();
         rows.chunks(NARROW).flat_map(|rows| self.step(rows, &[true; NARROW][..rows.len()], Some(NARROW))).collect()
     }
@@ -194,7 +209,7 @@ fn length(slot: usize) -> usize {
     1 + (slot * 397 + 60) % (CONTEXT - 1)
 }
 
-fn is_nan(bits: &Bits) -> bool {
+pub(super) fn is_nan(bits: &Bits) -> bool {
     bits.iter().all(|bits| f32::from_bits(*bits).is_nan())
 }
 

@@ -77,7 +77,10 @@ impl Engine {
         }
         let holds = |width: Width| width.columns >= rows && (width.samples || !samples);
         let kernel = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
-        assert!(kernel.is_some() || self.matrix.is_some(), "passes are chosen so that a kernel holds their {rows} rows");
+        assert!(
+            kernel.is_some() || self.matrix.is_some(),
+            "passes are chosen so that a kernel holds their {rows} rows"
+        );
         kernel
     }
 

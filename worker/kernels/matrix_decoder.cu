@@ -21,6 +21,9 @@ LP_PHASE(matrix_gate_up)
 LP_PHASE(matrix_down)
 LP_PHASE(matrix_gather)
 LP_PHASE(matrix_head)
+LP_PHASE(matrix_qkv_split)
+LP_PHASE(matrix_out_split)
+LP_PHASE(matrix_down_split)
 
 /// What the host must know of the compiled kernels: bytes of their memory; shared memory and threads of a product; most
 /// samples and merged spans of a pass; tokens of a tile; shared memory of attention of tiles and of spans.

@@ -47,8 +47,8 @@ impl Bounds {
         pages.div_ceil(SPAN_PAGES) + 1
     }
 
-    /// Words of the items of `rows` rows in any passes, each of which sees up to `pages` pages, at most: a row is part of
-    /// a tile, or has spans and a merge; it may sample; and one is left out so that pairs are aligned.
+    /// Words of the items of `rows` rows in any passes, each of which sees up to `pages` pages, at most: a row is part
+    /// of a tile, or has spans and a merge; it may sample; and one is left out so that pairs are aligned.
     pub fn most_words(rows: usize, pages: usize) -> usize {
         rows * (2 * Self::most_spans(pages) + 4)
     }

@@ -17,6 +17,12 @@ use crate::cuda::device::gpu::{Gpu, Stream};
 use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::{CudaError, checked};
 use crate::cuda::weights::layout::Layout;
+use crate::plan::Product;
+
+/// Rows of a pass at most whose products have too few tiles for all blocks, so that K is split.
+const MOST_SPLIT_ROWS: u32 = 256;
+/// Leaves of K that a product has at least whose K can be split.
+const QUAD_LEAVES: usize = 4;
 
 /// A phase of a pass: its kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,10 +39,13 @@ enum Phase {
     Down,
     Gather,
     Head,
+    QueryKeyValueSplit,
+    AttentionOutSplit,
+    DownSplit,
 }
 
 impl Phase {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 15] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -49,6 +58,9 @@ impl Phase {
         Self::Down,
         Self::Gather,
         Self::Head,
+        Self::QueryKeyValueSplit,
+        Self::AttentionOutSplit,
+        Self::DownSplit,
     ];
 
     fn name(self) -> &'static str {
@@ -65,6 +77,19 @@ impl Phase {
             Self::Down => "matrix_down",
             Self::Gather => "matrix_gather",
             Self::Head => "matrix_head",
+            Self::QueryKeyValueSplit => "matrix_qkv_split",
+            Self::AttentionOutSplit => "matrix_out_split",
+            Self::DownSplit => "matrix_down_split",
+        }
+    }
+
+    /// The same by clusters of four blocks, each of which adds up a quarter of K.
+    fn split(self) -> Self {
+        match self {
+            Self::QueryKeyValue => Self::QueryKeyValueSplit,
+            Self::AttentionOut => Self::AttentionOutSplit,
+            Self::Down => Self::DownSplit,
+            other => other,
         }
     }
 }
@@ -95,12 +120,10 @@ impl Needs {
     /// Dynamic shared memory of a block.
     fn shared(&self, phase: Phase) -> u64 {
         match phase {
-            Phase::QueryKeyValue | Phase::AttentionOut | Phase::GateUp | Phase::Down | Phase::Head => {
-                self.product_shared
-            }
+            Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
             Phase::AttendTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
-            _ => 0,
+            _ => self.product_shared,
         }
     }
 }
@@ -139,10 +162,9 @@ pub struct Matrix {
     /// Of each phase: its function and the threads of a block.
     functions: [(sys::CUfunction, u32); Phase::ALL.len()],
     tiles: DeviceBuffer,
-    /// Blocks of a launch: pairs are clusters.
+    /// Blocks of a launch: twos or fours are clusters.
     blocks: u32,
-    layers: u32,
-    qk_norm: bool,
+    steps: Steps,
     // The functions are its.
     _module: Module,
 }
@@ -152,8 +174,8 @@ pub struct Matrix {
 unsafe impl Send for Matrix {}
 
 impl Matrix {
-    /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s than
-    /// their own, and loads them.
+    /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
+    /// than their own, and loads them.
     ///
     /// # Errors
     /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
@@ -212,9 +234,8 @@ impl Matrix {
             needs,
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
-            blocks: (gpu.facts.sms & !1) as u32,
-            layers: c.num_layers as u32,
-            qk_norm: c.qk_norm,
+            blocks: (gpu.facts.sms & !3) as u32,
+            steps: Steps::of(layout),
             _module: module,
         })
     }
@@ -239,7 +260,7 @@ impl Matrix {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        for (phase, mut layer) in phases(&pass, self.layers, self.qk_norm) {
+        for (phase, mut layer) in self.steps.phases(launch.row_count, &pass) {
             let (function, threads) = self.functions[phase as usize];
             let config = sys::CUlaunchConfig {
                 gridDimX: self.blocks,
@@ -269,27 +290,48 @@ impl Matrix {
     }
 }
 
-/// The launches of a pass: phase and layer. What a pass has no items for is left out.
-fn phases(pass: &Pass, layers: u32, qk_norm: bool) -> impl Iterator<Item = (Phase, u32)> + use<> {
-    let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
-    let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
-    let layer = [
-        (Phase::Norms, true),
-        (Phase::QueryKeyValue, true),
-        (Phase::HeadNorms, qk_norm),
-        (Phase::AttendTiles, tiles),
-        (Phase::AttendSpans, spans),
-        (Phase::MergeSpans, merges),
-        (Phase::AttentionOut, true),
-        (Phase::Norms, true),
-        (Phase::GateUp, true),
-        (Phase::Down, true),
-    ];
-    let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
-    let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
-    let all = [(Phase::Embed, true, 0)].into_iter().chain(of_layers);
-    let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
-    all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
+/// What decides which launches a pass has, beside its rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Steps {
+    layers: u32,
+    qk_norm: bool,
+    /// Whether K of q, k and v, of o and of down has four leaves, so that it can be split.
+    quads: [bool; 3],
+}
+
+impl Steps {
+    fn of(layout: &Layout) -> Self {
+        let c = &layout.plan().config;
+        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down]
+            .map(|product| layout.panel(product).leaves >= QUAD_LEAVES);
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads }
+    }
+
+    /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
+    fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
+        let Self { layers, qk_norm, quads } = *self;
+        let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
+        let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
+        let [qkv, out, down] = quads.map(|quads| quads && rows <= MOST_SPLIT_ROWS);
+        let product = |phase: Phase, split| (if split { phase.split() } else { phase }, true);
+        let layer = [
+            (Phase::Norms, true),
+            product(Phase::QueryKeyValue, qkv),
+            (Phase::HeadNorms, qk_norm),
+            (Phase::AttendTiles, tiles),
+            (Phase::AttendSpans, spans),
+            (Phase::MergeSpans, merges),
+            product(Phase::AttentionOut, out),
+            (Phase::Norms, true),
+            (Phase::GateUp, true),
+            product(Phase::Down, down),
+        ];
+        let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
+        let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
+        let all = [(Phase::Embed, true, 0)].into_iter().chain(of_layers);
+        let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
+        all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
+    }
 }
 
 /// Names of the kernels.
@@ -321,9 +363,11 @@ mod tests {
 
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let names = |pass: &Pass, qk_norm| -> Vec<_> {
-            phases(pass, 2, qk_norm).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
+        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads };
+        let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
+            steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
+        let names = |pass: &Pass, qk_norm| of_rows(257, pass, steps(qk_norm, [true; 3]));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
         let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
         assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
@@ -332,5 +376,8 @@ mod tests {
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
         assert_eq!(all[1..9], layer.map(|name| (name, 0)));
         assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
+        let few = of_rows(256, &prompt, steps(false, [true, false, true]));
+        let split = ["norms", "qkv_split", "attend_tiles", "out", "norms", "gate_up", "down_split"];
+        assert_eq!(few[1..8], split.map(|name| (name, 0)));
     }
 }

@@ -423,8 +423,8 @@ impl Engine {
         copied.map_err(|error| self.failed(error))
     }
 
-    /// Fills the memory of matrix passes with ones, and the words of wide passes, but for those that each launch zeroes.
-    /// (Words of narrow passes carry tags, and ones would be a newer one.)
+    /// Fills the memory of matrix passes with ones, and the words of wide passes, but for those that each launch
+    /// zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
     pub fn poison_words(&self) -> Result<(), CudaError> {
         let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
         wide.map(|(_, words)| words).chain([&self.pools.matrix]).try_for_each(|words| words.fill(0xff))

@@ -2,12 +2,12 @@
 //! columns.
 //!
 //! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
-//! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not, prompts
-//! and decoding rows in the order of the step; it is cut only where it has no room for more.
+//! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not,
+//! prompts and decoding rows in the order of the step; it is cut only where it has no room for more.
 //!
 //! A rank of a group has a kernel for prompts in their place, without an LM head, so it takes only rows that do not
-//! sample. Rows of a sequence stay in order from pass to pass, because a later pass finds K and V of the earlier ones in
-//! memory; only the last row of a sequence samples, so all prompt passes can come first.
+//! sample. Rows of a sequence stay in order from pass to pass, because a later pass finds K and V of the earlier ones
+//! in memory; only the last row of a sequence samples, so all prompt passes can come first.
 
 use crate::batch::Row;
 use crate::cuda::kernels::variants::Width;

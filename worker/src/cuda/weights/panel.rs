@@ -127,8 +127,8 @@ impl Panel {
         })
     }
 
-    /// Of each tile, where the fragment of its first k16 step lies, in fragments from the product's begin: `<< 1`, and 1
-    /// where it shares a unit with another, so that its next fragment is two further on.
+    /// Of each tile, where the fragment of its first k16 step lies, in fragments from the product's begin: `<< 1`, and
+    /// 1 where it shares a unit with another, so that its next fragment is two further on.
     pub fn fragments(&self, blocks: usize) -> impl Iterator<Item = u32> + use<> {
         let steps = self.leaves * self.steps();
         self.units(blocks).flat_map(move |unit| {

@@ -14,8 +14,9 @@ use super::kernels::blocks::best_blocks;
 use super::kernels::cache::Cache;
 use super::kernels::compile::{Compiler, Resources};
 use super::kernels::kernel::Kernel;
+use super::kernels::matrix::Matrix;
 use super::kernels::sources::{HEADERS, SOURCES};
-use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, variants_of};
+use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, matrix_of, variants_of};
 use super::launches::engine::{Engine, Ties};
 use super::launches::looped_decoder::LoopedDecoder;
 use super::launches::pools::Memory;
@@ -30,7 +31,7 @@ use crate::batch::{Batch, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
-use crate::plan::{Backend, ModelPlan, Product};
+use crate::plan::{Backend, KvLayout, ModelPlan, Product};
 use crate::rope::Rope;
 
 /// What a load request leaves open.
@@ -115,9 +116,10 @@ pub fn load_with(
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
-    let (kernels, sampler) = kernels(&gpu, &compiler, &layout, loop_mode, &options.defines)?;
+    let (kernels, matrix, sampler) =
+        kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), &options.defines)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &sampler);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, matrix.as_ref(), &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -140,9 +142,9 @@ pub fn load_with(
 
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
-    notes.push(describe(&gpu, &compiler, &layout, &kernels));
+    notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
-        notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones keep their loop".into());
+        notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());
     }
     let config = &model.config;
     let bit_domain = plan.bit_domain("cuda", "sm90a", &arithmetic(&compiler));
@@ -178,7 +180,7 @@ pub fn load_with(
         vocab_size: config.vocab_size,
         window: config.sliding_window,
     });
-    let mut launcher = Engine::new(memory.sizes, kernels, loop_mode, sampler, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;
     launcher.ties = ties;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
@@ -221,37 +223,47 @@ fn arithmetic(compiler: &Compiler) -> String {
     compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
 }
 
-/// All variants, those in `loop_mode` that there are in it, and the sampler, compiled at the same time.
+/// All variants, those in `loop_mode` that there are in it, matrix passes where steps may need them, and the sampler,
+/// compiled at the same time.
 fn kernels(
     gpu: &Arc<Gpu>,
     compiler: &Compiler,
     layout: &Layout,
-    loop_mode: LoopMode,
+    request: &LoadRequest,
+    (loop_mode, max_context): (LoopMode, usize),
     defines: &[(&'static str, u64)],
-) -> Result<(Vec<Kernel>, SamplerKernel), CudaError> {
+) -> Result<(Vec<Kernel>, Option<Matrix>, SamplerKernel), CudaError> {
     let (begun, cache) = (Instant::now(), Cache::from_environment());
+    let matrix = matrix_of(layout, request.max_batch_tokens);
     if let Err(problem) = check_wide(layout, 32) {
-        tracing::info!(
-            "passes of more than 8 rows are not used: the kernel for them does not take this model ({problem})"
-        );
+        let instead = if matrix.is_some() { "matrix passes" } else { "passes of 8" };
+        tracing::info!("9 to 64 rows are {instead}: the kernel for them does not take this model ({problem})");
     }
     let vocab_size = layout.plan().config.vocab_size;
     let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
     let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
-    let sampling = variants.iter().map(|variant| variant.width).filter(|width| width.samples);
+    let sampling = variants.iter().chain(&matrix).map(|variant| variant.width).filter(|width| width.samples);
     let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
-    let (kernels, sampler) = std::thread::scope(|scope| {
+    let room = (request.max_slots, KvLayout::pages_for(max_context));
+    let (kernels, matrix, sampler) = std::thread::scope(|scope| {
         let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
+        let load_matrix = |variant| {
+            let matrix = Matrix::load(gpu, compiler, &cache, layout, variant, room, defines)?;
+            let what = format!("{} of {} columns", variant.name(), variant.columns());
+            tell(&what, matrix.cached, begun.elapsed(), matrix.resources);
+            Ok(matrix)
+        };
+        let loading_matrix = scope.spawn(move || matrix.map(load_matrix).transpose());
         let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
         if let Ok(sampler) = &sampler {
             tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
         }
         let kernels = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        (kernels, sampler)
+        (kernels, loading_matrix.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), sampler)
     });
-    let (kernels, sampler) = (kernels?, sampler?);
+    let loaded = (kernels?, matrix?, sampler?);
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
-    Ok((kernels, sampler))
+    Ok(loaded)
 }
 
 /// Variants, compiled at the same time.
@@ -293,9 +305,11 @@ fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) 
     );
 }
 
-fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel]) -> String {
+fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel], matrix: Option<&Matrix>) -> String {
     let facts = &gpu.facts;
-    let spilled: u32 = kernels.iter().filter_map(|kernel| kernel.resources).map(|of| of.spilled).sum();
+    let resources = kernels.iter().filter_map(|kernel| kernel.resources);
+    let resources = resources.chain(matrix.and_then(|matrix| matrix.resources));
+    let spilled: u32 = resources.map(|of| of.spilled).sum();
     format!(
         "GPU {}: {}, {} blocks on {} multiprocessors, driver for CUDA {}.{}, NVRTC {}, {spilled} bytes of registers \
          spilled",

@@ -5,6 +5,7 @@ mod fabric;
 mod full_size;
 mod gpu;
 mod matrix;
+mod matrix_passes;
 mod mirrors;
 mod plans;
 mod ranks;

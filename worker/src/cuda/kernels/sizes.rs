@@ -16,8 +16,12 @@ pub struct Sizes {
     pub max_slots: usize,
     /// Rows of a step.
     pub max_batch_tokens: usize,
+    /// Rows of all launches that are in the stream together: those of a step, and those of them that sample once more.
+    pub rows: usize,
     /// Pages of the longest sequence.
     pub slot_pages: usize,
+    /// Pages that a row sees at most.
+    pub visible_pages: usize,
     /// Pages of the pool.
     pub kv_pages: usize,
     /// Decoder layers.

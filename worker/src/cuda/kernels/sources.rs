@@ -1,12 +1,15 @@
 //! The text of the decoder's kernels, which is compiled at load.
 
-/// The kernels' sources: narrow, wide.
-pub const SOURCES: [&str; 2] =
-    [include_str!("../../../kernels/looped_decoder.cu"), include_str!("../../../kernels/wide_decoder.cu")];
+/// The kernels' sources: narrow, wide, matrix.
+pub const SOURCES: [&str; 3] = [
+    include_str!("../../../kernels/looped_decoder.cu"),
+    include_str!("../../../kernels/wide_decoder.cu"),
+    include_str!("../../../kernels/matrix_decoder.cu"),
+];
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 33] = [
+pub const HEADERS: [(&str, &str); 40] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -24,6 +27,7 @@ pub const HEADERS: [(&str, &str); 33] = [
     ("sync/turns.cuh", include_str!("../../../kernels/sync/turns.cuh")),
     ("ops/ranks.cuh", include_str!("../../../kernels/ops/ranks.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../../kernels/ops/tree_sum.cuh")),
+    ("ops/values.cuh", include_str!("../../../kernels/ops/values.cuh")),
     ("ops/softmax.cuh", include_str!("../../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../../kernels/ops/best.cuh")),
     ("ops/product.cuh", include_str!("../../../kernels/ops/product.cuh")),
@@ -40,4 +44,11 @@ pub const HEADERS: [(&str, &str); 33] = [
     ("wide/attention.cuh", include_str!("../../../kernels/wide/attention.cuh")),
     ("wide/epilogue.cuh", include_str!("../../../kernels/wide/epilogue.cuh")),
     ("wide/head.cuh", include_str!("../../../kernels/wide/head.cuh")),
+    ("matrix/layout.cuh", include_str!("../../../kernels/matrix/layout.cuh")),
+    ("matrix/product.cuh", include_str!("../../../kernels/matrix/product.cuh")),
+    ("matrix/epilogue.cuh", include_str!("../../../kernels/matrix/epilogue.cuh")),
+    ("matrix/vectors.cuh", include_str!("../../../kernels/matrix/vectors.cuh")),
+    ("matrix/attend_tiles.cuh", include_str!("../../../kernels/matrix/attend_tiles.cuh")),
+    ("matrix/attend_spans.cuh", include_str!("../../../kernels/matrix/attend_spans.cuh")),
+    ("matrix/head_norms.cuh", include_str!("../../../kernels/matrix/head_norms.cuh")),
 ];

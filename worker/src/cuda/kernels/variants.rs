@@ -1,6 +1,7 @@
-//! The kernels of a model: one for each width of a pass, out of two sources.
+//! The kernels of a model: one for each width of a pass, out of three sources.
 
 use super::compile::Program;
+use super::items::Bounds;
 use super::sources::{HEADERS, SOURCES, UNLOOPED_SOURCE};
 use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
@@ -28,6 +29,22 @@ pub struct Width {
     pub samples: bool,
     /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
     pub time_us: u32,
+    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of matrix passes, which leave out the others.
+    pub block_us: u32,
+    /// What else a pass has room for; `None`: for whatever its rows are.
+    pub bounds: Option<Bounds>,
+}
+
+impl Width {
+    /// A kernel that computes all its columns in any case.
+    pub const fn fixed(columns: usize, samples: bool, time_us: u32) -> Self {
+        Self { columns, samples, time_us, block_us: 0, bounds: None }
+    }
+
+    /// What a pass of so many rows takes, in microseconds.
+    pub fn time(&self, rows: usize) -> u64 {
+        u64::from(self.time_us) + u64::from(self.block_us) * rows.div_ceil(TOKEN_BLOCK) as u64
+    }
 }
 
 /// How a kernel works. All compute the same bits.
@@ -37,6 +54,8 @@ pub enum Design {
     Narrow,
     /// Pairs of blocks own rows of qkv, o and down, and halve K.
     Wide,
+    /// Launches of phases; a product's tiles are 128 rows by 128 tokens.
+    Matrix,
     /// As narrow, a launch for each phase.
     Unlooped {
         /// A launch begins while the one before it ends.
@@ -60,19 +79,23 @@ pub enum LoopMode {
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 5] =
     [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(PROMPT_COLUMNS, false, 7230)];
-/// Rows of a pass of prompts.
+/// Rows of a pass of prompts, of a rank of a group.
 const PROMPT_COLUMNS: usize = 128;
+/// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
+const MATRIX_COLUMNS: usize = 2048;
+/// Rows that matrix passes compute together.
+pub const TOKEN_BLOCK: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
 /// Query heads of a KV head are columns of one tensor-core product.
 const MAX_QUERIES_PER_KV: usize = 8;
 
 const fn narrow(columns: usize, time_us: u32) -> Variant {
-    Variant { width: Width { columns, samples: true, time_us }, design: Design::Narrow, traced: false }
+    Variant { width: Width::fixed(columns, true, time_us), design: Design::Narrow, traced: false }
 }
 
 const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
-    Variant { width: Width { columns, samples, time_us }, design: Design::Wide, traced: false }
+    Variant { width: Width::fixed(columns, samples, time_us), design: Design::Wide, traced: false }
 }
 
 /// Refuses dimensions that the kernels are not written for.
@@ -137,9 +160,19 @@ pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
     rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
 }
 
-/// The variants that compute a model on so many blocks.
+/// The variants that compute a model on so many blocks, but for matrix passes.
 pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
+}
+
+/// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
+/// hold every step, or the model is one of several ranks.
+pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
+    let held = variants_of(layout).iter().filter(|variant| variant.width.samples).map(Variant::columns).max();
+    let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
+    let width = Width { block_us: 2800, ..Width::fixed(columns, true, 4000) };
+    let variant = Variant { width, design: Design::Matrix, traced: false };
+    (held < Some(most_rows) && variant.check(layout).is_ok()).then_some(variant)
 }
 
 impl Variant {
@@ -148,9 +181,13 @@ impl Variant {
     /// # Errors
     /// The condition that is not met.
     pub fn check(&self, layout: &Layout) -> Result<(), String> {
+        let alone = layout.plan().tensor_parallel == 1;
         match self.design {
             Design::Narrow | Design::Unlooped { .. } => Ok(()),
+            Design::Wide if alone && !self.width.samples => Err("matrix passes take its prompts".into()),
             Design::Wide => check_wide(layout, self.columns()),
+            Design::Matrix if alone => Ok(()),
+            Design::Matrix => Err("ranks of a group have no matrix passes".into()),
         }
     }
 
@@ -164,6 +201,7 @@ impl Variant {
         match self.design {
             Design::Narrow => "looped_decoder",
             Design::Wide => "wide_decoder",
+            Design::Matrix => "matrix_decoder",
             Design::Unlooped { .. } => "unlooped_decoder",
         }
     }
@@ -175,7 +213,7 @@ impl Variant {
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
             // Prompts have launches of one step, which note nothing.
             (Design::Wide, LoopMode::On) if self.width.samples || !traced => Design::Wide,
-            (Design::Wide | Design::Unlooped { .. }, _) => return None,
+            (Design::Wide | Design::Matrix | Design::Unlooped { .. }, _) => return None,
         };
         Some(Self { design, traced, ..self })
     }
@@ -183,7 +221,7 @@ impl Variant {
     /// Whether it runs a launch for each phase, and if so, whether they overlap.
     pub fn unlooped(&self) -> Option<bool> {
         match self.design {
-            Design::Narrow | Design::Wide => None,
+            Design::Narrow | Design::Wide | Design::Matrix => None,
             Design::Unlooped { overlapped } => Some(overlapped),
         }
     }
@@ -216,6 +254,7 @@ impl Variant {
         let source = match self.design {
             Design::Narrow => SOURCES[0],
             Design::Wide => SOURCES[1],
+            Design::Matrix => SOURCES[2],
             Design::Unlooped { .. } => UNLOOPED_SOURCE,
         };
         Program { name: self.name(), source, headers: &HEADERS, defines }
@@ -360,8 +399,23 @@ mod tests {
     }
 
     #[test]
+    fn steps_that_other_passes_do_not_hold_have_matrix_passes() {
+        let columns = |layout: &Layout, most_rows| matrix_of(layout, most_rows).map(|variant| variant.columns());
+        let llama_8b = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let [wide, narrow] = [&llama_8b, &config(8, 4, 384, 768)].map(|config| layout(config, 128));
+        assert_eq!([64, 65, 500, 2048, 8192].map(|rows| columns(&wide, rows)), [0, 128, 512, 2048, 2048].map(some));
+        assert_eq!([8, 9].map(|rows| columns(&narrow, rows)), [0, 128].map(some));
+        assert_eq!(columns(&group(&llama_8b, 2, 128)[0], 512), None);
+        assert!(variants_of(&wide).iter().all(|variant| variant.width.samples), "matrix passes take prompts");
+    }
+
+    fn some(columns: usize) -> Option<usize> {
+        (columns > 0).then_some(columns)
+    }
+
+    #[test]
     fn sources_say_as_many_numbers_of_themselves_as_are_read() {
-        for source in [SOURCES[0], SOURCES[1], UNLOOPED_SOURCE] {
+        for source in SOURCES.into_iter().chain([UNLOOPED_SOURCE]) {
             assert!(source.contains(&format!("_decoder_needs[{}] = ", super::super::kernel::NEEDS)));
         }
     }

@@ -21,6 +21,8 @@ pub struct Needs {
     pub words: u64,
     /// Logits of a pass.
     pub logits: u64,
+    /// What the launches of a matrix pass share.
+    pub matrix: u64,
     /// The sampler's exchange words, logits and counts of tokens.
     pub sampler: u64,
     /// Angles of all positions.
@@ -42,7 +44,7 @@ pub struct KvWish {
 
 impl Needs {
     fn fixed(&self) -> u64 {
-        [self.embedding, self.words, self.logits, self.sampler, self.rope, self.workspace]
+        [self.embedding, self.words, self.logits, self.matrix, self.sampler, self.rope, self.workspace]
             .into_iter()
             .fold(self.weights, u64::saturating_add)
     }
@@ -112,7 +114,7 @@ pub struct Table {
 
 impl Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Needs { weights, embedding, kv_page, words, logits, sampler, rope, workspace } = self.needs;
+        let Needs { weights, embedding, kv_page, words, logits, matrix, sampler, rope, workspace } = self.needs;
         let kv = kv_page.saturating_mul(self.pages);
         let mut line = |name: &str, bytes: u64| writeln!(f, "{name:<22}{:>12.1} MiB", bytes as f64 / MIB as f64);
         line("weights", weights)?;
@@ -120,6 +122,7 @@ impl Display for Table {
         line(&format!("{} KV pages", self.pages), kv)?;
         line("exchange words", words)?;
         line("logits", logits)?;
+        line("matrix passes", matrix)?;
         line("sampler", sampler)?;
         line("rope", rope)?;
         line("workspace", workspace)?;
@@ -138,9 +141,10 @@ mod tests {
         kv_page: 8 * MIB,
         words: MIB,
         logits: MIB,
+        matrix: 2 * MIB,
         sampler: MIB,
-        rope: 3 * MIB,
-        workspace: 4 * MIB,
+        rope: 2 * MIB,
+        workspace: 3 * MIB,
     };
     const WISH: KvWish = KvWish { pages: 0, bytes_limit: 0, useful_pages: 1000 };
 

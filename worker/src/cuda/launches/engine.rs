@@ -2,6 +2,7 @@
 
 mod put;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,11 +17,13 @@ use crate::cuda::error::CudaError;
 use crate::cuda::fabric::Fabric;
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{Launch, NO_TOKEN, Report, Row, site_name};
+use crate::cuda::kernels::matrix::Matrix;
 use crate::cuda::kernels::sizes::{MOST_STEPS, Sizes};
 use crate::cuda::kernels::unlooped::UNLOOPED_STEPS;
 use crate::cuda::kernels::variants::{LoopMode, Width};
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::draw::Sampler;
+use crate::cuda::sampler::launch::SamplerLaunch;
 use crate::cuda::weights::upload::Weights;
 use crate::decoder::Fault;
 use crate::sampling::Sampled;
@@ -36,15 +39,20 @@ const STREAM_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Steps of a chain that are in the stream at a time, the one that the host waits for included.
 const STEPS_AHEAD: u32 = 4;
+/// The same of matrix passes, which take longer, and run to their end though the chain has ended meanwhile.
+pub(super) const MATRIX_STEPS_AHEAD: u32 = 2;
 
 /// Where a launch under way puts its tokens.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Ticket {
     /// First of its `[steps][columns]` words.
     start: usize,
     /// 0: no row samples, and no token is written.
     columns: usize,
-    rows: usize,
+    /// Words that are written in a step: the first.
+    tokens: usize,
+    /// Of a matrix pass, whose logits and tokens are those of rows that sample: these rows. `None`: of all rows.
+    samples: Option<Vec<u32>>,
     epoch: u32,
 }
 
@@ -53,15 +61,37 @@ impl Ticket {
     fn tag(&self, layers: usize, step: u32) -> u32 {
         self.epoch + step * (layers as u32 + 1)
     }
+
+    /// The column of a row.
+    fn column(&self, row: usize) -> usize {
+        let sampled = |samples: &Vec<u32>| samples.binary_search(&(row as u32)).expect("a row that samples");
+        self.samples.as_ref().map_or(row, sampled)
+    }
+}
+
+/// What computes a pass.
+#[derive(Debug, Clone)]
+enum By {
+    /// This one of the kernels.
+    Kernel(usize),
+    /// Matrix passes.
+    Matrix {
+        /// Their rows among those that the host keeps.
+        rows: Range<usize>,
+        /// First of the words for their items, [`Bounds::most_words`] for each step that is in the stream.
+        items: usize,
+    },
 }
 
 /// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the
 /// next. The host puts them into the stream some steps ahead, so that nothing waits for it.
 struct Chain {
-    ticket: Ticket,
-    variant: usize,
+    by: By,
     /// Of the first step.
     decoder: Launch,
+    sampler: SamplerLaunch,
+    /// Words from the tokens of a step to those of the next.
+    columns: usize,
     steps: u32,
     /// Steps that are in the stream.
     put: u32,
@@ -80,6 +110,11 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
+    /// For passes that none of them holds.
+    matrix: Option<Matrix>,
+    /// Matrix passes compute whatever they can.
+    #[cfg(test)]
+    pub(in crate::cuda) matrix_only: bool,
     loop_mode: LoopMode,
     /// Others, while somebody measures.
     pub(in crate::cuda) gauged: Option<Gauged>,
@@ -122,13 +157,15 @@ impl Engine {
     pub fn new(
         sizes: Sizes,
         kernels: Vec<Kernel>,
+        matrix: Option<Matrix>,
         loop_mode: LoopMode,
         sampler: Sampler,
         weights: Weights,
         pools: Pools,
     ) -> Result<Self, CudaError> {
         let gpu = kernels[0].gpu().clone();
-        let widths: Vec<Width> = kernels.iter().map(|kernel| kernel.variant.width).collect();
+        let widths = kernels.iter().map(|kernel| kernel.variant.width);
+        let widths: Vec<Width> = widths.chain(matrix.as_ref().map(|matrix| matrix.width)).collect();
         let passes = Passes::new(&widths, sizes.max_batch_tokens);
         let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
@@ -136,13 +173,16 @@ impl Engine {
         }
         Ok(Self {
             host_pages: pinned(&gpu, sizes.max_slots * sizes.slot_pages)?,
-            host_rows: pinned(&gpu, sizes.max_batch_tokens)?,
+            host_rows: pinned(&gpu, sizes.rows)?,
             host_items: pinned(&gpu, sizes.item_words)?,
             #[cfg(test)]
             host_logits: pinned(&gpu, sizes.max_slots * sizes.kernel_vocab)?,
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
+            matrix,
+            #[cfg(test)]
+            matrix_only: false,
             loop_mode,
             gauged: None,
             ties: None,
@@ -217,10 +257,10 @@ impl Engine {
     }
 
     /// Whether all rows of a step have their tokens.
-    fn has_step(&self, ticket: Ticket, step: u32) -> bool {
+    fn has_step(&self, ticket: &Ticket, step: u32) -> bool {
         let tag = ticket.tag(self.sizes.layers, step);
         let first = ticket.start + step as usize * ticket.columns;
-        (first..first + ticket.rows).all(|word| self.mailbox.token(word).0 == tag)
+        (first..first + ticket.tokens).all(|word| self.mailbox.token(word).0 == tag)
     }
 
     /// Polls, the driver too now and then; `false` if the kernels ended without it.
@@ -302,7 +342,8 @@ impl Launcher for Engine {
         if self.chain.as_ref().is_some_and(|chain| step >= chain.steps) {
             return Ok(false);
         }
-        let ticket = self.launches[launch];
+        self.extend(step).map_err(|error| self.failed(error))?;
+        let ticket = &self.launches[launch];
         // A launch that was asked to stop says how many steps it runs before it runs the last.
         let ended = || (1..=step).contains(&self.mailbox.steps_run());
         if !self.has_step(ticket, step) && !ended() {
@@ -317,7 +358,6 @@ impl Launcher for Engine {
             }
             return Ok(false);
         }
-        self.extend(step + 1 + STEPS_AHEAD).map_err(|error| self.failed(error))?;
         self.steps += u64::from(step > 0);
         let now = Instant::now();
         let took = now - std::mem::replace(&mut self.since, now);
@@ -353,9 +393,9 @@ impl Launcher for Engine {
         collected.map_err(|error| self.failed(error))
     }
 
-    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled {
-        let ticket = self.launches[launch];
-        let index = ticket.start + step as usize * ticket.columns + column;
+    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: bool) -> Sampled {
+        let ticket = &self.launches[launch];
+        let index = ticket.start + step as usize * ticket.columns + ticket.column(row);
         let token = self.mailbox.token(index).1;
         match logprobs && token != NO_TOKEN {
             true => self.mailbox.logprobs(index).of(token),
@@ -366,9 +406,10 @@ impl Launcher for Engine {
 
 #[cfg(test)]
 impl Engine {
-    /// Keeps the logits of a column of the sampled launch put last, as the `place`-th row of [`Self::logits`].
+    /// Keeps the logits of a row of the sampled launch put last, as the `place`-th row of [`Self::logits`].
     #[allow(unsafe_code)]
-    pub fn keep_logits(&mut self, column: usize, place: usize) -> Result<(), Fault> {
+    pub fn keep_logits(&mut self, row: usize, place: usize) -> Result<(), Fault> {
+        let column = self.launches.last().expect("a launch").column(row);
         let len = self.sizes.kernel_vocab;
         let row = &mut self.host_logits[place * len..][..len];
         // SAFETY: `logits` is looked at only after `finish`.
@@ -382,11 +423,17 @@ impl Engine {
         copied.map_err(|error| self.failed(error))
     }
 
-    /// Fills the words of wide passes with ones, but for those that each launch zeroes. (Words of narrow passes carry
-    /// tags, and ones would be a newer one.)
+    /// Fills the memory of matrix passes with ones, and the words of wide passes, but for those that each launch
+    /// zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
     pub fn poison_words(&self) -> Result<(), CudaError> {
         let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
-        wide.map(|(_, words)| words).try_for_each(|words| words.fill(0xff))
+        wide.map(|(_, words)| words).chain([&self.pools.matrix]).try_for_each(|words| words.fill(0xff))
+    }
+
+    /// Most rows of a launch that walks all phases, and samples.
+    pub fn widest_loop(&self) -> usize {
+        let sampling = self.kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
+        sampling.map(|width| width.columns).max().expect("a kernel that samples")
     }
 
     /// Kept logits, `[rows][vocabulary padded to tiles]`.

@@ -44,8 +44,8 @@ pub trait Launcher: Send {
     /// Waits until no launch is under way. Tokens stay until the next launch.
     fn finish(&mut self) -> Result<(), Fault>;
 
-    /// What was drawn; `logprobs`: with log-probabilities, for which the launch was sampled.
-    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled;
+    /// What was drawn for a row of a launch; `logprobs`: with log-probabilities, for which the launch was sampled.
+    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: bool) -> Sampled;
 }
 
 /// A loaded rank, ready to run.
@@ -118,7 +118,14 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
-        step.rows.len() <= self.launcher.passes().columns() && step.samples.len() == step.rows.len()
+        let steps = self.batch.steps_left().min(self.launcher.most_steps());
+        // As far as the launch takes them.
+        let last = |row: &batch::Row| batch::Row {
+            position: (row.position + steps - 1).min(self.batch.last_position(row.slot)).max(row.position),
+            ..*row
+        };
+        step.samples.len() == step.rows.len()
+            && self.launcher.passes().hold(&step.rows.iter().map(last).collect::<Vec<_>>())
     }
 
     /// Whether the sampler has to draw for some of the rows.
@@ -133,7 +140,8 @@ impl<L: Launcher> LoopedDecoder<L> {
         let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
         let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
         let launch = self.launcher.launch(&rows, steps, self.sampled(0..rows.len()))?;
-        let column_of = |slot| rows.iter().position(|row| row.slot == slot).expect("a decoding row, since none joins");
+        // Slots ascend.
+        let row_of = |slot| rows.binary_search_by_key(&slot, |row| row.slot).expect("a decoding row, since none joins");
         let mut stopped = false;
         for step in 0..steps {
             // Rows end, and none comes back: the tokens of steps that only the kernel runs are of no use.
@@ -143,7 +151,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             let batch_step = self.batch.step();
             let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
             let sampled: Vec<Sampled> =
-                slots.map(|slot| self.launcher.sampled(launch, step, column_of(slot), self.logprobs(slot))).collect();
+                slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.logprobs(slot))).collect();
             let now = Instant::now();
             self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
             if !stopped && plans.newest() > self.batch.version() {
@@ -159,20 +167,18 @@ impl<L: Launcher> LoopedDecoder<L> {
     fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let begun = Instant::now();
         let step = self.batch.step();
-        let samples: Vec<bool> = step.rows.iter().map(|row| row.sample).collect();
         let mut draws = Vec::with_capacity(step.samples.len());
-        for pass in self.launcher.passes().of(&samples) {
+        for pass in self.launcher.passes().of(&step.rows) {
             let rows: Vec<_> = pass.iter().map(|row| step.rows[*row]).collect();
-            let sampled = self.sampled(pass.iter().copied().filter(|row| samples[*row]));
+            let sampled = self.sampled(pass.iter().copied().filter(|row| step.rows[*row].sample));
             let launch = self.launcher.launch(&device_rows(&rows), 1, sampled)?;
             // Passes hold the rows that sample in the order of the step.
-            let drawn = pass.into_iter().enumerate().filter(|(_, row)| samples[*row]);
-            draws.extend(drawn.map(|(column, row)| (launch, column, step.rows[row].slot)));
+            let drawn = pass.into_iter().enumerate().filter(|(_, row)| step.rows[*row].sample);
+            draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
         }
         self.launcher.finish()?;
-        let drawn = draws
-            .into_iter()
-            .map(|(launch, column, slot)| self.launcher.sampled(launch, 0, column, self.logprobs(slot)));
+        let drawn =
+            draws.into_iter().map(|(launch, place, slot)| self.launcher.sampled(launch, 0, place, self.logprobs(slot)));
         let sampled: Vec<Sampled> = drawn.collect();
         self.complete(&sampled, begun.elapsed(), outcomes)
     }

@@ -1,11 +1,15 @@
-//! Which rows of a step are computed together: a step has up to hundreds of rows, a launch as many as its kernel has
+//! Which rows of a step are computed together: a step has up to thousands of rows, a launch as many as its kernel has
 //! columns.
 //!
 //! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
-//! cost what eight do. Kernels for prompts have no LM head and take only rows that do not sample. Rows of a sequence
-//! stay in order from pass to pass, because a later pass finds K and V of the earlier ones in memory; only the last row
-//! of a sequence samples, so all prompt passes can come first.
+//! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not,
+//! prompts and decoding rows in the order of the step; it is cut only where it has no room for more.
+//!
+//! A rank of a group has a kernel for prompts in their place, without an LM head, so it takes only rows that do not
+//! sample. Rows of a sequence stay in order from pass to pass, because a later pass finds K and V of the earlier ones
+//! in memory; only the last row of a sequence samples, so all prompt passes can come first.
 
+use crate::batch::Row;
 use crate::cuda::kernels::variants::Width;
 
 /// The fastest ways to compute any number of rows with given kernels.
@@ -13,27 +17,33 @@ use crate::cuda::kernels::variants::Width;
 pub struct Passes {
     /// Kernel for rows that do not sample.
     prompt: Option<Width>,
-    /// Of so many rows that may sample: the fastest way's time, and the columns of one of its passes.
-    best: Vec<(u64, usize)>,
+    /// Kernels for rows that may, by columns ascending.
+    sampling: Vec<Width>,
+    /// Of so many rows that may sample: the fastest way's time, and the kernel of its first pass.
+    best: Vec<(u64, Width)>,
     columns: usize,
 }
 
 impl Passes {
     /// The ways with `widths`, one of which at least samples, for steps of up to `most_rows` rows.
     pub fn new(widths: &[Width], most_rows: usize) -> Self {
-        let (sampling, others): (Vec<Width>, Vec<Width>) = widths.iter().partition(|width| width.samples);
-        let columns = sampling.iter().map(|width| width.columns).max().unwrap_or(0);
+        let (mut sampling, others): (Vec<Width>, Vec<Width>) = widths.iter().partition(|width| width.samples);
+        sampling.sort_by_key(|width| width.columns);
+        let most = |width: &Width| width.bounds.map_or(width.columns, |bounds| bounds.samples.min(width.columns));
+        let columns = sampling.iter().map(most).max().unwrap_or(0);
         assert!(columns > 0, "no kernel samples: {widths:?}");
-        let mut best: Vec<(u64, usize)> = vec![(0, 0)];
+        let mut best: Vec<(u64, Width)> = vec![(0, sampling[0])];
         for rows in 1..=most_rows {
-            let with = |width: &Width| (best[rows.saturating_sub(width.columns)].0 + u64::from(width.time_us), *width);
+            let with = |width: &Width| {
+                let taken = rows.min(width.columns);
+                (best[rows - taken].0 + width.time(taken), *width)
+            };
             let ways = sampling.iter().map(with);
             // Of equally fast ways the one of fewer passes.
             let fastest = ways.min_by_key(|(time, width)| (*time, std::cmp::Reverse(width.columns)));
-            let (time, width) = fastest.expect("a kernel that samples, as asserted above");
-            best.push((time, width.columns));
+            best.push(fastest.expect("a kernel that samples, as asserted above"));
         }
-        Self { prompt: others.into_iter().max_by_key(|width| width.columns), best, columns }
+        Self { prompt: others.into_iter().max_by_key(|width| width.columns), sampling, best, columns }
     }
 
     /// Most rows of a pass whose rows sample.
@@ -41,26 +51,32 @@ impl Passes {
         self.columns
     }
 
-    /// The passes of a step, in the order in which they run, as indices of its rows; `samples` says of each row whether
-    /// it does.
+    /// Whether rows that all sample can be one pass.
+    pub fn hold(&self, rows: &[Row]) -> bool {
+        let narrowest = self.sampling.iter().find(|width| width.columns >= rows.len());
+        narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
+    }
+
+    /// The passes of a step, in the order in which they run, as indices of its rows.
     ///
     /// # Panics
     /// If there are more rows than steps have at most.
-    pub fn of(&self, samples: &[bool]) -> Vec<Vec<usize>> {
+    pub fn of(&self, rows: &[Row]) -> Vec<Vec<usize>> {
         // A prefix of what each sequence has of rows that do not sample, so its other rows come after it.
-        let mut left = self.prompt_rows(samples.len(), samples.iter().filter(|samples| !*samples).count());
-        let (first, rest): (Vec<usize>, Vec<usize>) = (0..samples.len()).partition(|row| {
-            let taken = !samples[*row] && left > 0;
+        let mut left = self.prompt_rows(rows.len(), rows.iter().filter(|row| !row.sample).count());
+        let (first, rest): (Vec<usize>, Vec<usize>) = (0..rows.len()).partition(|row| {
+            let taken = !rows[*row].sample && left > 0;
             left -= usize::from(taken);
             taken
         });
         let width = self.prompt.map_or(1, |width| width.columns);
         let mut passes: Vec<Vec<usize>> = first.chunks(width).map(<[usize]>::to_vec).collect();
-        let mut rest = rest.as_slice();
-        while !rest.is_empty() {
-            let (pass, others) = rest.split_at(self.best[rest.len()].1.min(rest.len()));
-            passes.push(pass.to_vec());
-            rest = others;
+        let asked: Vec<Row> = rest.iter().map(|row| rows[*row]).collect();
+        let mut begin = 0;
+        while begin < rest.len() {
+            let len = fitting(&self.best[rest.len() - begin].1, &asked[begin..]);
+            passes.push(rest[begin..begin + len].to_vec());
+            begin += len;
         }
         passes
     }
@@ -69,34 +85,98 @@ impl Passes {
     fn prompt_rows(&self, rows: usize, plain: usize) -> usize {
         let Some(width) = self.prompt else { return 0 };
         let taken = |passes: usize| plain.min(passes * width.columns);
-        let time = |passes: &usize| *passes as u64 * u64::from(width.time_us) + self.best[rows - taken(*passes)].0;
+        let time = |passes: &usize| *passes as u64 * width.time(width.columns) + self.best[rows - taken(*passes)].0;
         (0..=plain.div_ceil(width.columns)).min_by_key(time).map_or(0, taken)
     }
+}
+
+/// How many of the rows a pass takes, at least one: whole sequences, but for one that the last column cuts.
+fn fitting(width: &Width, rows: &[Row]) -> usize {
+    let rows = &rows[..rows.len().min(width.columns)];
+    let Some(bounds) = width.bounds else { return rows.len() };
+    let (mut taken, mut samples, mut spans) = (0, 0, 0);
+    for sequence in rows.chunk_by(|row, next| row.slot == next.slot) {
+        samples += sequence.iter().filter(|row| row.sample).count();
+        if let [row] = sequence {
+            spans += bounds.places(row.position as usize);
+        }
+        if samples > bounds.samples || spans > bounds.spans {
+            break;
+        }
+        taken += sequence.len();
+    }
+    taken.max(1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::kernels::items::Bounds;
 
-    const NARROW: [Width; 2] =
-        [Width { columns: 1, samples: true, time_us: 3370 }, Width { columns: 8, samples: true, time_us: 3990 }];
-    const WIDE: [Width; 3] = [
-        Width { columns: 32, samples: true, time_us: 4400 },
-        Width { columns: 64, samples: true, time_us: 5400 },
-        Width { columns: 128, samples: false, time_us: 6800 },
-    ];
+    const NARROW: [Width; 2] = [Width::fixed(1, true, 3370), Width::fixed(8, true, 3990)];
+    const WIDE: [Width; 2] = [Width::fixed(32, true, 4400), Width::fixed(64, true, 5400)];
+    const PROMPT: [Width; 1] = [Width::fixed(128, false, 6800)];
+    const BOUNDS: Bounds = Bounds { samples: 100, spans: 50, window: None };
+    const MATRIX: [Width; 1] = [Width { block_us: 2800, bounds: Some(BOUNDS), ..Width::fixed(1024, true, 4000) }];
 
+    /// Of a rank of a group.
     fn all() -> Vec<Width> {
-        [&NARROW[..], &WIDE[..]].concat()
+        [&NARROW[..], &WIDE, &PROMPT].concat()
+    }
+
+    /// Of one GPU.
+    fn mixed() -> Vec<Width> {
+        [&NARROW[..], &WIDE, &MATRIX].concat()
     }
 
     fn sizes(widths: &[Width], samples: &[bool]) -> Vec<usize> {
-        Passes::new(widths, 2048).of(samples).iter().map(Vec::len).collect()
+        Passes::new(widths, 2048).of(&rows(samples)).iter().map(Vec::len).collect()
+    }
+
+    /// Rows that sample or not: each that follows one that does begins a sequence.
+    fn rows(samples: &[bool]) -> Vec<Row> {
+        let mut slot = 0;
+        let row = |sample: &bool| {
+            let row = Row { slot, token: 0, position: 5, sample: *sample };
+            slot += u32::from(*sample);
+            row
+        };
+        samples.iter().map(row).collect()
     }
 
     /// A prompt chunk of `len` rows, `last`: up to its prompt's end.
     fn chunk(len: usize, last: bool) -> Vec<bool> {
         (1..=len).map(|row| row == len && last).collect()
+    }
+
+    #[test]
+    fn one_matrix_pass_holds_whatever_narrower_ones_do_not() {
+        let narrow: Vec<_> = [&NARROW[..], &MATRIX].concat();
+        for (widths, held) in [(mixed(), 64), (narrow, 8)] {
+            for count in [1, held, held + 1, 100] {
+                assert_eq!(sizes(&widths, &vec![true; count]), [count]);
+            }
+            let beside = [vec![true; 32], chunk(900, true), chunk(92, false)].concat();
+            assert_eq!(sizes(&widths, &beside), [1024]);
+            assert_eq!(sizes(&widths, &chunk(1500, true)), [1024, 476]);
+            assert_eq!(sizes(&widths, &chunk(1030, true)), [1024, 6]);
+        }
+        assert_eq!(Passes::new(&mixed(), 2048).columns(), 100, "its rows that sample");
+    }
+
+    #[test]
+    fn a_matrix_pass_ends_where_it_has_no_room() {
+        let sizes = |rows: &[Row]| Passes::new(&mixed(), 2048).of(rows).iter().map(Vec::len).collect::<Vec<_>>();
+        assert_eq!(sizes(&rows(&[true; 230])), [100, 100, 30]);
+        let prompts: Vec<bool> = (0..101).flat_map(|_| chunk(7, true)).collect();
+        assert_eq!(sizes(&rows(&prompts)), [700, 7], "a sequence stays whole");
+        // Two spans each: rows of prompts take no place, rows that decode do.
+        let mut far = rows(&[vec![true; 90], chunk(200, true)].concat());
+        far.iter_mut().for_each(|row| row.position += 1024);
+        assert_eq!(sizes(&far), [25, 25, 25, 215]);
+        let passes = Passes::new(&mixed(), 2048);
+        assert!(passes.hold(&far[..25]) && passes.hold(&far[..64]), "64 rows have another kernel");
+        assert!(!passes.hold(&far[..65]) && !passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
     }
 
     #[test]
@@ -144,16 +224,17 @@ mod tests {
             (state >> 33) as usize % below
         };
         for round in 0..400 {
-            let widths = if round % 4 == 0 { NARROW.to_vec() } else { all() };
+            let widths = [NARROW.to_vec(), all(), all(), mixed()][round % 4].clone();
             let mut samples = Vec::new();
             let mut sequence = Vec::new();
             for id in 0..1 + random(40) {
                 let len = if random(3) == 0 { 1 + random(200) } else { 1 };
                 samples.extend(chunk(len, len == 1 || random(2) == 0));
-                sequence.extend(vec![id; len]);
+                sequence.extend(vec![id as u32; len]);
             }
             let passes = Passes::new(&widths, samples.len());
-            let of = passes.of(&samples);
+            let row = |(sample, slot): (&bool, &u32)| Row { slot: *slot, token: 0, position: 9, sample: *sample };
+            let of = passes.of(&samples.iter().zip(&sequence).map(row).collect::<Vec<_>>());
             let mut last = vec![None; samples.len()];
             let mut seen = vec![false; samples.len()];
             let mut time = 0;
@@ -163,10 +244,10 @@ mod tests {
                 };
                 let width =
                     widths.iter().filter(fits).min_by_key(|width| width.columns).expect("a kernel for the pass");
-                time += u64::from(width.time_us);
+                time += width.time(pass.len());
                 for (place, row) in pass.iter().enumerate() {
-                    assert!(!std::mem::replace(&mut seen[*row], true) && last[sequence[*row]] < Some(*row));
-                    last[sequence[*row]] = Some(*row);
+                    assert!(!std::mem::replace(&mut seen[*row], true) && last[sequence[*row] as usize] < Some(*row));
+                    last[sequence[*row] as usize] = Some(*row);
                     // Rows of a sequence are next to each other, without a gap.
                     if place > 0 && sequence[pass[place - 1]] == sequence[*row] {
                         assert_eq!(pass[place - 1] + 1, *row);
@@ -176,7 +257,7 @@ mod tests {
             assert!(seen.iter().all(|seen| *seen), "{of:?}");
             let in_order = samples.chunks(passes.columns()).map(|rows| {
                 let holds = |width: &&Width| width.samples && width.columns >= rows.len();
-                u64::from(widths.iter().filter(holds).map(|width| width.time_us).min().unwrap())
+                widths.iter().filter(holds).map(|width| width.time(rows.len())).min().unwrap()
             });
             assert!(time <= in_order.sum(), "{of:?}");
         }

@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use super::budget::{KvWish, Needs};
+use super::engine::MATRIX_STEPS_AHEAD;
 use crate::cuda::device::gpu::Gpu;
 use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::CudaError;
+use crate::cuda::kernels::items::Bounds;
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::Row;
+use crate::cuda::kernels::matrix::Matrix;
 use crate::cuda::kernels::sizes::Sizes;
 use crate::cuda::sampler::kernel::SamplerKernel;
 use crate::cuda::weights::layout::Layout;
@@ -24,13 +27,15 @@ pub struct Pools {
     pub k_scale: DeviceBuffer,
     /// Exchange words of each kernel.
     pub words: Vec<DeviceBuffer>,
+    /// What the launches of a matrix pass share.
+    pub matrix: DeviceBuffer,
     /// `[slot][page]` u32
     pub page_table: DeviceBuffer,
-    /// `[columns of the widest kernel that samples][kernel_vocab]` f32; of several ranks they are in the inbox
+    /// `[most rows of a pass that sample][kernel_vocab]` f32; of several ranks they are in the inbox
     pub logits: Option<DeviceBuffer>,
-    /// `[max_batch_tokens]` rows
+    /// [`Sizes::rows`] rows
     pub rows: DeviceBuffer,
-    /// `[item_words]` u32, as [`crate::cuda::kernels::deal::Deal::of`] makes them
+    /// `[item_words]` u32, as [`crate::cuda::kernels::deal::Deal::of`] and [`Bounds::items`] make them
     pub items: DeviceBuffer,
 }
 
@@ -81,6 +86,7 @@ impl Memory {
         request: &LoadRequest,
         max_context: usize,
         kernels: &[Kernel],
+        matrix: Option<&Matrix>,
         sampler: &SamplerKernel,
     ) -> Self {
         let c = &layout.plan().config;
@@ -90,23 +96,28 @@ impl Memory {
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
         let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
         let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
+        let columns = matrix.map_or(columns, |matrix| columns.max(matrix.bounds.samples));
         // A launch has a row at least.
         let row_words = kernels.iter().filter_map(|kernel| kernel.deal).map(|deal| deal.most_words(1, visible));
         let item_words = request.max_batch_tokens * row_words.max().unwrap_or(0);
+        let matrix_words = Bounds::most_words(request.max_batch_tokens, visible) * MATRIX_STEPS_AHEAD as usize;
+        let item_words = matrix.map_or(item_words, |_| item_words.max(matrix_words));
         let sizes = Sizes {
             rank: request.rank,
             ranks: request.tensor_parallel,
             max_slots: request.max_slots,
             max_batch_tokens: request.max_batch_tokens,
             slot_pages,
+            visible_pages: visible,
             kv_pages: 0,
             layers: c.num_layers,
+            rows: request.max_batch_tokens + request.max_slots,
             item_words,
             kernel_vocab: layout.logits(),
             wait_limit: request.wait_limit,
         };
         let [kv_page, k_scale_page] = page_bytes(layout);
-        let table = request.max_slots * slot_pages * 4 + request.max_batch_tokens * size_of::<Row>() + item_words * 4;
+        let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
         let inbox = match sizes.ranks {
             1 => InboxPlan::default(),
@@ -118,6 +129,7 @@ impl Memory {
             kv_page: kv_page + k_scale_page,
             words: words.iter().sum::<u64>() + inbox.logits,
             logits,
+            matrix: matrix.map_or(0, Matrix::memory_bytes),
             sampler: sampler.bytes(request.max_slots),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
@@ -153,8 +165,10 @@ impl Memory {
         let pages = self.sizes.kv_pages;
         let pool = DeviceBuffer::uninitialised(gpu, pages * (self.needs.kv_page - self.k_scale_page) as usize)?;
         let k_scale = DeviceBuffer::uninitialised(gpu, pages * self.k_scale_page as usize)?;
-        // Positions that a row does not see count for nothing, whatever their memory holds: tests say so with NaN.
-        [&pool, &k_scale].into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
+        // Positions that a row does not see and columns without a row count for nothing, whatever their memory holds:
+        // tests say so with NaN.
+        let matrix = DeviceBuffer::uninitialised(gpu, self.needs.matrix as usize)?;
+        [&pool, &k_scale, &matrix].into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
         Ok(Pools {
             kv: pool,
             k_scale,
@@ -163,12 +177,13 @@ impl Memory {
                 .iter()
                 .map(|bytes| DeviceBuffer::zeroed(gpu, *bytes as usize))
                 .collect::<Result<_, _>>()?,
+            matrix,
             page_table: DeviceBuffer::zeroed(gpu, self.slots * self.sizes.slot_pages * 4)?,
             logits: match self.sizes.ranks {
                 1 => Some(DeviceBuffer::zeroed(gpu, self.needs.logits as usize)?),
                 _ => None,
             },
-            rows: DeviceBuffer::zeroed(gpu, self.sizes.max_batch_tokens * size_of::<Row>())?,
+            rows: DeviceBuffer::zeroed(gpu, self.sizes.rows * size_of::<Row>())?,
             items: DeviceBuffer::zeroed(gpu, self.sizes.item_words * 4)?,
         })
     }

@@ -157,7 +157,7 @@ impl Roles {
         match variant.design {
             Design::Narrow => Some(&NARROW),
             Design::Wide => Some(&WIDE),
-            Design::Unlooped { .. } => None,
+            Design::Matrix | Design::Unlooped { .. } => None,
         }
     }
 

@@ -7,12 +7,13 @@ use std::ffi::c_void;
 
 use cudarc::driver::result;
 
-use super::kernel::SamplerKernel;
-use super::launch::{LIST_WORDS, MOST_BIASES, MOST_SUPPRESSED, RowSampling, SamplerLaunch, WANT_LOGPROBS};
+use super::kernel::{STOPPED_BYTES, SamplerKernel};
+use super::launch::{LIST_WORDS, MOST_BIASES, MOST_SUPPRESSED, RowLogprobs, RowSampling, SamplerLaunch, WANT_LOGPROBS};
 use crate::batch::Slot;
 use crate::cuda::device::gpu::Stream;
 use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
 use crate::cuda::error::{CudaError, checked};
+use crate::cuda::kernels::launch::Row;
 use crate::cuda::kernels::sizes::Sizes;
 use crate::plan::PAGE_POSITIONS;
 
@@ -28,6 +29,7 @@ pub struct Sampler {
     counts: DeviceBuffer,
     sampling: DeviceBuffer,
     lists: DeviceBuffer,
+    /// Whether the chain has ended; behind it a word that stays 0.
     stopped: DeviceBuffer,
     host_sampling: PinnedBuffer<RowSampling>,
     host_lists: PinnedBuffer<u32>,
@@ -52,7 +54,7 @@ impl Sampler {
             counts: DeviceBuffer::zeroed(&gpu, slots * kernel.counts_bytes())?,
             sampling: DeviceBuffer::of(&gpu, &host_sampling)?,
             lists: DeviceBuffer::zeroed(&gpu, slots * LIST_WORDS * size_of::<u32>())?,
-            stopped: DeviceBuffer::zeroed(&gpu, size_of::<u32>())?,
+            stopped: DeviceBuffer::zeroed(&gpu, STOPPED_BYTES)?,
             host_sampling,
             host_lists: PinnedBuffer::zeroed(&gpu, slots * LIST_WORDS)?,
             host_tokens: PinnedBuffer::zeroed(&gpu, sizes.slot_pages * PAGE_POSITIONS)?,
@@ -163,8 +165,8 @@ impl Sampler {
         checked("cuLaunchKernel", launched)
     }
 
-    /// Puts a launch into the stream, behind that of the decoder whose rows it draws for; fills in where its own memory
-    /// is.
+    /// Puts launches into the stream, behind that of the decoder whose rows they draw for: one for as many rows as the
+    /// kernel takes. Fills in where its own memory is.
     ///
     /// # Errors
     /// The driver refuses.
@@ -173,12 +175,31 @@ impl Sampler {
     /// What the public fields of `launch` point to is as they say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
     pub unsafe fn launch(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
-        assert!(
-            launch.row_count as usize <= self.kernel.rows,
-            "{} rows for a sampler of {}",
-            launch.row_count,
-            self.kernel.rows
-        );
+        let all = u64::from(launch.row_count);
+        for first in (0..all).step_by(self.kernel.rows) {
+            let rows = (all - first).min(self.kernel.rows as u64);
+            let part = SamplerLaunch {
+                logits: launch.logits + first * (self.kernel.padded_vocab * size_of::<f32>()) as u64,
+                rows: launch.rows + first * size_of::<Row>() as u64,
+                tokens: launch.tokens + first * size_of::<u64>() as u64,
+                logprobs: launch.logprobs + first * size_of::<RowLogprobs>() as u64,
+                // The step's last launch ends the chain: those behind one that does would do nothing.
+                stop: if first + rows == all { launch.stop } else { self.stopped.address() + 4 },
+                row_count: rows as u32,
+                ..launch
+            };
+            // SAFETY: as the caller vouches; a part's rows are among those of the whole.
+            unsafe { self.launch_part(part, stream)? };
+        }
+        Ok(())
+    }
+
+    /// Puts a launch of as many rows as the kernel takes into the stream.
+    ///
+    /// # Safety
+    /// As [`Self::launch`].
+    #[allow(unsafe_code)]
+    unsafe fn launch_part(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
         let mut launch = SamplerLaunch {
             processed: self.processed.address(),
             counts: self.counts.address(),

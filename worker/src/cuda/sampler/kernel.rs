@@ -12,6 +12,8 @@ use crate::cuda::kernels::compile::{Compiler, Program, Resources};
 use crate::cuda::kernels::module::Module;
 use crate::plan::ROW_TILE;
 
+/// Bytes of the words that tell launches whether to stop.
+pub(super) const STOPPED_BYTES: usize = 2 * size_of::<u32>();
 /// Rows of a launch at most.
 pub const MOST_ROWS: usize = 64;
 /// Threads of a block. Fewer take as long for a row and longer for eight; with 1024 registers are spilled.
@@ -99,7 +101,7 @@ impl SamplerKernel {
 
     /// Bytes of memory that [`Sampler::new`] takes.
     pub fn bytes(&self, slots: usize) -> u64 {
-        self.words_bytes + (self.processed_bytes() + slots * self.slot_bytes() + size_of::<u32>()) as u64
+        self.words_bytes + (self.processed_bytes() + slots * self.slot_bytes() + STOPPED_BYTES) as u64
     }
 
     pub(super) fn processed_bytes(&self) -> usize {

@@ -11,7 +11,10 @@ use crate::bench::Shape;
 use crate::cuda::kernels::blocks::best_blocks;
 use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Resources};
-use crate::cuda::kernels::variants::{LoopMode, VARIANTS, Variant, check_shape, check_wide, variants_of};
+use crate::cuda::kernels::matrix;
+use crate::cuda::kernels::variants::{
+    Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrix_of, variants_of,
+};
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
@@ -32,8 +35,10 @@ const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;
-/// Of 3b on one GPU, at eight columns: the only kernel of one GPU that spills any.
+/// Of 3b on one GPU, at eight columns: the only kernel of one GPU that spills any, but for matrix passes.
 const B3_SPILLS: u32 = 8;
+/// A kernel of matrix passes, between its tiles.
+const MATRIX_SPILLS: u32 = 40;
 
 fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -77,7 +82,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let most = if name == Shape::B3.name() && variant.columns() == 8 { B3_SPILLS } else { 0 };
             (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
         };
-        jobs.extend(variants_of(&layout).into_iter().map(job));
+        jobs.extend(variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)).map(job));
     }
     for (shape, ranks, [one, eight]) in GROUPS {
         let config = shape.config();
@@ -93,8 +98,8 @@ fn every_shape_compiles_and_its_resources_are_told() {
             jobs.push((name, variant, layout.clone(), most));
         }
     }
-    let wide = jobs.iter().filter(|(_, variant, ..)| variant.columns() > 8).count();
-    assert_eq!(wide, 7 * 3 + 2, "three widths of 1b, llama-1b, 8b and its ranks; two of 70b's");
+    let wide = jobs.iter().filter(|(_, variant, ..)| variant.design == Design::Wide).count();
+    assert_eq!(wide, 3 * 2 + 4 * 3 + 2, "two widths of 1b, llama-1b and 8b, three of its ranks, two of 70b's");
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
@@ -104,11 +109,17 @@ fn every_shape_compiles_and_its_resources_are_told() {
                 compiler.build(&variant.program(layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
             let seconds = begun.elapsed().as_secs_f64();
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
-            let resources = Resources::of(variant.name(), &binary.log)
-                .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
-            eprintln!("{name}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
-            if resources.spilled > *most {
-                over.lock().unwrap().push(format!("{name}: {} bytes", resources.spilled));
+            let (kernels, most) = match variant.design {
+                Design::Matrix => (matrix::names().to_vec(), MATRIX_SPILLS),
+                _ => (vec![variant.name()], *most),
+            };
+            for kernel in kernels {
+                let resources = Resources::of(kernel, &binary.log)
+                    .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
+                eprintln!("{name}, {kernel}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
+                if resources.spilled > most {
+                    over.lock().unwrap().push(format!("{name}, {kernel}: {} bytes", resources.spilled));
+                }
             }
             let again = compiler.build(&variant.program(layout), &cache).unwrap();
             assert_eq!(again, (binary, true));

@@ -18,12 +18,8 @@ const SLOTS: usize = 12;
 const BATCH_TOKENS: usize = 160;
 
 /// Kernels, small ones so that a step takes many passes.
-const WIDTHS: [Width; 4] = [
-    Width { columns: 1, samples: true, time_us: 10 },
-    Width { columns: 4, samples: true, time_us: 12 },
-    Width { columns: 8, samples: true, time_us: 16 },
-    Width { columns: 16, samples: false, time_us: 20 },
-];
+const WIDTHS: [Width; 4] =
+    [Width::fixed(1, true, 10), Width::fixed(4, true, 12), Width::fixed(8, true, 16), Width::fixed(16, false, 20)];
 
 /// One sequence to run.
 #[derive(Debug, Clone)]

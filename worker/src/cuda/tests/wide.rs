@@ -9,6 +9,7 @@ use half::bf16;
 
 use super::gpu::{BROKEN, gpu};
 use super::plans::{Request, drive, plans, replies};
+use crate::batch;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
 use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
@@ -23,6 +24,7 @@ const SLOTS: usize = 64;
 /// Those from here on are never computed: their pages hold NaN.
 const FIRST_EMPTY: usize = 52;
 const CONTEXT: usize = 1536;
+const BATCH_TOKENS: usize = 512;
 const VOCAB: usize = 2048;
 /// Most rows of the narrow kernels.
 pub(super) const NARROW: usize = 8;
@@ -59,13 +61,24 @@ fn load_with_options(
     unlooped: bool,
     options: Options,
 ) -> CudaDecoder {
+    load_rows(config, source, (slots, BATCH_TOKENS), unlooped, options)
+}
+
+/// For steps of up to so many rows.
+pub(super) fn load_rows(
+    config: &ModelConfig,
+    source: Arc<dyn Source + Send>,
+    (slots, max_batch_tokens): (usize, usize),
+    unlooped: bool,
+    options: Options,
+) -> CudaDecoder {
     let request = LoadRequest {
         model_dir: "random".into(),
         rank: 0,
         tensor_parallel: 1,
         threads: 1,
         max_slots: slots,
-        max_batch_tokens: 512,
+        max_batch_tokens,
         kv_pages: slots * KvLayout::pages_for(config.max_positions),
         kv_bytes_limit: 0,
         wait_limit: Duration::from_secs(20),
@@ -82,11 +95,11 @@ pub(super) fn random(config: &ModelConfig) -> Arc<dyn Source + Send> {
 }
 
 /// Bits of the logits of a position.
-type Bits = Vec<u32>;
+pub(super) type Bits = Vec<u32>;
 
 /// A model whose rows are launched by hand.
 pub(super) struct Model {
-    decoder: CudaDecoder,
+    pub(super) decoder: CudaDecoder,
     vocab: usize,
 }
 
@@ -109,9 +122,11 @@ impl Model {
     /// the rows that sample. `most`: rows of a pass, or as the product chooses.
     pub(super) fn step(&mut self, rows: &[(u32, u32, u32)], samples: &[bool], most: Option<usize>) -> Vec<Bits> {
         let engine = &mut self.decoder.decoder.launcher;
+        let asked = rows.iter().zip(samples);
+        let asked = asked.map(|(&(slot, token, position), &sample)| batch::Row { slot, token, position, sample });
         let passes = match most {
             Some(most) => (0..rows.len()).collect::<Vec<_>>().chunks(most).map(<[usize]>::to_vec).collect(),
-            None => engine.passes().of(samples),
+            None => engine.passes().of(&asked.collect::<Vec<_>>()),
         };
         let mut kept = 0;
         for pass in passes {
@@ -148,7 +163,7 @@ impl Model {
     }
 
     /// Tokens of a launch of several steps, by step.
-    fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
+    pub(super) fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
         let row = |(column, &(slot, token, position)): (usize, &(u32, u32, u32))| Row {
             token,
             position,
@@ -162,13 +177,16 @@ impl Model {
         let rows: Vec<Row> = rows.iter().enumerate().map(row).collect();
         let engine = &mut self.decoder.decoder.launcher;
         let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));
+        for step in 0..steps {
+            assert!(engine.wait_step(launch, step).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
+        }
         engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
         let token = |step, column| engine.sampled(launch, step, column, false).token;
         (0..steps).map(|step| (0..rows.len()).map(|column| token(step, column)).collect()).collect()
     }
 
     /// Computes a sequence in narrow passes; the logits after every token.
-    fn alone(&mut self, slot: u32, tokens: &[u32]) -> Vec<Bits> {
+    pub(super) fn alone(&mut self, slot: u32, tokens: &[u32]) -> Vec<Bits> {
         let rows: Vec<_> = (0..).zip(tokens).map(|(position, token)| (slot, *token, position)).collect();
         rows.chunks(NARROW).flat_map(|rows| self.step(rows, &[true; NARROW][..rows.len()], Some(NARROW))).collect()
     }
@@ -191,7 +209,7 @@ fn length(slot: usize) -> usize {
     1 + (slot * 397 + 60) % (CONTEXT - 1)
 }
 
-fn is_nan(bits: &Bits) -> bool {
+pub(super) fn is_nan(bits: &Bits) -> bool {
     bits.iter().all(|bits| f32::from_bits(*bits).is_nan())
 }
 
@@ -200,7 +218,7 @@ fn check_batches(config: &ModelConfig) {
         return;
     }
     let mut model = Model::new(load(config, random(config), SLOTS, None), SLOTS);
-    assert_eq!(model.decoder.decoder.launcher.passes().columns(), SLOTS, "the wide kernel computes this model");
+    assert_eq!(model.decoder.decoder.launcher.widest_loop(), SLOTS, "the wide kernel computes this model");
     // Prompts in any passes; then the last token of each again, alone.
     let all: Vec<_> = (0..FIRST_EMPTY).map(|slot| tokens(slot as u32, length(slot))).collect();
     all.iter().enumerate().for_each(|(slot, tokens)| drop(model.prompt(slot as u32, tokens, 512, None)));
@@ -301,7 +319,7 @@ fn grids_do_not_touch_a_bit() {
     let mut expected = None;
     for blocks in [128, 132, 64] {
         let mut model = Model::new(load(&config, random(&config), SLOTS, Some(blocks)), SLOTS);
-        let wide = model.decoder.decoder.launcher.passes().columns() > NARROW;
+        let wide = model.decoder.decoder.launcher.widest_loop() > NARROW;
         assert!(wide || blocks != 128, "the wide kernel computes this model on 128 blocks");
         let got = (model.alone(0, &sequence), model.prompt(1, &sequence, 133, None));
         assert!(*expected.get_or_insert_with(|| got.clone()) == got, "{blocks} blocks");
@@ -408,10 +426,10 @@ fn the_wrap_of_the_tags_does_not_touch_a_bit() {
     let config = llama_1b();
     let sequence = tokens(4, 900);
     let mut model = Model::new(load(&config, random(&config), SLOTS, None), SLOTS);
-    let expected = model.prompt(0, &sequence, 190, None);
+    let expected = model.prompt(0, &sequence, 60, None);
     for before in [1, 4, 8, 20] {
         model.decoder.decoder.launcher.epoch = u32::MAX - before;
-        assert!(model.prompt(1, &sequence, 190, None) == expected, "{before} tags before the wrap");
+        assert!(model.prompt(1, &sequence, 60, None) == expected, "{before} tags before the wrap");
         assert!(model.decoder.decoder.launcher.epoch < 1000, "the tags have started again");
     }
 }

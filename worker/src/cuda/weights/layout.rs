@@ -118,6 +118,12 @@ impl Layout {
         layer * self.layer_bytes() + before.iter().map(|p| self.panel(*p).bytes()).sum::<usize>()
     }
 
+    /// [`Panel::fragments`] of all products: those of a layer in order, then the LM head.
+    pub fn tiles(&self) -> Vec<u32> {
+        let products = LAYER_PRODUCTS.into_iter().chain([Product::LmHead]);
+        products.flat_map(|product| self.panel(product).fragments(self.blocks)).collect()
+    }
+
     /// Which rows of which tensors a tile of a product holds; those that are in no run are zero. `layer` is not looked
     /// at for the LM head.
     pub fn rows(&self, layer: usize, product: Product, tile: usize) -> Vec<RowRun> {

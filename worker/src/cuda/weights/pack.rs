@@ -396,6 +396,33 @@ mod tests {
     }
 
     #[test]
+    fn the_table_of_tiles_says_where_fragments_lie() {
+        let dims = [
+            ModelConfig { hidden_size: 128, ..config(4, 2, 400, 1000) },
+            ModelConfig { hidden_size: 48, tied_embeddings: true, ..config(2, 1, 388, 33) },
+            ModelConfig { hidden_size: 576, ..config(9, 3, 1536, 700) },
+            ModelConfig { hidden_size: 896, ..config(14, 2, 4864, 1200) },
+            ModelConfig { hidden_size: 3072, head_dim: 128, ..config(24, 8, 8192, 1000) },
+        ];
+        for (dims, blocks) in dims.iter().flat_map(|dims| [1, 3, 100, 119, 128, 132].map(|blocks| (dims, blocks))) {
+            let layout = layout(dims, blocks);
+            let mut table = layout.tiles().into_iter();
+            for product in LAYER_PRODUCTS.into_iter().chain([Product::LmHead]) {
+                let panel = layout.panel(product);
+                let start = layout.start(1, product) / FRAGMENT_BYTES;
+                for (tile, word) in (0..panel.tiles).zip(table.by_ref()) {
+                    let at = |step: usize| start + (word >> 1) as usize + step * (1 + (word & 1) as usize);
+                    for (leaf, step) in [(0, 0), (0, panel.steps() - 1), (panel.leaves - 1, panel.steps() / 2)] {
+                        let expected = fragment(&layout, 1, product, tile, [leaf, step]) / (FRAGMENT_BYTES / 2);
+                        assert_eq!(at(leaf * panel.steps() + step), expected, "{product:?} {tile} on {blocks} blocks");
+                    }
+                }
+            }
+            assert_eq!(table.next(), None);
+        }
+    }
+
+    #[test]
     fn jobs_cover_the_stream_in_order() {
         let dims = config(4, 2, 400, 1000);
         let layout = layout(&dims, 7);

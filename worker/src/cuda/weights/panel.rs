@@ -119,11 +119,21 @@ impl Panel {
     }
 
     /// The units of all blocks, as ranges of tiles, in stream order.
-    pub fn units(&self, blocks: usize) -> impl Iterator<Item = Range<usize>> {
+    pub fn units(&self, blocks: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let panel = *self;
         (0..blocks).flat_map(move |block| {
             let tiles = panel.tiles_of(block, blocks);
             tiles.clone().step_by(panel.unit).map(move |first| first..(first + panel.unit).min(tiles.end))
+        })
+    }
+
+    /// Of each tile, where the fragment of its first k16 step lies, in fragments from the product's begin: `<< 1`, and
+    /// 1 where it shares a unit with another, so that its next fragment is two further on.
+    pub fn fragments(&self, blocks: usize) -> impl Iterator<Item = u32> + use<> {
+        let steps = self.leaves * self.steps();
+        self.units(blocks).flat_map(move |unit| {
+            let first = unit.start * steps;
+            (0..unit.len()).map(move |place| ((first + place) << 1 | (unit.len() - 1)) as u32)
         })
     }
 

@@ -1,45 +1,37 @@
 //! What goes into the stream: rows, attention's items, and launches with the addresses of all they use.
 
-use super::{Chain, Engine, STEPS_AHEAD, Ticket};
+use std::ops::Range;
+
+use super::{By, Chain, Engine, MATRIX_STEPS_AHEAD, STEPS_AHEAD, Ticket};
 use crate::cuda::device::gpu::Stream;
 use crate::cuda::error::CudaError;
 use crate::cuda::fabric::MAX_RANKS;
+use crate::cuda::kernels::items::{self, Bounds, Items};
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SAMPLE, Row};
+use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::kernels::variants::Width;
 use crate::cuda::notes::gauge::Gauged;
-use crate::cuda::sampler::launch::SamplerLaunch;
+use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
 impl Engine {
     /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain,
-    /// whose tokens the sampler draws.
-    #[allow(unsafe_code)]
+    /// whose tokens the sampler draws, as it does those of matrix passes in any case.
     pub(super) fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
         if self.finished {
             self.start_over();
         }
         let epoch = self.epoch;
         self.epoch += self.tags(steps);
+        let first_row = self.rows_used;
+        let rows_address = self.put_rows(rows)?;
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
-        let holds = |width: Width| width.columns >= rows.len() && (width.samples || !samples);
-        let variant = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
-        let variant = variant.expect("a kernel that holds the rows, because passes are chosen so");
-        let columns = if samples { self.kernels[variant].variant.columns() } else { 0 };
-        let (first_row, start) = (self.rows_used, self.tokens_used);
-        self.rows_used += rows.len();
-        self.tokens_used += steps as usize * columns;
-        self.host_rows[first_row..self.rows_used].copy_from_slice(rows);
-        let ticket = Ticket { start, columns, rows: rows.len(), epoch };
-        for step in 0..steps {
-            let tag = ticket.tag(self.sizes.layers, step);
-            for word in 0..columns {
-                self.mailbox.expect(start + step as usize * columns + word, tag);
-            }
-        }
-        let offset = first_row * size_of::<Row>();
-        // SAFETY: these rows are written again only after `finish`.
-        unsafe { self.pools.rows.write_async(offset, &self.host_rows[first_row..self.rows_used], &self.stream)? };
-        let items = self.put_items(variant, rows, steps)?;
+        let kernel = self.holds(rows.len(), samples);
+        let by = match kernel {
+            Some(kernel) => By::Kernel(kernel),
+            None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used },
+        };
+        let ticket = self.ticket(kernel, rows, samples, steps, epoch);
         let launch = Launch {
             weights: self.weights.stream.address(),
             gamma: self.weights.gamma.address(),
@@ -49,12 +41,12 @@ impl Engine {
             rope: self.weights.rope.address(),
             kv: self.pools.kv.address(),
             k_scale: self.pools.k_scale.address(),
-            words: self.pools.words[variant].address(),
+            words: kernel.map_or(&self.pools.matrix, |kernel| &self.pools.words[kernel]).address(),
             page_table: self.pools.page_table.address(),
             logits: self.logits_address(),
-            rows: self.pools.rows.address() + offset as u64,
-            items,
-            tokens: self.mailbox.tokens_address(start),
+            rows: rows_address,
+            items: kernel.map_or(Ok(0), |kernel| self.put_items(kernel, rows, steps))?,
+            tokens: self.mailbox.tokens_address(ticket.start),
             control: self.mailbox.control_address(),
             report: self.mailbox.report_address(),
             row_count: rows.len() as u32,
@@ -63,27 +55,72 @@ impl Engine {
             page_stride: self.sizes.slot_pages as u32,
             kv_pages: self.sizes.kv_pages as u32,
             rank: self.sizes.rank as u32,
-            inbox: self.inboxes(variant),
+            inbox: kernel.map_or([0; MAX_RANKS], |kernel| self.inboxes(kernel)),
             ..Launch::default()
         };
-        self.launches.push(ticket);
-        if sampled && samples {
-            self.chain = Some(Chain { ticket, variant, decoder: launch, steps, put: 0 });
-            self.extend(STEPS_AHEAD)?;
-            return Ok(self.launches.len() - 1);
-        }
         self.chain = None;
-        // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for; rows
-        // name slots and pages that the batch has checked.
-        unsafe { run(&mut self.kernels[variant], &mut self.gauged, launch, &self.stream)? };
+        if samples && (sampled || kernel.is_none()) {
+            self.chain = Some(self.chain(by, launch, &ticket, rows, steps)?);
+            self.extend(0)?;
+        } else {
+            self.put_decoder(&by, launch, 0)?;
+        }
+        self.launches.push(ticket);
         Ok(self.launches.len() - 1)
+    }
+
+    /// The narrowest kernel that holds so many rows; `None`: they are a matrix pass.
+    fn holds(&self, rows: usize, samples: bool) -> Option<usize> {
+        #[cfg(test)]
+        if self.matrix_only {
+            return None;
+        }
+        let holds = |width: Width| width.columns >= rows && (width.samples || !samples);
+        let kernel = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        assert!(
+            kernel.is_some() || self.matrix.is_some(),
+            "passes are chosen so that a kernel holds their {rows} rows"
+        );
+        kernel
+    }
+
+    /// Takes room for the tokens of a launch, by a kernel or matrix passes.
+    fn ticket(&mut self, kernel: Option<usize>, rows: &[Row], samples: bool, steps: u32, epoch: u32) -> Ticket {
+        let (columns, tokens, samples) = match kernel {
+            Some(kernel) => (if samples { self.kernels[kernel].variant.columns() } else { 0 }, rows.len(), None),
+            None => {
+                let samples: Vec<u32> = items::samples(rows).collect();
+                (samples.len(), samples.len(), Some(samples))
+            }
+        };
+        let ticket = Ticket { start: self.tokens_used, columns, tokens, samples, epoch };
+        self.tokens_used += steps as usize * columns;
+        for step in 0..steps {
+            let tag = ticket.tag(self.sizes.layers, step);
+            for word in 0..columns {
+                self.mailbox.expect(ticket.start + step as usize * columns + word, tag);
+            }
+        }
+        ticket
+    }
+
+    /// Copies rows to the GPU, and says where they are there.
+    #[allow(unsafe_code)]
+    fn put_rows(&mut self, rows: &[Row]) -> Result<u64, CudaError> {
+        let first = self.rows_used;
+        self.rows_used += rows.len();
+        self.host_rows[first..self.rows_used].copy_from_slice(rows);
+        let offset = first * size_of::<Row>();
+        // SAFETY: these rows are written again only after `finish`.
+        unsafe { self.pools.rows.write_async(offset, &self.host_rows[first..self.rows_used], &self.stream)? };
+        Ok(self.pools.rows.address() + offset as u64)
     }
 
     /// Deals attention to a kernel's blocks; where on the GPU the launch will find that, or 0 if the kernel does so
     /// itself.
     #[allow(unsafe_code)]
-    fn put_items(&mut self, variant: usize, rows: &[Row], steps: u32) -> Result<u64, CudaError> {
-        let Some(deal) = self.kernels[variant].deal else { return Ok(0) };
+    fn put_items(&mut self, kernel: usize, rows: &[Row], steps: u32) -> Result<u64, CudaError> {
+        let Some(deal) = self.kernels[kernel].deal else { return Ok(0) };
         let dealt = deal.of(rows, steps);
         let first = self.items_used;
         self.items_used += dealt.len();
@@ -94,44 +131,125 @@ impl Engine {
         Ok(self.pools.items.address() + (first * size_of::<u32>()) as u64)
     }
 
-    /// Puts the steps of the chain under way into the stream that are not there yet, up to step `end`.
+    /// A chain of which nothing is in the stream yet.
+    fn chain(
+        &mut self,
+        by: By,
+        decoder: Launch,
+        ticket: &Ticket,
+        rows: &[Row],
+        steps: u32,
+    ) -> Result<Chain, CudaError> {
+        let (mut sampled_rows, mut row_count, mut steps) = (decoder.rows, decoder.row_count, steps);
+        if let Some(samples) = &ticket.samples {
+            // Rows of matrix passes do not idle: the first that ends is the end of the chain.
+            let left = rows.iter().map(|row| row.last_position - row.position + 1).min();
+            steps = steps.min(left.unwrap_or(1));
+            // If all sample, the sampler makes the rows of the next step in their place.
+            if samples.len() < rows.len() {
+                let sampled: Vec<Row> = samples.iter().map(|row| rows[*row as usize]).collect();
+                sampled_rows = self.put_rows(&sampled)?;
+            }
+            row_count = samples.len() as u32;
+        }
+        let decoder = Launch { steps: 1, flags: LAUNCH_LOGITS | LAUNCH_UNDRAWN, ..decoder };
+        let sampler = SamplerLaunch {
+            logits: decoder.logits,
+            rows: sampled_rows,
+            tokens: decoder.tokens,
+            logprobs: self.mailbox.logprobs_address(ticket.start),
+            control: decoder.control,
+            // The decoder says there whether all hosts want the chain to end.
+            stop: if self.ties.is_some() { decoder.inbox[self.sizes.rank] } else { decoder.control },
+            report: decoder.report,
+            row_count,
+            ..SamplerLaunch::default()
+        };
+        Ok(Chain { by, decoder, sampler, columns: ticket.columns, steps, put: 0 })
+    }
+
+    /// Puts the steps of the chain under way into the stream that are to be there while the host waits for step
+    /// `waited`, and are not yet.
     #[allow(unsafe_code)]
-    pub(super) fn extend(&mut self, end: u32) -> Result<(), CudaError> {
-        let Some(chain) = &mut self.chain else { return Ok(()) };
-        while chain.put < end.min(chain.steps) {
-            let Chain { ticket, variant, decoder, put: step, .. } = *chain;
-            let tag = ticket.tag(self.sizes.layers, step);
-            let tokens = ticket.start + step as usize * ticket.columns;
+    pub(super) fn extend(&mut self, waited: u32) -> Result<(), CudaError> {
+        let Some(mut chain) = self.chain.take() else { return Ok(()) };
+        let ahead = if matches!(chain.by, By::Kernel(_)) { STEPS_AHEAD } else { MATRIX_STEPS_AHEAD };
+        while chain.put < (waited + ahead).min(chain.steps) {
+            let step = chain.put;
+            let tag = chain.decoder.epoch + self.tags(step);
             let decoder = Launch {
                 stopped: if step > 0 { self.sampler.stopped_address() } else { 0 },
-                steps: 1,
                 epoch: tag,
-                flags: LAUNCH_LOGITS | LAUNCH_UNDRAWN,
-                ..decoder
+                ..chain.decoder
             };
+            self.put_decoder(&chain.by, decoder, step)?;
+            let tokens = step as usize * chain.columns;
             let sampler = SamplerLaunch {
-                logits: decoder.logits,
-                rows: decoder.rows,
-                tokens: self.mailbox.tokens_address(tokens),
-                logprobs: self.mailbox.logprobs_address(tokens),
-                control: decoder.control,
-                // The decoder says there whether all hosts want the chain to end.
-                stop: if self.ties.is_some() { decoder.inbox[self.sizes.rank] } else { decoder.control },
-                report: decoder.report,
-                row_count: decoder.row_count,
+                tokens: chain.sampler.tokens + (tokens * size_of::<u64>()) as u64,
+                logprobs: chain.sampler.logprobs + (tokens * size_of::<RowLogprobs>()) as u64,
                 tag,
                 step,
-                ..SamplerLaunch::default()
+                ..chain.sampler
             };
-            // SAFETY: as for a launch of the decoder alone; logits and rows are those of the launch in front of the
-            // sampler's.
-            unsafe {
-                run(&mut self.kernels[variant], &mut self.gauged, decoder, &self.stream)?;
-                self.sampler.launch(sampler, &self.stream)?;
-            }
+            // SAFETY: logits and rows are those of the launch in front of the sampler's.
+            unsafe { self.sampler.launch(sampler, &self.stream)? };
             chain.put += 1;
         }
+        self.chain = Some(chain);
         Ok(())
+    }
+
+    /// Puts a launch of the decoder into the stream: of a chain, for its step `step`.
+    #[allow(unsafe_code)]
+    fn put_decoder(&mut self, by: &By, launch: Launch, step: u32) -> Result<(), CudaError> {
+        match by {
+            // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for;
+            // rows name slots and pages that the batch has checked.
+            By::Kernel(kernel) => unsafe { run(&mut self.kernels[*kernel], &mut self.gauged, launch, &self.stream) },
+            By::Matrix { rows, items } => self.put_matrix(launch, rows.clone(), *items, step),
+        }
+    }
+
+    /// Puts the matrix pass of a step into the stream, of rows `rows` of the host's. Items of steps that are in the
+    /// stream together take turns in the words from `first` on.
+    #[allow(unsafe_code)]
+    fn put_matrix(&mut self, launch: Launch, rows: Range<usize>, first: usize, step: u32) -> Result<(), CudaError> {
+        let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
+        let items = matrix.bounds.items(&self.host_rows[rows.clone()], step, matrix.tile_rows);
+        let first = first + (step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
+        let Items { tiles, spans, merges, samples } = &items;
+        let mut end = first;
+        let mut place = |words: &[u32]| {
+            self.host_items[end..end + words.len()].copy_from_slice(words);
+            let address = self.pools.items.address() + (end * size_of::<u32>()) as u64;
+            end += words.len();
+            address
+        };
+        // Pairs first: they are read as such.
+        let pass = Pass {
+            attend_spans: place(bytemuck::cast_slice(spans)),
+            merges: place(bytemuck::cast_slice(merges)),
+            attend_tiles: place(tiles),
+            samples: place(samples),
+            tile_count: tiles.len() as u32,
+            span_count: spans.len() as u32,
+            merge_count: merges.len() as u32,
+            sample_count: samples.len() as u32,
+            ..Pass::default()
+        };
+        self.items_used = self.items_used.max(end.next_multiple_of(2));
+        // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens. All
+        // addresses are of buffers that `self` owns, with the sizes that the kernels were compiled for; rows name slots
+        // and pages that the batch has checked.
+        unsafe {
+            self.pools.items.write_async(first * size_of::<u32>(), &self.host_items[first..end], &self.stream)?;
+            matrix.launch(launch, pass, &self.stream)
+        }
+    }
+
+    /// Words for the items of a step of so many rows.
+    fn step_words(&self, rows: usize) -> usize {
+        Bounds::most_words(rows, self.sizes.visible_pages)
     }
 
     /// Logits of the launch put last, where the sampler finds them.

@@ -1,0 +1,261 @@
+//! Who attends to what in matrix passes, and which rows sample (kernels/matrix/layout.cuh).
+//!
+//! Rows of a sequence that has several in a pass are cut into tiles. A row that is alone of its sequence is computed
+//! span by span, and spans of one row are merged behind that. Longest first: what is left over at the end is short.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+
+use super::launch::{ROW_SAMPLE, Row};
+use crate::plan::PAGE_POSITIONS;
+
+/// Pages of a span. The first page of one is a multiple of this.
+const SPAN_PAGES: usize = 16;
+/// Bits of a row's number; what goes with it is above them.
+const ROW_BITS: usize = 16;
+/// In place of a place: the row has no other span.
+const ONLY_SPAN: u32 = u32::MAX;
+
+/// What a matrix pass has room for beside its columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Rows that sample.
+    pub samples: usize,
+    /// Spans that are merged.
+    pub spans: usize,
+    /// Positions that a row sees at most, its own included; `None`: all before it.
+    pub window: Option<usize>,
+}
+
+/// What the launches of a pass are given, as u32 words, one list after the other.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Items {
+    /// First row | rows << 16 of each tile.
+    pub tiles: Vec<u32>,
+    /// {row | span << 16, place} of each span of a row that is alone.
+    pub spans: Vec<[u32; 2]>,
+    /// {row | spans << 16, first place} of each row of several spans.
+    pub merges: Vec<[u32; 2]>,
+    /// Rows that sample, ascending.
+    pub samples: Vec<u32>,
+}
+
+impl Bounds {
+    /// Spans of a row that sees up to `pages` pages, at most.
+    pub fn most_spans(pages: usize) -> usize {
+        // The first and the last may be seen in part.
+        pages.div_ceil(SPAN_PAGES) + 1
+    }
+
+    /// Words of the items of `rows` rows in any passes, each of which sees up to `pages` pages, at most: a row is part
+    /// of a tile, or has spans and a merge; it may sample; and one is left out so that pairs are aligned.
+    pub fn most_words(rows: usize, pages: usize) -> usize {
+        rows * (2 * Self::most_spans(pages) + 4)
+    }
+
+    /// How many places to be merged from a row at `position` takes.
+    pub fn places(&self, position: usize) -> usize {
+        Some(self.spans(position).len()).filter(|spans| *spans > 1).unwrap_or(0)
+    }
+
+    /// The pages that a row at `position` sees.
+    fn pages(&self, position: usize) -> Range<usize> {
+        let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        first / PAGE_POSITIONS..position / PAGE_POSITIONS + 1
+    }
+
+    /// The spans that they are in.
+    fn spans(&self, position: usize) -> Range<usize> {
+        let pages = self.pages(position);
+        pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES)
+    }
+
+    /// The items of a pass of these rows, `step` steps on, in tiles of up to `tile_rows` rows. Rows that are past their
+    /// last position have none, but their places among the samples.
+    pub fn items(&self, rows: &[Row], step: u32, tile_rows: usize) -> Items {
+        let mut items = Items::default();
+        // By the pages that are read.
+        let (mut tiles, mut spans) = (Vec::new(), Vec::new());
+        let mut places = 0;
+        let mut first = 0;
+        for sequence in rows.chunk_by(|row, next| row.first_row == next.first_row) {
+            let end = first + sequence.len();
+            if let [row] = sequence {
+                let position = row.position + step;
+                if position <= row.last_position {
+                    let (pages, of) = (self.pages(position as usize), self.spans(position as usize));
+                    let several = of.len() > 1;
+                    for span in of.clone() {
+                        let seen = pages.start.max(span * SPAN_PAGES)..pages.end.min((span + 1) * SPAN_PAGES);
+                        let place = if several { (places + span - of.start) as u32 } else { ONLY_SPAN };
+                        spans.push((seen.len(), [word(first, span), place]));
+                    }
+                    if several {
+                        items.merges.push([word(first, of.len()), places as u32]);
+                        places += of.len();
+                    }
+                }
+            } else {
+                for start in (first..end).step_by(tile_rows) {
+                    let last = (start + tile_rows).min(end) - 1;
+                    let seen =
+                        self.pages(rows[start].position as usize).start..self.pages(rows[last].position as usize).end;
+                    tiles.push((seen.len(), word(start, last + 1 - start)));
+                }
+            }
+            first = end;
+        }
+        tiles.sort_by_key(|(pages, _)| Reverse(*pages));
+        spans.sort_by_key(|(pages, _)| Reverse(*pages));
+        items.tiles = tiles.into_iter().map(|(_, tile)| tile).collect();
+        items.spans = spans.into_iter().map(|(_, span)| span).collect();
+        items.samples = samples(rows).collect();
+        items
+    }
+}
+
+/// The rows that sample, ascending.
+pub fn samples(rows: &[Row]) -> impl Iterator<Item = u32> {
+    (0..).zip(rows).filter(|(_, row)| row.flags & ROW_SAMPLE != 0).map(|(index, _)| index)
+}
+
+fn word(row: usize, with: usize) -> u32 {
+    (row | with << ROW_BITS) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of a pass: (first position, rows) of each sequence, whose last samples.
+    fn pass(sequences: &[(usize, usize)]) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for &(start, len) in sequences {
+            let first_row = rows.len() as u32;
+            rows.extend((start..start + len).map(|position| Row {
+                position: position as u32,
+                first_row,
+                first_position: start as u32,
+                last_position: position as u32,
+                flags: if position + 1 == start + len { ROW_SAMPLE } else { 0 },
+                ..Row::default()
+            }));
+        }
+        rows
+    }
+
+    const ALL: Bounds = Bounds { samples: 512, spans: 4096, window: None };
+
+    #[test]
+    fn a_pass_of_prompts_and_decoding_rows_is_cut_as_the_kernels_read_it() {
+        let rows = pass(&[(100, 1), (0, 40), (3000, 1), (1000, 33), (1023, 1), (1024, 1)]);
+        let items = ALL.items(&rows, 0, 32);
+        // Tiles end at positions 1031 and 1032, 31 and 39.
+        assert_eq!(items.tiles, [42 | 32 << 16, 74 | 1 << 16, 1 | 32 << 16, 33 | 8 << 16]);
+        let whole = [[41, 0], [41 | 1 << 16, 1], [75, ONLY_SPAN], [76, 3]];
+        assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, ONLY_SPAN], [76 | 1 << 16, 4]]].concat());
+        assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
+        assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
+    }
+
+    #[test]
+    fn a_window_begins_in_the_span_of_its_first_page() {
+        let bounds = Bounds { window: Some(1025), ..ALL };
+        // It sees positions 1023 to 2047, so the last page of span 0; a position later it does not.
+        let rows = pass(&[(2047, 1)]);
+        let mut rows = [rows[0]; 1];
+        rows[0].last_position = 3000;
+        let spans = |step| bounds.items(&rows, step, 8).spans;
+        assert_eq!(spans(0), [[1 << 16, 1], [0, 0]]);
+        assert_eq!(spans(1), [[1 << 16, 0], [2 << 16, 1]]);
+        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, 8).spans, [[1 << 16, ONLY_SPAN]]);
+    }
+
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, bound: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) as usize % bound
+        }
+    }
+
+    /// Every row is in one tile, or has its spans, each once and no page outside of one; places are used once.
+    #[test]
+    fn every_page_that_a_row_sees_is_read_for_it_once() {
+        let mut random = Random(3);
+        for round in 0..300 {
+            let window = [None, Some(1), Some(64), Some(1 + random.below(5000))][round % 4];
+            let bounds = Bounds { window, ..ALL };
+            let tile_rows = [8, 16, 32, 42, 128][random.below(5)];
+            let sequences: Vec<_> = (0..1 + random.below(60))
+                .map(|_| (random.below(9000), if random.below(2) == 0 { 1 } else { 1 + random.below(200) }))
+                .collect();
+            let mut rows = pass(&sequences);
+            rows.truncate(2048);
+            let lone = |row: usize| {
+                let same = |other: Option<&Row>| other.is_some_and(|other| other.first_row == rows[row].first_row);
+                !same(rows.get(row + 1)) && !same(row.checked_sub(1).map(|row| &rows[row]))
+            };
+            let items = bounds.items(&rows, 0, tile_rows);
+            let mut tiled = vec![0; rows.len()];
+            let mut read = usize::MAX;
+            for tile in &items.tiles {
+                let (first, len) = ((tile & 0xffff) as usize, (tile >> 16) as usize);
+                assert!((1..=tile_rows).contains(&len));
+                assert!(rows[first..first + len].iter().all(|row| row.first_row == rows[first].first_row));
+                tiled[first..first + len].iter_mut().for_each(|count| *count += 1);
+                let pages = bounds.pages(rows[first].position as usize).start
+                    ..bounds.pages(rows[first + len - 1].position as usize).end;
+                assert!(pages.len() <= std::mem::replace(&mut read, pages.len()), "longest first");
+            }
+            let mut spans = vec![Vec::new(); rows.len()];
+            let mut used = std::collections::BTreeSet::new();
+            for &[word, place] in &items.spans {
+                let (row, span) = ((word & 0xffff) as usize, (word >> 16) as usize);
+                spans[row].push((span, place));
+                assert!(place == ONLY_SPAN || used.insert(place), "a place is used once");
+            }
+            assert_eq!(used.iter().copied().collect::<Vec<_>>(), (0..used.len() as u32).collect::<Vec<_>>());
+            let mut places = 0;
+            for (row, spans) in spans.iter_mut().enumerate() {
+                assert_eq!(tiled[row] == 0, lone(row));
+                spans.sort();
+                if !lone(row) {
+                    assert!(spans.is_empty());
+                    continue;
+                }
+                let position = rows[row].position as usize;
+                let pages = bounds.pages(position);
+                let expected: Vec<_> = {
+                    let mut all: Vec<_> = pages.map(|page| page / 16).collect();
+                    all.dedup();
+                    all
+                };
+                assert_eq!(spans.iter().map(|(span, _)| *span).collect::<Vec<_>>(), expected);
+                assert!(spans.len() <= Bounds::most_spans(position / 64 + 1));
+                places += bounds.places(position);
+                let merge = items.merges.iter().find(|[word, _]| (*word & 0xffff) as usize == row);
+                match merge {
+                    Some([word, first]) => {
+                        assert_eq!((*word >> 16) as usize, spans.len());
+                        assert!((*first..).zip(spans.iter()).all(|(place, (_, of))| place == *of), "ascending");
+                    }
+                    None => assert_eq!(spans[0].1, ONLY_SPAN),
+                }
+            }
+            assert_eq!((places, items.samples), (used.len(), samples(&rows).collect()));
+            let words = items.tiles.len() + 2 * (items.spans.len() + items.merges.len()) + rows.len();
+            assert!(words <= Bounds::most_words(rows.len(), 9200usize.div_ceil(64)));
+        }
+    }
+
+    /// Rows that end before others of a chain have no items, and keep their columns.
+    #[test]
+    fn rows_that_have_ended_attend_to_nothing() {
+        let mut rows = pass(&[(10, 1), (20, 1)]);
+        rows[1].last_position = 25;
+        let items = ALL.items(&rows, 1, 32);
+        assert_eq!((items.spans, items.samples), (vec![[1, ONLY_SPAN]], vec![0, 1]));
+    }
+}

@@ -1,0 +1,383 @@
+//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh).
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use bytemuck::{Pod, Zeroable};
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+
+use super::cache::Cache;
+use super::compile::{Compiler, Resources};
+use super::items::Bounds;
+use super::launch::Launch;
+use super::module::Module;
+use super::variants::{Variant, Width};
+use crate::cuda::device::gpu::{Gpu, Stream};
+use crate::cuda::device::memory::DeviceBuffer;
+use crate::cuda::error::{CudaError, checked};
+use crate::cuda::weights::layout::Layout;
+use crate::plan::Product;
+
+/// Rows of a pass at most whose products have too few tiles for all blocks, so that K is split.
+const MOST_SPLIT_ROWS: u32 = 256;
+/// Leaves of K that a product has at least whose K can be split.
+const QUAD_LEAVES: usize = 4;
+
+/// A phase of a pass: its kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Embed,
+    Norms,
+    QueryKeyValue,
+    HeadNorms,
+    AttendTiles,
+    AttendSpans,
+    MergeSpans,
+    AttentionOut,
+    GateUp,
+    Down,
+    Gather,
+    Head,
+    QueryKeyValueSplit,
+    AttentionOutSplit,
+    DownSplit,
+}
+
+impl Phase {
+    const ALL: [Self; 15] = [
+        Self::Embed,
+        Self::Norms,
+        Self::QueryKeyValue,
+        Self::HeadNorms,
+        Self::AttendTiles,
+        Self::AttendSpans,
+        Self::MergeSpans,
+        Self::AttentionOut,
+        Self::GateUp,
+        Self::Down,
+        Self::Gather,
+        Self::Head,
+        Self::QueryKeyValueSplit,
+        Self::AttentionOutSplit,
+        Self::DownSplit,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "matrix_embed",
+            Self::Norms => "matrix_norms",
+            Self::QueryKeyValue => "matrix_qkv",
+            Self::HeadNorms => "matrix_head_norms",
+            Self::AttendTiles => "matrix_attend_tiles",
+            Self::AttendSpans => "matrix_attend_spans",
+            Self::MergeSpans => "matrix_merge_spans",
+            Self::AttentionOut => "matrix_out",
+            Self::GateUp => "matrix_gate_up",
+            Self::Down => "matrix_down",
+            Self::Gather => "matrix_gather",
+            Self::Head => "matrix_head",
+            Self::QueryKeyValueSplit => "matrix_qkv_split",
+            Self::AttentionOutSplit => "matrix_out_split",
+            Self::DownSplit => "matrix_down_split",
+        }
+    }
+
+    /// The same by clusters of four blocks, each of which adds up a quarter of K.
+    fn split(self) -> Self {
+        match self {
+            Self::QueryKeyValue => Self::QueryKeyValueSplit,
+            Self::AttentionOut => Self::AttentionOutSplit,
+            Self::Down => Self::DownSplit,
+            other => other,
+        }
+    }
+}
+
+/// What the source says of itself once it is compiled, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+struct Needs {
+    /// Bytes of the memory that launches share.
+    memory_bytes: u64,
+    /// Dynamic shared memory of a block of a product.
+    product_shared: u64,
+    /// Its threads.
+    product_threads: u64,
+    /// Rows of a pass that sample, at most.
+    most_samples: u64,
+    /// Spans that are merged, at most.
+    most_spans: u64,
+    /// Rows of half a tile of attention.
+    tile_tokens: u64,
+    /// Dynamic shared memory of attention of tiles.
+    tiles_shared: u64,
+    /// The same of attention of spans.
+    spans_shared: u64,
+}
+
+impl Needs {
+    /// Dynamic shared memory of a block.
+    fn shared(&self, phase: Phase) -> u64 {
+        match phase {
+            Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
+            Phase::AttendTiles => self.tiles_shared,
+            Phase::AttendSpans => self.spans_shared,
+            _ => self.product_shared,
+        }
+    }
+}
+
+/// The second parameter of the kernels: what a pass is given beside its [`Launch`]. Addresses are the GPU's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct Pass {
+    /// [`Layout::tiles`]; filled in by [`Matrix::launch`].
+    pub tiles: u64,
+    /// [`super::items::Items`], this and the three after it.
+    pub attend_tiles: u64,
+    pub attend_spans: u64,
+    pub merges: u64,
+    pub samples: u64,
+    pub tile_count: u32,
+    pub span_count: u32,
+    pub merge_count: u32,
+    pub sample_count: u32,
+}
+
+/// The kernels, loaded.
+#[derive(Debug)]
+pub struct Matrix {
+    /// Passes that they compute.
+    pub width: Width,
+    /// What they are given room for.
+    pub bounds: Bounds,
+    /// Rows of a tile of attention, at most.
+    pub tile_rows: usize,
+    /// What the compiler said that they take: the most registers of a kernel, and what all spill.
+    pub resources: Option<Resources>,
+    /// Whether the binary came from the cache.
+    pub cached: bool,
+    needs: Needs,
+    /// Of each phase: its function and the threads of a block.
+    functions: [(sys::CUfunction, u32); Phase::ALL.len()],
+    tiles: DeviceBuffer,
+    /// Blocks of a launch: twos or fours are clusters.
+    blocks: u32,
+    steps: Steps,
+    // The functions are its.
+    _module: Module,
+}
+
+// SAFETY: functions are handles that the driver lets every thread use.
+#[allow(unsafe_code)]
+unsafe impl Send for Matrix {}
+
+impl Matrix {
+    /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
+    /// than their own, and loads them.
+    ///
+    /// # Errors
+    /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
+    pub fn load(
+        gpu: &Arc<Gpu>,
+        compiler: &Compiler,
+        cache: &Cache,
+        layout: &Layout,
+        variant: Variant,
+        (max_slots, pages): (usize, usize),
+        defines: &[(&'static str, u64)],
+    ) -> Result<Self, CudaError> {
+        let does_not_fit = |problem: String| {
+            Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
+        };
+        let mut program = variant.program(layout);
+        program.defines.extend(defines);
+        let (binary, cached) = compiler.build(&program, cache)?;
+        let module = Module::load(gpu, &binary.cubin)?;
+        let needs: Needs = module.needs(variant.name())?;
+        let mut functions = [(std::ptr::null_mut(), 0); Phase::ALL.len()];
+        for (phase, function) in Phase::ALL.into_iter().zip(&mut functions) {
+            let (shared, has) = (needs.shared(phase), gpu.facts.shared_bytes as u64);
+            if shared > has {
+                let name = phase.name();
+                return does_not_fit(format!("{name} needs {shared} bytes of shared memory, a block has {has}"));
+            }
+            let loaded = module.function(phase.name(), shared as u32)?;
+            *function = (loaded, threads_of(loaded)?);
+        }
+        let product = Phase::ALL.iter().position(|phase| *phase == Phase::GateUp).map(|place| functions[place].1);
+        assert_eq!(product, Some(needs.product_threads as u32), "a product's launch bounds are its threads");
+        let spans = Bounds::most_spans(pages);
+        if spans as u64 > needs.most_spans {
+            let most = needs.most_spans;
+            return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
+        }
+        let c = &layout.plan().config;
+        let bounds = Bounds {
+            samples: (needs.most_samples as usize).min(max_slots),
+            spans: needs.most_spans as usize,
+            window: c.sliding_window,
+        };
+        let resources: Option<Vec<_>> =
+            Phase::ALL.into_iter().map(|phase| Resources::of(phase.name(), &binary.log)).collect();
+        Ok(Self {
+            width: Width { bounds: Some(bounds), ..variant.width },
+            bounds,
+            tile_rows: 2 * needs.tile_tokens as usize,
+            resources: resources.map(|all| Resources {
+                registers: all.iter().map(|of| of.registers).max().unwrap_or(0),
+                spilled: all.iter().map(|of| of.spilled).sum(),
+                stack: all.iter().map(|of| of.stack).max().unwrap_or(0),
+            }),
+            cached,
+            needs,
+            functions,
+            tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
+            blocks: (gpu.facts.sms & !3) as u32,
+            steps: Steps::of(layout),
+            _module: module,
+        })
+    }
+
+    /// Bytes of [`Launch::words`].
+    pub fn memory_bytes(&self) -> u64 {
+        self.needs.memory_bytes
+    }
+
+    /// Puts a pass into the stream.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    ///
+    /// # Safety
+    /// What `launch` and `pass` point to is as their fields say, and stays until the stream has come that far.
+    #[allow(unsafe_code)]
+    pub unsafe fn launch(&self, mut launch: Launch, pass: Pass, stream: &Stream) -> Result<(), CudaError> {
+        let mut pass = Pass { tiles: self.tiles.address(), ..pass };
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        for (phase, mut layer) in self.steps.phases(launch.row_count, &pass) {
+            let (function, threads) = self.functions[phase as usize];
+            let config = sys::CUlaunchConfig {
+                gridDimX: self.blocks,
+                gridDimY: 1,
+                gridDimZ: 1,
+                blockDimX: threads,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: self.needs.shared(phase) as u32,
+                hStream: stream.raw,
+                attrs: &mut overlap,
+                // Whatever is in front of a pass has to be over.
+                numAttrs: u32::from(phase != Phase::Embed),
+            };
+            let mut parameters = [
+                (&raw mut launch).cast::<c_void>(),
+                (&raw mut pass).cast::<c_void>(),
+                (&raw mut layer).cast::<c_void>(),
+            ];
+            // SAFETY: the kernels take a `Launch`, a `Pass` and a layer, which the call copies; the caller vouches for
+            // what they point to.
+            let launched =
+                unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+            checked("cuLaunchKernelEx", launched.result())?;
+        }
+        Ok(())
+    }
+}
+
+/// What decides which launches a pass has, beside its rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Steps {
+    layers: u32,
+    qk_norm: bool,
+    /// Whether K of q, k and v, of o and of down has four leaves, so that it can be split.
+    quads: [bool; 3],
+}
+
+impl Steps {
+    fn of(layout: &Layout) -> Self {
+        let c = &layout.plan().config;
+        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down]
+            .map(|product| layout.panel(product).leaves >= QUAD_LEAVES);
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads }
+    }
+
+    /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
+    fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
+        let Self { layers, qk_norm, quads } = *self;
+        let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
+        let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
+        let [qkv, out, down] = quads.map(|quads| quads && rows <= MOST_SPLIT_ROWS);
+        let product = |phase: Phase, split| (if split { phase.split() } else { phase }, true);
+        let layer = [
+            (Phase::Norms, true),
+            product(Phase::QueryKeyValue, qkv),
+            (Phase::HeadNorms, qk_norm),
+            (Phase::AttendTiles, tiles),
+            (Phase::AttendSpans, spans),
+            (Phase::MergeSpans, merges),
+            product(Phase::AttentionOut, out),
+            (Phase::Norms, true),
+            (Phase::GateUp, true),
+            product(Phase::Down, down),
+        ];
+        let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
+        let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
+        let all = [(Phase::Embed, true, 0)].into_iter().chain(of_layers);
+        let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
+        all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
+    }
+}
+
+/// Names of the kernels.
+#[cfg(test)]
+pub fn names() -> [&'static str; Phase::ALL.len()] {
+    Phase::ALL.map(Phase::name)
+}
+
+/// The threads of a kernel's launch bounds.
+#[allow(unsafe_code)]
+fn threads_of(function: sys::CUfunction) -> Result<u32, CudaError> {
+    let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+    // SAFETY: the function is of a loaded module.
+    let threads = checked("cuFuncGetAttribute", unsafe { result::function::get_function_attribute(function, most) })?;
+    Ok(threads as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parameter_is_as_long_as_the_kernels() {
+        assert_eq!(size_of::<Pass>(), 5 * 8 + 4 * 4);
+        for (place, phase) in Phase::ALL.into_iter().enumerate() {
+            assert_eq!(phase as usize, place);
+        }
+    }
+
+    #[test]
+    fn a_pass_launches_what_it_has_items_for() {
+        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads };
+        let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
+            steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
+        };
+        let names = |pass: &Pass, qk_norm| of_rows(257, pass, steps(qk_norm, [true; 3]));
+        let prompt = Pass { tile_count: 3, ..Pass::default() };
+        let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
+        assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
+        let all = Pass { tile_count: 1, span_count: 1, merge_count: 1, sample_count: 1, ..Pass::default() };
+        let all = names(&all, true);
+        let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
+        assert_eq!(all[1..9], layer.map(|name| (name, 0)));
+        assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
+        let few = of_rows(256, &prompt, steps(false, [true, false, true]));
+        let split = ["norms", "qkv_split", "attend_tiles", "out", "norms", "gate_up", "down_split"];
+        assert_eq!(few[1..8], split.map(|name| (name, 0)));
+    }
+}

@@ -1,0 +1,347 @@
+//! Matrix passes on a GPU: every row has the bits that it has alone in narrow passes, whatever the model's shape, the
+//! chunks of its prompt and the rows beside it.
+
+use super::gpu::{gpu, load_rank, request};
+use super::plans::{Request, drive, plans};
+use super::wide::{Bits, Model, is_nan, load_rows, random};
+use crate::cuda::Options;
+use crate::decoder::{Decoder, LoadRequest};
+use crate::model::ModelConfig;
+use crate::sampling::{Sampled, SamplingParams};
+
+/// Sequences of a test: more than other passes hold.
+const SLOTS: usize = 88;
+/// Those from here on are never computed: their pages hold NaN.
+const FIRST_EMPTY: usize = 72;
+const BATCH_TOKENS: usize = 512;
+/// Spans are of 1024 positions.
+const CONTEXT: usize = 1536;
+const VOCAB: usize = 2048;
+const CHUNKS: [usize; 20] = [1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300];
+
+fn shape(hidden_size: usize, heads: (usize, usize, usize), intermediate: usize) -> ModelConfig {
+    let (heads, kv_heads, head_dim) = heads;
+    let shape = crate::plan::tests::config(heads, kv_heads, intermediate, VOCAB);
+    ModelConfig { hidden_size, head_dim, max_positions: CONTEXT, ..shape }
+}
+
+/// SmolLM 135M: 36 row tiles of the hidden state, 3 query heads of a KV head.
+fn smol() -> ModelConfig {
+    ModelConfig { tied_embeddings: true, ..shape(576, (9, 3, 64), 1536) }
+}
+
+/// Qwen 2.5 0.5B: 7 query heads of a KV head.
+fn qwen_half() -> ModelConfig {
+    ModelConfig { tied_embeddings: true, qkv_bias: true, ..shape(896, (14, 2, 64), 4864) }
+}
+
+/// Llama 3.2 3B.
+fn llama_3b() -> ModelConfig {
+    ModelConfig { tied_embeddings: true, ..shape(3072, (24, 8, 128), 8192) }
+}
+
+/// Qwen 3 0.6B.
+fn qwen3() -> ModelConfig {
+    ModelConfig { tied_embeddings: true, qk_norm: true, ..shape(1024, (16, 8, 128), 3072) }
+}
+
+fn llama_8b() -> ModelConfig {
+    shape(4096, (32, 8, 128), 14_336)
+}
+
+/// Everything at once, with a window that reaches over spans, and heads that are padded.
+fn features(head_dim: usize, window: usize) -> ModelConfig {
+    let shape = shape(512, (16, 2, head_dim), 1000);
+    ModelConfig { qkv_bias: true, qk_norm: true, sliding_window: Some(window), ..shape }
+}
+
+fn tokens(seed: u32, len: usize) -> Vec<u32> {
+    (0..len as u32).map(|i| (seed * 977 + i * 37 + i * i % 101) % VOCAB as u32).collect()
+}
+
+fn model(config: &ModelConfig, options: Options) -> Model {
+    Model::new(load_rows(config, random(config), (SLOTS, BATCH_TOKENS), false, options), SLOTS)
+}
+
+/// From now on whatever can be is a matrix pass; or as the product chooses.
+fn matrix_only(model: &mut Model, only: bool) {
+    model.decoder.decoder.launcher.matrix_only = only;
+}
+
+fn check(config: &ModelConfig) {
+    if !gpu() {
+        return;
+    }
+    let mut model = model(config, Options::default());
+    let sequence = tokens(5, CONTEXT - 20);
+    let expected = model.alone(0, &sequence);
+    assert!(!expected.iter().any(is_nan));
+    check_chunks(&mut model, &sequence, &expected);
+    check_mixed(&mut model, &sequence, &expected);
+    check_crowds(&mut model);
+}
+
+/// A prompt in chunks of any size; what narrow passes then find of it in memory.
+fn check_chunks(model: &mut Model, sequence: &[u32], expected: &[Bits]) {
+    for chunk in CHUNKS {
+        let part = if chunk < 16 { &sequence[..220] } else { sequence };
+        matrix_only(model, true);
+        let got = model.prompt(1, part, chunk, None);
+        let ends = (1..=got.len()).map(|chunks| (chunks * chunk).min(part.len()) - 1);
+        for (end, got) in ends.zip(got) {
+            assert!(got == expected[end], "position {end} in chunks of {chunk}");
+        }
+        matrix_only(model, false);
+        let last = part.len() - 1;
+        let again = model.step(&[(1, part[last], last as u32)], &[true], Some(1));
+        assert!(again == expected[last..=last], "position {last} after chunks of {chunk}, alone");
+    }
+}
+
+/// Prompts of several sequences in one step, their first parts computed before; beside them rows that decode, one of
+/// them among NaN.
+fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits]) {
+    let lengths = [
+        (130usize, 40),
+        (0, 90),
+        (700, 1),
+        (64, 10),
+        (300, 250),
+        (1000, 1),
+        (5, 33),
+        (1023, 1),
+        (1024, 1),
+        (1010, 30),
+        (1400, 1),
+    ];
+    for ordered in [false, true] {
+        matrix_only(model, true);
+        for (slot, (before, _)) in (2..).zip(lengths).filter(|(_, (before, _))| *before > 0) {
+            model.prompt(slot, &sequence[..before], 300, None);
+        }
+        let mut segments: Vec<_> = (2..).zip(lengths).collect();
+        if ordered {
+            segments.sort_by_key(|(_, (_, len))| *len);
+        }
+        let (mut rows, mut samples) = (vec![(FIRST_EMPTY as u32, 7, 1100)], vec![true]);
+        for (slot, (before, len)) in &segments {
+            rows.extend((*before..before + len).map(|position| (*slot, sequence[position], position as u32)));
+            samples.extend((1..=*len).map(|row| row == *len));
+        }
+        model.decoder.decoder.launcher.poison_words().unwrap();
+        let got = model.step(&rows, &samples, Some(BATCH_TOKENS));
+        assert!(is_nan(&got[0]), "a neighbour was to be NaN");
+        for ((_, (before, len)), got) in segments.iter().zip(&got[1..]) {
+            assert!(*got == expected[before + len - 1], "{len} rows after {before}");
+        }
+    }
+}
+
+/// A sequence's length, of any number of pages.
+fn length(slot: usize) -> usize {
+    1 + (slot * 397 + 60) % (CONTEXT - 12)
+}
+
+/// Rows that decode, few and many; then steps of them in a chain.
+fn check_crowds(model: &mut Model) {
+    let all: Vec<_> = (0..FIRST_EMPTY).map(|slot| tokens(slot as u32, length(slot))).collect();
+    matrix_only(model, false);
+    all.iter().enumerate().for_each(|(slot, tokens)| drop(model.prompt(slot as u32, tokens, BATCH_TOKENS, None)));
+    let last = |slot: usize| (slot as u32, all[slot][length(slot) - 1], length(slot) as u32 - 1);
+    let expected: Vec<Bits> = (0..FIRST_EMPTY).flat_map(|slot| model.step(&[last(slot)], &[true], Some(1))).collect();
+    for (round, count) in [1, 2, 8, 9, 33, 64, 65, 72].into_iter().enumerate() {
+        // Which run beside each other, and in which column, differs by round; every fifth is one whose pages hold NaN.
+        let slots = (0..count).map(|column| match column % 5 {
+            4 => FIRST_EMPTY + (column / 5 + round) % (SLOTS - FIRST_EMPTY),
+            _ => (column - column / 5 + round * 11) % FIRST_EMPTY,
+        });
+        let slots: Vec<_> = slots.collect();
+        let row = |slot: &usize| if *slot < FIRST_EMPTY { last(*slot) } else { (*slot as u32, 7, 100 + *slot as u32) };
+        let rows: Vec<_> = slots.iter().map(row).collect();
+        matrix_only(model, true);
+        let got = model.step(&rows, &vec![true; rows.len()], Some(BATCH_TOKENS));
+        for (slot, got) in slots.iter().zip(got) {
+            match expected.get(*slot) {
+                Some(expected) => assert!(got == *expected, "slot {slot} at {} among {count}", length(*slot) - 1),
+                None => assert!(is_nan(&got), "a neighbour was to be NaN"),
+            }
+        }
+    }
+    let rows: Vec<_> = (0..FIRST_EMPTY).map(last).collect();
+    let steps = 9;
+    let chain = model.many_steps(&rows, steps);
+    matrix_only(model, false);
+    for (first, rows) in rows.chunks(8).enumerate() {
+        let narrow = model.many_steps(rows, steps);
+        for (step, tokens) in narrow.iter().enumerate() {
+            assert_eq!(chain[step][first * 8..][..rows.len()], *tokens, "rows from {} in step {step}", first * 8);
+        }
+    }
+}
+
+#[test]
+fn rows_have_their_bits_smol() {
+    check(&smol());
+}
+
+#[test]
+fn rows_have_their_bits_qwen_half() {
+    check(&qwen_half());
+}
+
+#[test]
+fn rows_have_their_bits_3b() {
+    check(&llama_3b());
+}
+
+#[test]
+fn rows_have_their_bits_qwen3() {
+    check(&qwen3());
+}
+
+#[test]
+fn rows_have_their_bits_8b() {
+    check(&llama_8b());
+}
+
+#[test]
+fn rows_have_their_bits_bias_norm_and_windows() {
+    for (head_dim, window) in [(128, 1100), (64, 300), (32, 1)] {
+        check(&features(head_dim, window));
+    }
+}
+
+#[test]
+fn rows_have_their_bits_in_the_fixtures() {
+    if !gpu() {
+        return;
+    }
+    const CONTEXT: usize = 1400;
+    for name in
+        ["llama-gqa", "llama-mha16", "llama-tied", "llama31-scaled", "mistral-window", "qwen2-bias", "qwen3-qknorm"]
+    {
+        let kv_pages = 3 * CONTEXT.div_ceil(64);
+        let request = LoadRequest { max_batch_tokens: 320, max_context: CONTEXT, kv_pages, ..request(name) };
+        let mut model = Model::new(load_rank(&request, &Options::default()), 3);
+        let len = model.decoder.loaded().max_context - 1;
+        let sequence: Vec<u32> = tokens(3, len).into_iter().map(|token| token % 768).collect();
+        let expected = model.alone(0, &sequence);
+        matrix_only(&mut model, true);
+        for chunk in [1, 5, 9, 50, 128, 300] {
+            let part = if chunk < 9 { &sequence[..len.min(150)] } else { &sequence[..] };
+            let got = model.prompt(1, part, chunk, None);
+            let ends = (1..=got.len()).map(|chunks| (chunks * chunk).min(part.len()) - 1);
+            for (end, got) in ends.zip(got) {
+                assert!(got == expected[end], "{name}: position {end} in chunks of {chunk}");
+            }
+        }
+    }
+}
+
+/// Weights that are packed otherwise, with units of one tile here and there.
+#[test]
+fn grids_do_not_touch_a_bit() {
+    if !gpu() {
+        return;
+    }
+    let sequence = tokens(9, 700);
+    for config in [smol(), qwen_half()] {
+        let mut expected = None;
+        for blocks in [None, Some(132), Some(119), Some(64), Some(7)] {
+            let mut model = model(&config, Options { blocks, ..Options::default() });
+            matrix_only(&mut model, true);
+            let got = model.prompt(0, &sequence, 333, None);
+            assert!(*expected.get_or_insert_with(|| got.clone()) == got, "{blocks:?} blocks");
+        }
+    }
+}
+
+/// The widest pass, one row more, and a prompt that is computed again and again: what a race leaves behind differs from
+/// time to time.
+#[test]
+fn passes_of_2048_rows_repeat_their_bits() {
+    if !gpu() {
+        return;
+    }
+    const SLOTS: usize = 4;
+    for config in [qwen3(), smol()].map(|config| ModelConfig { max_positions: 4352, ..config }) {
+        let decoder = load_rows(&config, random(&config), (SLOTS, 4096), false, Options::default());
+        let mut model = Model::new(decoder, SLOTS);
+        let sequence = tokens(6, 4200);
+        let expected = model.prompt(0, &sequence, 500, None);
+        let last = &expected[expected.len() - 1];
+        let alone = model.step(&[(0, sequence[4199], 4199)], &[true], Some(1));
+        assert!(alone[0] == *last, "the last position, alone");
+        for chunk in [2048, 2049, 4096] {
+            let got = model.prompt(1, &sequence, chunk, None);
+            assert_eq!(got.len(), sequence.len().div_ceil(chunk));
+            assert!(got[got.len() - 1] == *last, "chunks of {chunk}");
+        }
+        for repeat in 0..50 {
+            assert!(model.prompt(2, &sequence, 2048, None).pop().as_ref() == Some(last), "repeat {repeat}");
+        }
+    }
+}
+
+/// Requests through the loop: prompts of any size beside rows that decode, more than other passes hold, some of them
+/// drawn with everything that the sampler does. Each yields what it yields alone.
+#[test]
+fn plans_of_a_crowd_yield_what_each_request_yields_alone() {
+    if !gpu() {
+        return;
+    }
+    let config = smol();
+    const CROWD: u32 = 150;
+    let request = |i: u32| {
+        let drawn =
+            SamplingParams { temperature: 0.7 + i as f32 / 160.0, seed: u64::from(i), ..SamplingParams::greedy() };
+        let sampling = match i % 5 {
+            0 | 3 => SamplingParams::greedy(),
+            1 => drawn,
+            2 => SamplingParams { top_p: 0.9, top_k: 30, ..drawn },
+            _ => SamplingParams { min_p: 0.05, repetition_penalty: 1.2, frequency_penalty: 0.3, ..drawn },
+        };
+        let logprobs = [None, None, Some(3)][i as usize % 3];
+        Request { sampling, logprobs, ..Request::greedy(&tokens(i, 1 + (i * i % 500) as usize), 12 + i % 20) }
+    };
+    let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
+        let slots = CROWD as usize;
+        let decoder = load_rows(&config, random(&config), (slots, BATCH_TOKENS), false, Options::default());
+        let plans = plans(requests, chunk, BATCH_TOKENS, steps);
+        let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+        let mut replies: Vec<Vec<Sampled>> = vec![Vec::new(); requests.len()];
+        for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
+            replies[token.sequence as usize].push(token.sampled);
+        }
+        replies
+    };
+    let greedy: Vec<_> = (0..CROWD).map(|i| Request::greedy(&tokens(i, 1 + (i * 7 % 300) as usize), 20)).collect();
+    for requests in [(0..CROWD).map(request).collect::<Vec<_>>(), greedy] {
+        let whole = run(&requests, 512, 40, true);
+        assert!(whole.iter().zip(&requests).all(|(reply, request)| reply.len() == request.max_tokens as usize));
+        for (chunk, steps, eager) in [(41, 3, false), (200, 7, true)] {
+            assert!(run(&requests, chunk, steps, eager) == whole, "chunks of {chunk}, plans of {steps} steps");
+        }
+        for index in [0, 1, 2, 4, 77, 149] {
+            assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");
+        }
+    }
+}
+
+/// Another order of additions shows, or these tests would not: products of matrix passes with two leaves swapped.
+#[test]
+fn two_leaves_in_each_others_place_do_touch_bits() {
+    if !gpu() {
+        return;
+    }
+    let config = llama_3b();
+    let sequence = tokens(2, 200);
+    let mut model = model(&config, Options { defines: vec![("LP_SWAP_LEAVES", 1)], ..Options::default() });
+    let expected = model.alone(0, &sequence);
+    matrix_only(&mut model, true);
+    let got = model.prompt(1, &sequence, 200, None).remove(0);
+    let values = |bits: &Bits| bits.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect::<Vec<_>>();
+    let (a, b) = (values(&expected[199]), values(&got));
+    let error = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / a.iter().map(|a| a * a).sum::<f64>();
+    assert!(error > 0.0 && error.sqrt() < 0.02, "relative L2 difference {}", error.sqrt());
+}

@@ -91,7 +91,12 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& wo
 #pragma unroll 1
   for (int step = first; step < first + RUN;) {
     const int steps = LEAF % kStageSteps == 0 || left > kStageSteps ? kStageSteps : left;
+#ifdef LP_SWAP_LEAVES  // negative control: the second and the third
+    const int leaf = step / LEAF;
+    work(P::leaves < 3 || (leaf != 1 && leaf != 2) ? step : leaf == 1 ? step + LEAF : step - LEAF, steps);
+#else
     work(step, steps);
+#endif
     step += steps, left -= steps;
     if (left == 0) left = LEAF;
   }

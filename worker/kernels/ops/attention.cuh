@@ -1,6 +1,6 @@
-// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has the
-// scores of a leaf of 16 positions, then, with the weights of all, a quarter of the dimensions of the page's result.
-// Results of pages meet in a merge. The order of additions is in softmax.cuh.
+// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has
+// the scores of a leaf of 16 positions, then, with the weights of all, a quarter of the dimensions of the page's output.
+// Outputs of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
 /// The rows of a step and their items, [row][page][kv head], which are counted once a step.
@@ -212,12 +212,12 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       load_shared_8(all[i].first + t * 8, of);
       most[0] = fmaxf(most[0], of[0]), most[1] = fmaxf(most[1], of[1]);
     }
-    Quad v[TILES][4];
+    const auto fragment = [&](int d, int i) {
+      return ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+    };
+    Quad v[TILES][4];  // of the first tile before the barrier; there are no registers for more
 #pragma unroll
-    for (int d = 0; d < TILES; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        v[d][i] = ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+    for (int i = 0; i < 4; i++) v[0][i] = fragment(0, i);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       most[c] = ceilf(most[c]);  // finite: a row sees a position of each of its pages
@@ -235,6 +235,10 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
         load_shared_8(all[i].first + kWeights + g * kWeightStride + t * 8 + h * 32, w);
         weights[i][h] = bf16_pair(w[0], w[1]);
       }
+#pragma unroll
+    for (int d = 1; d < TILES; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[d][i] = fragment(d, i);
     const float sum = sum_weights(summed);  // of leaf lane / 8, column lane % 8
     float out[TILES][4] = {};
 #pragma unroll

@@ -24,7 +24,7 @@ const SMS: usize = 132;
 /// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the
 /// choice of tokens, once a step.
 const GROUPS: [(Shape, usize, [u32; 2]); 4] =
-    [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 212]), (Shape::B8, 16, [0, 116]), (Shape::B70, 4, [0, 48])];
+    [(Shape::B8, 2, [0, 0]), (Shape::B8, 4, [0, 224]), (Shape::B8, 16, [0, 116]), (Shape::B70, 4, [0, 48])];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;
 /// Of 3b on one GPU, at eight columns: the only kernel of one GPU that spills any.

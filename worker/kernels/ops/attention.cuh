@@ -1,6 +1,6 @@
-// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has the
-// scores of a leaf of 16 positions, then, with the weights of all, a quarter of the dimensions of the page's result.
-// Results of pages meet in a merge. The order of additions is in softmax.cuh.
+// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has
+// the scores of a leaf of 16 positions, then, with all weights, a quarter of the dimensions of the page's output. The
+// outputs of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
 /// The rows of a step and their items, [row][page][kv head], which are counted once a step.
@@ -212,12 +212,13 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       load_shared_8(all[i].first + t * 8, of);
       most[0] = fmaxf(most[0], of[0]), most[1] = fmaxf(most[1], of[1]);
     }
-    Quad v[TILES][4];
+    // Those of V of the first leaf while the weights are on their way; there are no registers for more.
+    const auto fragment = [&](int d, int i) {
+      return ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+    };
+    Quad v[TILES];
 #pragma unroll
-    for (int d = 0; d < TILES; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        v[d][i] = ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+    for (int d = 0; d < TILES; d++) v[d] = fragment(d, 0);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       most[c] = ceilf(most[c]);  // finite: a row sees a position of each of its pages
@@ -240,7 +241,8 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int d = 0; d < TILES; d++) mma_m16n8k16(out[d], v[d][i], weights[i][0], weights[i][1]);
+      for (int d = 0; d < TILES; d++)
+        mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
     // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
     // stored: so it stands before the words, where the products take longer.
     fence_async_shared();

@@ -1,7 +1,7 @@
 // The arithmetic that attention has in every kernel.
 //
-// A page's weights are 2^(score - M), M its largest score rounded up to an integer, so that to change the reference of a
-// sum or an output from M to N is to multiply by a power of two, which rounds nothing. So the bits depend only on the
+// A page's weights are 2^(score - M), M its largest score rounded up to an integer, so that to change the reference of
+// a sum or an output from M to N is to multiply by a power of two, which rounds nothing. So the bits depend only on the
 // order of additions, never on who computes what, nor on which maxima are known by then. The order:
 //   page    its output is one chain of products over its four leaves of 16 positions, ascending, from zero. The sum of
 //           weights: of a leaf w[p] + w[p + 8], then as a tree over p; leaves ascending.
@@ -25,8 +25,8 @@ LP_DEVICE float rescale(float from, float to) {
   return __uint_as_float(__float_as_uint(fmaxf(from - to, -127.0f) + (kInteger + 127.0f)) << 23);
 }
 
-/// Zeroes V of those of a group's positions that are not seen(position of the group), which all lanes call alike: it may
-/// hold anything, NaN too, whose products with weights of zero are NaN. A whole warp calls it.
+/// Zeroes V of those of a group's positions that are not seen(position of the group), which is alike in all lanes: it
+/// may hold anything, NaN too, whose products with weights of zero are NaN. A whole warp calls it.
 template <class SEEN> LP_DEVICE void clear_unseen(u32 group, const SEEN& seen) {
   u32 keep[4];
 #pragma unroll

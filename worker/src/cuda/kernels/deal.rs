@@ -42,7 +42,7 @@ struct Item {
 
 impl Deal {
     /// The items of a launch of `steps` steps, as the kernel reads them: `[blocks]` where each block's list begins and
-    /// where the last one ends, then the lists, longest items first. Spans that a row comes to or leaves only during the
+    /// where the last one ends, then the lists, longest items first. Spans that a row comes to, or leaves, during the
     /// launch are among them, and count by what they are at its end.
     pub fn of(&self, rows: &[Row], steps: u32) -> Vec<u32> {
         let groups = (0..rows.len()).filter(|row| self.ends_group(rows, *row));
@@ -64,10 +64,12 @@ impl Deal {
     /// Words of that at most, for a launch of so many rows, each of which sees up to `pages` pages in a step.
     pub fn most_words(&self, rows: usize, pages: usize) -> usize {
         let moved = (MOST_STEPS - 1).div_ceil(PAGE_POSITIONS);
-        self.blocks + 1 + rows * self.window.map_or_else(
-            || pages.div_ceil(self.span_pages),
-            |_| most_spans(pages + moved, self.span_pages),
-        )
+        self.blocks
+            + 1
+            + rows
+                * self
+                    .window
+                    .map_or_else(|| pages.div_ceil(self.span_pages), |_| most_spans(pages + moved, self.span_pages))
     }
 
     /// Whether a group's last row is this one.
@@ -82,9 +84,7 @@ impl Deal {
     fn spans(&self, row: usize, last: &Row, steps: u32) -> impl Iterator<Item = Item> + use<> {
         let window = self.window.unwrap_or(usize::MAX);
         // The begin of the first page that is seen from a position.
-        let first_seen = move |position: usize| {
-            (position + 1).saturating_sub(window) / PAGE_POSITIONS * PAGE_POSITIONS
-        };
+        let first_seen = move |position: usize| (position + 1).saturating_sub(window) / PAGE_POSITIONS * PAGE_POSITIONS;
         let begin = last.position as usize;
         let end = (last.position + steps - 1).min(last.last_position) as usize;
         let span_positions = self.span_pages * PAGE_POSITIONS;

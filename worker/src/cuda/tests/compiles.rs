@@ -28,10 +28,10 @@ const SMS: usize = 132;
 /// choice of tokens, once a step.
 const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
     (Shape::B8, 2, [0, 0]),
-    (Shape::B8, 4, [0, 212]),
-    (Shape::B8, 8, [0, 220]),
-    (Shape::B8, 16, [0, 132]),
-    (Shape::B70, 4, [0, 48]),
+    (Shape::B8, 4, [0, 232]),
+    (Shape::B8, 8, [0, 236]),
+    (Shape::B8, 16, [0, 140]),
+    (Shape::B70, 4, [0, 60]),
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;

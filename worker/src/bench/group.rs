@@ -17,8 +17,8 @@ use crate::model::source::RandomSource;
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
-/// Most prompt tokens of one step.
-const PREFILL_ROWS: u32 = 512;
+/// Most prompt tokens of one step: on CPUs, and on a GPU.
+const PREFILL_ROWS: [u32; 2] = [512, 2048];
 /// Of the weights that are made up.
 const SEED: u64 = 1;
 /// Longest wait of a rank for another.
@@ -90,6 +90,7 @@ pub struct Group {
     version: u64,
     vocab: u32,
     pages_a_slot: u32,
+    prefill_rows: u32,
     sampling: SamplingParams,
     logprobs: Option<u32>,
 }
@@ -103,13 +104,14 @@ impl Group {
         let positions = setup.context.saturating_add(setup.max_steps).max(setup.prompt.unwrap_or(0)) as usize + 1;
         let slots = setup.slots as usize + usize::from(setup.prompt.is_some());
         let pages_a_slot = KvLayout::pages_for(positions);
+        let prefill_rows = PREFILL_ROWS[usize::from(setup.on_gpu)];
         let request = LoadRequest {
             model_dir: setup.model_dir.to_owned(),
             rank: 0,
             tensor_parallel: setup.ranks,
             threads: setup.threads,
             max_slots: slots,
-            max_batch_tokens: slots.max(PREFILL_ROWS as usize),
+            max_batch_tokens: slots.max(prefill_rows as usize),
             kv_pages: pages_a_slot * slots,
             kv_bytes_limit: 0,
             wait_limit: WAIT_LIMIT,
@@ -145,6 +147,7 @@ impl Group {
             version: 0,
             vocab: decoders[0].loaded().vocab_size as u32,
             pages_a_slot: pages_a_slot as u32,
+            prefill_rows,
             sampling: setup.sampling.clone(),
             logprobs: setup.logprobs,
         };
@@ -163,8 +166,8 @@ impl Group {
     /// # Errors
     /// The fault that ended a rank.
     pub fn prefill(&mut self, slot: u32, context: u32, max_tokens: u32) -> Result<(), BenchError> {
-        for start in (0..context).step_by(PREFILL_ROWS as usize) {
-            let len = PREFILL_ROWS.min(context - start);
+        for start in (0..context).step_by(self.prefill_rows as usize) {
+            let len = self.prefill_rows.min(context - start);
             let mut plan = Plan { prefill: vec![PrefillChunk { slot, start, len }], ..Plan::default() };
             if start == 0 {
                 plan.admit.push(self.admission(slot, context, max_tokens));

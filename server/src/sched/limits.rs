@@ -3,9 +3,9 @@
 /// Bounds of the scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences in the batch at one time.
+    /// Sequences in the batch at one time; 0: as many as the group can take.
     pub max_slots: u32,
-    /// Rows (decode tokens and prompt tokens) of one step; at least `max_slots`.
+    /// Rows (decode tokens and prompt tokens) of one step, at least `max_slots`; 0: as many as the group can take.
     pub max_batch_tokens: u32,
     /// Steps of one plan: the K that bounds a launch of the loop.
     pub steps_per_plan: u32,
@@ -59,8 +59,6 @@ impl Limits {
     /// Names the bound that is zero or too small.
     pub fn validate(&self) -> Result<(), LimitsError> {
         let bounds = [
-            ("max_slots", u64::from(self.max_slots)),
-            ("max_batch_tokens", u64::from(self.max_batch_tokens)),
             ("steps_per_plan", u64::from(self.steps_per_plan)),
             ("plans_ahead", u64::from(self.plans_ahead)),
             ("max_waiting_requests", self.max_waiting_requests),
@@ -70,9 +68,50 @@ impl Limits {
         if let Some((name, _)) = bounds.iter().find(|(_, bound)| *bound == 0) {
             return Err(LimitsError::Zero(name));
         }
-        if self.max_batch_tokens < self.max_slots {
+        if self.max_batch_tokens > 0 && self.max_batch_tokens < self.max_slots {
             return Err(LimitsError::BatchTooSmall { tokens: self.max_batch_tokens, slots: self.max_slots });
         }
         Ok(())
+    }
+}
+
+/// What a group that is ready can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupShape {
+    /// Pages of its KV cache.
+    pub kv_pages: u32,
+    /// Positions a page holds, at least 1.
+    pub page_positions: u32,
+    /// Sequences in the batch at one time, at least 1.
+    pub max_slots: u32,
+    /// Rows of one step, at least `max_slots`.
+    pub max_batch_tokens: u32,
+    /// The number of the plan that it takes next.
+    pub first_version: u64,
+}
+
+/// How many rows a step with prompts should have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepRows {
+    /// In all, where sequences decode beside the prompts.
+    pub beside_decoding: u32,
+    /// Where none does.
+    pub alone: u32,
+    /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
+    pub least: u32,
+}
+
+impl StepRows {
+    /// Rows of prompts beside `decoding` rows.
+    pub(super) fn of_prompts(&self, decoding: u32) -> u32 {
+        let rows = if decoding == 0 { self.alone } else { self.beside_decoding.saturating_sub(decoding) };
+        rows.max(self.least)
+    }
+}
+
+impl Default for StepRows {
+    /// No bound but that of any step.
+    fn default() -> Self {
+        Self { beside_decoding: u32::MAX, alone: u32::MAX, least: 1 }
     }
 }

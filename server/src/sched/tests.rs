@@ -112,9 +112,8 @@ impl Run {
     }
 
     fn group_ready(&mut self) {
-        let Shape { kv_pages, page_positions, .. } = self.scene.shape;
         self.up = true;
-        self.apply(Event::GroupReady { kv_pages, page_positions });
+        self.apply(self.scene.shape.ready());
     }
 
     fn apply(&mut self, event: Event) {

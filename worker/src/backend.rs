@@ -34,10 +34,13 @@ fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Res
     let (mut slots, mut rows) = (GPU_SLOTS, GPU_ROWS);
     let is_open = request.max_slots == 0 || request.max_batch_tokens == 0;
     loop {
-        match cuda::load(&bounded(request, slots, rows), progress) {
+        let bounded = bounded(request, slots, rows);
+        let (most_slots, most_rows) = (bounded.max_slots, bounded.max_batch_tokens);
+        tracing::info!("asking the GPU for {most_slots} slots and steps of {most_rows} rows");
+        match cuda::load(&bounded, progress) {
             Err(LoadError::TooLarge { .. }) if is_open && slots > CPU_SLOTS => {
                 (slots, rows) = ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS));
-                tracing::info!("that is too much for this GPU: trying {slots} slots and steps of {rows} rows");
+                tracing::info!("that is too much for this GPU");
             }
             loaded => return Ok(Box::new(loaded?)),
         }

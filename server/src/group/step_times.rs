@@ -17,8 +17,10 @@ const PROMPT_STEP: Duration = Duration::from_millis(500);
 /// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
 /// weights.
 const MIN_PROMPT_ROWS: u32 = 64;
-/// Twice the rows in a step are worth the wait of those who decode if they bring so many times the rows a second.
-const WORTH: f64 = 1.05;
+/// Twice the rows in a step are worth the wait of those who decode if they bring so many times the rows a second: while
+/// few rows of prompts wait, if the rate grows more than the step does; while many do, if it grows at all.
+const WORTH_CALM: f64 = std::f64::consts::SQRT_2;
+const WORTH_CROWDED: f64 = 1.05;
 /// Rows that the CPU backend computes together.
 const PANEL_ROWS: u32 = 16;
 /// Numbers of rows of which times are kept; others lie between.
@@ -110,9 +112,9 @@ impl StepTimes {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);
         let within = |limit| self.mixed.rows_within(limit).unwrap_or(0);
         let alone = within(PROMPT_STEP).clamp(least, self.max_rows);
-        let worth = self.mixed.worth().filter(|_| self.is_thrifty).unwrap_or(u32::MAX);
-        let on_target = self.itl_target.map_or(u32::MAX, within);
-        StepRows { beside_decoding: alone.min(worth).min(on_target), alone, least }
+        let worth = |gain| self.mixed.worth(gain).filter(|_| self.is_thrifty).unwrap_or(u32::MAX);
+        let most = self.itl_target.map_or(alone, |target| within(target).min(alone));
+        StepRows { calm: most.min(worth(WORTH_CALM)), crowded: most.min(worth(WORTH_CROWDED)), alone, least }
     }
 }
 
@@ -189,12 +191,13 @@ impl Curve {
         Some(0)
     }
 
-    /// The rows of a step from which on twice as many bring hardly more rows a second; `None` if that is not known.
-    fn worth(&self) -> Option<u32> {
+    /// The rows of a step from which on twice as many bring less than `gain` times the rows a second; `None` if that is
+    /// not known.
+    fn worth(&self, gain: f64) -> Option<u32> {
         let rates = KNOTS.into_iter().zip(self.times).map(|(rows, time)| Some((rows, f64::from(rows) / time?)));
         let rates: Vec<Option<(u32, f64)>> = rates.filter(|rate| rate.is_none_or(|(rows, _)| rows >= 64)).collect();
         rates.windows(2).find_map(|pair| match (pair[0], pair[1]) {
-            (Some((rows, rate)), Some((_, next))) => (next < WORTH * rate).then_some(rows),
+            (Some((rows, rate)), Some((_, next))) => (next < gain * rate).then_some(rows),
             _ => None,
         })
     }
@@ -277,19 +280,19 @@ mod tests {
 
     #[test]
     fn steps_beside_sequences_that_decode_are_as_large_as_is_worth_it() {
-        // From 512 to 1024 rows: 8 % more rows a second; from there to 2048: 4 %.
-        let rows = StepRows { beside_decoding: 1024, alone: 2048, least: 64 };
+        // From 128 to 256 rows 30 % more rows a second, from 512 to 1024 8 %, from there to 2048 4 %.
+        let rows = StepRows { calm: 128, crowded: 1024, alone: 2048, least: 64 };
         assert_eq!(timed(None).rows(), rows);
         let mut given = timed(None);
         given.is_thrifty = false;
-        assert_eq!(given.rows().beside_decoding, 2048, "as many as were asked for");
+        assert_eq!(given.rows(), StepRows { calm: 2048, crowded: 2048, ..rows }, "as many as were asked for");
     }
 
     #[test]
     fn the_target_bounds_steps_beside_sequences_that_decode() {
-        for (target, beside) in [(8, 176), (13, 512), (20, 832), (100, 1024), (4, 0)] {
+        for (target, calm, crowded) in [(8, 128, 176), (13, 128, 512), (20, 128, 832), (100, 128, 1024), (4, 0, 0)] {
             let rows = timed(Some(MS(target))).rows();
-            assert_eq!(rows, StepRows { beside_decoding: beside, alone: 2048, least: 64 }, "{target} ms");
+            assert_eq!(rows, StepRows { calm, crowded, alone: 2048, least: 64 }, "{target} ms");
         }
     }
 
@@ -321,10 +324,10 @@ mod tests {
         let mut times = timed(Some(MS(20)));
         // Long contexts: steps of 800 rows take twice as long now.
         for _ in 0..100 {
-            let rows = times.rows().beside_decoding;
+            let rows = times.rows().crowded;
             times.observe(&step(64, rows - 64, Duration::from_micros(2 * (2000 + 22 * u64::from(rows)))));
         }
-        let rows = times.rows().beside_decoding;
+        let rows = times.rows().crowded;
         assert!((320..=384).contains(&rows), "{rows} rows");
         assert_eq!(times.decode.at(64), Some(5.2e-3), "steps that only decode are another matter");
     }

@@ -53,12 +53,13 @@ impl Scheduler {
             return Vec::new();
         }
         let decoding = (self.running.len() - self.prompts) as u32;
-        let mut budget = self.step_rows.of_prompts(decoding).min(self.max_batch_tokens - decoding);
         let prompts: Vec<(u64, u32, u32)> = self
             .running()
             .filter(|(_, running)| !running.decodes())
             .map(|(turn, running)| (turn.id, running.slot, running.prompt_left()))
             .collect();
+        let waiting = prompts.iter().map(|&(.., left)| u64::from(left)).sum();
+        let mut budget = self.step_rows.of_prompts(decoding, waiting).min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];
         let left = prompts.iter().map(|&(.., left)| left).enumerate();
         let short = left.skip(1).filter(|&(_, left)| left <= prompts[0].2 / 2);

@@ -1,5 +1,8 @@
 //! The bounds of the scheduler, and which of them cannot work.
 
+/// A step takes one of so many shares of the rows of prompts that wait.
+const SHARES: u64 = 4;
+
 /// Bounds of the scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
@@ -93,18 +96,27 @@ pub struct GroupShape {
 /// How many rows a step with prompts should have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepRows {
-    /// In all, where sequences decode beside the prompts.
-    pub beside_decoding: u32,
-    /// Where none does.
+    /// In all, where sequences decode beside prompts of which few rows wait.
+    pub calm: u32,
+    /// In all at most, where sequences decode beside, however many rows of prompts wait.
+    pub crowded: u32,
+    /// Where none decodes.
     pub alone: u32,
     /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
     pub least: u32,
 }
 
 impl StepRows {
-    /// Rows of prompts beside `decoding` rows.
-    pub(super) fn of_prompts(&self, decoding: u32) -> u32 {
-        let rows = if decoding == 0 { self.alone } else { self.beside_decoding.saturating_sub(decoding) };
+    /// Rows of prompts beside `decoding` rows, where `waiting` rows of prompts wait.
+    ///
+    /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
+    /// second: a step takes its share of what waits, and grows with it.
+    pub(super) fn of_prompts(&self, decoding: u32, waiting: u64) -> u32 {
+        let share = u32::try_from(waiting / SHARES).unwrap_or(u32::MAX);
+        let rows = match decoding {
+            0 => self.alone,
+            _ => share.saturating_add(decoding).max(self.calm).min(self.crowded).saturating_sub(decoding),
+        };
         rows.max(self.least)
     }
 }
@@ -112,6 +124,6 @@ impl StepRows {
 impl Default for StepRows {
     /// No bound but that of any step.
     fn default() -> Self {
-        Self { beside_decoding: u32::MAX, alone: u32::MAX, least: 1 }
+        Self { calm: u32::MAX, crowded: u32::MAX, alone: u32::MAX, least: 1 }
     }
 }

@@ -7,8 +7,8 @@
 //! makes progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after
 //! all others (see [`Turn`]), and while it is unclear what loses the group, `trial` says who is computed.
 //!
-//! A plan costs a few looks at each slot, an outcome one at each of its tokens: what they need of a sequence lies in its
-//! slot, and all orders are kept rather than made.
+//! A plan costs a few looks at each slot, an outcome one at each of its tokens: what plans need of a sequence lies in
+//! its slot, and all orders are kept rather than made.
 
 mod build;
 mod check;

@@ -80,7 +80,7 @@ impl Scheduler {
         (room && !self.free_slots.is_empty()).then_some(turn)
     }
 
-    /// Sequences whose readers are behind are in slots, while one whose reader keeps up could enter once such have left.
+    /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
     pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
         let is_behind = self.last_running().is_some_and(|turn| turn.behind);

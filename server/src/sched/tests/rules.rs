@@ -342,15 +342,23 @@ fn no_prompt_waits_behind_the_whole_of_one_that_is_much_longer() {
 fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     let limits = Limits { max_slots: 8, max_batch_tokens: 64, plans_ahead: 9, ..Limits::default() };
     let mut scheduler = scheduler(limits, 400);
-    scheduler.limit_step_rows(StepRows { beside_decoding: 10, alone: 40, least: 3 });
+    let rows = StepRows { calm: 10, crowded: 30, alone: 40, least: 3 };
+    scheduler.limit_step_rows(rows);
     submit(&mut scheduler, 1, 40, 9).unwrap();
     assert_eq!(prompt_rows(&mut scheduler), [(0, 40)], "nobody decodes");
-    submit(&mut scheduler, 2, 500, 9).unwrap();
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 9)], "one of the rows decodes");
-    scheduler.limit_step_rows(StepRows { beside_decoding: 1, alone: 40, least: 3 });
+    submit(&mut scheduler, 2, 149, 9).unwrap();
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "many rows wait, and one decodes");
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]);
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 22)], "a quarter of 91 rows");
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 17)]);
+    scheduler.limit_step_rows(StepRows { calm: 20, ..rows });
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 19)], "few rows wait");
+    scheduler.limit_step_rows(StepRows { crowded: 1, ..rows });
     assert_eq!(prompt_rows(&mut scheduler), [(1, 3)], "prompts go on, too");
+    submit(&mut scheduler, 3, 200, 9).unwrap();
     scheduler.limit_step_rows(StepRows::default());
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 63)], "no step has more than the group can take");
+    let all: u32 = prompt_rows(&mut scheduler).into_iter().map(|(_, rows)| rows).sum();
+    assert_eq!(all, 63, "no step has more than the group can take");
 }
 
 #[test]

@@ -25,7 +25,7 @@ impl Scheduler {
         let decode = self.decode_and_grant(&mut plan);
         plan.release = std::mem::take(&mut self.releases);
         self.pipeline.push(&plan, prefill, decode);
-        debug_assert_eq!(self.check(), Ok(()));
+        self.debug_check();
         Some(plan)
     }
 

@@ -4,6 +4,15 @@ use super::Scheduler;
 use super::sequence::{Phase, Turn};
 
 impl Scheduler {
+    /// In debug builds, panics if the invariants do not hold.
+    pub(super) fn debug_check(&self) {
+        #[cfg(test)]
+        if self.is_unchecked {
+            return;
+        }
+        debug_assert_eq!(self.check(), Ok(()));
+    }
+
     /// Whether every slot and page has one owner, every sequence is where its phase says, and the bounds hold.
     ///
     /// # Errors

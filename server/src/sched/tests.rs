@@ -1,6 +1,7 @@
 //! Seeded random runs of the scheduler against a worker that follows the protocol to the letter. A failure prints its
 //! seed.
 
+mod cost;
 mod rules;
 
 use std::collections::{BTreeMap, VecDeque};

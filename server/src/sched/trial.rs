@@ -90,7 +90,7 @@ impl Scheduler {
             // It was yet to begin.
             self.remove(id);
         }
-        debug_assert_eq!(self.check(), Ok(()));
+        self.debug_check();
         blame
     }
 

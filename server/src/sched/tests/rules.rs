@@ -1,7 +1,6 @@
 //! Each rule of the scheduler by itself.
 
 use std::collections::VecDeque;
-use std::time::Instant;
 
 use looplane_proto::worker::v1::Outcome;
 
@@ -359,42 +358,6 @@ fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     scheduler.limit_step_rows(StepRows::default());
     let all: u32 = prompt_rows(&mut scheduler).into_iter().map(|(_, rows)| rows).sum();
     assert_eq!(all, 63, "no step has more than the group can take");
-}
-
-#[test]
-fn the_cost_of_a_step_grows_with_the_slots_and_not_with_their_square() {
-    // Of a plan and an outcome, with as many sequences waiting; the checks of debug builds grow like it.
-    let fastest_step = |slots: u32| {
-        let limits = Limits {
-            max_slots: slots,
-            max_batch_tokens: slots,
-            steps_per_plan: 2,
-            max_waiting_requests: u64::from(slots),
-            ..Limits::default()
-        };
-        let kv_pages = 8 * slots;
-        let (mut scheduler, shape) = (scheduler(limits.clone(), kv_pages), shape(&limits, kv_pages));
-        let mut worker = FakeWorker::new(shape);
-        for _ in 0..2 {
-            scheduler.submit((0..slots.into()).map(|seed| request(seed, 1, 30, vec![])).collect()).unwrap();
-            std::iter::from_fn(|| scheduler.next_plan()).for_each(|plan| worker.receive(plan));
-        }
-        let step = |_| {
-            let outcome = worker.run(u64::MAX).unwrap();
-            assert_eq!(outcome.rows, slots);
-            let begun = Instant::now();
-            scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
-            let plan = scheduler.next_plan();
-            let time = begun.elapsed();
-            plan.into_iter().for_each(|plan| worker.receive(plan));
-            time
-        };
-        (0..20).map(step).min().unwrap()
-    };
-    // Chance: another process may take the time of one of them.
-    let grows = (0..3).map(|_| fastest_step(2048).as_secs_f64() / fastest_step(512).as_secs_f64());
-    let least = grows.fold(f64::INFINITY, f64::min);
-    assert!(least < 8.0, "4 times the slots cost {least:.1} times as much");
 }
 
 #[test]

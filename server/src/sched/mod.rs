@@ -5,7 +5,7 @@
 //! [`Scheduler::next_plan`] until there is none. Sequence numbers ascend in order of arrival, and that order decides
 //! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always
 //! makes progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after
-//! all others (see [`Turn`]), and while it is unclear what loses the group, `trial` says who is computed.
+//! all others (see `Turn`), and while it is unclear what loses the group, `trial` says who is computed.
 //!
 //! A plan costs a few looks at each slot, an outcome one at each of its tokens: what plans need of a sequence lies in
 //! its slot, and all orders are kept rather than made.

@@ -66,13 +66,20 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 8000, env = "LOOPLANE_PORT")]
     pub port: u16,
 
-    /// Sequences computed at one time
-    #[arg(long, value_name = "N", default_value_t = 64, env = "LOOPLANE_MAX_SLOTS")]
-    pub max_slots: u32,
+    /// Sequences computed at one time [default: 512 on a GPU, or as many as its memory allows; 64 on CPUs; at most
+    /// --max-batch-tokens]
+    #[arg(long, value_name = "N", env = "LOOPLANE_MAX_SLOTS")]
+    pub max_slots: Option<u32>,
 
-    /// Rows (prompt tokens and decoding sequences) of one step; at least --max-slots
-    #[arg(long, value_name = "N", default_value_t = 512, env = "LOOPLANE_MAX_BATCH_TOKENS")]
-    pub max_batch_tokens: u32,
+    /// Most rows (prompt tokens and decoding sequences) of one step; at least --max-slots [default: 2048 on a GPU, 512
+    /// on CPUs, and beside decoding sequences only as many as step times measured at start show to be worth it]
+    #[arg(long, value_name = "N", env = "LOOPLANE_MAX_BATCH_TOKENS")]
+    pub max_batch_tokens: Option<u32>,
+
+    /// Bound on the time between two tokens, in milliseconds: beside decoding sequences, a step takes only so many
+    /// prompt tokens (but 64) as keep the time that is expected of it below. Prompts take longer for it [default: off]
+    #[arg(long, value_name = "MS", env = "LOOPLANE_ITL_TARGET_MS")]
+    pub itl_target_ms: Option<u32>,
 
     /// Steps that the workers run on their own before they need a new plan
     #[arg(long, value_name = "N", default_value_t = 16, env = "LOOPLANE_STEPS_PER_PLAN")]
@@ -199,7 +206,9 @@ impl ServeArgs {
         let threads = self.threads.unwrap_or((cores / tp).max(1));
         for (option, count) in [
             ("--threads", u64::from(threads)),
-            ("--max-slots", self.max_slots.into()),
+            ("--max-slots", self.max_slots.unwrap_or(1).into()),
+            ("--max-batch-tokens", self.max_batch_tokens.unwrap_or(1).into()),
+            ("--itl-target-ms", self.itl_target_ms.unwrap_or(1).into()),
             ("--steps-per-plan", self.steps_per_plan.into()),
             ("--kv-memory-mib", self.kv_memory_mib.unwrap_or(1).into()),
             ("--max-queued-requests", self.max_queued_requests),
@@ -214,9 +223,11 @@ impl ServeArgs {
                 return value(option, &0, "at least 1");
             }
         }
-        if self.max_batch_tokens < self.max_slots {
-            let rule = format!("at least --max-slots, which is {}: raise the one or lower the other", self.max_slots);
-            return value("--max-batch-tokens", &self.max_batch_tokens, &rule);
+        if let (Some(rows), Some(slots)) = (self.max_batch_tokens, self.max_slots)
+            && rows < slots
+        {
+            let rule = format!("at least --max-slots, which is {slots}: raise the one or lower the other");
+            return value("--max-batch-tokens", &rows, &rule);
         }
         let model_id = self.served_model_name.unwrap_or(model.id);
         if model_id.is_empty() || model_id.len() > 256 || model_id.chars().any(char::is_control) {
@@ -239,8 +250,8 @@ impl ServeArgs {
             group: GroupConfig {
                 threads,
                 limits: Limits {
-                    max_slots: self.max_slots,
-                    max_batch_tokens: self.max_batch_tokens,
+                    max_slots: self.max_slots.unwrap_or(0),
+                    max_batch_tokens: self.max_batch_tokens.unwrap_or(0),
                     steps_per_plan: self.steps_per_plan,
                     max_waiting_requests: self.max_queued_requests,
                     max_waiting_tokens: self.max_queued_tokens,
@@ -255,6 +266,7 @@ impl ServeArgs {
                 },
                 unlooped: self.loop_mode == LoopMode::Off,
                 max_context: self.max_context,
+                itl_target: self.itl_target_ms.map(|ms| Duration::from_millis(ms.into())),
                 timeouts: Timeouts {
                     step_floor: hang_limit,
                     pong: Timeouts::default().pong.max(hang_limit),
@@ -317,6 +329,16 @@ mod tests {
         assert_eq!(group(&["--device", "cuda"]).device, load_request::Device::Cuda);
         let unlooped = |options: &[&str]| group(options).unlooped;
         assert!(unlooped(&["--loop", "off"]) && !unlooped(&["--loop", "on"]) && !unlooped(&[]));
+        let limits = |options: &[&str]| {
+            let Limits { max_slots, max_batch_tokens, .. } = group(options).limits;
+            (max_slots, max_batch_tokens)
+        };
+        assert_eq!((limits(&[]), limits(&["--max-slots", "9", "--max-batch-tokens", "20"])), ((0, 0), (9, 20)));
+        let contradiction = check(&["--max-slots", "513", "--max-batch-tokens", "512"]).unwrap_err().to_string();
+        let says = "--max-batch-tokens is 512, but must be at least --max-slots, which is 513";
+        assert!(contradiction.contains(says), "{contradiction}");
+        let target = group(&["--itl-target-ms", "20"]).itl_target;
+        assert_eq!((target, group(&[]).itl_target), (Some(Duration::from_millis(20)), None));
         assert_eq!((group(&[]).kv_bytes_limit, group(&["--kv-memory-mib", "3"]).kv_bytes_limit), (0, 3 << 20));
     }
 
@@ -325,7 +347,9 @@ mod tests {
         for (arguments, says) in [
             (["--tp", "3"], "--tp is 3, but must be 1, 2, 4, 8 or 16"),
             (["--threads", "0"], "--threads is 0, but must be at least 1"),
-            (["--max-slots", "513"], "--max-batch-tokens is 512, but must be at least --max-slots, which is 513"),
+            (["--max-slots", "0"], "--max-slots is 0"),
+            (["--max-batch-tokens", "0"], "--max-batch-tokens is 0"),
+            (["--itl-target-ms", "0"], "--itl-target-ms is 0"),
             (["--max-connections", "0"], "--max-connections is 0"),
             (["--step-limit-seconds", "0"], "--step-limit-seconds is 0"),
             (["--served-model-name", ""], "--served-model-name"),

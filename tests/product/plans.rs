@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
-use looplane_server::sched::{Action, Blame, Event, Limits, Scheduler};
+use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
 use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits};
 use looplane_worker::convert;
 use looplane_worker::plan::PAGE_POSITIONS;
@@ -134,7 +134,9 @@ fn run(seed: u64) -> usize {
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
-    let ready = || Event::GroupReady { kv_pages: kv_pages as u32, page_positions: PAGE_POSITIONS as u32 };
+    let (kv_pages, page_positions) = (kv_pages as u32, PAGE_POSITIONS as u32);
+    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 };
+    let ready = || Event::GroupReady(shape);
     let mut scheduler = Scheduler::new(limits).unwrap();
     let mut worker = group();
     let mut events = VecDeque::from([ready()]);

@@ -6,6 +6,12 @@ use crate::{cpu, cuda};
 
 /// Bytes of a rank's KV cache on CPUs where nobody says otherwise.
 const CPU_KV_BYTES: u64 = 4 << 30;
+/// Slots of a rank, and rows of a step, on CPUs where nobody says otherwise.
+const CPU_SLOTS: usize = 64;
+const CPU_ROWS: usize = 512;
+/// The same on a GPU, where they fit; else half as many, down to those of CPUs.
+const GPU_SLOTS: usize = 512;
+const GPU_ROWS: usize = 2048;
 
 /// Loads a rank on the device that is asked for.
 ///
@@ -13,13 +19,45 @@ const CPU_KV_BYTES: u64 = 4 << 30;
 /// The model is refused or does not fit, or the GPU that was asked for cannot be used.
 pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> {
     if on_gpu(request)? {
-        return Ok(Box::new(cuda::load(request, progress)?));
+        return load_on_gpu(request, progress);
     }
     if request.unlooped {
         return Err(LoadError::Request("--loop off takes a GPU: CPU sockets have no launches (leave it out)".into()));
     }
     let limit = if request.kv_bytes_limit == 0 { CPU_KV_BYTES } else { request.kv_bytes_limit };
-    Ok(Box::new(cpu::load(&LoadRequest { kv_bytes_limit: limit, ..request.clone() }, progress)?))
+    let request = LoadRequest { kv_bytes_limit: limit, ..bounded(request, CPU_SLOTS, CPU_ROWS) };
+    Ok(Box::new(cpu::load(&request, progress)?))
+}
+
+/// What fits is known before weights are read, so that trying again costs little.
+fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> {
+    let (mut slots, mut rows) = (GPU_SLOTS, GPU_ROWS);
+    let is_open = request.max_slots == 0 || request.max_batch_tokens == 0;
+    loop {
+        let bounded = bounded(request, slots, rows);
+        let (most_slots, most_rows) = (bounded.max_slots, bounded.max_batch_tokens);
+        tracing::info!("asking the GPU for {most_slots} slots and steps of {most_rows} rows");
+        match cuda::load(&bounded, progress) {
+            Err(LoadError::TooLarge { .. }) if is_open && slots > CPU_SLOTS => {
+                (slots, rows) = ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS));
+                tracing::info!("that is too much for this GPU");
+            }
+            loaded => return Ok(Box::new(loaded?)),
+        }
+    }
+}
+
+/// The request with these bounds where it leaves them open.
+fn bounded(request: &LoadRequest, slots: usize, rows: usize) -> LoadRequest {
+    let max_batch_tokens = match request.max_batch_tokens {
+        0 => rows.max(request.max_slots),
+        given => given,
+    };
+    let max_slots = match request.max_slots {
+        0 => slots.min(max_batch_tokens),
+        given => given,
+    };
+    LoadRequest { max_slots, max_batch_tokens, ..request.clone() }
 }
 
 /// Whether the rank is to run on a GPU; the log says which, or why not.
@@ -34,7 +72,7 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
         .and_then(|gpu| cuda::survey(request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
-        .and_then(|gpu| cuda::check(request, &config).map(|()| gpu));
+        .and_then(|gpu| cuda::check(&bounded(request, GPU_SLOTS, GPU_ROWS), &config).map(|()| gpu));
     match &usable {
         Ok(gpu) => tracing::info!("--device auto: GPU {}, {}", gpu.ordinal, gpu.name),
         Err(LoadError::Cuda(cuda::CudaError::NoDriver)) => tracing::info!("--device auto: CPU, as there is no GPU"),
@@ -64,6 +102,24 @@ mod tests {
             device,
             unlooped: false,
         }
+    }
+
+    #[test]
+    fn bounds_that_are_left_open_never_contradict_those_that_are_given() {
+        for (asked, chosen) in [
+            ((0, 0), (512, 2048)),
+            ((3, 0), (3, 2048)),
+            ((3000, 0), (3000, 3000)),
+            ((0, 100), (100, 100)),
+            ((4, 9), (4, 9)),
+        ] {
+            let request = LoadRequest { max_slots: asked.0, max_batch_tokens: asked.1, ..request(Device::Cpu, 1) };
+            let bounded = bounded(&request, GPU_SLOTS, GPU_ROWS);
+            assert_eq!((bounded.max_slots, bounded.max_batch_tokens), chosen, "{asked:?}");
+        }
+        let open = LoadRequest { max_slots: 0, max_batch_tokens: 0, ..request(Device::Cpu, 1) };
+        let loaded = load(&open, &mut |_| ()).unwrap();
+        assert_eq!((loaded.loaded().max_slots, loaded.loaded().max_batch_tokens), (CPU_SLOTS, CPU_ROWS));
     }
 
     #[test]

@@ -26,7 +26,7 @@ use crate::convert;
 use crate::cuda::error::CudaError;
 use crate::decoder::{Decoder, Fault, Load, LoadError, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
 
-/// Largest plan on the wire: 256 sequences admitted at once with 128k tokens each are under it.
+/// Largest plan on the wire: 512 sequences admitted at once with 128k tokens each are under it.
 const MAX_PLAN_BYTES: usize = 256 << 20;
 /// Load events that wait for the server; further progress is dropped, the end is not.
 const LOAD_EVENTS: usize = 64;

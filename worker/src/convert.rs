@@ -25,12 +25,12 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
     if r.rank >= r.tensor_parallel {
         return wrong(format!("rank {} of tensor_parallel {}", r.rank, r.tensor_parallel));
     }
-    for (field, value) in [("threads", r.threads), ("max_slots", r.max_slots), ("wait_limit_ms", r.wait_limit_ms)] {
+    for (field, value) in [("threads", r.threads), ("wait_limit_ms", r.wait_limit_ms)] {
         if value == 0 {
             return wrong(format!("{field} is 0"));
         }
     }
-    if r.max_batch_tokens < r.max_slots {
+    if r.max_batch_tokens > 0 && r.max_batch_tokens < r.max_slots {
         return wrong(format!("max_batch_tokens {} is under max_slots {}", r.max_batch_tokens, r.max_slots));
     }
     let device = match v1::load_request::Device::try_from(r.device) {
@@ -75,6 +75,8 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         fabric_handle,
         notes: loaded.notes.clone(),
         model_digest: loaded.model_digest.clone(),
+        max_slots: count(loaded.max_slots),
+        max_batch_tokens: count(loaded.max_batch_tokens),
     };
     v1::LoadEvent { event: Some(v1::load_event::Event::Loaded(loaded)) }
 }
@@ -269,11 +271,12 @@ mod tests {
         assert_eq!(load_request(valid.clone()).unwrap().wait_limit, Duration::from_secs(1));
         let unlooped = |unlooped| load_request(v1::LoadRequest { unlooped, ..valid.clone() }).unwrap().unlooped;
         assert!(unlooped(true) && !unlooped(false));
+        let open = load_request(v1::LoadRequest { max_batch_tokens: 0, ..valid.clone() }).unwrap();
+        assert_eq!((open.max_slots, open.max_batch_tokens), (4, 0), "the backend's choice");
         for (edit, says) in [
             ((|r| r.model_dir.clear()) as fn(&mut v1::LoadRequest), "model_dir"),
             (|r| r.rank = 2, "rank 2 of tensor_parallel 2"),
             (|r| r.threads = 0, "threads"),
-            (|r| r.max_slots = 0, "max_slots"),
             (|r| r.max_batch_tokens = 3, "max_batch_tokens 3"),
             (|r| r.device = 9, "device is 9"),
             (|r| r.wait_limit_ms = 0, "wait_limit_ms"),

@@ -34,9 +34,9 @@ pub struct LoadRequest {
     pub tensor_parallel: usize,
     /// Compute threads, at least 1.
     pub threads: usize,
-    /// Bound on sequences in the batch, at least 1.
+    /// Bound on sequences in the batch; 0, to [`crate::backend::load`]: its own choice.
     pub max_slots: usize,
-    /// Bound on rows of a step, at least `max_slots`.
+    /// Bound on rows of a step, at least `max_slots`; 0, to [`crate::backend::load`]: its own choice.
     pub max_batch_tokens: usize,
     /// KV pages to allocate; 0: as `kv_bytes_limit` allows.
     pub kv_pages: usize,
@@ -93,6 +93,10 @@ pub struct Loaded {
     pub notes: Vec<String>,
     /// Names the checkpoint: its config.json, headers and file sizes.
     pub model_digest: String,
+    /// Bound on sequences in the batch.
+    pub max_slots: usize,
+    /// Bound on rows of a step.
+    pub max_batch_tokens: usize,
 }
 
 /// What a load is doing.

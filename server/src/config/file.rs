@@ -69,7 +69,8 @@ mod tests {
         let mut all: Vec<&str> = arguments.iter().map(String::as_str).collect();
         all.extend(["--max-slots", "16"]);
         let parsed = parse(&all);
-        assert_eq!((parsed.max_slots, parsed.max_batch_tokens, parsed.host.as_str()), (16, 64, "0.0.0.0"));
+        let bounds = (parsed.max_slots, parsed.max_batch_tokens);
+        assert_eq!((bounds, parsed.host.as_str()), ((Some(16), Some(64)), "0.0.0.0"));
         assert!(with_file("max-slot = 1").unwrap_err().contains("\"max-slot\""));
         assert!(with_file("config = \"x\"").unwrap_err().contains("\"config\""));
         assert!(with_file("port = [1]").unwrap_err().contains("port"));

@@ -28,6 +28,11 @@ pub struct GroupConfig {
     pub unlooped: bool,
     /// Bound on the positions of one sequence; 0: the model's own.
     pub max_context: u32,
+    /// What a step should take at most where sequences decode, in which prompts have few rows to keep it; none: as long
+    /// as brings more rows a second.
+    pub itl_target: Option<Duration>,
+    /// How long steps are timed before the first group serves; zero: not at all.
+    pub timing: Duration,
     /// How long what may take.
     pub timeouts: Timeouts,
     /// Starts in a row that brought no group which computed a step, after which the model is given up.
@@ -106,6 +111,8 @@ impl GroupConfig {
             device: load_request::Device::Auto,
             unlooped: false,
             max_context: 0,
+            itl_target: None,
+            timing: Duration::from_millis(1500),
             timeouts: Timeouts::default(),
             max_failed_starts: 5,
         }

@@ -14,7 +14,7 @@ use super::quarantine::Quarantine;
 use super::start::{GroupFacts, Traffic};
 use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError, Unwanted};
 use crate::metrics::{Ended, EngineMetrics, StepRun};
-use crate::sched::{Action, Blame, Event, Scheduler};
+use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
 
 /// A reader with so many tokens yet to take is behind: its sequence gives up its slot to those who wait.
 const BEHIND: usize = 32;
@@ -103,9 +103,9 @@ impl Delivery {
         self.scheduler.rows_ahead()
     }
 
-    /// As [`Scheduler::limit_prompt_rows`].
-    pub(super) fn limit_prompt_rows(&mut self, rows: u32) {
-        self.scheduler.limit_prompt_rows(rows);
+    /// As [`Scheduler::limit_step_rows`].
+    pub(super) fn limit_step_rows(&mut self, rows: StepRows) {
+        self.scheduler.limit_step_rows(rows);
     }
 
     /// Takes nothing more, and says why.
@@ -169,11 +169,11 @@ impl Delivery {
 
     /// A group is ready for its first plan.
     pub(super) fn group_ready(&mut self, facts: &GroupFacts) {
-        let GroupFacts { kv_pages, page_positions, traffic, .. } = *facts;
+        let GroupFacts { shape, traffic, .. } = *facts;
         self.traffic = traffic;
         self.metrics.kv_bytes.set(traffic.kv_bytes);
         self.metrics.stream_bytes.set(traffic.stream_bytes);
-        self.apply(Event::GroupReady { kv_pages, page_positions }).expect("a new group has broken no rule");
+        self.apply(Event::GroupReady(shape)).expect("a new group has broken no rule");
     }
 
     /// The group is gone: what ran waits again. Says what the loss is put down to.

@@ -26,6 +26,11 @@ impl StartError {
         Self { is_final: true, reason, ending: None }
     }
 
+    /// `words` follow "rank 3 ".
+    pub(super) fn broken_stream(rank: usize, words: &str) -> Self {
+        Self { ending: Some(rank as u32), ..Self::fault(format!("rank {rank} {words}")) }
+    }
+
     /// A status that says nothing about the model: the next start may go better.
     pub(super) fn status(rank: usize, doing: &str, status: &Status) -> Self {
         let reason = format!("rank {rank} failed while {doing}: {:?}: {}", status.code(), status.message());

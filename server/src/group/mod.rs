@@ -3,8 +3,9 @@
 //!
 //! `supervisor` lives from spawn to shutdown and runs one group after another. It asks `restart` when to start the
 //! next, `watchdog` whether ranks hang, and `delivery` for everything between the front end and the scheduler. `start`
-//! brings a group from started processes to its first plan; `workers`, `process` and `sockets` start and end them. One
-//! task owns all state; the tasks beside it only move messages.
+//! brings a group from started processes to its first plan, with `timing`, which sees what steps take; `step_times`
+//! learns on. `workers`, `process` and `sockets` start and end processes. One task owns all state; the tasks beside it
+//! only move messages.
 
 mod config;
 mod delivery;
@@ -20,9 +21,11 @@ mod restart;
 mod simulation;
 mod sockets;
 mod start;
+mod step_times;
 mod supervisor;
 #[cfg(test)]
 mod tests;
+mod timing;
 mod watchdog;
 mod workers;
 

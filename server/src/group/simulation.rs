@@ -13,7 +13,8 @@ use tokio::time::Instant;
 use super::config::Timeouts;
 use super::quarantine::Quarantine;
 use super::restart::{Loss, RestartPolicy, Verdict};
-use super::watchdog::{Reports, StepTimes};
+use super::step_times::{StepTime, StepTimes};
+use super::watchdog::Reports;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, mix, request};
 use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, SubmitError};
 
@@ -154,7 +155,7 @@ impl World {
             now: Duration::ZERO,
             scheduler: Scheduler::new(limits.clone()).unwrap(),
             policy: RestartPolicy::new(&timeouts, 5),
-            times: StepTimes::new(limits.max_batch_tokens),
+            times: StepTimes::new(true, None),
             quarantine: Quarantine::new(timeouts.quarantine),
             timeouts,
             limits,
@@ -294,8 +295,7 @@ impl World {
             worked: false,
         }));
         self.policy.group_ready();
-        let Shape { kv_pages, page_positions, .. } = self.shape;
-        self.apply(Event::GroupReady { kv_pages, page_positions });
+        self.apply(self.shape.ready());
     }
 
     fn run(&mut self, mut running: Box<Running>) {
@@ -328,7 +328,7 @@ impl World {
             let Some(outcome) = running.outcomes.pop_front() else { break };
             assert!(self.scheduler.is_outstanding(), "an outcome that was not owed");
             running.reports.reported(0, (outcome.version, outcome.step), self.at());
-            self.times.observe(u64::from(outcome.rows.max(1)), 0, MS(1));
+            self.times.observe(&StepTime { decode_rows: outcome.rows.max(1), prompt_rows: 0, time: MS(1) });
             self.apply(Event::Outcome(outcome));
         }
         let Timeouts { step_floor, step, .. } = self.timeouts;

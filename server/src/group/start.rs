@@ -17,8 +17,11 @@ use tonic::{Code, Status};
 use super::config::{GroupConfig, Timeouts};
 use super::fault::{GRACE, StartError};
 use super::sockets::remove_socket_dir;
+use super::step_times::StepTime;
+use super::timing::{self, time_steps};
 use super::workers::Workers;
 use crate::engine::ModelInfo;
+use crate::sched::GroupShape;
 
 /// Pause between two looks for a worker's socket.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
@@ -39,8 +42,7 @@ pub(super) enum RankEvent {
 pub(super) struct GroupFacts {
     pub(super) model: ModelInfo,
     /// The least of all ranks.
-    pub(super) kv_pages: u32,
-    pub(super) page_positions: u32,
+    pub(super) shape: GroupShape,
     pub(super) traffic: Traffic,
 }
 
@@ -74,6 +76,8 @@ impl Traffic {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) facts: GroupFacts,
+    /// What steps took.
+    pub(super) timed: Vec<StepTime>,
     /// To each rank. Dropping them all lets the workers drain.
     pub(super) plans: Vec<mpsc::Sender<Plan>>,
     /// From all ranks; ends when all streams have ended.
@@ -83,14 +87,16 @@ pub(super) struct Link {
     pub(super) _readers: JoinSet<()>,
 }
 
-/// Brings `workers` to the point where they take plans; `progress` is told what is being done.
+/// Brings `workers` to the point where they take plans, and times steps for `timing`; `progress` is told what is being
+/// done.
 pub(super) async fn start(
     config: &GroupConfig,
+    timing: Duration,
     workers: &mut Workers,
     progress: impl Fn(String),
 ) -> Result<Link, StartError> {
     let sockets = workers.sockets.clone();
-    let mut bring_up = std::pin::pin!(bring_up(config, &sockets, &progress));
+    let mut bring_up = std::pin::pin!(bring_up(config, timing, &sockets, &progress));
     let exit = tokio::select! {
         biased;
         started = &mut bring_up => match started {
@@ -115,6 +121,7 @@ pub(super) async fn start(
 
 async fn bring_up(
     config: &GroupConfig,
+    timing: Duration,
     sockets: &[std::path::PathBuf],
     progress: &impl Fn(String),
 ) -> Result<Link, StartError> {
@@ -139,7 +146,13 @@ async fn bring_up(
     });
     try_join_all(joins).await?;
     log_loaded(config, &loaded, &facts, started.elapsed());
-    Ok(run(clients, facts, config.limits.plans_ahead))
+    let mut link = run(clients, facts, config.limits.plans_ahead);
+    if !timing.is_zero() {
+        progress("timing steps".into());
+        link.timed = time_steps(&mut link, timing, config.timeouts.step).await?;
+        tracing::info!("{}", timing::in_words(&link.timed));
+    }
+    Ok(link)
 }
 
 async fn connect(rank: usize, socket: &Path, timeouts: &Timeouts) -> Result<WorkerClient<Channel>, StartError> {
@@ -236,8 +249,15 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
         if other.kv_pages == 0 || other.page_positions == 0 {
             return Err(StartError::refusal(format!("rank {rank} has no KV pages: raise the bytes of its KV cache")));
         }
+        if other.max_slots == 0 || other.max_batch_tokens < other.max_slots {
+            let Loaded { max_slots, max_batch_tokens, .. } = other;
+            let words = format!("rank {rank} offers {max_slots} slots and {max_batch_tokens} rows a step");
+            return Err(StartError::refusal(words));
+        }
     }
-    let kv_pages = loaded.iter().map(|rank| rank.kv_pages).min().unwrap_or(0);
+    let least = |of: fn(&Loaded) -> u32| loaded.iter().map(of).min().unwrap_or(0);
+    let [kv_pages, max_slots] = [least(|rank| rank.kv_pages), least(|rank| rank.max_slots)];
+    let max_batch_tokens = least(|rank| rank.max_batch_tokens);
     let page_positions = first.page_positions;
     // A longer sequence could never be admitted.
     let max_context = first.max_context.min(kv_pages.saturating_mul(page_positions));
@@ -257,18 +277,19 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
             bit_domain: first.bit_domain.clone(),
             model_digest: first.model_digest.clone(),
         },
-        kv_pages,
-        page_positions,
+        shape: GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 },
         traffic: Traffic::of(loaded),
     })
 }
 
 fn log_loaded(config: &GroupConfig, loaded: &[Loaded], facts: &GroupFacts, took: Duration) {
     let most_mb = |bytes: fn(&Loaded) -> u64| loaded.iter().map(bytes).max().unwrap_or(0) as f64 / 1e6;
-    let GroupFacts { model, kv_pages, page_positions, .. } = facts;
+    let GroupFacts { model, shape, .. } = facts;
+    let GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, .. } = shape;
     tracing::info!(
         "loaded {} in {:.1} s: {}, {} layers, context {}; tensor parallelism {}, threads a rank: {}; at most {:.1} MB \
-         of weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); bits {}",
+         of weights and {:.1} MB of KV cache a rank ({kv_pages} pages of {page_positions} tokens); {max_slots} slots, \
+         steps of at most {max_batch_tokens} rows; bits {}",
         config.model_dir.display(),
         took.as_secs_f64(),
         model.architecture,
@@ -323,7 +344,7 @@ fn run(clients: Vec<WorkerClient<Channel>>, facts: GroupFacts, plans_ahead: u32)
             let _ = sender.send(RankEvent::Ended { rank, words }).await;
         });
     }
-    Link { facts, plans, events, health, _readers: readers }
+    Link { facts, timed: Vec::new(), plans, events, health, _readers: readers }
 }
 
 async fn forward_outcomes(

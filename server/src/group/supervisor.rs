@@ -3,6 +3,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
@@ -16,7 +17,7 @@ use super::figures::Figures;
 use super::process::Launcher;
 use super::restart::{Loss, RestartPolicy, Verdict};
 use super::start::{Link, start};
-use super::watchdog::StepTimes;
+use super::step_times::StepTimes;
 use super::workers::{Alive, Workers};
 use crate::engine::{Command, EngineState, ModelInfo};
 use crate::sched::Blame;
@@ -75,7 +76,8 @@ impl Supervisor {
     ) -> Self {
         Self {
             policy: RestartPolicy::new(&config.timeouts, config.max_failed_starts),
-            times: StepTimes::new(config.limits.max_batch_tokens),
+            // A number that was asked for is taken at its word.
+            times: StepTimes::new(config.limits.max_batch_tokens == 0, config.itl_target),
             config: Arc::new(config),
             launcher,
             delivery,
@@ -140,7 +142,8 @@ impl Supervisor {
         };
         let config = Arc::clone(&self.config);
         let progress = self.show_start();
-        let started = self.wait_unless_stopped(start(&config, &mut workers, progress)).await;
+        let timing = if self.times.is_empty() { config.timing } else { Duration::ZERO };
+        let started = self.wait_unless_stopped(start(&config, timing, &mut workers, progress)).await;
         let mut link = match started {
             None => {
                 self.wait(workers.kill()).await;
@@ -201,7 +204,10 @@ impl Supervisor {
         if let Some(known) = &*self.channels.model.borrow() {
             same_model(known, &facts.model)?;
         }
+        self.times.set_max_rows(facts.shape.max_batch_tokens);
+        link.timed.iter().for_each(|step| self.times.observe(step));
         self.delivery.group_ready(facts);
+        self.delivery.limit_step_rows(self.times.rows());
         self.policy.group_ready();
         if let Some(lost_at) = self.lost_at.take() {
             self.delivery.metrics().recovery.observe(lost_at.elapsed());

@@ -40,6 +40,8 @@ fn config(tensor_parallel: u32) -> GroupConfig {
             backoff_limit: Duration::from_millis(20),
             ..Timeouts::default()
         },
+        // Scripts count steps.
+        timing: Duration::ZERO,
         max_failed_starts: 3,
         ..GroupConfig::new(PathBuf::from("/models/fake"), tensor_parallel)
     }
@@ -346,6 +348,6 @@ async fn bad_configurations_are_named() {
     let error = |config| spawn(config, launcher.clone()).err();
     assert_eq!(error(config(3)), Some(GroupError::TensorParallel(3)));
     assert_eq!(error(GroupConfig { threads: 0, ..config(1) }), Some(GroupError::Zero("threads")));
-    let limits = Limits { max_slots: 0, ..Limits::default() };
+    let limits = Limits { steps_per_plan: 0, ..Limits::default() };
     assert!(matches!(error(GroupConfig { limits, ..config(1) }), Some(GroupError::Limits(_))));
 }

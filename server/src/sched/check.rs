@@ -1,9 +1,18 @@
 //! The invariants of the scheduler, checked after each event in tests and debug builds.
 
-use super::sequence::Phase;
-use super::{Scheduler, Sequence};
+use super::Scheduler;
+use super::sequence::{Phase, Turn};
 
 impl Scheduler {
+    /// In debug builds, panics if the invariants do not hold.
+    pub(super) fn debug_check(&self) {
+        #[cfg(test)]
+        if self.is_unchecked {
+            return;
+        }
+        debug_assert_eq!(self.check(), Ok(()));
+    }
+
     /// Whether every slot and page has one owner, every sequence is where its phase says, and the bounds hold.
     ///
     /// # Errors
@@ -11,20 +20,25 @@ impl Scheduler {
     pub fn check(&self) -> Result<(), String> {
         let placed = self.queue.len() + self.running.len() + self.leaving.len();
         hold(placed == self.sequences.len(), "every sequence waits, is in a slot, or is leaving one")?;
-        for (id, sequence) in &self.sequences {
-            let (index, invariant) = match sequence.phase {
-                Phase::Waiting => (&self.queue, "the queue holds what waits"),
-                Phase::Running(_) => (&self.running, "running names what is in a slot"),
-                Phase::Leaving { .. } => (&self.leaving, "leaving names what was preempted"),
+        for (&id, sequence) in &self.sequences {
+            let turn = sequence.turn(id);
+            let (is_there, invariant) = match sequence.phase {
+                Phase::Waiting => (self.queue.contains(&turn), "the queue holds what waits"),
+                Phase::Running { slot } => (self.running.get(&turn) == Some(&slot), "running names what is in a slot"),
+                Phase::Leaving { .. } => (self.leaving.contains(&turn), "leaving names what was preempted"),
             };
-            hold(index.contains(id), invariant)?;
+            hold(is_there, invariant)?;
         }
-        hold(self.fresh.is_subset(&self.queue), "what was never admitted waits")?;
+        let waits = |&id: &u64| [false, true].iter().any(|&behind| self.queue.contains(&Turn { behind, id }));
+        hold(self.fresh.iter().all(waits), "what was never admitted waits")?;
         let fresh_tokens: u64 = self.fresh.iter().map(|id| self.sequences[id].request.prompt.len() as u64).sum();
         hold(self.fresh_tokens == fresh_tokens, "the prompt tokens that wait are counted")?;
         hold(self.fresh.len() as u64 <= self.limits.max_waiting_requests, "the queue is bounded")?;
         hold(self.trials.are_known(|id| self.sequences.contains_key(&id)), "suspects have not ended")?;
-        let alone = self.trials.on_trial().is_none_or(|id| self.running.iter().eq([&id]) && self.leaving.is_empty());
+        let alone = self
+            .trials
+            .on_trial()
+            .is_none_or(|id| self.running.keys().map(|turn| turn.id).eq([id]) && self.leaving.is_empty());
         hold(alone, "who is on trial runs alone")?;
         let unstarted = self.pipeline.unstarted().count();
         hold(unstarted <= self.limits.plans_ahead as usize, "the plans ahead are bounded")?;
@@ -34,13 +48,23 @@ impl Scheduler {
     }
 
     fn check_slots(&self) -> Result<(), String> {
-        let mut owned = vec![false; self.limits.max_slots as usize];
-        let in_use = self.running.iter().filter_map(|id| self.sequences[id].running()).map(|running| running.slot);
-        for slot in self.free_slots.iter().copied().chain(in_use) {
+        let mut owned: Vec<bool> = self.slots.iter().map(Option::is_some).collect();
+        hold(owned.iter().filter(|&&owned| owned).count() == self.running.len(), "every slot in use has one owner")?;
+        for &slot in &self.free_slots {
             let first = owned.get_mut(slot as usize).is_some_and(|owned| !std::mem::replace(owned, true));
-            hold(first, "every slot is free or has one owner")?;
+            hold(first, "every slot is free or in use")?;
         }
-        hold(owned.iter().all(|&owned| owned), "no slot is lost")
+        hold(owned.iter().all(|&owned| owned), "no slot is lost")?;
+        for (turn, &slot) in &self.running {
+            let (Some(running), Some(sequence)) = (&self.slots[slot as usize], self.sequences.get(&turn.id)) else {
+                return hold(false, "a slot in use has a sequence");
+            };
+            let facts = (running.slot, running.tokens, running.positions);
+            hold(facts == (slot, sequence.len(), sequence.positions()), "a slot knows its sequence")?;
+            hold(running.decodes() == (running.decodes_from > 0), "who decodes began with a plan")?;
+        }
+        let prompts = self.running().filter(|(_, running)| !running.decodes()).count();
+        hold(prompts == self.prompts, "the prompts that are left are counted")
     }
 
     fn check_pages(&self) -> Result<(), String> {
@@ -54,22 +78,19 @@ impl Scheduler {
         };
         pool.free_pages().iter().try_for_each(|&page| own(page))?;
         for sequence in self.sequences.values() {
-            self.check_sequence(sequence)?;
-            sequence.running().into_iter().flat_map(|running| &running.pages).try_for_each(|&page| own(page))?;
+            let below_limit = sequence.generated.len() < sequence.request.max_tokens as usize;
+            hold(below_limit, "a sequence with all its tokens has ended")?;
+            hold(pool.pages_for(sequence.positions()) <= pool.total(), "every sequence fits the cache")?;
+        }
+        for (_, running) in self.running() {
+            running.pages.iter().try_for_each(|&page| own(page))?;
+            hold(running.prefilled <= running.prefill_end, "no prompt token is computed twice")?;
+            let prompt = pool.covers(running.pages.len(), u64::from(running.prefill_end) - 1);
+            hold(prompt, "a sequence in a slot has pages for its prompt")?;
+            hold(running.pages.len() as u64 <= pool.pages_for(running.positions), "no page beyond the last position")?;
+            hold(running.granted <= running.pages.len(), "only pages of its own are granted to a slot")?;
         }
         hold(owned.iter().all(|&owned| owned), "no page is lost")
-    }
-
-    fn check_sequence(&self, sequence: &Sequence) -> Result<(), String> {
-        let pool = self.pages.as_ref().expect("checked by the caller");
-        let below_limit = sequence.generated.len() < sequence.request.max_tokens as usize;
-        hold(below_limit, "a sequence with all its tokens has ended")?;
-        hold(pool.pages_for(sequence.positions()) <= pool.total(), "every sequence fits the cache")?;
-        let Some(running) = sequence.running() else { return Ok(()) };
-        hold(running.prefilled <= running.prefill_end, "no prompt token is computed twice")?;
-        let prompt = pool.covers(running.pages.len(), u64::from(running.prefill_end) - 1);
-        hold(prompt, "a sequence in a slot has pages for its prompt")?;
-        hold(running.pages.len() as u64 <= pool.pages_for(sequence.positions()), "no page beyond the last position")
     }
 }
 

@@ -2,6 +2,7 @@
 
 use looplane_proto::worker::v1::Outcome;
 
+use super::limits::GroupShape;
 use super::request::{FinishReason, GeneratedToken};
 
 /// What happened.
@@ -20,12 +21,7 @@ pub enum Event {
         behind: bool,
     },
     /// A group is ready for its first plan.
-    GroupReady {
-        /// Pages of its KV cache.
-        kv_pages: u32,
-        /// Positions a page holds, at least 1.
-        page_positions: u32,
-    },
+    GroupReady(GroupShape),
     /// The group reported a step.
     Outcome(Outcome),
 }

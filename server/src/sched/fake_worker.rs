@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan, SampledToken};
 
+use super::{Event, GroupShape};
 use crate::engine::{SamplingParams, SequenceRequest};
 
 /// Tokens of the fake vocabulary.
@@ -70,6 +71,14 @@ pub(crate) struct Shape {
     pub(crate) max_batch_tokens: u32,
     pub(crate) kv_pages: u32,
     pub(crate) page_positions: u32,
+}
+
+impl Shape {
+    /// A group of this shape is ready for its first plan.
+    pub(crate) fn ready(&self) -> Event {
+        let Self { max_slots, max_batch_tokens, kv_pages, page_positions } = *self;
+        Event::GroupReady(GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 })
+    }
 }
 
 /// One group, seen as one.

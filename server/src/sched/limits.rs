@@ -1,11 +1,14 @@
 //! The bounds of the scheduler, and which of them cannot work.
 
+/// A step takes one of so many shares of the rows of prompts that wait.
+const SHARES: u64 = 4;
+
 /// Bounds of the scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences in the batch at one time.
+    /// Sequences in the batch at one time; 0: as many as the group can take.
     pub max_slots: u32,
-    /// Rows (decode tokens and prompt tokens) of one step; at least `max_slots`.
+    /// Rows (decode tokens and prompt tokens) of one step, at least `max_slots`; 0: as many as the group can take.
     pub max_batch_tokens: u32,
     /// Steps of one plan: the K that bounds a launch of the loop.
     pub steps_per_plan: u32,
@@ -59,8 +62,6 @@ impl Limits {
     /// Names the bound that is zero or too small.
     pub fn validate(&self) -> Result<(), LimitsError> {
         let bounds = [
-            ("max_slots", u64::from(self.max_slots)),
-            ("max_batch_tokens", u64::from(self.max_batch_tokens)),
             ("steps_per_plan", u64::from(self.steps_per_plan)),
             ("plans_ahead", u64::from(self.plans_ahead)),
             ("max_waiting_requests", self.max_waiting_requests),
@@ -70,9 +71,59 @@ impl Limits {
         if let Some((name, _)) = bounds.iter().find(|(_, bound)| *bound == 0) {
             return Err(LimitsError::Zero(name));
         }
-        if self.max_batch_tokens < self.max_slots {
+        if self.max_batch_tokens > 0 && self.max_batch_tokens < self.max_slots {
             return Err(LimitsError::BatchTooSmall { tokens: self.max_batch_tokens, slots: self.max_slots });
         }
         Ok(())
+    }
+}
+
+/// What a group that is ready can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupShape {
+    /// Pages of its KV cache.
+    pub kv_pages: u32,
+    /// Positions a page holds, at least 1.
+    pub page_positions: u32,
+    /// Sequences in the batch at one time, at least 1.
+    pub max_slots: u32,
+    /// Rows of one step, at least `max_slots`.
+    pub max_batch_tokens: u32,
+    /// The number of the plan that it takes next.
+    pub first_version: u64,
+}
+
+/// How many rows a step with prompts should have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepRows {
+    /// In all, where sequences decode beside prompts of which few rows wait.
+    pub calm: u32,
+    /// In all at most, where sequences decode beside, however many rows of prompts wait.
+    pub crowded: u32,
+    /// Where none decodes.
+    pub alone: u32,
+    /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
+    pub least: u32,
+}
+
+impl StepRows {
+    /// Rows of prompts beside `decoding` rows, where `waiting` rows of prompts wait.
+    ///
+    /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
+    /// second: a step takes its share of what waits, and grows with it.
+    pub(super) fn of_prompts(&self, decoding: u32, waiting: u64) -> u32 {
+        let share = u32::try_from(waiting / SHARES).unwrap_or(u32::MAX);
+        let rows = match decoding {
+            0 => self.alone,
+            _ => share.saturating_add(decoding).max(self.calm).min(self.crowded).saturating_sub(decoding),
+        };
+        rows.max(self.least)
+    }
+}
+
+impl Default for StepRows {
+    /// No bound but that of any step.
+    fn default() -> Self {
+        Self { calm: u32::MAX, crowded: u32::MAX, alone: u32::MAX, least: 1 }
     }
 }

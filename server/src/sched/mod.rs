@@ -5,7 +5,10 @@
 //! [`Scheduler::next_plan`] until there is none. Sequence numbers ascend in order of arrival, and that order decides
 //! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always
 //! makes progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after
-//! all others, and while it is unclear what loses the group, `trial` says who is computed.
+//! all others (see `Turn`), and while it is unclear what loses the group, `trial` says who is computed.
+//!
+//! A plan costs a few looks at each slot, an outcome one at each of its tokens: what plans need of a sequence lies in
+//! its slot, and all orders are kept rather than made.
 
 mod build;
 mod check;
@@ -28,11 +31,11 @@ use std::ops::Range;
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
 
 pub use events::{Action, Blame, Event};
-pub use limits::{Limits, LimitsError};
+pub use limits::{GroupShape, Limits, LimitsError, StepRows};
 use pages::PagePool;
 use pipeline::Pipeline;
 pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
-use sequence::{Phase, Sequence};
+use sequence::{Phase, Running, Sequence, Turn};
 use trial::Trials;
 
 /// The owner of all sequences of a model replica.
@@ -40,14 +43,19 @@ use trial::Trials;
 pub struct Scheduler {
     limits: Limits,
     sequences: BTreeMap<u64, Sequence>,
-    /// Sequences that wait; the lowest is admitted first.
-    queue: BTreeSet<u64>,
+    /// Sequences that wait; the first is admitted first.
+    queue: BTreeSet<Turn>,
     /// Those of them that were never admitted, and their prompt tokens: what the bounds of the queue count.
     fresh: BTreeSet<u64>,
     fresh_tokens: u64,
-    running: BTreeSet<u64>,
+    /// The slots of the group, and who is in them.
+    slots: Vec<Option<Running>>,
+    /// Sequences in slots, and in which.
+    running: BTreeMap<Turn, u32>,
+    /// How many of them have prompt left that no plan was sent for.
+    prompts: usize,
     /// Preempted sequences whose last tokens may be on the way.
-    leaving: BTreeSet<u64>,
+    leaving: BTreeSet<Turn>,
     /// Slots that the next plan releases; their pages are in the pool already, as a plan releases before it grants.
     releases: Vec<u32>,
     /// Free slots; the last is given next.
@@ -60,9 +68,14 @@ pub struct Scheduler {
     group_up: bool,
     /// The number that the next sequence gets.
     next_sequence: u64,
-    /// Bound on the rows of prompts in a step, besides that of all rows.
-    max_prompt_rows: u32,
+    /// Bound on the rows of any step of the group.
+    max_batch_tokens: u32,
+    /// Bounds on those of a step with prompts.
+    step_rows: StepRows,
     preemptions: u64,
+    /// The invariants are not checked after each event: somebody takes times.
+    #[cfg(test)]
+    is_unchecked: bool,
 }
 
 /// What a scheduler has at hand.
@@ -88,22 +101,27 @@ impl Scheduler {
     pub fn new(limits: Limits) -> Result<Self, LimitsError> {
         limits.validate()?;
         Ok(Self {
-            free_slots: (0..limits.max_slots).rev().collect(),
             limits,
             sequences: BTreeMap::new(),
             queue: BTreeSet::new(),
             fresh: BTreeSet::new(),
             fresh_tokens: 0,
-            running: BTreeSet::new(),
+            slots: Vec::new(),
+            running: BTreeMap::new(),
+            prompts: 0,
             leaving: BTreeSet::new(),
             releases: Vec::new(),
+            free_slots: Vec::new(),
             pages: None,
-            pipeline: Pipeline::new(),
+            pipeline: Pipeline::new(1),
             trials: Trials::default(),
             group_up: false,
             next_sequence: 1,
-            max_prompt_rows: u32::MAX,
+            max_batch_tokens: 0,
+            step_rows: StepRows::default(),
             preemptions: 0,
+            #[cfg(test)]
+            is_unchecked: false,
         })
     }
 
@@ -119,10 +137,10 @@ impl Scheduler {
             self.next_sequence += 1;
             self.fresh_tokens += request.prompt.len() as u64;
             self.sequences.insert(id, Sequence::new(request));
-            self.queue.insert(id);
+            self.queue.insert(Turn { behind: false, id });
             self.fresh.insert(id);
         }
-        debug_assert_eq!(self.check(), Ok(()));
+        self.debug_check();
         Ok(first..self.next_sequence)
     }
 
@@ -132,24 +150,20 @@ impl Scheduler {
             Event::Cancel { sequence } => {
                 self.remove(sequence);
             }
-            Event::Reader { sequence, behind } => {
-                if let Some(sequence) = self.sequences.get_mut(&sequence) {
-                    sequence.reader_behind = behind;
-                }
-            }
-            Event::GroupReady { kv_pages, page_positions } => self.group_ready(kv_pages, page_positions, actions),
+            Event::Reader { sequence, behind } => self.reader(sequence, behind),
+            Event::GroupReady(shape) => self.group_ready(&shape, actions),
             Event::Outcome(outcome) => {
                 if let Err(reason) = self.outcome(outcome, actions) {
                     actions.push(Action::Fault(reason));
                 }
             }
         }
-        debug_assert_eq!(self.check(), Ok(()));
+        self.debug_check();
     }
 
-    /// Bounds the rows of prompts in the steps of plans to come, at least 1: long steps delay those who decode.
-    pub fn limit_prompt_rows(&mut self, rows: u32) {
-        self.max_prompt_rows = rows.max(1);
+    /// Bounds the rows of steps with prompts in plans to come: long steps delay those who decode.
+    pub fn limit_step_rows(&mut self, rows: StepRows) {
+        self.step_rows = rows;
     }
 
     /// No sequence is left, and no plan is on its way.
@@ -226,17 +240,42 @@ impl Scheduler {
         Ok(())
     }
 
-    fn group_ready(&mut self, kv_pages: u32, page_positions: u32, actions: &mut Vec<Action>) {
+    fn reader(&mut self, id: u64, behind: bool) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let before = sequence.turn(id);
+        sequence.reader_behind = behind;
+        let now = sequence.turn(id);
+        match sequence.phase {
+            Phase::Waiting => {
+                self.queue.remove(&before);
+                self.queue.insert(now);
+            }
+            Phase::Running { slot } => {
+                self.running.remove(&before);
+                self.running.insert(now, slot);
+            }
+            Phase::Leaving { .. } => {
+                self.leaving.remove(&before);
+                self.leaving.insert(now);
+            }
+        }
+    }
+
+    fn group_ready(&mut self, shape: &GroupShape, actions: &mut Vec<Action>) {
         debug_assert!(!self.group_up, "a group is announced once, and its loss before the next");
-        let pages = PagePool::new(kv_pages, page_positions);
+        let pages = PagePool::new(shape.kv_pages, shape.page_positions);
         // The cache of a group that came back may be smaller than what was promised at submission.
         let needs = self.sequences.iter().map(|(&id, sequence)| (id, pages.pages_for(sequence.positions())));
         let too_large: Vec<(u64, u64)> = needs.filter(|&(_, needed)| needed > pages.total()).collect();
         self.pages = Some(pages);
-        self.pipeline = Pipeline::new();
+        self.pipeline = Pipeline::new(shape.first_version);
+        self.slots = (0..shape.max_slots).map(|_| None).collect();
+        self.free_slots = (0..shape.max_slots).rev().collect();
+        self.max_batch_tokens = shape.max_batch_tokens;
         self.group_up = true;
         for (sequence, needed) in too_large {
             self.remove(sequence);
+            let kv_pages = shape.kv_pages;
             let reason = format!("the request needs {needed} KV pages, but the cache has only {kv_pages} now");
             actions.push(Action::Failed { sequence, reason });
         }
@@ -246,17 +285,19 @@ impl Scheduler {
     /// Nothing runs any more: what ran waits again.
     fn forget_group(&mut self) {
         self.group_up = false;
-        self.pipeline = Pipeline::new();
+        self.pipeline = Pipeline::new(1);
         self.releases.clear();
-        self.free_slots = (0..self.limits.max_slots).rev().collect();
+        self.slots.iter_mut().for_each(|slot| *slot = None);
+        self.free_slots = (0..self.slots.len() as u32).rev().collect();
+        self.prompts = 0;
         if let Some(pages) = &mut self.pages {
             *pages = pages.emptied();
         }
-        self.leaving.append(&mut self.running);
-        for id in std::mem::take(&mut self.leaving) {
-            let sequence = self.sequences.get_mut(&id).expect("running and leaving name known sequences");
+        let ran = std::mem::take(&mut self.running).into_keys();
+        for turn in ran.chain(std::mem::take(&mut self.leaving)) {
+            let sequence = self.sequences.get_mut(&turn.id).expect("running and leaving name known sequences");
             sequence.phase = Phase::Waiting;
-            self.queue.insert(id);
+            self.queue.insert(turn);
         }
     }
 
@@ -276,12 +317,12 @@ impl Scheduler {
     fn requeue_preempted(&mut self, applied: u64) {
         let sequences = &mut self.sequences;
         let queue = &mut self.queue;
-        self.leaving.retain(|id| {
-            let sequence = sequences.get_mut(id).expect("leaving names known sequences");
+        self.leaving.retain(|turn| {
+            let sequence = sequences.get_mut(&turn.id).expect("leaving names known sequences");
             let gone = matches!(sequence.phase, Phase::Leaving { version } if version <= applied);
             if gone {
                 sequence.phase = Phase::Waiting;
-                queue.insert(*id);
+                queue.insert(*turn);
             }
             !gone
         });
@@ -291,11 +332,11 @@ impl Scheduler {
         let id = token.sequence;
         // Cancelled or failed: the step ran before the release took effect.
         let Some(sequence) = self.sequences.get_mut(&id) else { return Ok(()) };
-        match sequence.phase {
-            Phase::Running(_) => {}
-            Phase::Leaving { version: released } if version < released => {}
+        let slot = match sequence.phase {
+            Phase::Running { slot } => Some(slot),
+            Phase::Leaving { version: released } if version < released => None,
             _ => return Err(format!("plan {version} brought a token for sequence {id}, which is not in a slot")),
-        }
+        };
         let finish = Finish::try_from(token.finish)
             .map_err(|_| format!("a token of sequence {id} has the unknown finish {}", token.finish))?;
         let full = sequence.generated.len() + 1 >= sequence.request.max_tokens as usize;
@@ -303,6 +344,10 @@ impl Scheduler {
             return Err(format!("sequence {id} goes on past its {} tokens", sequence.request.max_tokens));
         }
         sequence.generated.push(token.token);
+        let is_cleared = sequence.is_cleared();
+        if let Some(running) = slot.and_then(|slot| self.slots[slot as usize].as_mut()) {
+            running.tokens += 1;
+        }
         // Nobody reads what the group proves itself with.
         let is_read = self.trials.self_test != Some(id);
         if is_read {
@@ -310,7 +355,9 @@ impl Scheduler {
             let token = GeneratedToken { id: token.token, logprob: token.logprob, top };
             actions.push(Action::Token { sequence: id, token });
         }
-        self.clear_if_due(id);
+        if is_cleared {
+            self.trials.end(id);
+        }
         let reason = match finish {
             Finish::None => return Ok(()),
             Finish::Stop => FinishReason::Stop,
@@ -325,30 +372,33 @@ impl Scheduler {
 
     /// Forgets a sequence, wherever it is; its slot is released by the next plan.
     fn remove(&mut self, id: u64) -> Option<Sequence> {
-        let mut sequence = self.sequences.remove(&id)?;
+        let sequence = self.sequences.remove(&id)?;
+        let turn = sequence.turn(id);
         self.trials.end(id);
-        match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+        match sequence.phase {
             Phase::Waiting => {
-                self.queue.remove(&id);
+                self.queue.remove(&turn);
                 if self.fresh.remove(&id) {
                     self.fresh_tokens -= sequence.request.prompt.len() as u64;
                 }
             }
             Phase::Leaving { .. } => {
-                self.leaving.remove(&id);
+                self.leaving.remove(&turn);
             }
-            Phase::Running(running) => {
-                self.running.remove(&id);
-                self.release(running);
+            Phase::Running { slot } => {
+                self.running.remove(&turn);
+                self.release(slot);
             }
         }
         Some(sequence)
     }
 
     /// Gives back slot and pages; the plan built next tells the workers.
-    fn release(&mut self, running: sequence::Running) {
-        self.releases.push(running.slot);
-        self.free_slots.push(running.slot);
+    fn release(&mut self, slot: u32) {
+        let running = self.slots[slot as usize].take().expect("only a slot in use is released");
+        self.prompts -= usize::from(!running.decodes());
+        self.releases.push(slot);
+        self.free_slots.push(slot);
         self.pages.as_mut().expect("a sequence runs on pages of the pool").give_back(running.pages);
     }
 
@@ -364,7 +414,19 @@ impl Scheduler {
 
     /// Whether the next position of a sequence that decodes has a page, as far as is known.
     fn can_step(&self, id: u64) -> bool {
-        let (Some(sequence), Some(pages)) = (self.sequences.get(&id), &self.pages) else { return false };
-        sequence.running().is_some_and(|running| pages.covers(running.pages.len(), sequence.len() - 1))
+        let Some(Phase::Running { slot }) = self.sequences.get(&id).map(|sequence| sequence.phase) else {
+            return false;
+        };
+        let pages = self.pages.as_ref().expect("a sequence runs on pages of the pool");
+        self.slot(slot).is_covered(0, pages)
+    }
+
+    fn slot(&self, slot: u32) -> &Running {
+        self.slots[slot as usize].as_ref().expect("the index of running sequences names slots in use")
+    }
+
+    /// Sequences in slots, the first to be served first.
+    fn running(&self) -> impl Iterator<Item = (Turn, &Running)> {
+        self.running.iter().map(|(&turn, &slot)| (turn, self.slot(slot)))
     }
 }

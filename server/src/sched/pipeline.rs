@@ -3,7 +3,7 @@
 //! A plan is *unstarted* until an outcome carries its version. Only the front of the queue can have started: the
 //! outcome of a plan says that all earlier ones are over.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use looplane_proto::worker::v1::{Outcome, Plan};
 
@@ -33,9 +33,9 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    /// Nothing sent; versions start at 1.
-    pub(super) fn new() -> Self {
-        Self { plans: VecDeque::new(), next_version: 1 }
+    /// Nothing sent; versions start at `first_version`.
+    pub(super) fn new(first_version: u64) -> Self {
+        Self { plans: VecDeque::new(), next_version: first_version }
     }
 
     /// Version of the plan that is built next.
@@ -105,12 +105,11 @@ impl Pipeline {
         self.plans.iter().filter(|plan| plan.reported == 0)
     }
 
-    /// Whether a step that may be running, or is yet to run, computes `sequence`.
-    pub(super) fn computes(&self, sequence: u64) -> bool {
-        self.plans.iter().any(|plan| {
-            let in_first_step = plan.reported == 0 && plan.prefill.contains(&sequence);
-            in_first_step || (!plan.idle && plan.reported < plan.steps && plan.decode.contains(&sequence))
-        })
+    /// Sequences that a step computes which may be running or is yet to run.
+    pub(super) fn computed(&self) -> BTreeSet<u64> {
+        let in_first_step = self.unstarted().flat_map(|plan| &plan.prefill);
+        let go_on = self.plans.iter().filter(|plan| !plan.idle && plan.reported < plan.steps);
+        in_first_step.chain(go_on.flat_map(|plan| &plan.decode)).copied().collect()
     }
 
     /// Rows of the largest step that may be running or is yet to run.
@@ -119,9 +118,11 @@ impl Pipeline {
         self.plans.iter().map(rows).max().unwrap_or(0)
     }
 
-    /// Tokens that `sequence` gets at least before a plan sent now takes over: one of each unstarted plan.
-    pub(super) fn tokens_ahead(&self, sequence: u64) -> u64 {
-        self.unstarted().filter(|plan| plan.decode.contains(&sequence)).count() as u64
+    /// Tokens that a sequence which decodes from plan `version` on gets at least before a plan sent now takes over: one
+    /// of each unstarted plan.
+    pub(super) fn plans_since(&self, version: u64) -> u64 {
+        let oldest = self.unstarted().next().map_or(self.next_version, |plan| plan.version);
+        self.next_version - oldest.max(version)
     }
 
     /// Steps that may run at most before a plan sent now takes over.
@@ -135,7 +136,7 @@ mod tests {
     use super::*;
 
     fn sent(steps: &[u32]) -> Pipeline {
-        let mut pipeline = Pipeline::new();
+        let mut pipeline = Pipeline::new(1);
         for &steps in steps {
             let plan = Plan { version: pipeline.next_version(), steps, ..Plan::default() };
             pipeline.push(&plan, vec![], vec![7]);
@@ -150,12 +151,13 @@ mod tests {
     #[test]
     fn a_plan_is_over_when_the_next_reports() {
         let mut pipeline = sent(&[4, 4, 4]);
-        assert_eq!((pipeline.tokens_ahead(7), pipeline.tokens_ahead(8), pipeline.steps_ahead()), (3, 0, 12));
+        assert_eq!((pipeline.plans_since(1), pipeline.plans_since(3), pipeline.steps_ahead()), (3, 1, 12));
         pipeline.report(&step(1, 0)).unwrap();
         pipeline.report(&step(1, 1)).unwrap();
         assert_eq!((pipeline.unstarted().count(), pipeline.steps_ahead()), (2, 10));
         pipeline.report(&step(2, 0)).unwrap();
         assert_eq!((pipeline.started().unwrap().version, pipeline.steps_ahead()), (2, 7));
+        assert_eq!((pipeline.plans_since(1), pipeline.plans_since(4)), (1, 0));
     }
 
     #[test]

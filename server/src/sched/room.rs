@@ -3,29 +3,31 @@
 use looplane_proto::worker::v1::{PageGrant, Plan};
 
 use super::Scheduler;
-use super::sequence::{Phase, Running};
+use super::sequence::{Phase, Running, Turn};
 
 impl Scheduler {
     /// Makes sure that every sequence that decodes has a page for the first step of the plan: in order of precedence,
     /// from the pool or from the last of all. The last itself sits out until pages are free.
-    pub(super) fn make_room(&mut self, plan: &mut Plan) {
+    pub(super) fn make_room(&mut self, plan: &Plan) {
         if self.has_to_stand_aside() {
-            for id in self.running.clone() {
-                self.preempt(id, plan);
+            while let Some(last) = self.last_running() {
+                self.preempt(last, plan);
             }
         }
-        while let Some(last) = self.admissible_by_eviction() {
-            self.preempt(last, plan);
+        if self.has_to_make_way() {
+            while self.admissible().is_none() {
+                let last = self.last_running().expect("once all whose readers are behind have left, another may enter");
+                self.preempt(last, plan);
+            }
         }
-        let mut decoding: Vec<u64> = self.decoding().map(|(id, _)| id).collect();
-        decoding.sort_by_key(|&id| self.precedence(id));
-        for id in decoding {
-            // A sequence that was preempted for an earlier one.
-            let Some((sequence, _)) = self.in_slot(id) else { continue };
-            let next = sequence.len() - 1 + self.pipeline.tokens_ahead(id);
-            while !self.grow(id, next, plan) {
+        let Some(pages) = &self.pages else { return };
+        let ahead = |running: &Running| self.pipeline.plans_since(running.decodes_from);
+        let lacks = |running: &Running| running.decodes() && !running.is_covered(ahead(running), pages);
+        let lacking: Vec<Turn> = self.running().filter(|(_, running)| lacks(running)).map(|(turn, _)| turn).collect();
+        for turn in lacking {
+            while !self.grow(turn) {
                 let last = self.last_running().expect("the sequence that needs a page runs");
-                if last == id {
+                if last == turn {
                     break;
                 }
                 self.preempt(last, plan);
@@ -33,18 +35,8 @@ impl Scheduler {
         }
     }
 
-    /// Lower goes first: those whose readers keep up, then by arrival.
-    fn precedence(&self, id: u64) -> (bool, u64) {
-        (self.sequences[&id].reader_behind, id)
-    }
-
-    fn last_running(&self) -> Option<u64> {
-        self.running.iter().copied().max_by_key(|&id| self.precedence(id))
-    }
-
-    fn in_slot(&self, id: u64) -> Option<(&super::Sequence, &Running)> {
-        let sequence = self.sequences.get(&id)?;
-        Some((sequence, sequence.running()?))
+    fn last_running(&self) -> Option<Turn> {
+        self.running.last_key_value().map(|(&turn, _)| turn)
     }
 
     /// Sequences that were cleared run, but suspects are left that are to be computed alone.
@@ -52,120 +44,117 @@ impl Scheduler {
         self.trials.is_on() && self.trials.on_trial().is_none() && !self.running.is_empty()
     }
 
-    fn preempt(&mut self, id: u64, plan: &Plan) {
-        let sequence = self.sequences.get_mut(&id).expect("only a sequence that runs is preempted");
-        let phase = std::mem::replace(&mut sequence.phase, Phase::Leaving { version: plan.version });
-        let Phase::Running(running) = phase else { unreachable!("only a sequence that runs is preempted") };
-        // The last has not had its turn for pages in this plan, so nothing is granted to a slot that is given up.
-        debug_assert!(plan.grants.iter().all(|grant| grant.slot != running.slot));
+    fn preempt(&mut self, turn: Turn, plan: &Plan) {
+        let sequence = self.sequences.get_mut(&turn.id).expect("only a sequence that runs is preempted");
+        let Phase::Running { slot } = sequence.phase else { unreachable!("only a sequence that runs is preempted") };
+        sequence.phase = Phase::Leaving { version: plan.version };
         self.preemptions += 1;
-        self.running.remove(&id);
-        self.leaving.insert(id);
-        self.release(running);
+        self.running.remove(&turn);
+        self.leaving.insert(turn);
+        // Pages that it took for this plan are granted to nobody: that comes last.
+        self.release(slot);
     }
 
-    /// Grants pages up to `position`, or to the sequence's last; false if the pool ran out before.
-    fn grow(&mut self, id: u64, position: u64, plan: &mut Plan) -> bool {
-        let sequence = self.sequences.get_mut(&id).expect("only a sequence that runs grows");
-        let position = position.min(sequence.positions() - 1);
-        let running = sequence.running_mut().expect("only a sequence that runs grows");
+    /// Takes pages for the first step of the plan that is built; false if the pool ran out before. A sequence that was
+    /// preempted for an earlier one needs none any more.
+    fn grow(&mut self, turn: Turn) -> bool {
+        let Some(&slot) = self.running.get(&turn) else { return true };
+        let running = self.slots[slot as usize].as_mut().expect("the index of running sequences names slots in use");
         let pages = self.pages.as_mut().expect("a group that is up has pages");
-        let before = running.pages.len();
-        while !pages.covers(running.pages.len(), position) {
-            let Some(page) = pages.take() else { break };
-            running.pages.push(page);
-        }
-        if running.pages.len() > before {
-            let granted = &running.pages[before..];
-            // Grants of one plan to one slot are one message, whichever rule gave them.
-            match plan.grants.iter_mut().find(|grant| grant.slot == running.slot) {
-                Some(grant) => grant.pages.extend_from_slice(granted),
-                None => plan.grants.push(PageGrant { slot: running.slot, pages: granted.to_vec() }),
-            }
-        }
-        pages.covers(running.pages.len(), position)
-    }
-
-    /// Who waits first, whatever it needs: the lowest whose reader keeps up, or else the lowest.
-    fn first_waiting(&self) -> Option<u64> {
-        let keeps_up = self.queue.iter().find(|id| !self.sequences[id].reader_behind);
-        keeps_up.or(self.queue.first()).copied()
+        running.grow(self.pipeline.plans_since(running.decodes_from), pages)
     }
 
     /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step, and
     /// one for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of
     /// them, if nothing else runs.
-    pub(super) fn admissible(&self) -> Option<u64> {
+    pub(super) fn admissible(&self) -> Option<Turn> {
         if self.trials.is_on() {
             // Nor is a step under way that may still compute one that was cancelled.
             let alone = self.running.is_empty() && self.leaving.is_empty() && !self.is_outstanding();
-            return self.trials.next().filter(|_| alone);
+            let next = self.trials.next().filter(|_| alone);
+            return next.map(|id| self.sequences[&id].turn(id));
         }
-        let id = self.first_waiting().filter(|&id| !self.is_overtaking(id))?;
+        let turn = self.queue.first().copied().filter(|turn| !self.is_overtaking(turn))?;
         let pages = self.pages.as_ref()?;
-        let room = self.pages_to_enter(id) + self.running.len() as u64 <= pages.available();
-        (room && !self.free_slots.is_empty()).then_some(id)
+        let room = self.pages_to_enter(turn) + self.running.len() as u64 <= pages.available();
+        (room && !self.free_slots.is_empty()).then_some(turn)
     }
 
-    /// A sequence in a slot whose reader is behind, while one whose reader keeps up could enter once such have left.
-    pub(super) fn admissible_by_eviction(&self) -> Option<u64> {
+    /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
+    pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
-        let last = self.last_running().filter(|id| self.sequences[id].reader_behind)?;
-        let id = self.first_waiting().filter(|id| !self.sequences[id].reader_behind && !self.is_overtaking(*id))?;
+        let is_behind = self.last_running().is_some_and(|turn| turn.behind);
+        let first = self.queue.first().filter(|turn| !turn.behind && !self.is_overtaking(turn));
+        let (true, Some(&first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
         if self.trials.is_on() || self.admissible().is_some() {
-            return None;
+            return false;
         }
-        let behind = || self.running().filter(|(id, _)| self.sequences[id].reader_behind);
-        let their_pages: u64 = behind().map(|(_, running)| running.pages.len() as u64).sum();
-        let others = (self.running.len() - behind().count()) as u64;
-        let available = self.pages.as_ref()?.available() + their_pages;
-        (self.pages_to_enter(id) + others <= available).then_some(last)
+        let behind = self.running.range(Turn { behind: true, id: 0 }..).map(|(_, &slot)| self.slot(slot));
+        let (count, their_pages) =
+            behind.fold((0, 0), |(count, pages), running| (count + 1, pages + running.pages.len() as u64));
+        let others = self.running.len() as u64 - count;
+        self.pages_to_enter(first) + others <= pages.available() + their_pages
     }
 
     /// Nobody goes before a sequence that was preempted and takes precedence.
-    fn is_overtaking(&self, id: u64) -> bool {
-        self.leaving.iter().any(|&leaving| self.precedence(leaving) < self.precedence(id))
+    fn is_overtaking(&self, turn: &Turn) -> bool {
+        self.leaving.first().is_some_and(|leaving| leaving < turn)
     }
 
-    fn pages_to_enter(&self, id: u64) -> u64 {
-        let sequence = &self.sequences[&id];
+    fn pages_to_enter(&self, turn: Turn) -> u64 {
+        let sequence = &self.sequences[&turn.id];
         let pages = self.pages.as_ref().expect("a group that is up has pages");
         pages.pages_for((sequence.len() + 1).min(sequence.positions()))
     }
 
     /// Everybody who may enter does. Their prompts share the rows of this step and those that follow.
     pub(super) fn admit_all(&mut self, plan: &mut Plan) {
-        while let Some(id) = self.admissible() {
-            self.admit(id, plan);
+        while let Some(turn) = self.admissible() {
+            self.admit(turn, plan);
             if self.trials.is_on() {
-                self.trials.begin(id);
+                self.trials.begin(turn.id);
             }
         }
     }
 
-    fn admit(&mut self, id: u64, plan: &mut Plan) {
-        self.queue.remove(&id);
+    fn admit(&mut self, turn: Turn, plan: &mut Plan) {
+        self.queue.remove(&turn);
         let slot = self.free_slots.pop().expect("an admissible sequence finds a free slot");
-        let sequence = self.sequences.get_mut(&id).expect("the queue names known sequences");
-        if self.fresh.remove(&id) {
+        let sequence = self.sequences.get_mut(&turn.id).expect("the queue names known sequences");
+        if self.fresh.remove(&turn.id) {
             self.fresh_tokens -= sequence.request.prompt.len() as u64;
         }
-        plan.admit.push(sequence.admit(id, slot));
-        let prefill_end = sequence.len() as u32;
-        sequence.phase = Phase::Running(Running { slot, pages: Vec::new(), prefill_end, prefilled: 0 });
-        self.running.insert(id);
-        let covered = self.grow(id, u64::from(prefill_end), plan);
+        plan.admit.push(sequence.admit(turn.id, slot));
+        sequence.phase = Phase::Running { slot };
+        let mut running = Running::new(slot, sequence);
+        let covered = running.grow(1, self.pages.as_mut().expect("a group that is up has pages"));
         debug_assert!(covered, "an admissible sequence finds its pages");
+        self.slots[slot as usize] = Some(running);
+        self.running.insert(turn, slot);
+        self.prompts += 1;
     }
 
-    /// Grants what every step before the plan after this one may need, as far as pages are free.
-    pub(super) fn grant_ahead(&mut self, decode: &[u64], plan: &mut Plan) {
-        let steps = self.pipeline.steps_ahead() + u64::from(plan.steps);
-        for &id in decode {
-            let last = self.sequences[&id].len() - 1 + steps;
-            if !self.grow(id, last, plan) {
-                break;
+    /// Names who decodes, and grants pages: those that were taken for the plan, and what every step before the plan
+    /// after it may need, as far as pages are free.
+    pub(super) fn decode_and_grant(&mut self, plan: &mut Plan) -> Vec<u64> {
+        let ahead = self.pipeline.steps_ahead() + u64::from(plan.steps);
+        let pages = self.pages.as_mut().expect("a group that is up has pages");
+        let mut is_short = false;
+        let mut decode = Vec::with_capacity(self.running.len());
+        plan.decode.reserve(self.running.len());
+        for (turn, &slot) in &self.running {
+            let running =
+                self.slots[slot as usize].as_mut().expect("the index of running sequences names slots in use");
+            if running.decodes() {
+                decode.push(turn.id);
+                plan.decode.push(slot);
+                is_short = is_short || !running.grow(ahead, pages);
+            }
+            if running.granted < running.pages.len() {
+                plan.grants.push(PageGrant { slot, pages: running.pages[running.granted..].to_vec() });
+                running.granted = running.pages.len();
             }
         }
+        decode
     }
 }

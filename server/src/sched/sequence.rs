@@ -2,6 +2,7 @@
 
 use looplane_proto::worker::v1::{Admit, LogitBias, Sampling};
 
+use super::pages::PagePool;
 use super::request::SequenceRequest;
 
 /// A sequence from its submission to its end.
@@ -19,31 +20,61 @@ pub(super) struct Sequence {
     pub(super) reader_behind: bool,
 }
 
+/// A sequence's place in the order that decides everything: those whose readers keep up, then by arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Turn {
+    pub(super) behind: bool,
+    pub(super) id: u64,
+}
+
 /// Where a sequence is.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) enum Phase {
     /// In the queue: new, preempted, or its group was lost.
     Waiting,
     /// In a slot.
-    Running(Running),
+    Running { slot: u32 },
     /// Preempted by the plan of this version. Steps that ran before that plan may still bring tokens; the sequence
     /// waits again once an outcome of the version says that none is left on the way.
     Leaving { version: u64 },
 }
 
-/// A sequence in a slot.
+/// What a slot holds of its sequence: all that plans need.
 #[derive(Debug)]
 pub(super) struct Running {
     pub(super) slot: u32,
     /// Page i holds positions i * page_positions and up.
     pub(super) pages: Vec<u32>,
+    /// How many of them plans granted.
+    pub(super) granted: usize,
     /// Tokens given at admission: positions that are computed as a prompt.
     pub(super) prefill_end: u32,
     /// Positions of them that plans were sent for.
     pub(super) prefilled: u32,
+    /// The first plan in which the sequence decodes; it does in all that follow. 0 while prompt is left.
+    pub(super) decodes_from: u64,
+    /// As [`Sequence::len`].
+    pub(super) tokens: u64,
+    /// As [`Sequence::positions`].
+    pub(super) positions: u64,
 }
 
 impl Running {
+    /// A sequence enters `slot`.
+    pub(super) fn new(slot: u32, sequence: &Sequence) -> Self {
+        let (tokens, positions) = (sequence.len(), sequence.positions());
+        Self {
+            slot,
+            pages: Vec::new(),
+            granted: 0,
+            prefill_end: tokens as u32,
+            prefilled: 0,
+            decodes_from: 0,
+            tokens,
+            positions,
+        }
+    }
+
     /// Plans for the whole prompt were sent: the sequence decodes.
     pub(super) fn decodes(&self) -> bool {
         self.prefilled == self.prefill_end
@@ -52,6 +83,25 @@ impl Running {
     /// Positions of the prompt that plans are yet to be sent for.
     pub(super) fn prompt_left(&self) -> u32 {
         self.prefill_end - self.prefilled
+    }
+
+    /// The position that is computed `ahead` tokens after the next, or the sequence's last.
+    fn position(&self, ahead: u64) -> u64 {
+        (self.tokens - 1 + ahead).min(self.positions - 1)
+    }
+
+    /// Whether that position has a page.
+    pub(super) fn is_covered(&self, ahead: u64, pool: &PagePool) -> bool {
+        pool.covers(self.pages.len(), self.position(ahead))
+    }
+
+    /// Takes pages up to that position; false if the pool ran out before.
+    pub(super) fn grow(&mut self, ahead: u64, pool: &mut PagePool) -> bool {
+        while !self.is_covered(ahead, pool) {
+            let Some(page) = pool.take() else { return false };
+            self.pages.push(page);
+        }
+        true
     }
 }
 
@@ -79,20 +129,9 @@ impl Sequence {
         self.request.positions()
     }
 
-    /// The running part, if it is in a slot.
-    pub(super) fn running(&self) -> Option<&Running> {
-        match &self.phase {
-            Phase::Running(running) => Some(running),
-            Phase::Waiting | Phase::Leaving { .. } => None,
-        }
-    }
-
-    /// The running part, if it is in a slot.
-    pub(super) fn running_mut(&mut self) -> Option<&mut Running> {
-        match &mut self.phase {
-            Phase::Running(running) => Some(running),
-            Phase::Waiting | Phase::Leaving { .. } => None,
-        }
+    /// Its place in the order; `id` is its number.
+    pub(super) fn turn(&self, id: u64) -> Turn {
+        Turn { behind: self.reader_behind, id }
     }
 
     /// The message that brings the sequence into `slot`, to be computed from its first position.

@@ -1,6 +1,7 @@
 //! Seeded random runs of the scheduler against a worker that follows the protocol to the letter. A failure prints its
 //! seed.
 
+mod cost;
 mod rules;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -112,9 +113,8 @@ impl Run {
     }
 
     fn group_ready(&mut self) {
-        let Shape { kv_pages, page_positions, .. } = self.scene.shape;
         self.up = true;
-        self.apply(Event::GroupReady { kv_pages, page_positions });
+        self.apply(self.scene.shape.ready());
     }
 
     fn apply(&mut self, event: Event) {

@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 
 use super::request::{SamplingParams, SequenceRequest};
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Turn};
 use super::{Action, Blame, Scheduler};
 
 /// Tokens without a loss that clear a sequence: the first comes from its prompt, the others from the decode loop.
@@ -60,11 +60,24 @@ impl Trials {
     }
 }
 
+impl Sequence {
+    /// It got a token. Says whether it is cleared with it: earlier losses do not count against it any more.
+    pub(super) fn is_cleared(&mut self) -> bool {
+        self.tokens_since_loss += 1;
+        let is_due = self.losses > 0 && self.tokens_since_loss >= CLEARED_AFTER;
+        if is_due {
+            self.losses = 0;
+        }
+        is_due
+    }
+}
+
 impl Scheduler {
     /// The group is gone. Everything that ran waits again, to be computed from its first position with the tokens that
     /// came back. What the loss can be put down to fails, and is returned.
     pub fn group_lost(&mut self, actions: &mut Vec<Action>) -> Blame {
-        let computed: Vec<u64> = self.sequences.keys().copied().filter(|&id| self.pipeline.computes(id)).collect();
+        let mut computed = self.pipeline.computed();
+        computed.retain(|id| self.sequences.contains_key(id));
         self.forget_group();
         let blame = match self.trials.on_trial.take() {
             Some(id) if computed.contains(&id) => self.convict(id, actions),
@@ -77,7 +90,7 @@ impl Scheduler {
             // It was yet to begin.
             self.remove(id);
         }
-        debug_assert_eq!(self.check(), Ok(()));
+        self.debug_check();
         blame
     }
 
@@ -115,16 +128,6 @@ impl Scheduler {
         }
     }
 
-    /// A sequence got a token: after enough of them, earlier losses do not count against it any more.
-    pub(super) fn clear_if_due(&mut self, id: u64) {
-        let sequence = self.sequences.get_mut(&id).expect("a token belongs to a known sequence");
-        sequence.tokens_since_loss += 1;
-        if sequence.tokens_since_loss >= CLEARED_AFTER && self.trials.self_test != Some(id) {
-            sequence.losses = 0;
-            self.trials.end(id);
-        }
-    }
-
     /// A group that is about to compute suspects first proves itself on a short sequence of the scheduler's own: if it
     /// is lost under that, no request is to blame.
     pub(super) fn queue_self_test(&mut self) {
@@ -140,7 +143,7 @@ impl Scheduler {
         let id = self.next_sequence;
         self.next_sequence += 1;
         self.sequences.insert(id, Sequence::new(request));
-        self.queue.insert(id);
+        self.queue.insert(Turn { behind: false, id });
         self.trials.self_test = Some(id);
     }
 }

@@ -143,6 +143,8 @@ impl Worked {
                 bit_domain: "scripted".into(),
                 notes: vec!["a note".into()],
                 model_digest: "digest".into(),
+                max_slots: LIMITS.max_slots,
+                max_batch_tokens: LIMITS.max_batch_tokens,
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

@@ -165,6 +165,8 @@ pub fn load_with(
         bit_domain,
         notes,
         model_digest,
+        max_slots: request.max_slots,
+        max_batch_tokens: request.max_batch_tokens,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
     let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;

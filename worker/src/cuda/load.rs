@@ -171,6 +171,8 @@ pub fn load_with(
         bit_domain,
         notes,
         model_digest: model.digest,
+        max_slots: request.max_slots,
+        max_batch_tokens: request.max_batch_tokens,
     };
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,

@@ -7,6 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use super::super::fault::Fault;
 use super::super::start::{Link, RankEvent};
+use super::super::step_times::StepTime;
 use super::super::watchdog::{Reports, answer, probe, unresponsive};
 use super::super::workers::Workers;
 use super::{BURST, Supervisor, until};
@@ -97,8 +98,9 @@ impl Supervisor {
                     return Ok(());
                 }
                 if let Some(step) = self.delivery.outcome(outcome)? {
-                    self.times.observe(step.decode_rows + step.prompt_rows, step.prompt_rows, step.time);
-                    self.delivery.limit_prompt_rows(self.times.prompt_rows());
+                    let (decode_rows, prompt_rows) = (step.decode_rows as u32, step.prompt_rows as u32);
+                    self.times.observe(&StepTime { decode_rows, prompt_rows, time: step.time });
+                    self.delivery.limit_step_rows(self.times.rows());
                 }
                 Ok(())
             }

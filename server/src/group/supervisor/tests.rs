@@ -8,7 +8,7 @@ use super::*;
 use crate::engine::{EngineHandle, FinishReason, SequenceEvent};
 use crate::metrics::EngineMetrics;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
-use crate::sched::{Limits, Scheduler};
+use crate::sched::{Event, Limits, Scheduler};
 
 const SHAPE: Shape = Shape { max_slots: 4, max_batch_tokens: 8, kv_pages: 256, page_positions: 4 };
 
@@ -51,9 +51,16 @@ fn bench() -> Bench {
         bit_domain: "fake".into(),
     };
     let traffic = Traffic::default();
-    let facts = GroupFacts { model, kv_pages: SHAPE.kv_pages, page_positions: SHAPE.page_positions, traffic };
-    let link =
-        Link { facts, plans: vec![plan_sender], events, health: Vec::new(), _readers: tokio::task::JoinSet::new() };
+    let Event::GroupReady(shape) = SHAPE.ready() else { unreachable!("that is what it says") };
+    let facts = GroupFacts { model, shape, traffic };
+    let link = Link {
+        facts,
+        timed: Vec::new(),
+        plans: vec![plan_sender],
+        events,
+        health: Vec::new(),
+        _readers: tokio::task::JoinSet::new(),
+    };
     let scheduler = Scheduler::new(config.limits.clone()).unwrap();
     let delivery = Delivery::new(scheduler, commands_back, metrics, config.timeouts.quarantine);
     let mut supervisor = Supervisor::new(config, launcher, delivery, channels);

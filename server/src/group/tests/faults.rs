@@ -52,6 +52,26 @@ async fn a_step_that_is_late_is_told_and_forgotten_once_it_comes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_group_that_is_lost_while_its_steps_are_timed_is_started_again() {
+    // Once in the steps that are timed, and once in those of the request.
+    let script = |start: u32, rank: u32| {
+        let steps = [2, 30].get(start as usize).filter(|_| rank == 1);
+        Script { after: steps.map(|&steps| (steps, Trouble::Exit)), ..Script::default() }
+    };
+    let launcher = FakeLauncher::new(2, script);
+    let (handle, task) = start(GroupConfig { timing: Duration::from_secs(1), ..config(2) }, launcher.clone());
+    ready(&handle).await;
+    assert_eq!(launcher.starts.load(Ordering::SeqCst), 2);
+    let figures = task.figures();
+    assert_eq!((figures.steps, figures.plans, figures.losses), (0, 0, 0), "what was timed is no request's");
+    let request = request(1, 5, 100, vec![]);
+    assert_eq!(read(submit(&handle, request.clone()).await.unwrap()).await.0, expected(&request).0);
+    assert_eq!((launcher.starts.load(Ordering::SeqCst), task.figures().losses), (3, 1));
+    task.shutdown().await;
+    assert_eq!(launcher.alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_lost_rank_loses_no_token() {
     for (trouble, words) in [
         (Trouble::Exit, "rank 1 was killed by signal 9"),

@@ -5,12 +5,18 @@ use std::collections::VecDeque;
 use looplane_proto::worker::v1::Outcome;
 
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
-use crate::sched::{Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, SubmitError};
+use crate::sched::{Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, StepRows, SubmitError};
 
 fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
+    let shape = shape(&limits, kv_pages);
     let mut scheduler = Scheduler::new(limits).unwrap();
-    scheduler.apply(Event::GroupReady { kv_pages, page_positions: 4 }, &mut Vec::new());
+    scheduler.apply(shape.ready(), &mut Vec::new());
     scheduler
+}
+
+fn shape(limits: &Limits, kv_pages: u32) -> Shape {
+    let Limits { max_slots, max_batch_tokens, .. } = *limits;
+    Shape { max_slots, max_batch_tokens, kv_pages, page_positions: 4 }
 }
 
 /// Submits one sequence; the seed of its request is `seed`.
@@ -162,7 +168,7 @@ fn only_the_culprit_of_a_crowd_fails() {
             break;
         }
         blames.push(scheduler.group_lost(&mut actions));
-        scheduler.apply(Event::GroupReady { kv_pages: 200, page_positions: 4 }, &mut actions);
+        scheduler.apply(shape.ready(), &mut actions);
     }
     // Twice with all the others, then alone.
     let fingerprint = requests[culprit as usize - 1].fingerprint();
@@ -198,6 +204,7 @@ fn only_the_culprit_of_a_crowd_fails() {
 /// A scheduler whose group is about to compute suspects 1 and 2, the latter first.
 fn before_trials(requests: [SequenceRequest; 2]) -> (Scheduler, FakeWorker) {
     let limits = Limits { max_slots: 2, max_batch_tokens: 64, ..Limits::default() };
+    let shape = shape(&limits, 40);
     let mut scheduler = scheduler(limits, 40);
     for request in requests {
         scheduler.submit(vec![request]).unwrap();
@@ -205,9 +212,8 @@ fn before_trials(requests: [SequenceRequest; 2]) -> (Scheduler, FakeWorker) {
     for _ in 0..2 {
         scheduler.next_plan().unwrap();
         assert_eq!(scheduler.group_lost(&mut Vec::new()), Blame::Nobody);
-        scheduler.apply(Event::GroupReady { kv_pages: 40, page_positions: 4 }, &mut Vec::new());
+        scheduler.apply(shape.ready(), &mut Vec::new());
     }
-    let shape = Shape { max_slots: 2, max_batch_tokens: 64, kv_pages: 40, page_positions: 4 };
     let mut worker = FakeWorker::new(shape);
     // What the group proves itself with.
     loop {
@@ -257,7 +263,7 @@ fn a_group_that_cannot_prove_itself_is_to_blame() {
         // It dies in its first step, whatever that computes.
         assert_eq!(scheduler.next_plan().unwrap().version, 1, "versions begin again with the group");
         let blame = scheduler.group_lost(&mut actions);
-        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+        scheduler.apply(shape(&Limits::default(), 10).ready(), &mut actions);
         blame
     };
     assert_eq!([lose(&mut scheduler), lose(&mut scheduler)], [Blame::Nobody, Blame::Nobody]);
@@ -287,7 +293,7 @@ fn losses_with_progress_in_between_make_no_suspect() {
             scheduler.apply(Event::Outcome(worker.run(u64::MAX).unwrap()), &mut actions);
         }
         assert_eq!((actions.len(), scheduler.group_lost(&mut actions)), (5, Blame::Nobody));
-        scheduler.apply(Event::GroupReady { kv_pages: 10, page_positions: 4 }, &mut actions);
+        scheduler.apply(shape.ready(), &mut actions);
     }
 }
 
@@ -300,19 +306,58 @@ fn a_short_prompt_is_computed_beside_a_long_one() {
     let long = [submit(&mut scheduler, 1, 300, 2).unwrap(), submit(&mut scheduler, 2, 200, 2).unwrap()];
     let short: Vec<u64> = [3, 1, 4].map(|prompt| submit(&mut scheduler, 3, prompt, 1).unwrap()).into();
     let plan = scheduler.next_plan().unwrap();
-    // Half of the rows for those that end, the rest for the oldest.
+    // Half of the rows for the short ones, the rest for the oldest.
     let rows: Vec<(u32, u32)> = plan.prefill.iter().map(|chunk| (chunk.slot, chunk.len)).collect();
-    assert_eq!(rows, [(3, 1), (2, 3), (4, 4), (0, 8)]);
+    assert_eq!(rows, [(0, 8), (2, 3), (3, 1), (4, 4)]);
     worker.receive(plan);
     let outcome = worker.run(u64::MAX).unwrap();
-    assert_eq!(outcome.tokens.iter().map(|token| token.sequence).collect::<Vec<_>>(), [short[1], short[0], short[2]]);
+    assert_eq!(outcome.tokens.iter().map(|token| token.sequence).collect::<Vec<_>>(), short);
     scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
     // Then the oldest has all of them.
     let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
     assert_eq!((rows, long), (vec![(0, 16)], [1, 2]));
-    scheduler.limit_prompt_rows(5);
-    let rows: Vec<(u32, u32)> = scheduler.next_plan().unwrap().prefill.iter().map(|c| (c.slot, c.len)).collect();
-    assert_eq!(rows, [(0, 5)], "the owner bounds the rows of prompts");
+}
+
+/// Rows of prompts by slot in the next plan, which nothing precedes.
+fn prompt_rows(scheduler: &mut Scheduler) -> Vec<(u32, u32)> {
+    scheduler.next_plan().unwrap().prefill.iter().map(|chunk| (chunk.slot, chunk.len)).collect()
+}
+
+#[test]
+fn no_prompt_waits_behind_the_whole_of_one_that_is_much_longer() {
+    let limits = Limits { max_slots: 8, max_batch_tokens: 16, plans_ahead: 9, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 200);
+    // The second does not end within half of a step's rows, the third is not much shorter than the first.
+    for prompt in [60, 20, 40] {
+        submit(&mut scheduler, 1, prompt, 2).unwrap();
+    }
+    assert_eq!(prompt_rows(&mut scheduler), [(0, 8), (1, 8)]);
+    assert_eq!(prompt_rows(&mut scheduler), [(0, 8), (1, 8)]);
+    assert_eq!(prompt_rows(&mut scheduler), [(0, 12), (1, 4)]);
+    assert_eq!(prompt_rows(&mut scheduler)[..1], [(0, 15)], "one decodes by now");
+}
+
+#[test]
+fn the_owner_bounds_the_rows_of_steps_with_prompts() {
+    let limits = Limits { max_slots: 8, max_batch_tokens: 64, plans_ahead: 9, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 400);
+    let rows = StepRows { calm: 10, crowded: 30, alone: 40, least: 3 };
+    scheduler.limit_step_rows(rows);
+    submit(&mut scheduler, 1, 40, 9).unwrap();
+    assert_eq!(prompt_rows(&mut scheduler), [(0, 40)], "nobody decodes");
+    submit(&mut scheduler, 2, 149, 9).unwrap();
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "many rows wait, and one decodes");
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]);
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 22)], "a quarter of 91 rows");
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 17)]);
+    scheduler.limit_step_rows(StepRows { calm: 20, ..rows });
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 19)], "few rows wait");
+    scheduler.limit_step_rows(StepRows { crowded: 1, ..rows });
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 3)], "prompts go on, too");
+    submit(&mut scheduler, 3, 200, 9).unwrap();
+    scheduler.limit_step_rows(StepRows::default());
+    let all: u32 = prompt_rows(&mut scheduler).into_iter().map(|(_, rows)| rows).sum();
+    assert_eq!(all, 63, "no step has more than the group can take");
 }
 
 #[test]
@@ -368,7 +413,7 @@ fn a_smaller_cache_after_a_loss_fails_what_cannot_fit() {
     submit(&mut scheduler, 2, 3, 5).unwrap();
     let mut actions = Vec::new();
     scheduler.group_lost(&mut actions);
-    scheduler.apply(Event::GroupReady { kv_pages: 5, page_positions: 4 }, &mut actions);
+    scheduler.apply(shape(&Limits::default(), 5).ready(), &mut actions);
     assert!(matches!(&actions[..], [Action::Failed { sequence: 1, .. }]), "{actions:?}");
     assert_eq!(scheduler.next_plan().unwrap().admit[0].sequence, 2);
 }

@@ -11,7 +11,7 @@
 // behind those of the tile. A stage is kStageSteps k16 steps of a leaf, its last one perhaps fewer.
 //
 // Sums: leaves from zero, each one chain; ascending, or in quads: groups of leaves ascending, at most four, whose sums
-// are added as a binary tree.
+// are added as a binary tree. A rank that has less than a group has its leaves one by one.
 #pragma once
 
 extern __shared__ __align__(1024) u8 shared_memory[];
@@ -202,9 +202,10 @@ template <class P, Cut CUT> struct Consumer {
       for (int i = 0; i < kAccumulators; i++) sum[i] += part[i];
     }
   }
-  /// The sums of a tile, of this block's part of K.
+  /// The sums of a tile, of this block's part of K; of a product that is told in parts the next one.
   LP_DEVICE void sum_tile(float* sum) {
-    constexpr int N = kAccumulators, GROUPS = kInQuads<P> ? 4 : 1, LEAVES = P::leaves / GROUPS;
+    constexpr int N = kAccumulators, GROUPS = P::leaves > P::group ? P::leaves / P::group : 1,
+                  LEAVES = P::leaves / (GROUPS * P::told);
     float part[N];
     Quad first[kStageSteps];
     fetch(first);
@@ -220,12 +221,12 @@ template <class P, Cut CUT> struct Consumer {
       for (int n = 0; n < GROUPS; n++) {
         float group[N];
         sum_leaves<LEAVES>(group, part, first, n + 1 < GROUPS);
-        if (n == 2) {
+        if (GROUPS == 4 && n == 2) {
 #pragma unroll
           for (int j = 0; j < N / 4; j++) store_shared_16(third + j * (kConsumerThreads * 16), group + 4 * j);
           continue;
         }
-        if (n == 3) {
+        if (GROUPS == 4 && n == 3) {
 #pragma unroll
           for (int j = 0; j < N / 4; j++) add_4(group + 4 * j, load_shared_16(third + j * (kConsumerThreads * 16)));
         }
@@ -385,9 +386,18 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     float sum[kAccumulators];
     each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool paired) {
       consumer.begin(paired);
-      consumer.sum_tile(sum);
-      if constexpr (CUT == Cut::kQuads) exchange.add_up(sum);
-      epilogue.finish(consumer, group * kGroupTiles + warp, block * kTokens + first_token<CUT>(), sum);
+      const u32 tile = group * kGroupTiles + warp, token = block * kTokens + first_token<CUT>();
+      if constexpr (P::told == 1) {
+        consumer.sum_tile(sum);
+        if constexpr (CUT == Cut::kQuads) exchange.add_up(sum);
+        epilogue.finish(consumer, tile, token, sum);
+      } else {
+#pragma unroll 1
+        for (u32 part = 0; part < P::told; part++) {
+          consumer.sum_tile(sum);
+          epilogue.finish(consumer, tile, token, sum, part);
+        }
+      }
     });
   }
   cluster_sync();  // nobody leaves while the others may still write here

@@ -1,4 +1,5 @@
-//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh).
+//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh, of
+//! several ranks kernels/matrix/ranks.cuh).
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -42,10 +43,20 @@ enum Phase {
     QueryKeyValueSplit,
     AttentionOutSplit,
     DownSplit,
+    MeetBegun,
+    TellEmbeddings,
+    MeetEmbedded,
+    MeetOut,
+    JoinOut,
+    MeetOutJoined,
+    MeetDown,
+    JoinDown,
+    MeetDownJoined,
+    MeetLogits,
 }
 
 impl Phase {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 25] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -61,6 +72,16 @@ impl Phase {
         Self::QueryKeyValueSplit,
         Self::AttentionOutSplit,
         Self::DownSplit,
+        Self::MeetBegun,
+        Self::TellEmbeddings,
+        Self::MeetEmbedded,
+        Self::MeetOut,
+        Self::JoinOut,
+        Self::MeetOutJoined,
+        Self::MeetDown,
+        Self::JoinDown,
+        Self::MeetDownJoined,
+        Self::MeetLogits,
     ];
 
     fn name(self) -> &'static str {
@@ -80,7 +101,23 @@ impl Phase {
             Self::QueryKeyValueSplit => "matrix_qkv_split",
             Self::AttentionOutSplit => "matrix_out_split",
             Self::DownSplit => "matrix_down_split",
+            Self::MeetBegun => "matrix_meet_begun",
+            Self::TellEmbeddings => "matrix_tell_embeddings",
+            Self::MeetEmbedded => "matrix_meet_embedded",
+            Self::MeetOut => "matrix_meet_out",
+            Self::JoinOut => "matrix_join_out",
+            Self::MeetOutJoined => "matrix_meet_out_joined",
+            Self::MeetDown => "matrix_meet_down",
+            Self::JoinDown => "matrix_join_down",
+            Self::MeetDownJoined => "matrix_meet_down_joined",
+            Self::MeetLogits => "matrix_meet_logits",
         }
+    }
+
+    /// Whether it waits for the other ranks, with one block.
+    fn meets(self) -> bool {
+        use Phase::{MeetBegun, MeetDown, MeetDownJoined, MeetEmbedded, MeetLogits, MeetOut, MeetOutJoined};
+        matches!(self, MeetBegun | MeetEmbedded | MeetOut | MeetOutJoined | MeetDown | MeetDownJoined | MeetLogits)
     }
 
     /// The same by clusters of four blocks, each of which adds up a quarter of K.
@@ -121,6 +158,8 @@ impl Needs {
     fn shared(&self, phase: Phase) -> u64 {
         match phase {
             Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
+            Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
+            meet if meet.meets() => 0,
             Phase::AttendTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
             _ => self.product_shared,
@@ -175,7 +214,7 @@ unsafe impl Send for Matrix {}
 
 impl Matrix {
     /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
-    /// than their own, and loads them.
+    /// than their own, and loads them. Launches have up to `blocks` blocks.
     ///
     /// # Errors
     /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
@@ -185,7 +224,7 @@ impl Matrix {
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
-        (max_slots, pages): (usize, usize),
+        (max_slots, pages, blocks): (usize, usize, usize),
         defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
         let does_not_fit = |problem: String| {
@@ -234,13 +273,13 @@ impl Matrix {
             needs,
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
-            blocks: (gpu.facts.sms & !3) as u32,
+            blocks: (blocks & !3).max(4) as u32,
             steps: Steps::of(layout),
             _module: module,
         })
     }
 
-    /// Bytes of [`Launch::words`].
+    /// Bytes of [`Launch::words`], which of several ranks are the rank's inbox.
     pub fn memory_bytes(&self) -> u64 {
         self.needs.memory_bytes
     }
@@ -260,10 +299,10 @@ impl Matrix {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        for (phase, mut layer) in self.steps.phases(launch.row_count, &pass) {
+        for (place, (phase, mut layer)) in self.steps.phases(launch.row_count, &pass).enumerate() {
             let (function, threads) = self.functions[phase as usize];
             let config = sys::CUlaunchConfig {
-                gridDimX: self.blocks,
+                gridDimX: if phase.meets() { 1 } else { self.blocks },
                 gridDimY: 1,
                 gridDimZ: 1,
                 blockDimX: threads,
@@ -273,7 +312,7 @@ impl Matrix {
                 hStream: stream.raw,
                 attrs: &mut overlap,
                 // Whatever is in front of a pass has to be over.
-                numAttrs: u32::from(phase != Phase::Embed),
+                numAttrs: u32::from(place > 0),
             };
             let mut parameters = [
                 (&raw mut launch).cast::<c_void>(),
@@ -297,19 +336,24 @@ struct Steps {
     qk_norm: bool,
     /// Whether K of q, k and v, of o and of down has four leaves, so that it can be split.
     quads: [bool; 3],
+    /// Whether there are other ranks.
+    group: bool,
 }
 
 impl Steps {
     fn of(layout: &Layout) -> Self {
         let c = &layout.plan().config;
-        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down]
-            .map(|product| layout.panel(product).leaves >= QUAD_LEAVES);
-        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads }
+        // Ranks have a part of the leaves of o and of down.
+        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
+            let panel = layout.panel(product);
+            panel.leaves >= QUAD_LEAVES && panel.leaves == panel.k.count
+        });
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads, group: layout.ranks() > 1 }
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        let Self { layers, qk_norm, quads } = *self;
+        let Self { layers, qk_norm, quads, group } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
         let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
         let [qkv, out, down] = quads.map(|quads| quads && rows <= MOST_SPLIT_ROWS);
@@ -322,13 +366,30 @@ impl Steps {
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
             product(Phase::AttentionOut, out),
+            (Phase::MeetOut, group),
+            (Phase::JoinOut, group),
+            (Phase::MeetOutJoined, group),
             (Phase::Norms, true),
             (Phase::GateUp, true),
             product(Phase::Down, down),
+            (Phase::MeetDown, group),
+            (Phase::JoinDown, group),
+            (Phase::MeetDownJoined, group),
         ];
-        let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
+        let embed = [
+            (Phase::MeetBegun, group),
+            (Phase::TellEmbeddings, group),
+            (Phase::MeetEmbedded, group),
+            (Phase::Embed, true),
+        ];
+        let head = [
+            (Phase::Norms, samples),
+            (Phase::Gather, samples),
+            (Phase::Head, samples),
+            (Phase::MeetLogits, samples && group),
+        ];
         let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
-        let all = [(Phase::Embed, true, 0)].into_iter().chain(of_layers);
+        let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
         let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
         all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
     }
@@ -363,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads };
+        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads, group: false };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
@@ -379,5 +440,17 @@ mod tests {
         let few = of_rows(256, &prompt, steps(false, [true, false, true]));
         let split = ["norms", "qkv_split", "attend_tiles", "out", "norms", "gate_up", "down_split"];
         assert_eq!(few[1..8], split.map(|name| (name, 0)));
+    }
+
+    #[test]
+    fn ranks_meet_around_what_they_write_to_each_other() {
+        let pass = Pass { span_count: 1, sample_count: 1, ..Pass::default() };
+        let steps = Steps { layers: 1, qk_norm: false, quads: [false; 3], group: true };
+        let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
+        let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv", "attend_spans"];
+        let attention = ["out", "meet_out", "join_out", "meet_out_joined", "norms", "gate_up"];
+        let mlp = ["down", "meet_down", "join_down", "meet_down_joined"];
+        assert_eq!(names, [&embed[..], &attention, &mlp, &["norms", "gather", "head", "meet_logits"]].concat());
+        assert!(steps.phases(8, &pass).all(|(phase, _)| phase.meets() == phase.name().starts_with("matrix_meet")));
     }
 }

@@ -160,13 +160,25 @@ pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
     rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
 }
 
+/// Why there are no matrix passes of a model, or a rank of one.
+///
+/// # Errors
+/// The condition that is not met.
+fn check_matrix(layout: &Layout) -> Result<(), String> {
+    let steps = LAYER_PRODUCTS.map(|product| layout.panel(product)).map(|panel| panel.leaves * panel.steps());
+    match steps.iter().all(|steps| *steps > 1) {
+        true => Ok(()),
+        false => Err(format!("products of {steps:?} steps of 16 are not all of two")),
+    }
+}
+
 /// The variants that compute a model on so many blocks, but for matrix passes.
 pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
 /// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
-/// hold every step, or the model is one of several ranks.
+/// hold every step, or they do not take the model.
 pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
     let held = variants_of(layout).iter().filter(|variant| variant.width.samples).map(Variant::columns).max();
     let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
@@ -186,8 +198,7 @@ impl Variant {
             Design::Narrow | Design::Unlooped { .. } => Ok(()),
             Design::Wide if alone && !self.width.samples => Err("matrix passes take its prompts".into()),
             Design::Wide => check_wide(layout, self.columns()),
-            Design::Matrix if alone => Ok(()),
-            Design::Matrix => Err("ranks of a group have no matrix passes".into()),
+            Design::Matrix => check_matrix(layout),
         }
     }
 

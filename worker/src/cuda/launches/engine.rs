@@ -427,7 +427,7 @@ impl Engine {
     /// zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
     pub fn poison_words(&self) -> Result<(), CudaError> {
         let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
-        wide.map(|(_, words)| words).chain([&self.pools.matrix]).try_for_each(|words| words.fill(0xff))
+        wide.map(|(_, words)| words).chain(&self.pools.matrix).try_for_each(|words| words.fill(0xff))
     }
 
     /// Most rows of a launch that walks all phases, and samples.

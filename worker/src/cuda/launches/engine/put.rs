@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::{By, Chain, Engine, MATRIX_STEPS_AHEAD, STEPS_AHEAD, Ticket};
 use crate::cuda::device::gpu::Stream;
+use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::CudaError;
 use crate::cuda::fabric::MAX_RANKS;
 use crate::cuda::kernels::items::{self, Bounds, Items};
@@ -41,7 +42,7 @@ impl Engine {
             rope: self.weights.rope.address(),
             kv: self.pools.kv.address(),
             k_scale: self.pools.k_scale.address(),
-            words: kernel.map_or(&self.pools.matrix, |kernel| &self.pools.words[kernel]).address(),
+            words: kernel.map_or_else(|| self.matrix_address(), |kernel| self.pools.words[kernel].address()),
             page_table: self.pools.page_table.address(),
             logits: self.logits_address(),
             rows: rows_address,
@@ -55,7 +56,7 @@ impl Engine {
             page_stride: self.sizes.slot_pages as u32,
             kv_pages: self.sizes.kv_pages as u32,
             rank: self.sizes.rank as u32,
-            inbox: kernel.map_or([0; MAX_RANKS], |kernel| self.inboxes(kernel)),
+            inbox: self.inboxes(kernel),
             ..Launch::default()
         };
         self.chain = None;
@@ -261,10 +262,16 @@ impl Engine {
         }
     }
 
-    /// The inboxes of all ranks for a kernel.
-    fn inboxes(&self, kernel: usize) -> [u64; MAX_RANKS] {
+    /// What the launches of a matrix pass share.
+    fn matrix_address(&self) -> u64 {
+        self.pools.matrix.as_ref().map_or_else(|| self.inboxes(None)[self.sizes.rank], DeviceBuffer::address)
+    }
+
+    /// The inboxes of all ranks for a kernel, or for matrix passes.
+    fn inboxes(&self, kernel: Option<usize>) -> [u64; MAX_RANKS] {
         let Some(ties) = &self.ties else { return [0; MAX_RANKS] };
-        ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + ties.inbox.kernels[kernel] })
+        let first = kernel.map_or(ties.inbox.matrix, |kernel| ties.inbox.kernels[kernel]);
+        ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + first })
     }
 }
 

@@ -88,7 +88,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
-        for variant in variants_of(&layout) {
+        for variant in variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)) {
             let most = match variant.columns() {
                 1 => one,
                 8 => eight,

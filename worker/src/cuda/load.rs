@@ -116,8 +116,7 @@ pub fn load_with(
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
-    let (kernels, matrix, sampler) =
-        kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
+    let (kernels, matrix, sampler) = kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels, matrix.as_ref(), &sampler);
     memory.fit(request, &gpu)?;
@@ -238,15 +237,14 @@ fn kernels(
     let defines = &options.defines;
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     let matrix = matrix_of(layout, request.max_batch_tokens);
-    if let Err(problem) = check_wide(layout, 32) {
+    if let Err(problem) = check_wide(layout) {
         let instead = if matrix.is_some() { "matrix passes" } else { "passes of 8" };
         tracing::info!("9 to 64 rows are {instead}: the kernel for them does not take this model ({problem})");
     }
     let vocab_size = layout.plan().config.vocab_size;
     let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
     let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
-    let sampling = variants.iter().chain(&matrix).map(|variant| variant.width).filter(|width| width.samples);
-    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
+    let most_rows = variants.iter().chain(&matrix).map(Variant::columns).max().unwrap_or(1);
     // Ranks on one GPU leave room for each other: they wait for each other.
     let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
     let room = (request.max_slots, KvLayout::pages_for(max_context), blocks);

@@ -430,10 +430,9 @@ impl Engine {
         wide.map(|(_, words)| words).chain(&self.pools.matrix).try_for_each(|words| words.fill(0xff))
     }
 
-    /// Most rows of a launch that walks all phases, and samples.
+    /// Most rows of a launch that walks all phases.
     pub fn widest_loop(&self) -> usize {
-        let sampling = self.kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
-        sampling.map(|width| width.columns).max().expect("a kernel that samples")
+        self.kernels.iter().map(|kernel| kernel.variant.columns()).max().expect("narrow kernels")
     }
 
     /// Kept logits, `[rows][vocabulary padded to tiles]`.

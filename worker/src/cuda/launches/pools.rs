@@ -96,8 +96,7 @@ impl Memory {
         // A window that begins within a page reaches into one more.
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
-        let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
-        let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
+        let columns = kernels.iter().map(|kernel| kernel.variant.columns()).max().unwrap_or(1);
         let columns = matrix.map_or(columns, |matrix| columns.max(matrix.bounds.samples));
         // A launch has a row at least.
         let row_words = kernels.iter().filter_map(|kernel| kernel.deal).map(|deal| deal.most_words(1, visible));

@@ -11,7 +11,6 @@ use crate::cuda::kernels::items::{self, Bounds, Items};
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SAMPLE, Row};
 use crate::cuda::kernels::matrix::Pass;
-use crate::cuda::kernels::variants::Width;
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
@@ -27,7 +26,7 @@ impl Engine {
         let first_row = self.rows_used;
         let rows_address = self.put_rows(rows)?;
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
-        let kernel = self.holds(rows.len(), samples);
+        let kernel = self.holds(rows.len());
         let by = match kernel {
             Some(kernel) => By::Kernel(kernel),
             None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used },
@@ -71,13 +70,12 @@ impl Engine {
     }
 
     /// The narrowest kernel that holds so many rows; `None`: they are a matrix pass.
-    fn holds(&self, rows: usize, samples: bool) -> Option<usize> {
+    fn holds(&self, rows: usize) -> Option<usize> {
         #[cfg(test)]
         if self.matrix_only {
             return None;
         }
-        let holds = |width: Width| width.columns >= rows && (width.samples || !samples);
-        let kernel = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= rows);
         assert!(
             kernel.is_some() || self.matrix.is_some(),
             "passes are chosen so that a kernel holds their {rows} rows"

@@ -155,6 +155,7 @@ struct Logits {
           logits[(u64)column * ((kVocab + 15) / 16 * 16) + row] = sum[i];
       }
     }
+    if constexpr (kRanks > 1) fence_system();  // ranks.cuh
   }
 };
 

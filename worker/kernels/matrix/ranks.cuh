@@ -11,10 +11,11 @@
 //   x, squares  the join of a run's rank -> all ranks        told: qkv (gate/up), which read x, came before
 //   logits      a rank's head -> the samplers of all ranks   begun: the samplers before it in the stream are over
 //
-// A launch ends with all that it wrote in memory, and the next one begins with that. So a meet's warp has seen what the
-// launches before it wrote or read, here and there, and its fence orders that before its word; the fence of the warp
-// that reads the word orders it before the launches behind that one (system). Tags count layers, and all ranks have the
-// same passes, so a rank's word never goes back; a rank that has gone on shows a later tag.
+// A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
+// ranks each of its threads fences itself. So a meet's warp has seen what the launches before it wrote or read, here and
+// there, and its fence orders that before its word; the fence of the warp that reads the word orders it before the
+// launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
+// back; a rank that has gone on shows a later tag.
 //
 // Launches behind a meet begin when it has ended: they would take multiprocessors from ranks that it waits for, where
 // ranks share a GPU, as in tests.
@@ -69,6 +70,7 @@ LP_DEVICE void tell_embeddings(const Launch& launch) {
         store_16(launch.inbox[(own + i) % kRanks] + Memory::embeddings + ((u64)token * kHidden + k) * 2, v);
     }
   });
+  fence_system();
 }
 
 /// Adds what all ranks have summed of P, o or down, to the residual of this rank's runs, in the one order of additions:
@@ -112,6 +114,7 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
     }
     publish_hidden<kRanks>(launch, tile, token, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16), h);
   });
+  fence_system();
 }
 
 }  // namespace matrix

@@ -225,11 +225,11 @@ fn matrix_passes_of_a_group_yield_what_one_gpu_yields() {
     }
     let requests = crowd();
     let llama_1b = ModelConfig { max_positions: 2048, ..llama_1b() };
-    for (config, sizes) in [(small(), &[2, 4, 8, 16][..]), (llama_1b, &[2, 4])] {
+    for (config, sizes, shared) in [(small(), &[2, 4, 8, 16][..], 16), (llama_1b, &[2, 4], 2)] {
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let plans_of = |chunk, steps| plans(&requests, chunk, 512, steps);
         let whole = yields(load_rank(&crowd_request(), &options), plans_of(512, 40), requests.len(), true);
-        for ranks in sizes.iter().copied().filter(|ranks| apart(*ranks) || side_by_side(*ranks)) {
+        for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(*n)) {
             for (matrix, chunk, steps, eager) in [(true, 130, 16, true), (false, 512, 5, false)] {
                 let way = Way { options: options.clone(), matrix, ..Way::default() };
                 let got =

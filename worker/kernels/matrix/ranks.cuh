@@ -12,7 +12,7 @@
 //   logits      a rank's head -> the samplers of all ranks   begun: the samplers before it in the stream are over
 //
 // A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
-// ranks each of its threads fences itself. So a meet's warp has seen what the launches before it wrote or read, here and
+// ranks each of its threads fences itself. So a meet's warp has seen what launches before it wrote or read, here and
 // there, and its fence orders that before its word; the fence of the warp that reads the word orders it before the
 // launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
 // back; a rank that has gone on shows a later tag.

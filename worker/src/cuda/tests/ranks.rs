@@ -412,9 +412,9 @@ impl LateRun {
     }
 }
 
-/// A rank that begins a launch late is waited for, by passes of all kinds. Where nobody waits for it, as the control has
-/// it, a wait fails, and where a word has one writer, in all but wide passes, the report names the rank; kernels fail
-/// then, and take their process's GPU along, so that is a process of its own.
+/// A rank that begins a launch late is waited for, by passes of all kinds. Where nobody waits for it, as the control
+/// has it, a wait fails, and where a word has one writer, in all but wide passes, the report names the rank; kernels
+/// fail then, and take their process's GPU along, so that is a process of its own.
 #[test]
 fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() {
     if !gpu() {

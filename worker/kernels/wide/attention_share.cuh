@@ -103,22 +103,27 @@ template <int TILES> struct Share {
       }
     }
     bool never = false;
+    constexpr int SIDE = 4 / TILES;  // chains side by side: a product waits for the one before it in its chain
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++) {
-      float page[TILES][4] = {};
+    for (int first = 0; first < kDimTiles; first += SIDE) {
+      float page[SIDE][TILES][4] = {};
 #pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) {
-        const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + j * kFragmentDims);
+      for (int l = 0; l < kPageLeaves; l++)
 #pragma unroll
-        for (int n = 0; n < TILES; n++) mma_m16n8k16(page[n], fragment, weights[n][l][0], weights[n][l][1]);
-      }
+        for (int j = 0; j < SIDE; j++) {
+          const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + (first + j) * kFragmentDims);
 #pragma unroll
-      for (int n = 0; n < TILES; n++) {
+          for (int n = 0; n < TILES; n++) mma_m16n8k16(page[j][n], fragment, weights[n][l][0], weights[n][l][1]);
+        }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          out[n][j][i] = fmaf(keep[n][i & 1], out[n][j][i], factor[n][i & 1] * page[n][i]);
-        never |= __float_as_uint(out[n][j][0]) == 0x7fedcba9u;
-      }
+      for (int j = 0; j < SIDE; j++)
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+          float* sum = out[n][first + j];
+#pragma unroll
+          for (int i = 0; i < 4; i++) sum[i] = fmaf(keep[n][i & 1], sum[i], factor[n][i & 1] * page[j][n][i]);
+          never |= __float_as_uint(sum[0]) == 0x7fedcba9u;
+        }
     }
     return never;
   }

@@ -31,8 +31,8 @@ def main() -> None:
     args = parser.parse_args()
     name = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
                           capture_output=True, text=True).stdout.splitlines()[0]
-    print(f"{name}, {datetime.date.today()}, {LAYERS} layers of each shape, {CONTEXT} positions\n\n| shape | 1 row | 8 | "
-          f"32 | 32 beside 8 | 64 | prompt of {PROMPT}, TFLOP/s |\n|---|---|---|---|---|---|---|", flush=True)
+    print(f"{name}, {datetime.date.today()}, {LAYERS} layers of each shape, {CONTEXT} positions\n\n| shape | 1 row | 8 "
+          f"| 32 | 32 beside 8 | 64 | prompt of {PROMPT}, TFLOP/s |\n|---|---|---|---|---|---|---|", flush=True)
     for shape in args.shapes:
         report = bench(args.looplane, shape)
         steps = {of["batch"]: of for of in report["batches"]}

@@ -92,7 +92,7 @@ LP_DEVICE void find_norms(const Launch& launch) {
       float v[kHiddenLeaves];
 #pragma unroll
       for (int leaf = 0; leaf < kHiddenLeaves; leaf++) v[leaf] = leaves[leaf][lane];
-      inverse[token] = inverse_rms(tree_sum<kHiddenLeaves>(v));
+      inverse[token] = inverse_rms<kHidden>(tree_sum<kHiddenLeaves>(v));
     }
     __syncthreads();
   }

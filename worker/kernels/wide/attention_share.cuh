@@ -23,7 +23,7 @@ template <int TILES> struct Share {
           queries[n][j][h] =
               on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
       float inverse = 1;
-      if (kQkNorm && on) inverse = inverse_rms(launch, kv_head, query, row);
+      if (kQkNorm && on) inverse = inverse_of_head(launch, kv_head, query, row);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         reference[n][c] = kMinusInfinity;
@@ -31,13 +31,13 @@ template <int TILES> struct Share {
       }
     }
   }
-  LP_DEVICE static float inverse_rms(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
+  LP_DEVICE static float inverse_of_head(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
     float squares[kDimTiles];
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++)
       squares[j] = __uint_as_float(
           load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
-    return rsqrt_approx(tree_sum<kDimTiles>(squares) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+    return inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares));
   }
   /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it;
   /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
@@ -148,7 +148,7 @@ LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const Atten
       if (position < fresh) {
         k[l][r] = load_relaxed_f32(stored + at);
       } else {
-        k[l][r] = Share<1>::inverse_rms(launch, item.kv_head, kQueriesPerKv * kDimTiles,
+        k[l][r] = Share<1>::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
                                         row.first_row + (position - fresh));
         if (t == 0) stored[at] = k[l][r];
       }

@@ -76,12 +76,13 @@ LP_DEVICE float leaf_squares(const float* squares) {
   for (int e = 1; e < EIGHTS; e++) sum += eights[e];
   return sum;
 }
+LP_DEVICE u32 norm_runs(const Launch& launch) { return (launch.row_count + 31) / 32; }
 /// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
 LP_DEVICE void find_norms(const Launch& launch) {
   __shared__ float leaves[kHiddenLeaves][32];
   const float* squares = reinterpret_cast<const float*>(launch.words + Memory::squares);
   float* inverse = reinterpret_cast<float*>(launch.words + Memory::inverse);
-  const u32 lane = lane_index(), runs = token_blocks(launch.row_count) * kRuns;
+  const u32 lane = lane_index(), runs = norm_runs(launch);
 #pragma unroll 1
   for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
     const u32 token = run * 32 + lane;

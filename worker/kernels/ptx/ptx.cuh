@@ -138,12 +138,13 @@ LP_DEVICE void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
                :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-/// The same bytes to the same place of both blocks of a pair, whose barriers count them.
-LP_DEVICE void bulk_load_pair(u32 to, const void* from, u32 bytes, u32 barrier) {
+/// The same bytes to the same place of both blocks of a pair, the cluster's `first` and the next, whose barriers count
+/// them.
+LP_DEVICE void bulk_load_pair(u32 to, const void* from, u32 bytes, u32 barrier, u32 first = 0) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;" ::
           "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
+      "l"(from), "r"(bytes), "r"(barrier), "h"((u16)(3 << first))
       : "memory");
 }
 /// 16 bytes into another block's shared memory, whose barrier counts them.

@@ -3,9 +3,10 @@
 //
 // Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A
 // for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
-// Cut::kHalves, clusters of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
-// four groups of leaves, half of K. Two blocks of a tile tell each other sums, and each finishes 64 of its tokens.
-// Cut::kQuads, clusters of four, for a block of tokens: each sums one group of the same tile and finishes 32 tokens.
+// Cut::kHalves, teams of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
+// four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
+// Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
+// tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
 // 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs. A and B
@@ -37,22 +38,22 @@ enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
 template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
-template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kPair ? 2 : 4;
+/// Blocks of a team, which work on the same unit, and those of them that are a cluster.
+template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
+template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
 template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
 
 /// Offsets in shared memory.
 template <class P, Cut CUT> struct Ring {
-  // Slots of sums of a thread, [8 tokens][thread][4] f32: the third group of leaves, or what the other blocks of a tile
-  // have summed.
-  static constexpr u32 sums = !kInQuads<P> ? 0 : CUT == Cut::kPair ? kRuns : (kParts<CUT> - 1) * kFinished<CUT>;
+  // Slots of a thread's sums of the third group of leaves, [8 tokens][thread][4] f32.
+  static constexpr u32 sums = kInQuads<P> && CUT == Cut::kPair ? kRuns : 0;
   static constexpr u32 b_slots = sums ? 4 : 5, a_slots = kRingSlots - sums - b_slots;
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
   static constexpr u32 a_full = kRingSlots * kSlotBytes, a_empty = a_full + 8 * a_slots;  // mbarriers
   static constexpr u32 b_full = a_empty + 8 * a_slots, b_empty = b_full + 8 * b_slots;
-  static constexpr u32 received = b_empty + 8 * b_slots, unread = received + 8;
   // [slot of A] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
-  static constexpr u32 units = unread + 8;
+  static constexpr u32 units = b_empty + 8 * b_slots;
   static constexpr u32 bytes = units + 4 * a_slots;
 };
 constexpr u32 kProductBytes = Ring<GateUp, Cut::kPair>::bytes;  // of any product
@@ -74,26 +75,30 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
   }
 }
 
-/// This block among those of its cluster, and the part of K that it sums.
-template <Cut CUT> LP_DEVICE u32 cluster_rank() { return blockIdx.x % kCluster<CUT>; }
-template <Cut CUT> LP_DEVICE u32 part_of_k() { return cluster_rank<CUT>() / (kCluster<CUT> / kParts<CUT>); }
+/// The part of K that this block sums.
+template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
 
-/// The tiles of this block: calls work(group of row tiles, block of tokens, whether a pair shares the rows).
+struct Tile {
+  u32 group, block;  // of row tiles, of tokens
+  bool paired;       // whether a pair shares the rows
+  u32 unit;          // of the team
+};
+/// The tiles of this block: calls work(tile).
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
-  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles, CLUSTER = kCluster<CUT>;
+  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles, TEAM = kTeam<CUT>;
   if constexpr (CUT == Cut::kQuads) {
 #pragma unroll 1
-    for (u32 unit = blockIdx.x / CLUSTER; unit < GROUPS * blocks; unit += gridDim.x / CLUSTER)
-      work(unit / blocks, unit % blocks, false);
+    for (u32 unit = blockIdx.x / TEAM; unit < GROUPS; unit += gridDim.x / TEAM) work(Tile{unit, 0, false, unit});
     return;
   }
-  const u32 side = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs,
-            units = shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0);
 #pragma unroll 1
-  for (u32 unit = blockIdx.x / CLUSTER; unit < units; unit += gridDim.x / CLUSTER) {
+  for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
+    // Anew for each, as consumers have no registers for it.
+    const u32 side = blockIdx.x % 2, all = unknown(blocks), pairs = all / 2, shared = GROUPS * pairs;
+    if (unit >= shared + (all % 2 ? (GROUPS + 1) / 2 : 0)) return;
     const bool paired = unit < shared;
     const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
-    if (group < GROUPS) work(group, paired ? unit % pairs * 2 + side : blocks - 1, paired);
+    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : all - 1, paired, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps).
@@ -115,6 +120,9 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& wo
   }
 }
 
+LP_DEVICE void add_4(float* v, const Quad& q) {
+  v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z), v[3] += __uint_as_float(q.w);
+}
 /// A warpgroup's side of the rings.
 template <class P, Cut CUT> struct Consumer {
   using R = Ring<P, CUT>;
@@ -129,10 +137,10 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE void begin(bool paired) {
     wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot()), warp = warp_index(),
-              second = units << 1 >> warp & 1, lane = lane_index(), rank = cluster_rank<CUT>();
+              second = units << 1 >> warp & 1, lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
     fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + ((units >> warp & 1) | second);
     // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
-    a_empty = map_shared(shared + R::a_empty, paired ? (rank & ~1u) + (lane & 1) : rank);
+    a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
   LP_DEVICE u32 wait() {
@@ -204,111 +212,98 @@ template <class P, Cut CUT> struct Consumer {
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
   }
-  LP_DEVICE static void add_4(float* v, const Quad& q) {
-    v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
-        v[3] += __uint_as_float(q.w);
-  }
-  /// The next leaves of a tile, ascending. `more`: leaves behind them. Additions begin with -0, which changes nothing.
-  template <int LEAVES> LP_DEVICE void sum_leaves(float* sum, float* part, Quad* first, bool more) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i++) sum[i] = -0.0f;
-#pragma unroll 1
-    for (int leaf = 0; leaf < LEAVES; leaf++) {
-      chain(part, first, more || leaf + 1 < LEAVES);
-#pragma unroll
-      for (int i = 0; i < kAccumulators; i++) sum[i] += part[i];
-    }
-  }
-  /// The sums of a tile, of this block's part of K.
+  /// The sums of a tile, of this block's part of K. Additions begin with -0, which changes nothing.
   LP_DEVICE void sum_tile(float* sum) {
-    constexpr int N = kAccumulators, GROUPS = kInQuads<P> ? 4 / kParts<CUT> : 1,
-                  LEAVES = P::leaves / kParts<CUT> / GROUPS;
-    float part[N];
+    constexpr int N = kAccumulators, LEAVES = P::leaves / kParts<CUT>, GROUP = kInQuads<P> ? P::group : LEAVES;
+    float part[N], ahead[N];  // of a leaf, of a group
     Quad first[kStageSteps];
     fetch(first);
 #pragma unroll
-    for (int i = 0; i < N; i++) part[i] = 0;
-    if constexpr (GROUPS == 1) {
-      sum_leaves<LEAVES>(sum, part, first, false);
-    } else {
-      const u32 third = shared + R::partial + thread_index() * 16;
-#pragma unroll
-      for (int i = 0; i < N; i++) sum[i] = -0.0f;
+    for (int i = 0; i < N; i++) part[i] = 0, ahead[i] = sum[i] = -0.0f;
+    float* group = GROUP == LEAVES ? sum : ahead;
 #pragma unroll 1
-      for (int n = 0; n < GROUPS; n++) {
-        float group[N];
-        sum_leaves<LEAVES>(group, part, first, n + 1 < GROUPS);
-        if (GROUPS == 4 && n == 2) {
+    for (int leaf = 1; leaf <= LEAVES; leaf++) {
+      chain(part, first, leaf < LEAVES);
+#pragma unroll
+      for (int i = 0; i < N; i++) group[i] += part[i];
+      if (GROUP == LEAVES || leaf % GROUP != 0) continue;
+      if (LEAVES == 4 * GROUP && leaf >= 3 * GROUP) {
+        const u32 third = shared + R::partial + thread_index() * 16;
+        if (leaf == 3 * GROUP) {
 #pragma unroll
           for (int j = 0; j < N / 4; j++) store_shared_16(third + j * (kConsumerThreads * 16), group + 4 * j);
+#pragma unroll
+          for (int i = 0; i < N; i++) group[i] = -0.0f;
           continue;
         }
-        if (GROUPS == 4 && n == 3) {
 #pragma unroll
-          for (int j = 0; j < N / 4; j++) add_4(group + 4 * j, load_shared_16(third + j * (kConsumerThreads * 16)));
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) sum[i] += group[i];
+        for (int j = 0; j < N / 4; j++) add_4(group + 4 * j, load_shared_16(third + j * (kConsumerThreads * 16)));
       }
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[i] += group[i], group[i] = -0.0f;
     }
   }
 };
 
-/// Where the blocks of a tile add up what each has summed of its part of K. A block tells the others their runs of its
-/// tokens, once they have read those of the tile before, and counts the bytes that it is told. What comes from part
-/// `own ^ (i + 1)` has place i.
-template <class P, Cut CUT> struct Exchange {
-  using R = Ring<P, CUT>;
-  static constexpr u32 kAll = kParts<CUT>, kPlace = kFinished<CUT> * kRunBytes;
+/// What the blocks of a team tell each other of a tile, in memory: what a block is told by part `own ^ (i + 1)` of K has
+/// place i, [8 tokens][thread][4] f32. A unit's is written once a launch.
+template <Cut CUT> struct Exchange {
+  static constexpr u32 kAll = kParts<CUT>, kPlace = kFinished<CUT> * kRunBytes, kGroup = kConsumerThreads * 16;
   static constexpr int kValues = kFinished<CUT> * kRunValues;
-  u32 shared, phase = 0;
 
-  LP_DEVICE Exchange(u32 shared) : shared(shared) {}
-  /// The block of this tile that sums a part.
-  LP_DEVICE static u32 block_of(u32 part) {
-    constexpr u32 APART = kCluster<CUT> / kAll;
-    return part * APART + cluster_rank<CUT>() % APART;
+  /// What the block of a part is told.
+  LP_DEVICE static u8* told(u8* words, u32 unit, u32 part) {
+    constexpr u32 APART = kTeam<CUT> / kAll;
+    static_assert(4 * (kAll - 1) * kPlace <= Memory::unit_sums, "room of a unit");
+    return words + Memory::sums + (u64)unit * Memory::unit_sums +
+           (part * APART + blockIdx.x % APART) * ((kAll - 1) * kPlace) + thread_index() * 16;
+  }
+  /// Until all blocks of the tile have come here. The blocks of a team are resident, all at the same unit.
+  LP_DEVICE static void meet(u8* words, u32 unit) {
+    barrier_sync(1, kConsumerThreads);
+    if (thread_index() == 0) {
+      u32* come = reinterpret_cast<u32*>(words + Memory::come) + unit * 2 + (CUT == Cut::kHalves ? blockIdx.x % 2 : 0);
+      // A tile's blocks count four, launch by launch.
+      const u32 all = (fetch_add_release_u32(come, 4 / kAll) & ~3u) + 4;
+      while ((int)(load_acquire_u32(come) - all) < 0) {
+      }
+    }
+    barrier_sync(1, kConsumerThreads);
   }
   /// (g0 + g1) + (g2 + g3) of this block's runs, the first kValues of `sum`, out of each block's sums of its groups.
-  LP_DEVICE void add_up(float* sum) {
-    const u32 own = part_of_k<CUT>(), mine = shared + R::partial + thread_index() * 16;
-    if (thread_index() == 0) mbarrier_expect(shared + R::received, (kAll - 1) * kPlace);
-    wait_phase(shared + R::unread, phase ^ 1);
-    float kept[kValues];
+  LP_DEVICE static void add_up(u8* words, u32 unit, float* sum) {
+    const u32 own = part_of_k<CUT>();
 #pragma unroll
     for (u32 to = 0; to < kAll; to++) {
-      const float* runs = sum + to * kValues;
-      if (to == own) {
+      if (to == own) continue;
+      u8* at = told(words, unit, to) + ((own ^ to) - 1) * kPlace;
 #pragma unroll
-        for (int i = 0; i < kValues; i++) kept[i] = runs[i];
-      } else {
-        const u32 block = block_of(to), at = map_shared(mine + ((own ^ to) - 1) * kPlace, block),
-                  barrier = map_shared(shared + R::received, block);
-#pragma unroll
-        for (int j = 0; j < kValues / 4; j++) store_remote_16(at + j * (kConsumerThreads * 16), runs + 4 * j, barrier);
-      }
+      for (int j = 0; j < kValues / 4; j++) store_floats(at + j * kGroup, sum + to * kValues + 4 * j);
     }
-    wait_phase(shared + R::received, phase);
+    // Its own to the front.
+#pragma unroll
+    for (u32 part = 1; part < kAll; part++)
+      if (part == own)
+#pragma unroll
+        for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
+    meet(words, unit);
+    const u8* from = told(words, unit, own);
+    Quad others[kAll - 1][kValues / 4];
+#pragma unroll
+    for (u32 i = 0; i < kAll - 1; i++)
+#pragma unroll
+      for (int j = 0; j < kValues / 4; j++) others[i][j] = load_relaxed_4x4(from + i * kPlace + j * kGroup);
 #pragma unroll
     for (int j = 0; j < kValues / 4; j++) {
-      const u32 at = mine + j * (kConsumerThreads * 16);
-      float* v = kept + 4 * j;
-      // Either order of two summands has the same sum.
-      Consumer<P, CUT>::add_4(v, load_shared_16(at));
+      add_4(sum + 4 * j, others[0][j]);  // either order of two summands has the same sum
       if constexpr (kAll == 4) {
-        float others[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
-        Consumer<P, CUT>::add_4(others, load_shared_16(at + kPlace));
-        Consumer<P, CUT>::add_4(others, load_shared_16(at + 2 * kPlace));
+        float pair[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
+        add_4(pair, others[1][j]);
+        add_4(pair, others[2][j]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] += others[i];
+        for (int i = 0; i < 4; i++) sum[4 * j + i] += pair[i];
       }
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[4 * j + i] = v[i];
     }
-    __syncwarp();
-    const u32 lane = lane_index();
-    if (lane < kAll && lane != own) mbarrier_arrive_remote(map_shared(shared + R::unread, block_of(lane)));
-    phase ^= 1;
   }
 };
 
@@ -320,17 +315,17 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   const u64 once = policy_evict_first();
   Turn<R::a_slots> turn;
   turn.word = 1;
-  each_tile<P, CUT>(blocks, [&](u32 group, u32, bool paired) {
-    const u32 tile = group * kGroupTiles + lane;
+  each_tile<P, CUT>(blocks, [&](const Tile& of) {
+    const u32 tile = of.group * kGroupTiles + lane;
     const bool on = lane < kGroupTiles && tile < P::tiles;
     const u32 word = on ? load_constant_u32(tiles + tile) : 0, next = __shfl_down_sync(kAllLanes, word, 1);
     const bool first = on && lane + 1 < kGroupTiles && word & 1 && next == word + 2;
     const u32 units = __ballot_sync(kAllLanes, first), tile_count = __popc(__ballot_sync(kAllLanes, on));
-    const bool mine = on && !(units << 1 >> lane & 1) && (!paired || lane / 4 == blockIdx.x % 2);
+    const bool mine = on && !(units << 1 >> lane & 1) && (!of.paired || lane / 4 == blockIdx.x % 2);
     const u8* from = weights + (u64)(word >> 1) * kFragment;
     const auto load = [&](u32 to, u32 step, u32 bytes, u32 full) {
       const u8* at = from + (u64)step * kFragment;
-      if (paired) bulk_load_pair(to, at, bytes, full, cluster_rank<CUT>() & ~1u);
+      if (of.paired) bulk_load_pair(to, at, bytes, full);
       else if (blocks == 1) bulk_load(to, at, bytes, full, once);
       else bulk_load(to, at, bytes, full);
     };
@@ -345,11 +340,6 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
       else if (mine && !(word & 1)) load(to, step, steps * kFragment, full);
       else if (mine)
         for (int i = 0; i < steps; i++) load(to + i * kFragment, 2 * (step + i), kFragment, full);
-#ifdef LP_AHEAD
-      const int last = (int)(part_of_k<CUT>() + 1) * (P::steps / kParts<CUT>), then = step + LP_AHEAD * kStageSteps;
-      if (mine && first && blocks == 1 && then + steps <= last)
-        bulk_prefetch_l2(from + (u64)then * 2 * kFragment, steps * 2 * kFragment, once);
-#endif
       turn.next();
     });
   });
@@ -362,8 +352,8 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
   using R = Ring<P, CUT>;
   Turn<R::b_slots> turn;
   turn.word = 1;
-  each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool) {
-    const u8* from = vectors + (u64)block * P::steps * kStepBytes;
+  each_tile<P, CUT>(blocks, [&](const Tile& of) {
+    const u8* from = vectors + (u64)of.block * P::steps * kStepBytes;
     const auto fill = [&](const auto& load) {
       wait_phase(shared + R::b_empty + 8 * turn.slot(), turn.phase());
       load(shared + R::b + turn.slot() * kSlotBytes, shared + R::b_full + 8 * turn.slot());
@@ -377,14 +367,14 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
     });
 #pragma unroll 1
     for (int i = 0; i < E::stages; i++)
-      fill([&](u32 to, u32 full) { epilogue.fetch(i, group, block * kTokens + first_token<CUT>(), to, full); });
+      fill([&](u32 to, u32 full) { epilogue.fetch(i, of.group, of.block * kTokens + first_token<CUT>(), to, full); });
   });
 }
 
 /// A product and what follows it, over `blocks` blocks of tokens. weights: of the product; tiles: its part of Tiles;
-/// vectors: B. E finishes kFinished<CUT> runs of tokens.
-template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, const u8* vectors,
-                                                             u32 blocks, const E& epilogue) {
+/// words: the pass's memory; vectors: where B begins there. E finishes kFinished<CUT> runs of tokens.
+template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, u8* words,
+                                                             u64 vectors, u32 blocks, const E& epilogue) {
   using R = Ring<P, CUT>;
   static_assert(CUT == Cut::kPair || kInQuads<P>, "a block has whole groups of leaves");
   static_assert(R::bytes <= kProductBytes, "shared memory of a block");
@@ -394,7 +384,6 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
       mbarrier_init(shared + R::a_full + 8 * i, 1), mbarrier_init(shared + R::a_empty + 8 * i, 2 * kConsumers);
     for (u32 i = 0; i < R::b_slots; i++)
       mbarrier_init(shared + R::b_full + 8 * i, 1), mbarrier_init(shared + R::b_empty + 8 * i, kConsumers);
-    mbarrier_init(shared + R::received, 1), mbarrier_init(shared + R::unread, (kParts<CUT> - 1) * kConsumers);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -406,20 +395,19 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     if (warp == kVectors && lane_index() == 0) {
       wait_launch_before();
       fence_async_global();  // what ordinary stores wrote is read by bulk copies
-      fill_vectors<P, CUT>(shared, vectors, blocks, epilogue);
+      fill_vectors<P, CUT>(shared, words + vectors, blocks, epilogue);
     }
     __syncwarp();
   } else {
     raise_registers<240>();
     wait_launch_before();
     Consumer<P, CUT> consumer(shared);
-    Exchange<P, CUT> exchange(shared);
     float sum[kAccumulators];
-    each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool paired) {
-      consumer.begin(paired);
+    each_tile<P, CUT>(blocks, [&](const Tile& of) {
+      consumer.begin(of.paired);
       consumer.sum_tile(sum);
-      if constexpr (CUT != Cut::kPair) exchange.add_up(sum);
-      epilogue.finish(consumer, group * kGroupTiles + warp, block * kTokens + first_token<CUT>(), sum);
+      if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
+      epilogue.finish(consumer, of.group * kGroupTiles + warp, of.block * kTokens + first_token<CUT>(), sum);
     });
   }
   cluster_sync();  // nobody leaves while the others may still write here

@@ -391,12 +391,12 @@ int main() {
   bool good = true;
   for (u32 rows : {1, 128, 200, 300, 640}) good &= check(rows, Cut::kPair);
   for (u32 rows : {200, 256, 300, 384, 512}) good &= check(rows, Cut::kHalves);
-  for (u32 rows : {100, 128, 256}) good &= check(rows, Cut::kQuads);
+  for (u32 rows : {1, 100, 128}) good &= check(rows, Cut::kQuads);
   if (!good) return 1;
   for (u32 rows : {128, 256, 384, 512, 1024, 2048}) {
     if (rows > kColumns) break;
     time_all(rows, Cut::kPair);
     if (rows > 128 && rows <= 512) time_all(rows, Cut::kHalves);
-    if (rows <= 256) time_all(rows, Cut::kQuads);
+    if (rows <= 128) time_all(rows, Cut::kQuads);
   }
 }

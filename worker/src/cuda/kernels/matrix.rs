@@ -19,9 +19,11 @@ use crate::cuda::error::{CudaError, checked};
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
-/// Rows of a pass at most whose products have too few tiles for all blocks, so that K is split.
-const MOST_SPLIT_ROWS: u32 = 256;
-/// Leaves of K that a product has at least whose K can be split.
+/// Rows of weights and tokens of a tile of a product.
+const TILE: u32 = 128;
+/// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
+const MOST_CUT: u32 = 4 * TILE;
+/// Leaves of K that a product has at least whose K can be cut.
 const QUAD_LEAVES: usize = 4;
 
 /// A phase of a pass: its kernel.
@@ -39,13 +41,16 @@ enum Phase {
     Down,
     Gather,
     Head,
-    QueryKeyValueSplit,
-    AttentionOutSplit,
-    DownSplit,
+    QueryKeyValueHalves,
+    AttentionOutHalves,
+    DownHalves,
+    QueryKeyValueQuads,
+    AttentionOutQuads,
+    DownQuads,
 }
 
 impl Phase {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 18] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -58,9 +63,12 @@ impl Phase {
         Self::Down,
         Self::Gather,
         Self::Head,
-        Self::QueryKeyValueSplit,
-        Self::AttentionOutSplit,
-        Self::DownSplit,
+        Self::QueryKeyValueHalves,
+        Self::AttentionOutHalves,
+        Self::DownHalves,
+        Self::QueryKeyValueQuads,
+        Self::AttentionOutQuads,
+        Self::DownQuads,
     ];
 
     fn name(self) -> &'static str {
@@ -77,19 +85,51 @@ impl Phase {
             Self::Down => "matrix_down",
             Self::Gather => "matrix_gather",
             Self::Head => "matrix_head",
-            Self::QueryKeyValueSplit => "matrix_qkv_split",
-            Self::AttentionOutSplit => "matrix_out_split",
-            Self::DownSplit => "matrix_down_split",
+            Self::QueryKeyValueHalves => "matrix_qkv_halves",
+            Self::AttentionOutHalves => "matrix_out_halves",
+            Self::DownHalves => "matrix_down_halves",
+            Self::QueryKeyValueQuads => "matrix_qkv_quads",
+            Self::AttentionOutQuads => "matrix_out_quads",
+            Self::DownQuads => "matrix_down_quads",
         }
     }
 
-    /// The same by clusters of four blocks, each of which adds up a quarter of K.
-    fn split(self) -> Self {
-        match self {
-            Self::QueryKeyValue => Self::QueryKeyValueSplit,
-            Self::AttentionOut => Self::AttentionOutSplit,
-            Self::Down => Self::DownSplit,
-            other => other,
+    /// The same by clusters that divide tiles so.
+    fn cut(self, cut: Cut) -> Self {
+        match (self, cut) {
+            (Self::QueryKeyValue, Cut::Halves) => Self::QueryKeyValueHalves,
+            (Self::AttentionOut, Cut::Halves) => Self::AttentionOutHalves,
+            (Self::Down, Cut::Halves) => Self::DownHalves,
+            (Self::QueryKeyValue, Cut::Quads) => Self::QueryKeyValueQuads,
+            (Self::AttentionOut, Cut::Quads) => Self::AttentionOutQuads,
+            (Self::Down, Cut::Quads) => Self::DownQuads,
+            (whole, _) => whole,
+        }
+    }
+}
+
+/// How clusters of blocks divide a product's tiles (kernels/matrix/product.cuh).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// Two blocks have neighbouring tokens, and all of K.
+    Pair,
+    /// Four: two such pairs have half of K each.
+    Halves,
+    /// Four have the same tile, and a quarter of K each.
+    Quads,
+}
+
+impl Cut {
+    /// What takes least time for `rows` tokens and `groups` groups of rows of weights, by `blocks` blocks.
+    fn of(rows: u32, groups: u32, blocks: u32) -> Self {
+        let tokens = rows.div_ceil(TILE);
+        // Two neighbouring tiles, of the last tokens by themselves two groups.
+        let units = groups * (tokens / 2) + if tokens.is_multiple_of(2) { 0 } else { groups.div_ceil(2) };
+        match rows {
+            0..=TILE => Self::Quads,
+            // Half of K takes half as long.
+            ..=MOST_CUT if units.div_ceil(blocks / 4) < 2 * units.div_ceil(blocks / 2) => Self::Halves,
+            _ => Self::Pair,
         }
     }
 }
@@ -214,6 +254,7 @@ impl Matrix {
             return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
         }
         let c = &layout.plan().config;
+        let blocks = (gpu.facts.sms & !3) as u32;
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -234,8 +275,8 @@ impl Matrix {
             needs,
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
-            blocks: (gpu.facts.sms & !3) as u32,
-            steps: Steps::of(layout),
+            blocks,
+            steps: Steps::of(layout, blocks),
             _module: module,
         })
     }
@@ -295,36 +336,39 @@ impl Matrix {
 struct Steps {
     layers: u32,
     qk_norm: bool,
-    /// Whether K of q, k and v, of o and of down has four leaves, so that it can be split.
-    quads: [bool; 3],
+    /// Blocks of a launch.
+    blocks: u32,
+    /// Of q, k and v, of o and of down: groups of rows of weights, if K has the leaves to be cut.
+    cuts: [Option<u32>; 3],
 }
 
 impl Steps {
-    fn of(layout: &Layout) -> Self {
+    fn of(layout: &Layout, blocks: u32) -> Self {
         let c = &layout.plan().config;
-        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down]
-            .map(|product| layout.panel(product).leaves >= QUAD_LEAVES);
-        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads }
+        let cuts = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
+            let panel = layout.panel(product);
+            (panel.leaves >= QUAD_LEAVES).then(|| (panel.tiles as u32).div_ceil(TILE / 16))
+        });
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts }
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        let Self { layers, qk_norm, quads } = *self;
+        let Self { layers, qk_norm, blocks, cuts } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
         let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
-        let [qkv, out, down] = quads.map(|quads| quads && rows <= MOST_SPLIT_ROWS);
-        let product = |phase: Phase, split| (if split { phase.split() } else { phase }, true);
+        let [qkv, out, down] = cuts.map(|groups| groups.map_or(Cut::Pair, |groups| Cut::of(rows, groups, blocks)));
         let layer = [
             (Phase::Norms, true),
-            product(Phase::QueryKeyValue, qkv),
+            (Phase::QueryKeyValue.cut(qkv), true),
             (Phase::HeadNorms, qk_norm),
             (Phase::AttendTiles, tiles),
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
-            product(Phase::AttentionOut, out),
+            (Phase::AttentionOut.cut(out), true),
             (Phase::Norms, true),
             (Phase::GateUp, true),
-            product(Phase::Down, down),
+            (Phase::Down.cut(down), true),
         ];
         let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
         let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
@@ -363,11 +407,11 @@ mod tests {
 
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads };
+        let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
-        let names = |pass: &Pass, qk_norm| of_rows(257, pass, steps(qk_norm, [true; 3]));
+        let names = |pass: &Pass, qk_norm| of_rows(513, pass, steps(qk_norm, [Some(32); 3]));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
         let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
         assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
@@ -376,8 +420,20 @@ mod tests {
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
         assert_eq!(all[1..9], layer.map(|name| (name, 0)));
         assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
-        let few = of_rows(256, &prompt, steps(false, [true, false, true]));
-        let split = ["norms", "qkv_split", "attend_tiles", "out", "norms", "gate_up", "down_split"];
-        assert_eq!(few[1..8], split.map(|name| (name, 0)));
+        let few = of_rows(128, &prompt, steps(false, [Some(32), None, Some(32)]));
+        let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
+        assert_eq!(few[1..8], quads.map(|name| (name, 0)));
+        let more = of_rows(256, &prompt, steps(false, [Some(48), Some(32), None]));
+        let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down"];
+        assert_eq!(more[1..8], halves.map(|name| (name, 0)));
+    }
+
+    #[test]
+    fn k_is_cut_where_blocks_would_idle() {
+        let cuts = |groups| [1, 128, 129, 257, 385, 512, 513].map(|rows| Cut::of(rows, groups, 132));
+        use Cut::{Halves, Pair, Quads};
+        assert_eq!(cuts(32), [Quads, Quads, Halves, Pair, Pair, Pair, Pair]);
+        // 48, 72 and 96 units by 66 pairs or 33 fours: 1, 2, 2 rounds or 2, 3, 3 of half as long.
+        assert_eq!(cuts(48), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
     }
 }

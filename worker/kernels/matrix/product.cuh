@@ -9,9 +9,9 @@
 // tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
-// 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs. A and B
-// have rings of their own: a slot of A is free once its fragments are in registers, so nearly all of A's slots are on
-// their way from memory. A stage is kStageSteps k16 steps of a leaf, its last one perhaps fewer.
+// 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs, in
+// rings of their own: a slot of A is free once its fragments are in registers. A stage is kStageSteps k16 steps of a
+// leaf, its last one perhaps fewer.
 //
 // Sums: leaves from zero, each one chain; ascending, or in quads: groups of leaves ascending, at most four, whose sums
 // are added as a binary tree.
@@ -26,14 +26,14 @@ constexpr u32 kGroupTiles = 8;   // row tiles of a group: a tile's rows
 constexpr int kStageSteps = 4;   // stages of two cost a quarter more
 constexpr u32 kTileBytes = kStageSteps * kFragment;                    // of a row tile in a stage
 constexpr u32 kSlotBytes = kGroupTiles * kTileBytes;                   // of a stage of A, and of B
-constexpr u32 kRingSlots = 14;                                             // that a block has room for
+constexpr u32 kRingSlots = 14;                                         // that a block has room for
 constexpr int kAccumulators = kTokens / 2;                             // of a thread
-/// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of four finishes.
+/// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of a team finishes at least.
 constexpr int kRunGroups = 4, kRunTokens = 32, kRuns = kTokens / kRunTokens, kRunValues = 4 * kRunGroups;
 constexpr u32 kRunBytes = kRunValues * kConsumerThreads * 4;
 static_assert(kStageSteps * kStepBytes == kSlotBytes && kRunBytes == kSlotBytes, "slots hold a stage, or a run");
 
-/// How a cluster divides tiles.
+/// How neighbouring blocks divide tiles.
 enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
@@ -81,7 +81,7 @@ template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / 
 struct Tile {
   u32 group, block;  // of row tiles, of tokens
   bool paired;       // whether a pair shares the rows
-  u32 unit;          // of the team
+  u32 unit;          // that the team works on
 };
 /// The tiles of this block: calls work(tile).
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
@@ -121,8 +121,10 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& wo
 }
 
 LP_DEVICE void add_4(float* v, const Quad& q) {
-  v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z), v[3] += __uint_as_float(q.w);
+  v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
+      v[3] += __uint_as_float(q.w);
 }
+
 /// A warpgroup's side of the rings.
 template <class P, Cut CUT> struct Consumer {
   using R = Ring<P, CUT>;
@@ -162,7 +164,7 @@ template <class P, Cut CUT> struct Consumer {
     const u32 at = (fragments & ~1u) + a.slot() * kSlotBytes, stride = kFragment << (fragments & 1);
 #pragma unroll
     for (int i = 0; i < kStageSteps; i++) to[i] = load_shared_16(at + i * stride);
-    __syncwarp();
+    __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
     if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot());
     a.next();
   }
@@ -170,7 +172,8 @@ template <class P, Cut CUT> struct Consumer {
     const u64 operand = wgmma_operand(wait());
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) wgmma<kTokens>(sum, of[i], wgmma_operand(operand, i * kStepBytes), i == 0 ? add : 1);
+    for (int i = 0; i < STEPS; i++)
+      wgmma<kTokens>(sum, of[i], wgmma_operand(operand, i * kStepBytes), i == 0 ? add : 1);
     wgmma_commit();
   }
   /// A leaf, whose first fragments are in `first`, in one chain from zero. A stage's products run while the next one's
@@ -245,8 +248,8 @@ template <class P, Cut CUT> struct Consumer {
   }
 };
 
-/// What the blocks of a team tell each other of a tile, in memory: what a block is told by part `own ^ (i + 1)` of K has
-/// place i, [8 tokens][thread][4] f32. A unit's is written once a launch.
+/// What the blocks of a tile tell each other, in memory: what a block is told by part `own ^ (i + 1)` of K has place i,
+/// [8 tokens][thread][4] f32. A unit's is written once a launch.
 template <Cut CUT> struct Exchange {
   static constexpr u32 kAll = kParts<CUT>, kPlace = kFinished<CUT> * kRunBytes, kGroup = kConsumerThreads * 16;
   static constexpr int kValues = kFinished<CUT> * kRunValues;
@@ -262,7 +265,8 @@ template <Cut CUT> struct Exchange {
   LP_DEVICE static void meet(u8* words, u32 unit) {
     barrier_sync(1, kConsumerThreads);
     if (thread_index() == 0) {
-      u32* come = reinterpret_cast<u32*>(words + Memory::come) + unit * 2 + (CUT == Cut::kHalves ? blockIdx.x % 2 : 0);
+      const u32 side = CUT == Cut::kHalves ? blockIdx.x % 2 : 0;
+      u32* come = reinterpret_cast<u32*>(words + Memory::come) + unit * 2 + side;
       // A tile's blocks count four, launch by launch.
       const u32 all = (fetch_add_release_u32(come, 4 / kAll) & ~3u) + 4;
       while ((int)(load_acquire_u32(come) - all) < 0) {

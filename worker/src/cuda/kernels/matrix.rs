@@ -23,6 +23,9 @@ use crate::plan::Product;
 const TILE: u32 = 128;
 /// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
 const MOST_CUT: u32 = 4 * TILE;
+/// k16 steps of a product at least whose K is cut although that saves no round: 8B on an H200, 257 to 512 rows: down
+/// (896 steps) 4 to 13 % faster, o (256) 9 % slower.
+const LONG: u32 = 512;
 /// Leaves of K that a product has at least whose K can be cut.
 const QUAD_LEAVES: usize = 4;
 
@@ -94,7 +97,7 @@ impl Phase {
         }
     }
 
-    /// The same by clusters that divide tiles so.
+    /// The same by blocks that divide tiles so.
     fn cut(self, cut: Cut) -> Self {
         match (self, cut) {
             (Self::QueryKeyValue, Cut::Halves) => Self::QueryKeyValueHalves,
@@ -108,27 +111,36 @@ impl Phase {
     }
 }
 
-/// How clusters of blocks divide a product's tiles (kernels/matrix/product.cuh).
+/// How neighbouring blocks divide a product's tiles (kernels/matrix/product.cuh).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Two blocks have neighbouring tokens, and all of K.
     Pair,
-    /// Four: two such pairs have half of K each.
+    /// Two such pairs have half of K each.
     Halves,
-    /// Four have the same tile, and a quarter of K each.
+    /// Four blocks have the same tile, and a quarter of K each.
     Quads,
 }
 
+/// A product whose K can be cut: groups of rows of weights, and k16 steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cuttable {
+    groups: u32,
+    steps: u32,
+}
+
 impl Cut {
-    /// What takes least time for `rows` tokens and `groups` groups of rows of weights, by `blocks` blocks.
-    fn of(rows: u32, groups: u32, blocks: u32) -> Self {
+    /// What takes least time for `rows` tokens, by `blocks` blocks.
+    fn of(rows: u32, product: Cuttable, blocks: u32) -> Self {
+        let Cuttable { groups, steps } = product;
         let tokens = rows.div_ceil(TILE);
         // Two neighbouring tiles, of the last tokens by themselves two groups.
         let units = groups * (tokens / 2) + if tokens.is_multiple_of(2) { 0 } else { groups.div_ceil(2) };
+        // In rounds of half of K.
+        let (pairs, halves) = (2 * units.div_ceil(blocks / 2), units.div_ceil(blocks / 4));
         match rows {
             0..=TILE => Self::Quads,
-            // Half of K takes half as long.
-            ..=MOST_CUT if units.div_ceil(blocks / 4) < 2 * units.div_ceil(blocks / 2) => Self::Halves,
+            ..=MOST_CUT if halves < pairs || (halves == pairs && steps >= LONG) => Self::Halves,
             _ => Self::Pair,
         }
     }
@@ -202,7 +214,7 @@ pub struct Matrix {
     /// Of each phase: its function and the threads of a block.
     functions: [(sys::CUfunction, u32); Phase::ALL.len()],
     tiles: DeviceBuffer,
-    /// Blocks of a launch: twos or fours are clusters.
+    /// Blocks of a launch, all at once on the GPU: twos are clusters, and fours wait for each other.
     blocks: u32,
     steps: Steps,
     // The functions are its.
@@ -338,8 +350,8 @@ struct Steps {
     qk_norm: bool,
     /// Blocks of a launch.
     blocks: u32,
-    /// Of q, k and v, of o and of down: groups of rows of weights, if K has the leaves to be cut.
-    cuts: [Option<u32>; 3],
+    /// q, k and v, o, and down, if K has the leaves to be cut.
+    cuts: [Option<Cuttable>; 3],
 }
 
 impl Steps {
@@ -347,7 +359,9 @@ impl Steps {
         let c = &layout.plan().config;
         let cuts = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
             let panel = layout.panel(product);
-            (panel.leaves >= QUAD_LEAVES).then(|| (panel.tiles as u32).div_ceil(TILE / 16))
+            let steps = (panel.leaves * panel.steps()) as u32;
+            let cuttable = Cuttable { groups: (panel.tiles as u32).div_ceil(TILE / 16), steps };
+            (panel.leaves >= QUAD_LEAVES).then_some(cuttable)
         });
         Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts }
     }
@@ -357,7 +371,7 @@ impl Steps {
         let Self { layers, qk_norm, blocks, cuts } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
         let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
-        let [qkv, out, down] = cuts.map(|groups| groups.map_or(Cut::Pair, |groups| Cut::of(rows, groups, blocks)));
+        let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
         let layer = [
             (Phase::Norms, true),
             (Phase::QueryKeyValue.cut(qkv), true),
@@ -405,13 +419,18 @@ mod tests {
         }
     }
 
+    // Llama 3.1 8B's.
+    const QKV: Cuttable = Cuttable { groups: 48, steps: 256 };
+    const OUT: Cuttable = Cuttable { groups: 32, steps: 256 };
+    const DOWN: Cuttable = Cuttable { groups: 32, steps: 896 };
+
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
         let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
-        let names = |pass: &Pass, qk_norm| of_rows(513, pass, steps(qk_norm, [Some(32); 3]));
+        let names = |pass: &Pass, qk_norm| of_rows(513, pass, steps(qk_norm, [Some(OUT); 3]));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
         let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
         assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
@@ -420,20 +439,22 @@ mod tests {
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
         assert_eq!(all[1..9], layer.map(|name| (name, 0)));
         assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
-        let few = of_rows(128, &prompt, steps(false, [Some(32), None, Some(32)]));
+        let few = of_rows(128, &prompt, steps(false, [Some(OUT), None, Some(DOWN)]));
         let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
         assert_eq!(few[1..8], quads.map(|name| (name, 0)));
-        let more = of_rows(256, &prompt, steps(false, [Some(48), Some(32), None]));
+        let more = of_rows(256, &prompt, steps(false, [Some(QKV), Some(OUT), None]));
         let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down"];
         assert_eq!(more[1..8], halves.map(|name| (name, 0)));
     }
 
     #[test]
     fn k_is_cut_where_blocks_would_idle() {
-        let cuts = |groups| [1, 128, 129, 257, 385, 512, 513].map(|rows| Cut::of(rows, groups, 132));
+        let cuts = |product| [1, 128, 129, 257, 385, 512, 513].map(|rows| Cut::of(rows, product, 132));
         use Cut::{Halves, Pair, Quads};
-        assert_eq!(cuts(32), [Quads, Quads, Halves, Pair, Pair, Pair, Pair]);
-        // 48, 72 and 96 units by 66 pairs or 33 fours: 1, 2, 2 rounds or 2, 3, 3 of half as long.
-        assert_eq!(cuts(48), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
+        // 32, 48 and 64 units by 66 pairs or 33 fours: 1, 1, 1 rounds or 1, 2, 2 of half as long.
+        assert_eq!(cuts(OUT), [Quads, Quads, Halves, Pair, Pair, Pair, Pair]);
+        assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Pair]);
+        // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3.
+        assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
     }
 }

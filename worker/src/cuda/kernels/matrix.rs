@@ -24,7 +24,7 @@ const TILE: u32 = 128;
 /// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
 const MOST_CUT: u32 = 4 * TILE;
 /// k16 steps of a product at least whose K is cut although that saves no round: 8B on an H200, 257 to 512 rows: down
-/// (896 steps) 4 to 13 % faster, o (256) 9 % slower.
+/// (896 steps) 4 to 13 % faster, o (256) 9 to 10 % slower.
 const LONG: u32 = 512;
 /// Leaves of K that a product has at least whose K can be cut.
 const QUAD_LEAVES: usize = 4;

@@ -29,6 +29,17 @@ gpu-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/gpu_figures.py {{ARGS}}
 
+# Needs torch and safetensors, which make up the checkpoint.
+# Tokens a second and times between tokens under load, as a table.
+serving-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/serving_figures.py {{ARGS}}
+
+# Steps and prompts of every published shape, as a table.
+shape-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/shape_figures.py {{ARGS}}
+
 # Kills workers of a group of GPUs in the middle of streams: the others end, the text stays the same, nothing is left.
 kill-ranks *ARGS:
     cargo build --release --workspace

@@ -24,6 +24,7 @@
 #include "matrix/head_norms.cuh"
 
 using matrix::Cut;
+using matrix::kFinished;
 using matrix::Memory;
 using matrix::Tiles;
 
@@ -40,26 +41,26 @@ extern "C" __device__ const u64 matrix_decoder_needs[8] = {
   extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
 
-template <Cut CUT> constexpr int kFinished = CUT == Cut::kPair ? matrix::kRuns : 1;  // runs of a block
 template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& pass, u32 layer) {
-  matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words + Memory::x,
+  matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words, Memory::x,
                              matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
 }
 /// A product that is added to the residual, whose next norm is `norm`.
 template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const u8* weights, const u32* tiles,
-                                               const u8* vectors, u32 norm) {
+                                               u64 vectors, u32 norm) {
   const u32 blocks = matrix::token_blocks(launch.row_count);
   if constexpr (kRanks == 1)
-    matrix::multiply<P, CUT>(weights, tiles, vectors, blocks, matrix::Join<kFinished<CUT>>{launch, norm});
-  else matrix::multiply<P, CUT>(weights, tiles, vectors, blocks, matrix::Tell{launch});
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks,
+                             matrix::Join<kFinished<CUT>>{launch, norm});
+  else matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell{launch});
 }
 template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
   add<O, CUT>(launch, launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
-              launch.words + Memory::attention_out, 2 * layer + 1);
+              Memory::attention_out, 2 * layer + 1);
 }
 template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass& pass, u32 layer) {
   add<Down, CUT>(launch, launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
-                 launch.words + Memory::activation, 2 * layer + 2);
+                 Memory::activation, 2 * layer + 2);
 }
 
 LP_VECTORS(matrix_embed) {
@@ -69,6 +70,8 @@ LP_VECTORS(matrix_embed) {
 }
 LP_VECTORS(matrix_norms) {
   launch_dependents();
+  // Who has no tokens leaves at once, and the next launch can fetch weights there. The others wait.
+  if (blockIdx.x >= matrix::norm_runs(launch)) return;
   wait_launch_before();
   matrix::find_norms(launch);
 }
@@ -76,7 +79,7 @@ LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_gate_up, 2) {
   matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
-                                       pass.tiles + Tiles::gate_up, launch.words + Memory::x,
+                                       pass.tiles + Tiles::gate_up, launch.words, Memory::x,
                                        matrix::token_blocks(launch.row_count), matrix::Activate{launch});
 }
 LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
@@ -87,21 +90,21 @@ LP_VECTORS(matrix_gather) {
 }
 LP_PRODUCT(matrix_head, 2) {
   matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head,
-                                     launch.words + Memory::head_x, matrix::token_blocks(pass.sample_count),
+                                     launch.words, Memory::head_x, matrix::token_blocks(pass.sample_count),
                                      matrix::Logits{launch, pass});
 }
 
-// The same by clusters of four, where blocks would idle: passes of up to 256 tokens. Not for products of fewer than
-// four leaves.
-LP_PRODUCT(matrix_qkv_split, 4) {
-  if constexpr (matrix::kInQuads<Qkv>) qkv<Cut::kQuads>(launch, pass, layer); else trap();
-}
-LP_PRODUCT(matrix_out_split, 4) {
-  if constexpr (matrix::kInQuads<O>) out<Cut::kQuads>(launch, pass, layer); else trap();
-}
-LP_PRODUCT(matrix_down_split, 4) {
-  if constexpr (matrix::kInQuads<Down>) down<Cut::kQuads>(launch, pass, layer); else trap();
-}
+// The same by teams of four blocks, where blocks would idle. Not for products of fewer than four leaves.
+#define LP_CUT(NAME, PRODUCT, WORK)                                                                     \
+  LP_PRODUCT(NAME##_halves, 2) {                                                                        \
+    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kHalves>(launch, pass, layer); else trap();      \
+  }                                                                                                     \
+  LP_PRODUCT(NAME##_quads, 1) {                                                                         \
+    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kQuads>(launch, pass, layer); else trap();       \
+  }
+LP_CUT(matrix_qkv, Qkv, qkv)
+LP_CUT(matrix_out, O, out)
+LP_CUT(matrix_down, Down, down)
 
 // Of several ranks (matrix/ranks.cuh).
 #define LP_MEET(NAME, MEET) \

@@ -23,6 +23,7 @@
 #include "ops/ranks.cuh"
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
+#include "ops/values.cuh"
 #include "ops/product.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"

@@ -18,6 +18,7 @@
 #include "sync/reached.cuh"
 #include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
+#include "ops/values.cuh"
 #include "ops/best.cuh"
 #include "wide/stream.cuh"
 #include "wide/product.cuh"

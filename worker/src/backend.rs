@@ -72,7 +72,9 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
         .and_then(|gpu| cuda::survey(request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
-        .and_then(|gpu| cuda::check(&bounded(request, GPU_SLOTS, GPU_ROWS), &config).map(|()| gpu));
+        .and_then(|gpu| {
+            cuda::check(&bounded(request, GPU_SLOTS, GPU_ROWS), &config, request.tensor_parallel).map(|()| gpu)
+        });
     match &usable {
         Ok(gpu) => tracing::info!("--device auto: GPU {}, {}", gpu.ordinal, gpu.name),
         Err(LoadError::Cuda(cuda::CudaError::NoDriver)) => tracing::info!("--device auto: CPU, as there is no GPU"),

@@ -21,6 +21,10 @@ const MIN_PROMPT_ROWS: u32 = 64;
 /// few rows of prompts wait, if the rate grows more than the step does; while many do, if it grows at all.
 const WORTH_CALM: f64 = std::f64::consts::SQRT_2;
 const WORTH_CROWDED: f64 = 1.05;
+/// How many times that are known of more rows are looked at. While many rows wait, all: one that was disturbed would
+/// hide the others for good, as no step of its size would be run to show it.
+const AHEAD_CALM: usize = 1;
+const AHEAD_CROWDED: usize = KNOTS.len();
 /// Rows that the CPU backend computes together.
 const PANEL_ROWS: u32 = 16;
 /// Numbers of rows of which times are kept; others lie between.
@@ -112,9 +116,10 @@ impl StepTimes {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);
         let within = |limit| self.mixed.rows_within(limit).unwrap_or(0);
         let alone = within(PROMPT_STEP).clamp(least, self.max_rows);
-        let worth = |gain| self.mixed.worth(gain).filter(|_| self.is_thrifty).unwrap_or(u32::MAX);
+        let worth = |gain, ahead| self.mixed.worth(gain, ahead).filter(|_| self.is_thrifty).unwrap_or(u32::MAX);
         let most = self.itl_target.map_or(alone, |target| within(target).min(alone));
-        StepRows { calm: most.min(worth(WORTH_CALM)), crowded: most.min(worth(WORTH_CROWDED)), alone, least }
+        let [calm, crowded] = [worth(WORTH_CALM, AHEAD_CALM), worth(WORTH_CROWDED, AHEAD_CROWDED)];
+        StepRows { calm: most.min(calm), crowded: most.min(crowded), alone, least }
     }
 }
 
@@ -164,12 +169,10 @@ impl Curve {
                 }
             };
         }
-        // Steps of more rows take no less time.
-        let mut least = 0.0_f64;
-        for time in self.times.iter_mut().flatten() {
-            *time = time.max(least);
-            least = *time;
-        }
+        // Steps of fewer rows take no more time, and steps of more no less: what was seen last is right.
+        let [low, high] = [below, above].map(|knot| self.times[knot].unwrap_or(time));
+        self.times[..below].iter_mut().flatten().for_each(|time| *time = time.min(low));
+        self.times[above..].iter_mut().flatten().for_each(|time| *time = time.max(low).max(high));
     }
 
     /// How many rows a step of `limit` has, as far as is known: at least.
@@ -191,14 +194,17 @@ impl Curve {
         Some(0)
     }
 
-    /// The rows of a step from which on twice as many bring less than `gain` times the rows a second; `None` if that is
-    /// not known.
-    fn worth(&self, gain: f64) -> Option<u32> {
-        let rates = KNOTS.into_iter().zip(self.times).map(|(rows, time)| Some((rows, f64::from(rows) / time?)));
-        let rates: Vec<Option<(u32, f64)>> = rates.filter(|rate| rate.is_none_or(|(rows, _)| rows >= 64)).collect();
-        rates.windows(2).find_map(|pair| match (pair[0], pair[1]) {
-            (Some((rows, rate)), Some((_, next))) => (next < gain * rate).then_some(rows),
-            _ => None,
+    /// The rows of a step from which on twice as many bring less than `gain` times the rows a second, four times as
+    /// many less than its square and so on, as far as `ahead` knots go; `None` if that is not known.
+    fn worth(&self, gain: f64, ahead: usize) -> Option<u32> {
+        let known: Vec<(u32, f64)> = self.known().filter(|&(rows, _)| rows >= 64).collect();
+        (1..known.len()).find_map(|next| {
+            let (rows, time) = known[next - 1];
+            let is_worth = |&(more, its): &(u32, f64)| {
+                let times = f64::from(more) / f64::from(rows);
+                times * time / its >= gain.powf(times.log2())
+            };
+            (!known[next..].iter().take(ahead).any(is_worth)).then_some(rows)
         })
     }
 }
@@ -286,6 +292,26 @@ mod tests {
         let mut given = timed(None);
         given.is_thrifty = false;
         assert_eq!(given.rows(), StepRows { calm: 2048, crowded: 2048, ..rows }, "as many as were asked for");
+    }
+
+    /// Others had the machine while steps of one size were timed.
+    #[test]
+    fn a_time_that_was_disturbed_bounds_no_step_for_good() {
+        let truth = timed(None);
+        for disturbed in [128, 256, 512, 1024] {
+            let mut times = timed(None);
+            times.mixed = Curve::default();
+            for rows in [64, 128, 256, 512, 1024, 2048] {
+                let slower = if rows == disturbed { 4.0 } else { 1.0 };
+                let time = Duration::from_secs_f64(slower * truth.mixed.at(rows).unwrap());
+                times.observe(&step(0, rows, time));
+            }
+            for _ in 0..200 {
+                let rows = times.rows().crowded;
+                times.observe(&step(64, rows - 64, Duration::from_secs_f64(truth.mixed.at(rows).unwrap())));
+            }
+            assert!(times.rows().crowded >= 1024, "{disturbed} rows: {:?}", times.mixed);
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 // What follows the products of matrix passes. A warp has 16 rows by RUNS runs of 32 tokens: sum[4 j + c] is of row g
 // or, c over 1, g + 8, and token 8 j + 2 t + (c & 1).
 //
-// An epilogue has stages of the ring behind those of a tile. `fetch` fills stage `stage` at address `to` with what
+// An epilogue has stages of B's ring behind those of a tile. `fetch` fills stage `stage` at address `to` with what
 // `finish` needs for `token`, a tile's first, and those behind it; `full` counts the bytes.
 #pragma once
 
@@ -62,28 +62,26 @@ LP_DEVICE void add_residual(u32 at, float* sum) {
 }
 /// After o and down: the residual with the product's sums, for norm `norm`.
 template <int RUNS> struct Join {
-  static constexpr int stages = (RUNS + 1) / 2, stage_runs = RUNS < 2 ? RUNS : 2;
-  static_assert(RUNS % stage_runs == 0 && 2 * kRunBytes == kStageBytes, "stages are full");
+  static constexpr int stages = RUNS;
   const Launch& launch;
   u32 norm;
 
   LP_DEVICE void fetch(int stage, u32 group, u32 token, u32 to, u32 full) const {
-    mbarrier_expect(full, stage_runs * kRunBytes);
-    bulk_load(to,
-              launch.words + Memory::residual + residual_byte(group * kGroupTiles, token) + stage * kStageBytes,
-              stage_runs * kRunBytes, full);
+    mbarrier_expect(full, kRunBytes);
+    bulk_load(to, launch.words + Memory::residual + residual_byte(group * kGroupTiles, token) + stage * kRunBytes,
+              kRunBytes, full);
   }
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     const u32 gamma = gamma_of(launch, norm, tile);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
-      const u32 at = consumer.wait() + run % stage_runs * kRunBytes + thread_index() * 16;
+      const u32 at = consumer.wait() + thread_index() * 16;
       if (tile < kHiddenTiles) {
         add_residual(at, sum + run * kRunValues);
         publish_hidden(launch, tile, token + run * kRunTokens, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16),
                        sum + run * kRunValues);
       }
-      if ((run + 1) % stage_runs == 0) consumer.done();
+      consumer.done();
     }
   }
 };

@@ -20,8 +20,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kHeadNormsThreads)
     float squares[kDimTiles];
 #pragma unroll
     for (u32 j = 0; j < kDimTiles; j++) squares[j] = load_relaxed_f32(from + j);
-    const float inverse =
-        rsqrt_approx(tree_sum<kDimTiles>(squares) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+    const float inverse = inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares));
     if (head < kHeads) {
       reinterpret_cast<float*>(launch.words + Memory::query_inverse)[row * kHeads + head] = inverse;
     } else {

@@ -19,6 +19,10 @@ static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
 
+/// Units of a product whose K is cut, at most: pairs of 128 rows by two blocks of tokens, of four blocks.
+constexpr int most_of(int a, int b) { return a > b ? a : b; }
+constexpr u64 kCutUnits = 2 * ((most_of(Qkv::tiles, most_of(O::tiles, Down::tiles)) + 7) / 8);
+
 /// Activations, B of a product of `steps` k16 steps: [block of tokens][k16 step][8 tokens][2 halves of k][token][8 k]
 /// bf16.
 LP_DEVICE u64 vector_byte(int steps, u32 step, u32 token, u32 half) {
@@ -60,9 +64,14 @@ struct Memory {
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
   static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
+  // Of a unit of a product whose K is cut (product.cuh): sums that its blocks tell each other, and [2] u32 that count
+  // who has come, zeroed by `embed`.
+  static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
+  static constexpr u64 unit_sums = 12 * 16384;
+  static constexpr u64 come = sums + kCutUnits * unit_sums;
   // Of several ranks: [part] what this rank has summed of o or of down, as the residual, and before the first layer the
   // embeddings, [token][hidden] bf16.
-  static constexpr u64 partial = (spans + (u64)kMostSpans * kKvHeads * span_bytes + 127) / 128 * 128;
+  static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
   static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * 65536, embeddings = partial;
   static constexpr int parts = kRanks == 1 ? 0 : O::told > Down::told ? O::told : Down::told;
   static constexpr u64 bytes = partial + parts * part_bytes;

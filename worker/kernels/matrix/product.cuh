@@ -3,12 +3,15 @@
 //
 // Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A
 // for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
-// Cut::kQuads, clusters of four, for passes of so few tokens that blocks would idle: each sums a quarter of K of the
-// same tile, one of the four groups of leaves, and finishes 32 of its tokens. They tell each other their sums.
+// Cut::kHalves, teams of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
+// four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
+// Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
+// tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
-// 8 fills A, as early as the launch before still runs, warp 9 B and what the epilogue needs, in stages of their own
-// behind those of the tile. A stage is kStageSteps k16 steps of a leaf, its last one perhaps fewer.
+// 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs, in
+// rings of their own: a slot of A is free once its fragments are in registers. A stage is kStageSteps k16 steps of a
+// leaf, its last one perhaps fewer.
 //
 // Sums: leaves from zero, each one chain; ascending, or in quads: groups of leaves ascending, at most four, whose sums
 // are added as a binary tree. A rank that has less than a group has its leaves one by one.
@@ -22,39 +25,49 @@ constexpr u32 kConsumers = 8, kConsumerThreads = kConsumers * 32, kWeights = 8, 
 constexpr u32 kGroupTiles = 8;   // row tiles of a group: a tile's rows
 constexpr int kStageSteps = 4;   // stages of two cost a quarter more
 constexpr u32 kTileBytes = kStageSteps * kFragment;                    // of a row tile in a stage
-constexpr u32 kStageA = kGroupTiles * kTileBytes, kStageBytes = kStageA + kStageSteps * kStepBytes;
+constexpr u32 kSlotBytes = kGroupTiles * kTileBytes;                   // of a stage of A, and of B
+constexpr u32 kRingSlots = 14;                                         // that a block has room for
 constexpr int kAccumulators = kTokens / 2;                             // of a thread
-/// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of four finishes.
+/// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of a team finishes at least.
 constexpr int kRunGroups = 4, kRunTokens = 32, kRuns = kTokens / kRunTokens, kRunValues = 4 * kRunGroups;
 constexpr u32 kRunBytes = kRunValues * kConsumerThreads * 4;
-constexpr u32 kPartialBytes = kAccumulators * kConsumerThreads * 4;    // a tile's sums
-static_assert(kPartialBytes == 2 * kStageBytes, "the residual of a tile is two stages");
+static_assert(kStageSteps * kStepBytes == kSlotBytes && kRunBytes == kSlotBytes, "slots hold a stage, or a run");
 
-/// How a cluster divides tiles.
-enum class Cut { kPair, kQuads };
+/// How neighbouring blocks divide tiles.
+enum class Cut { kPair, kHalves, kQuads };
+/// Parts that K is cut into, and runs of a tile that a block finishes.
+template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
+template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
+/// Blocks of a team, which work on the same unit, and those of them that are a cluster.
+template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
+template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
 template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
 
 /// Offsets in shared memory.
-template <class P> struct Ring {
-  static constexpr u32 stages = kInQuads<P> ? 5 : 7;
-  // Sums of a thread, [8 tokens (16)][thread][4] f32: the third group of leaves; cut in quads what the other blocks
-  // have summed, [block][8 tokens (4)][thread][4].
-  static constexpr u32 partial = stages * kStageBytes;
-  static constexpr u32 full = partial + (kInQuads<P> ? kPartialBytes : 0);  // mbarriers
-  static constexpr u32 empty = full + 8 * stages;
-  static constexpr u32 received = empty + 8 * stages, unread = received + 8;
-  // [stage] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
-  static constexpr u32 units = unread + 8;
-  static constexpr u32 bytes = units + 4 * stages;
+template <class P, Cut CUT> struct Ring {
+  // Slots of a thread's sums of the third group of leaves, [8 tokens][thread][4] f32.
+  static constexpr u32 sums = kInQuads<P> && CUT == Cut::kPair ? kRuns : 0;
+  static constexpr u32 b_slots = sums ? 4 : 5, a_slots = kRingSlots - sums - b_slots;
+  static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
+  static constexpr u32 a_full = kRingSlots * kSlotBytes, a_empty = a_full + 8 * a_slots;  // mbarriers
+  static constexpr u32 b_full = a_empty + 8 * a_slots, b_empty = b_full + 8 * b_slots;
+  // [slot of A] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
+  static constexpr u32 units = b_empty + 8 * b_slots;
+  static constexpr u32 bytes = units + 4 * a_slots;
 };
-constexpr u32 kProductBytes = Ring<GateUp>::bytes;  // of any product
-static_assert(Ring<GateUp>::stages == 7 && kProductBytes <= 227 * 1024, "shared memory of a block");
+constexpr u32 kProductBytes = Ring<GateUp, Cut::kPair>::bytes;  // of any product
+static_assert(Ring<GateUp, Cut::kPair>::sums == 0 && kProductBytes <= 227 * 1024, "shared memory of a block");
 
-template <u32 STAGES> struct Turn {
-  u32 slot = 0, phase = 0;
+/// A slot, and the phase of its barriers: one register, for consumers have none to spare.
+template <u32 SLOTS> struct Turn {
+  u32 word = 0;  // slot << 1 | phase
+  LP_DEVICE u32 slot() const { return word >> 1; }
+  LP_DEVICE u32 phase() const { return word & 1; }
+  LP_DEVICE u32 before() const { return (slot() == 0 ? SLOTS : slot()) - 1; }
   LP_DEVICE void next() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
+    word += 2;
+    if (word >= 2 * SLOTS) word = word - 2 * SLOTS ^ 1;
   }
 };
 LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
@@ -62,31 +75,36 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
   }
 }
 
-/// This block among those of its cluster.
-template <Cut CUT> LP_DEVICE u32 cluster_rank() { return blockIdx.x % (CUT == Cut::kPair ? 2 : 4); }
+/// The part of K that this block sums.
+template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
 
-/// The tiles of this block: calls work(group of row tiles, block of tokens, whether a pair shares the rows).
+struct Tile {
+  u32 group, block;  // of row tiles, of tokens
+  bool paired;       // whether a pair shares the rows
+  u32 unit;          // that the team works on
+};
+/// The tiles of this block: calls work(tile).
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
-  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles;
+  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles, TEAM = kTeam<CUT>;
   if constexpr (CUT == Cut::kQuads) {
 #pragma unroll 1
-    for (u32 unit = blockIdx.x / 4; unit < GROUPS * blocks; unit += gridDim.x / 4)
-      work(unit / blocks, unit % blocks, false);
+    for (u32 unit = blockIdx.x / TEAM; unit < GROUPS; unit += gridDim.x / TEAM) work(Tile{unit, 0, false, unit});
     return;
   }
-  const u32 rank = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs,
-            units = shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0);
 #pragma unroll 1
-  for (u32 unit = blockIdx.x / 2; unit < units; unit += gridDim.x / 2) {
+  for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
+    // Anew for each, as consumers have no registers for it.
+    const u32 side = blockIdx.x % 2, all = unknown(blocks), pairs = all / 2, shared = GROUPS * pairs;
+    if (unit >= shared + (all % 2 ? (GROUPS + 1) / 2 : 0)) return;
     const bool paired = unit < shared;
-    const u32 group = paired ? unit / pairs : (unit - shared) * 2 + rank;
-    if (group < GROUPS) work(group, paired ? unit % pairs * 2 + rank : blocks - 1, paired);
+    const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
+    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : all - 1, paired, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps).
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& work) {
-  constexpr int LEAF = P::leaf_steps, RUN = CUT == Cut::kPair ? P::steps : P::steps / 4;
-  const int first = CUT == Cut::kPair ? 0 : (int)cluster_rank<CUT>() * RUN;
+  constexpr int LEAF = P::leaf_steps, RUN = P::steps / kParts<CUT>;
+  const int first = (int)part_of_k<CUT>() * RUN;
   int left = LEAF;
 #pragma unroll 1
   for (int step = first; step < first + RUN;) {
@@ -102,49 +120,60 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& wo
   }
 }
 
-/// A warpgroup's side of the ring.
-template <class P, Cut CUT> struct Consumer {
-  using R = Ring<P>;
-  u32 shared, lane;
-  u32 fragments, stride;  // of the warp's row tile: the lane's bytes in a stage, and from one k16 step to the next
-  u32 empty;              // barriers of the block that this lane tells what has been read
-  Turn<R::stages> turn;
+LP_DEVICE void add_4(float* v, const Quad& q) {
+  v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
+      v[3] += __uint_as_float(q.w);
+}
 
-  LP_DEVICE Consumer(u32 shared) : shared(shared), lane(lane_index()) {}
-  /// Address of the next stage, once it is full.
-  LP_DEVICE u32 wait() {
-    wait_phase(shared + R::full + 8 * turn.slot, turn.phase);
-    return shared + turn.slot * kStageBytes;
-  }
-  /// Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
-  LP_DEVICE void release(u32 slot) {
-    if (lane < 2) mbarrier_arrive_remote(empty + 8 * slot);
-  }
+/// A warpgroup's side of the rings.
+template <class P, Cut CUT> struct Consumer {
+  using R = Ring<P, CUT>;
+  u32 shared;
+  u32 fragments;  // of the warp's row tile in the first slot, this lane's | whether k16 steps are two fragments apart
+  u32 a_empty;    // barriers of the block that this lane tells what has been read of A
+  Turn<R::a_slots> a;
+  Turn<R::b_slots> b;
+
+  LP_DEVICE Consumer(u32 shared) : shared(shared) {}
   /// Before a tile.
   LP_DEVICE void begin(bool paired) {
-    wait();
-    const u32 units = load_shared_u32(shared + R::units + 4 * turn.slot), warp = warp_index(),
-              second = units << 1 >> warp & 1;
-    fragments = (warp - second) * kTileBytes + second * kFragment + lane * 16;
-    stride = (units >> warp & 1) + second ? 2 * kFragment : kFragment;
-    empty = map_shared(shared + R::empty, paired ? lane & 1 : cluster_rank<CUT>());
+    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
+    const u32 units = load_shared_u32(shared + R::units + 4 * a.slot()), warp = warp_index(),
+              second = units << 1 >> warp & 1, lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
+    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + ((units >> warp & 1) | second);
+    // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
+    a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
+  }
+  /// Address of the next stage of B, or of the epilogue, once it is full.
+  LP_DEVICE u32 wait() {
+    wait_phase(shared + R::b_full + 8 * b.slot(), b.phase());
+    return shared + R::b + b.slot() * kSlotBytes;
+  }
+  LP_DEVICE void release(u32 slot) {
+    if (lane_index() == 0) mbarrier_arrive(shared + R::b_empty + 8 * slot);
   }
   /// After a stage of the epilogue.
   LP_DEVICE void done() {
     __syncwarp();
-    release(turn.slot);
-    turn.next();
+    release(b.slot());
+    b.next();
   }
-  LP_DEVICE void fetch(Quad* a) {
-    const u32 at = wait() + fragments;
+  /// Fragments of the next stage of A, whose slot is free then.
+  LP_DEVICE void fetch(Quad* to) {
+    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
+    const u32 at = (fragments & ~1u) + a.slot() * kSlotBytes, stride = kFragment << (fragments & 1);
 #pragma unroll
-    for (int i = 0; i < kStageSteps; i++) a[i] = load_shared_16(at + i * stride);
+    for (int i = 0; i < kStageSteps; i++) to[i] = load_shared_16(at + i * stride);
+    __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
+    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot());
+    a.next();
   }
-  template <int STEPS> LP_DEVICE void multiply(float* sum, const Quad* a, u32 add) {
+  template <int STEPS> LP_DEVICE void multiply(float* sum, const Quad* of, u32 add) {
+    const u64 operand = wgmma_operand(wait());
     wgmma_fence();
-    const u64 b = wgmma_operand(shared + turn.slot * kStageBytes + kStageA);
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) wgmma<kTokens>(sum, a[i], wgmma_operand(b, i * kStepBytes), i == 0 ? add : 1);
+    for (int i = 0; i < STEPS; i++)
+      wgmma<kTokens>(sum, of[i], wgmma_operand(operand, i * kStepBytes), i == 0 ? add : 1);
     wgmma_commit();
   }
   /// A leaf, whose first fragments are in `first`, in one chain from zero. A stage's products run while the next one's
@@ -153,11 +182,10 @@ template <class P, Cut CUT> struct Consumer {
     constexpr int FULL = P::leaf_steps / kStageSteps, REST = P::leaf_steps % kStageSteps;
     constexpr bool kOdd = (FULL + (REST > 0)) % 2;  // the last stage's fragments are in `first`
     Quad second[kStageSteps];
-    u32 before = 0;
     const auto ended = [&](bool any) {  // the products of the stage before
       wgmma_wait<1>();
-      if (any) release(before);
-      before = turn.slot, turn.next();
+      if (any) release(b.before());
+      b.next();
     };
     pin<kAccumulators>(sum);
     if constexpr (FULL > 0) {
@@ -181,133 +209,137 @@ template <class P, Cut CUT> struct Consumer {
     }
     if (kOdd && more) fetch(second);
     wgmma_wait<0>();
-    release(before);
+    release(b.before());
     if (kOdd && more)
 #pragma unroll
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
   }
-  LP_DEVICE static void add_4(float* v, const Quad& q) {
-    v[0] += __uint_as_float(q.x), v[1] += __uint_as_float(q.y), v[2] += __uint_as_float(q.z),
-        v[3] += __uint_as_float(q.w);
-  }
-  /// The next leaves of a tile, ascending. `more`: leaves behind them. Additions begin with -0, which changes nothing.
-  template <int LEAVES> LP_DEVICE void sum_leaves(float* sum, float* part, Quad* first, bool more) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i++) sum[i] = -0.0f;
-#pragma unroll 1
-    for (int leaf = 0; leaf < LEAVES; leaf++) {
-      chain(part, first, more || leaf + 1 < LEAVES);
-#pragma unroll
-      for (int i = 0; i < kAccumulators; i++) sum[i] += part[i];
-    }
-  }
-  /// The sums of a tile, of this block's part of K; of a product that is told in parts the next one.
+  /// The sums of a tile, of this block's part of K; of a product that is told in parts the next one. Additions begin
+  /// with -0, which changes nothing.
   LP_DEVICE void sum_tile(float* sum) {
-    constexpr int N = kAccumulators, GROUPS = P::leaves > P::group ? P::leaves / P::group : 1,
-                  LEAVES = P::leaves / (GROUPS * P::told);
-    float part[N];
+    constexpr int N = kAccumulators, LEAVES = P::leaves / (kParts<CUT> * P::told),
+                  GROUP = P::leaves > P::group ? P::group : LEAVES;
+    float part[N], ahead[N];  // of a leaf, of a group
     Quad first[kStageSteps];
     fetch(first);
 #pragma unroll
-    for (int i = 0; i < N; i++) part[i] = 0;
-    if constexpr (GROUPS == 1 || CUT == Cut::kQuads) {
-      sum_leaves<LEAVES>(sum, part, first, false);
-    } else {
-      const u32 third = shared + R::partial + thread_index() * 16;
-#pragma unroll
-      for (int i = 0; i < N; i++) sum[i] = -0.0f;
+    for (int i = 0; i < N; i++) part[i] = 0, ahead[i] = sum[i] = -0.0f;
+    float* group = GROUP == LEAVES ? sum : ahead;
 #pragma unroll 1
-      for (int n = 0; n < GROUPS; n++) {
-        float group[N];
-        sum_leaves<LEAVES>(group, part, first, n + 1 < GROUPS);
-        if (GROUPS == 4 && n == 2) {
+    for (int leaf = 1; leaf <= LEAVES; leaf++) {
+      chain(part, first, leaf < LEAVES);
+#pragma unroll
+      for (int i = 0; i < N; i++) group[i] += part[i];
+      if (GROUP == LEAVES || leaf % GROUP != 0) continue;
+      if (LEAVES == 4 * GROUP && leaf >= 3 * GROUP) {
+        const u32 third = shared + R::partial + thread_index() * 16;
+        if (leaf == 3 * GROUP) {
 #pragma unroll
           for (int j = 0; j < N / 4; j++) store_shared_16(third + j * (kConsumerThreads * 16), group + 4 * j);
+#pragma unroll
+          for (int i = 0; i < N; i++) group[i] = -0.0f;
           continue;
         }
-        if (GROUPS == 4 && n == 3) {
 #pragma unroll
-          for (int j = 0; j < N / 4; j++) add_4(group + 4 * j, load_shared_16(third + j * (kConsumerThreads * 16)));
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) sum[i] += group[i];
+        for (int j = 0; j < N / 4; j++) add_4(group + 4 * j, load_shared_16(third + j * (kConsumerThreads * 16)));
       }
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[i] += group[i], group[i] = -0.0f;
     }
   }
 };
 
-/// Where the four blocks of a tile add up what each has summed. A block tells the others their runs of its tokens, once
-/// they have read those of the tile before, and counts the bytes that it is told.
-template <class P> struct Exchange {
-  using R = Ring<P>;
-  u32 shared, phase = 0;
+/// What the blocks of a tile tell each other, in memory: what a block is told by part `own ^ (i + 1)` of K has place i,
+/// [8 tokens][thread][4] f32. A unit's is written once a launch.
+template <Cut CUT> struct Exchange {
+  static constexpr u32 kAll = kParts<CUT>, kPlace = kFinished<CUT> * kRunBytes, kGroup = kConsumerThreads * 16;
+  static constexpr int kValues = kFinished<CUT> * kRunValues;
 
-  LP_DEVICE Exchange(u32 shared) : shared(shared) {}
-  /// (g0 + g1) + (g2 + g3) of this block's run, the first kRunValues of `sum`, out of each block's sums of its group.
-  LP_DEVICE void add_up(float* sum) {
-    const u32 rank = cluster_rank<Cut::kQuads>(), mine = shared + R::partial + thread_index() * 16;
-    if (thread_index() == 0) mbarrier_expect(shared + R::received, 3 * kRunBytes);
-    wait_phase(shared + R::unread, phase ^ 1);
-    float own[kRunValues];
-#pragma unroll
-    for (u32 to = 0; to < 4; to++) {
-      const float* run = sum + to * kRunValues;
-      if (to == rank) {
-#pragma unroll
-        for (int i = 0; i < kRunValues; i++) own[i] = run[i];
-      } else {
-        const u32 at = map_shared(mine + rank * kRunBytes, to), barrier = map_shared(shared + R::received, to);
-#pragma unroll
-        for (int j = 0; j < kRunGroups; j++) store_remote_16(at + j * (kConsumerThreads * 16), run + 4 * j, barrier);
+  /// What the block of a part is told.
+  LP_DEVICE static u8* told(u8* words, u32 unit, u32 part) {
+    constexpr u32 APART = kTeam<CUT> / kAll;
+    static_assert(4 * (kAll - 1) * kPlace <= Memory::unit_sums, "room of a unit");
+    return words + Memory::sums + (u64)unit * Memory::unit_sums +
+           (part * APART + blockIdx.x % APART) * ((kAll - 1) * kPlace) + thread_index() * 16;
+  }
+  /// Until all blocks of the tile have come here. The blocks of a team are resident, all at the same unit.
+  LP_DEVICE static void meet(u8* words, u32 unit) {
+    barrier_sync(1, kConsumerThreads);
+    if (thread_index() == 0) {
+      const u32 side = CUT == Cut::kHalves ? blockIdx.x % 2 : 0;
+      u32* come = reinterpret_cast<u32*>(words + Memory::come) + unit * 2 + side;
+      // A tile's blocks count four, launch by launch.
+      const u32 all = (fetch_add_release_u32(come, 4 / kAll) & ~3u) + 4;
+      while ((int)(load_acquire_u32(come) - all) < 0) {
       }
     }
-    wait_phase(shared + R::received, phase);
+    barrier_sync(1, kConsumerThreads);
+  }
+  /// (g0 + g1) + (g2 + g3) of this block's runs, the first kValues of `sum`, out of each block's sums of its groups.
+  LP_DEVICE static void add_up(u8* words, u32 unit, float* sum) {
+    const u32 own = part_of_k<CUT>();
 #pragma unroll
-    for (int j = 0; j < kRunGroups; j++) {
-      float of[4][4];
+    for (u32 to = 0; to < kAll; to++) {
+      if (to == own) continue;
+      u8* at = told(words, unit, to) + ((own ^ to) - 1) * kPlace;
 #pragma unroll
-      for (u32 from = 0; from < 4; from++) {
-        const Quad q = load_shared_16(mine + from * kRunBytes + j * (kConsumerThreads * 16));
-        const u32 told[4] = {q.x, q.y, q.z, q.w};  // of this block nothing
-#pragma unroll
-        for (int i = 0; i < 4; i++) of[from][i] = from == rank ? own[4 * j + i] : __uint_as_float(told[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[4 * j + i] = (of[0][i] + of[1][i]) + (of[2][i] + of[3][i]);
+      for (int j = 0; j < kValues / 4; j++) store_floats(at + j * kGroup, sum + to * kValues + 4 * j);
     }
-    __syncwarp();
-    const u32 lane = lane_index();
-    if (lane < 4 && lane != rank) mbarrier_arrive_remote(map_shared(shared + R::unread, lane));
-    phase ^= 1;
+    // Its own to the front.
+#pragma unroll
+    for (u32 part = 1; part < kAll; part++)
+      if (part == own)
+#pragma unroll
+        for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
+    meet(words, unit);
+    const u8* from = told(words, unit, own);
+    Quad others[kAll - 1][kValues / 4];
+#pragma unroll
+    for (u32 i = 0; i < kAll - 1; i++)
+#pragma unroll
+      for (int j = 0; j < kValues / 4; j++) others[i][j] = load_relaxed_4x4(from + i * kPlace + j * kGroup);
+#pragma unroll
+    for (int j = 0; j < kValues / 4; j++) {
+      add_4(sum + 4 * j, others[0][j]);  // either order of two summands has the same sum
+      if constexpr (kAll == 4) {
+        float pair[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
+        add_4(pair, others[1][j]);
+        add_4(pair, others[2][j]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[4 * j + i] += pair[i];
+      }
+    }
   }
 };
 
 /// Fills A. `tiles`: see Tiles; begun while the launch before runs.
-template <class P, Cut CUT, class E> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles,
-                                                                   u32 blocks) {
-  using R = Ring<P>;
+template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
+  using R = Ring<P, CUT>;
   static_assert(P::steps > 1, "units are told apart by where they lie");
   const u32 lane = lane_index();
-  Turn<R::stages> turn;
-  turn.phase = 1;
-  each_tile<P, CUT>(blocks, [&](u32 group, u32, bool paired) {
-    const u32 tile = group * kGroupTiles + lane;
+  const u64 once = policy_evict_first();
+  Turn<R::a_slots> turn;
+  turn.word = 1;
+  each_tile<P, CUT>(blocks, [&](const Tile& of) {
+    const u32 tile = of.group * kGroupTiles + lane;
     const bool on = lane < kGroupTiles && tile < P::tiles;
     const u32 word = on ? load_constant_u32(tiles + tile) : 0, next = __shfl_down_sync(kAllLanes, word, 1);
     const bool first = on && lane + 1 < kGroupTiles && word & 1 && next == word + 2;
     const u32 units = __ballot_sync(kAllLanes, first), tile_count = __popc(__ballot_sync(kAllLanes, on));
-    const bool mine = on && !(units << 1 >> lane & 1) && (!paired || lane / 4 == blockIdx.x % 2);
+    const bool mine = on && !(units << 1 >> lane & 1) && (!of.paired || lane / 4 == blockIdx.x % 2);
     const u8* from = weights + (u64)(word >> 1) * kFragment;
     const auto load = [&](u32 to, u32 step, u32 bytes, u32 full) {
-      if (paired) bulk_load_pair(to, from + (u64)step * kFragment, bytes, full);
-      else bulk_load(to, from + (u64)step * kFragment, bytes, full);
+      const u8* at = from + (u64)step * kFragment;
+      if (of.paired) bulk_load_pair(to, at, bytes, full);
+      else if (blocks == 1) bulk_load(to, at, bytes, full, once);
+      else bulk_load(to, at, bytes, full);
     };
     each_stage<P, CUT>([&](int step, int steps) {
-      wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
-      const u32 to = shared + turn.slot * kStageBytes + lane * kTileBytes, full = shared + R::full + 8 * turn.slot;
+      wait_phase(shared + R::a_empty + 8 * turn.slot(), turn.phase());
+      const u32 to = shared + turn.slot() * kSlotBytes + lane * kTileBytes, full = shared + R::a_full + 8 * turn.slot();
       if (lane == 0) {
-        store_shared_u32(shared + R::units + 4 * turn.slot, units);
+        store_shared_u32(shared + R::units + 4 * turn.slot(), units);
         mbarrier_expect(full, tile_count * steps * kFragment);
       }
       if (mine && first) load(to, 2 * step, steps * 2 * kFragment, full);
@@ -316,54 +348,48 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_weights(u32 shared, con
         for (int i = 0; i < steps; i++) load(to + i * kFragment, 2 * (step + i), kFragment, full);
       turn.next();
     });
-#pragma unroll 1
-    for (int i = 0; i < E::stages; i++) {
-      wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
-      if (lane == 0) mbarrier_arrive(shared + R::full + 8 * turn.slot);
-      turn.next();
-    }
   });
 }
 /// The first token of a tile that this block finishes.
-template <Cut CUT> LP_DEVICE u32 first_token() {
-  return CUT == Cut::kPair ? 0 : cluster_rank<CUT>() * kRunTokens;
-}
+template <Cut CUT> LP_DEVICE u32 first_token() { return part_of_k<CUT>() * kFinished<CUT> * kRunTokens; }
 /// Fills B, and the stages of the epilogue, whose `fetch` gets the stage's index, its address and its barrier.
 template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* vectors, u32 blocks,
                                                                    const E& epilogue) {
-  using R = Ring<P>;
-  Turn<R::stages> turn;
-  turn.phase = 1;
-  each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool) {
-    const u8* from = vectors + (u64)block * P::steps * kStepBytes;
-    each_stage<P, CUT>([&](int step, int steps) {
-      wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
-      const u32 full = shared + R::full + 8 * turn.slot;
-      mbarrier_expect(full, steps * kStepBytes);
-      bulk_load(shared + turn.slot * kStageBytes + kStageA, from + (u64)step * kStepBytes, steps * kStepBytes, full);
+  using R = Ring<P, CUT>;
+  Turn<R::b_slots> turn;
+  turn.word = 1;
+  each_tile<P, CUT>(blocks, [&](const Tile& of) {
+    const u8* from = vectors + (u64)of.block * P::steps * kStepBytes;
+    const auto fill = [&](const auto& load) {
+      wait_phase(shared + R::b_empty + 8 * turn.slot(), turn.phase());
+      load(shared + R::b + turn.slot() * kSlotBytes, shared + R::b_full + 8 * turn.slot());
       turn.next();
+    };
+    each_stage<P, CUT>([&](int step, int steps) {
+      fill([&](u32 to, u32 full) {
+        mbarrier_expect(full, steps * kStepBytes);
+        bulk_load(to, from + (u64)step * kStepBytes, steps * kStepBytes, full);
+      });
     });
 #pragma unroll 1
-    for (int i = 0; i < E::stages; i++) {
-      wait_phase(shared + R::empty + 8 * turn.slot, turn.phase);
-      epilogue.fetch(i, group, block * kTokens + first_token<CUT>(), shared + turn.slot * kStageBytes,
-                     shared + R::full + 8 * turn.slot);
-      turn.next();
-    }
+    for (int i = 0; i < E::stages; i++)
+      fill([&](u32 to, u32 full) { epilogue.fetch(i, of.group, of.block * kTokens + first_token<CUT>(), to, full); });
   });
 }
 
 /// A product and what follows it, over `blocks` blocks of tokens. weights: of the product; tiles: its part of Tiles;
-/// vectors: B. E finishes kRuns runs of tokens, cut in quads one.
-template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, const u8* vectors,
-                                                             u32 blocks, const E& epilogue) {
-  using R = Ring<P>;
-  static_assert(CUT == Cut::kPair || kInQuads<P>, "a block has a group of leaves");
+/// words: the pass's memory; vectors: where B begins there. E finishes kFinished<CUT> runs of tokens.
+template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, u8* words,
+                                                             u64 vectors, u32 blocks, const E& epilogue) {
+  using R = Ring<P, CUT>;
+  static_assert(CUT == Cut::kPair || kInQuads<P>, "a block has whole groups of leaves");
+  static_assert(R::bytes <= kProductBytes, "shared memory of a block");
   const u32 shared = shared_address(shared_memory), warp = warp_index();
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < R::stages; i++)
-      mbarrier_init(shared + R::full + 8 * i, 2), mbarrier_init(shared + R::empty + 8 * i, 2 * kConsumers);
-    mbarrier_init(shared + R::received, 1), mbarrier_init(shared + R::unread, 3 * kConsumers);
+    for (u32 i = 0; i < R::a_slots; i++)
+      mbarrier_init(shared + R::a_full + 8 * i, 1), mbarrier_init(shared + R::a_empty + 8 * i, 2 * kConsumers);
+    for (u32 i = 0; i < R::b_slots; i++)
+      mbarrier_init(shared + R::b_full + 8 * i, 1), mbarrier_init(shared + R::b_empty + 8 * i, kConsumers);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -371,25 +397,24 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
   launch_dependents();
   if (warp >= kConsumers) {
     lower_registers<24>();
-    if (warp == kWeights) fill_weights<P, CUT, E>(shared, weights, tiles, blocks);
+    if (warp == kWeights) fill_weights<P, CUT>(shared, weights, tiles, blocks);
     if (warp == kVectors && lane_index() == 0) {
       wait_launch_before();
       fence_async_global();  // what ordinary stores wrote is read by bulk copies
-      fill_vectors<P, CUT>(shared, vectors, blocks, epilogue);
+      fill_vectors<P, CUT>(shared, words + vectors, blocks, epilogue);
     }
     __syncwarp();
   } else {
     raise_registers<240>();
     wait_launch_before();
     Consumer<P, CUT> consumer(shared);
-    Exchange<P> exchange(shared);
     float sum[kAccumulators];
-    each_tile<P, CUT>(blocks, [&](u32 group, u32 block, bool paired) {
-      consumer.begin(paired);
-      const u32 tile = group * kGroupTiles + warp, token = block * kTokens + first_token<CUT>();
+    each_tile<P, CUT>(blocks, [&](const Tile& of) {
+      consumer.begin(of.paired);
+      const u32 tile = of.group * kGroupTiles + warp, token = of.block * kTokens + first_token<CUT>();
       if constexpr (P::told == 1) {
         consumer.sum_tile(sum);
-        if constexpr (CUT == Cut::kQuads) exchange.add_up(sum);
+        if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
         epilogue.finish(consumer, tile, token, sum);
       } else {
 #pragma unroll 1

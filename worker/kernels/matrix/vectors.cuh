@@ -38,6 +38,8 @@ LP_DEVICE u32 token_pair(const Launch& launch, u32 token, u32 k) {
 LP_DEVICE void embed(const Launch& launch) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, runs = token_blocks(launch.row_count) * kRuns;
   uint2* places = reinterpret_cast<uint2*>(launch.words + Memory::places);
+  u32* come = reinterpret_cast<u32*>(launch.words + Memory::come);
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kCutUnits * 2; i += gridDim.x * blockDim.x) come[i] = 0;
   each_warp(runs, [&](u32 run) { places[run * 32 + lane] = place_of(launch, run * 32 + lane); });
   each_warp(runs * kHiddenTiles, [&](u32 item) {
     const u32 tile = item % kHiddenTiles, first = item / kHiddenTiles * kRunTokens;
@@ -80,12 +82,13 @@ LP_DEVICE float leaf_squares(const float* squares) {
   for (int e = 1; e < EIGHTS; e++) sum += eights[e];
   return sum;
 }
+LP_DEVICE u32 norm_runs(const Launch& launch) { return (launch.row_count + 31) / 32; }
 /// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
 LP_DEVICE void find_norms(const Launch& launch) {
   __shared__ float leaves[kHiddenLeaves][32];
   const float* squares = reinterpret_cast<const float*>(launch.words + Memory::squares);
   float* inverse = reinterpret_cast<float*>(launch.words + Memory::inverse);
-  const u32 lane = lane_index(), runs = token_blocks(launch.row_count) * kRuns;
+  const u32 lane = lane_index(), runs = norm_runs(launch);
 #pragma unroll 1
   for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
     const u32 token = run * 32 + lane;
@@ -96,7 +99,7 @@ LP_DEVICE void find_norms(const Launch& launch) {
       float v[kHiddenLeaves];
 #pragma unroll
       for (int leaf = 0; leaf < kHiddenLeaves; leaf++) v[leaf] = leaves[leaf][lane];
-      inverse[token] = inverse_rms(tree_sum<kHiddenLeaves>(v));
+      inverse[token] = inverse_rms<kHidden>(tree_sum<kHiddenLeaves>(v));
     }
     __syncthreads();
   }

@@ -105,7 +105,7 @@ LP_DEVICE float patch_position(const Launch& launch, const Leaf& leaf, int kv_he
   if (kDimTiles == 4 && lane >= 16) sum = 0;
 #pragma unroll
   for (int d = 4; d < 32; d *= 2) sum += shuffle_xor(sum, d);
-  return rsqrt_approx(shuffle(sum, 0) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+  return inverse_rms<kHeadWidth>(shuffle(sum, 0));
 }
 
 /// Scores of the item's leaf `number`: of positions g and g + 8, columns 2t and 2t + 1. Minus infinity where the row
@@ -133,7 +133,7 @@ LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const I
     float q[kDimTiles];
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++) q[j] = __uint_as_float(squares[j]);
-    const float mine = rsqrt_approx(tree_sum<kDimTiles>(q) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+    const float mine = inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(q));
     query_scale[0] *= shuffle(mine, 8 * t), query_scale[1] *= shuffle(mine, 8 * t + 4);
     key_scale[0] = load_relaxed_f32(stored + g), key_scale[1] = load_relaxed_f32(stored + g + 8);
   }

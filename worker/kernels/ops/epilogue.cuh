@@ -62,7 +62,7 @@ struct Epilogue {
                                         : 0;
 #pragma unroll
         for (int d = 1; d < 16; d *= 2) q += shuffle_xor(q, d);
-        inverse[c] = rsqrt_approx(q * (1.0f / kHidden) + __uint_as_float(LP_EPS));
+        inverse[c] = inverse_rms<kHidden>(q);
       }
     }
     given_back(buffer);
@@ -329,8 +329,7 @@ struct Epilogue {
           v *= scale;
         }
         const float other = shuffle_xor(v, 8);
-        if (head <= kQueriesPerKv)
-          v = row() < 8 ? fmaf(v, cosine[c], -(other * sine[c])) : fmaf(v, cosine[c], other * sine[c]);
+        if (head <= kQueriesPerKv) v = turned(row(), v, other, cosine[c], sine[c]);
         const bool mine = on && active >> column(c) & 1;
         if (mine && head >= kQueriesPerKv) {
           const u32 at = rows.position(column(c)) % kPage, dim = piece * 16 + row();
@@ -395,7 +394,7 @@ struct Epilogue {
         const int high = kEpilogueColumns - EACH + c;
         const float own = upper ? y[high] : y[c], other = shuffle_xor(upper ? y[c] : y[high], 8);
         const float gate = upper ? other : own, up = upper ? own : other;
-        v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+        v[c] = silu(gate, up);
       }
       // Of two rows and one column a lane, then of the two rows that are four further: a word of k 2t, 2t + 1 | 2t + 8,
       // 2t + 9.

@@ -5,15 +5,19 @@
 LP_DEVICE float silu(float gate, float up) {
   return gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
 }
-/// Turns a pair of dimensions of a head: rows r and r + 8 of a packed tile.
+/// Rope of row `row` of a packed tile, a dimension of a head; `other` is the one it is turned with, 8 rows away.
+LP_DEVICE float turned(int row, float v, float other, float cosine, float sine) {
+  return row < 8 ? fmaf(v, cosine, -(other * sine)) : fmaf(v, cosine, other * sine);
+}
+/// Rope of both.
 LP_DEVICE void turn(float& low, float& high, float cosine, float sine) {
   const float x = low, y = high;
-  low = fmaf(x, cosine, -(y * sine));
-  high = fmaf(y, cosine, x * sine);
+  low = turned(0, x, y, cosine, sine);
+  high = turned(8, y, x, cosine, sine);
 }
-/// 1 / rms of a hidden state with that sum of squares.
-LP_DEVICE float inverse_rms(float squares) {
-  return rsqrt_approx(squares * (1.0f / kHidden) + __uint_as_float(LP_EPS));
+/// 1 / rms of N values with that sum of squares.
+template <int N> LP_DEVICE float inverse_rms(float squares) {
+  return rsqrt_approx(squares * (1.0f / N) + __uint_as_float(LP_EPS));
 }
 
 // Sums of squares over 16 rows by 32 tokens, which a warp holds as accumulators: sum[4 j + c] is of row g or, c over

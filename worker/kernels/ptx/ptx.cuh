@@ -146,12 +146,6 @@ LP_DEVICE void bulk_load_pair(u32 to, const void* from, u32 bytes, u32 barrier) 
       "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
       : "memory");
 }
-/// 16 bytes into another block's shared memory, whose barrier counts them.
-LP_DEVICE void store_remote_16(u32 to, const float* v, u32 barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to),
-               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
-               : "memory");
-}
 LP_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -211,6 +205,15 @@ LP_DEVICE void store_relaxed_u32(void* p, u32 v) {
 /// Orders all that the thread did, or saw others do, before it.
 LP_DEVICE void add_release_u32(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+/// The value before.
+LP_DEVICE u32 fetch_add_release_u32(u32* p, u32 v) {
+  u32 before;
+  asm volatile("atom.release.gpu.global.add.u32 %0,[%1],%2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+LP_DEVICE void store_floats(u8* p, const float* v) {
+  asm volatile("st.global.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 LP_DEVICE void store_16(u8* p, const Quad& v) {
   asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

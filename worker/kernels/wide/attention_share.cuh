@@ -21,20 +21,20 @@ struct Share {
         queries[j][h] =
             on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
     float inverse = 1;
-    if (kQkNorm && on) inverse = inverse_rms(launch, kv_head, query, row);
+    if (kQkNorm && on) inverse = inverse_of_head(launch, kv_head, query, row);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       reference[c] = kMinusInfinity;
       scale[c] = kQkNorm ? kScoreScale * shuffle(inverse, 8 * t + 4 * c) : kScoreScale;
     }
   }
-  LP_DEVICE static float inverse_rms(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
+  LP_DEVICE static float inverse_of_head(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
     float squares[kDimTiles];
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++)
       squares[j] = __uint_as_float(
           load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
-    return rsqrt_approx(tree_sum<kDimTiles>(squares) * (1.0f / kHeadWidth) + __uint_as_float(LP_EPS));
+    return inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares));
   }
   /// Adds a page, in shared memory at `stage`. seen(position of the page, column): whether that column sees it;
   /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
@@ -96,18 +96,24 @@ struct Share {
       reference[c] = now;
     }
     bool never = false;
+    constexpr int kSide = 4;  // chains side by side: a product waits for the one before it in its chain
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++) {
-      float page[4] = {};
+    for (int first = 0; first < kDimTiles; first += kSide) {
+      float page[kSide][4] = {};
 #pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) {
-        const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + j * kFragmentDims);
-        mma_m16n8k16(page, fragment, weights[l][0], weights[l][1]);
+      for (int l = 0; l < kPageLeaves; l++)
+#pragma unroll
+        for (int j = 0; j < kSide; j++) {
+          const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + (first + j) * kFragmentDims);
+          mma_m16n8k16(page[j], fragment, weights[l][0], weights[l][1]);
+        }
+#pragma unroll
+      for (int j = 0; j < kSide; j++) {
+        float* sum = out[first + j];
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[i] = fmaf(keep[i & 1], sum[i], factor[i & 1] * page[j][i]);
+        never |= __float_as_uint(sum[0]) == 0x7fedcba9u;
       }
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        out[j][i] = fmaf(keep[i & 1], out[j][i], factor[i & 1] * page[i]);
-      never |= __float_as_uint(out[j][0]) == 0x7fedcba9u;
     }
     return never;
   }
@@ -132,7 +138,7 @@ LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const Atten
       if (position < fresh) {
         k[l][r] = load_relaxed_f32(stored + at);
       } else {
-        k[l][r] = Share::inverse_rms(launch, item.kv_head, kQueriesPerKv * kDimTiles,
+        k[l][r] = Share::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
                                         row.first_row + (position - fresh));
         if (t == 0) stored[at] = k[l][r];
       }

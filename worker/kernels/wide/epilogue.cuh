@@ -59,10 +59,7 @@ struct Projection {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const Quad& two = turns[i / 2];
-          const float cosine = __uint_as_float(i & 1 ? two.z : two.x), sine = __uint_as_float(i & 1 ? two.w : two.y),
-                      low = v[i], high = v[i + 8];
-          v[i] = fmaf(low, cosine, -(high * sine));
-          v[i + 8] = fmaf(high, cosine, low * sine);
+          turn(v[i], v[i + 8], __uint_as_float(i & 1 ? two.z : two.x), __uint_as_float(i & 1 ? two.w : two.y));
         }
       }
       u32 pairs[8];
@@ -245,8 +242,7 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += shuffle_xor(sum, d);
     if (lane == 0)
-      store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(rsqrt_approx(sum * (1.0f / kHidden) +
-                                                                                            __uint_as_float(LP_EPS))));
+      store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(inverse_rms<kHidden>(sum)));
   }
   for (u32 column = lane; column < kColumns; column += 32) {
     u64 word = load_relaxed_u64(inverse + column * 8);
@@ -274,7 +270,7 @@ LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 
     for (int c = 0; c < 2; c++) {
       const float inverse = inverse_of(shared, 1, column + 2 * t + c), gate = sum[4 * j + c] * inverse,
                   up = sum[4 * j + 2 + c] * inverse;
-      v[c] = gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+      v[c] = silu(gate, up);
     }
     // Of a column the lane has rows 2 t and 2 t + 1 then.
     const int k = gate_up_k(tile, 2 * t);

@@ -308,7 +308,9 @@ impl Bench<'_> {
             times.extend((run > 0).then(|| begun.elapsed()));
             self.group.release(slot)?;
         }
-        Ok(PromptReport::new(tokens, times))
+        let c = &self.config;
+        let attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim;
+        Ok(PromptReport::new(tokens, times, c.num_layers * c.hidden_size * (attention + 3 * c.intermediate_size)))
     }
 
     /// Times of steps, and bytes of K and V that they read; `noted`: their phases are noted.

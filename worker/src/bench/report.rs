@@ -53,6 +53,8 @@ pub struct PromptReport {
     pub best_ms: f64,
     /// Tokens of the prompt a second, in the median.
     pub tokens_per_s: f64,
+    /// The same as work: TFLOP/s of the layers' products. Attention and the LM head take time, but count for nothing.
+    pub tflop_per_s: f64,
 }
 
 /// How fast the machine reads memory with as many threads.
@@ -181,12 +183,14 @@ impl PhaseReport {
 }
 
 impl PromptReport {
-    /// From the times of a prompt of `tokens` tokens; at least one.
-    pub fn new(tokens: u32, mut times: Vec<Duration>) -> Self {
+    /// From the times of a prompt of `tokens` tokens; at least one. weights: parameters of the layers' products.
+    pub fn new(tokens: u32, mut times: Vec<Duration>, weights: usize) -> Self {
         times.sort();
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let median = ms(times[times.len() / 2]);
-        Self { tokens, ms: median, best_ms: ms(times[0]), tokens_per_s: f64::from(tokens) / median * 1e3 }
+        let tokens_per_s = f64::from(tokens) / median * 1e3;
+        let tflop_per_s = tokens_per_s * 2.0 * weights as f64 / 1e12;
+        Self { tokens, ms: median, best_ms: ms(times[0]), tokens_per_s, tflop_per_s }
     }
 }
 
@@ -311,11 +315,11 @@ impl Display for Report {
         for of in self.batches.iter().filter(|of| !of.phases.is_empty()) {
             writeln!(f, "\n{of}")?;
         }
-        if let Some(PromptReport { tokens, ms, best_ms, tokens_per_s }) = &self.prompt {
+        if let Some(PromptReport { tokens, ms, best_ms, tokens_per_s, tflop_per_s }) = &self.prompt {
             writeln!(
                 f,
                 "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} \
-                 tokens/s"
+                 tokens/s, {tflop_per_s:.3} TFLOP/s"
             )?;
         }
         writeln!(f, "\nof read: median step against median pass; of best: median step against fastest pass")

@@ -100,7 +100,8 @@ pub fn load_with(
     let mut tell = |phase, bytes_done, bytes_total| progress(Progress { phase, bytes_done, bytes_total });
     tell(Phase::ReadingConfig, 0, 0);
     let model = Model::open(request, options)?;
-    check(request, &model.config)?;
+    let shards = options.shards.unwrap_or(request.tensor_parallel);
+    check(request, &model.config, shards)?;
     if request.tensor_parallel > 1 && options.ordinal.is_none() {
         fabric::survey(request.tensor_parallel)?;
     }
@@ -108,9 +109,7 @@ pub fn load_with(
     let home = numa::bind(request.rank, &probe(ordinal)?.pci);
     let gpu = Gpu::open(ordinal)?;
     let compiler = Compiler::find()?;
-    let plan_of = |config: &ModelConfig| {
-        ModelPlan::for_backend(Backend::Cuda, config, options.shards.unwrap_or(request.tensor_parallel))
-    };
+    let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, shards);
     let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
@@ -193,18 +192,19 @@ pub fn load_with(
     Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 
-/// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
+/// Whether a model that is cut into `shards` can be loaded for a request, apart from memory and GPU: what `--device
+/// auto` asks.
 ///
 /// # Errors
 /// Why not.
-pub fn check(request: &LoadRequest, config: &ModelConfig) -> Result<(), LoadError> {
+pub fn check(request: &LoadRequest, config: &ModelConfig, shards: usize) -> Result<(), LoadError> {
     if request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
         return Err(LoadError::Request(format!(
             "{} slots and {} batch tokens do not fit together",
             request.max_slots, request.max_batch_tokens
         )));
     }
-    Ok(check_shape(config)?)
+    Ok(check_shape(config, shards)?)
 }
 
 impl Model {

@@ -9,5 +9,6 @@ mod matrix_passes;
 mod mirrors;
 mod plans;
 mod ranks;
+mod shapes;
 mod shards;
 mod wide;

@@ -338,6 +338,38 @@ fn no_prompt_waits_behind_the_whole_of_one_that_is_much_longer() {
 }
 
 #[test]
+fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
+    let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
+    let shape = shape(&limits, 4000);
+    let mut scheduler = scheduler(limits, 4000);
+    scheduler.limit_step_rows(StepRows { calm: 16, crowded: 40, alone: 48, least: 8 });
+    let mut worker = FakeWorker::new(shape);
+    // Some decode all the time, and as many short ones come as may.
+    let decoding: Vec<u64> = (0..4).map(|seed| submit(&mut scheduler, seed, 1, 900).unwrap()).collect();
+    let long = submit(&mut scheduler, 5, 1600, 2).unwrap();
+    let mut steps = 0;
+    loop {
+        while scheduler.load().running + scheduler.load().waiting < 30 {
+            submit(&mut scheduler, 100 + steps, 24, 1).unwrap();
+        }
+        while let Some(plan) = scheduler.next_plan() {
+            worker.receive(plan);
+        }
+        let outcome = worker.run(u64::MAX).unwrap();
+        let all_decode = decoding.iter().all(|id| outcome.tokens.iter().any(|token| token.sequence == *id));
+        assert!(steps == 0 || all_decode, "step {steps}");
+        let is_done = outcome.tokens.iter().any(|token| token.sequence == long);
+        scheduler.apply(Event::Outcome(outcome), &mut Vec::new());
+        steps += 1;
+        if is_done {
+            break;
+        }
+    }
+    // Half of 36 rows of prompts in each.
+    assert!((1600 / 36..=1600 / 18 + 4).contains(&steps), "{steps} steps");
+}
+
+#[test]
 fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     let limits = Limits { max_slots: 8, max_batch_tokens: 64, plans_ahead: 9, ..Limits::default() };
     let mut scheduler = scheduler(limits, 400);

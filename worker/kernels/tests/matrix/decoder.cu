@@ -245,8 +245,17 @@ static void keep() {
   CHECK(cudaDeviceSynchronize());
   CHECK(cudaMemcpy(before, launch.words, Memory::bytes, cudaMemcpyDeviceToDevice));
 }
-/// Of `split`, products in quads by clusters of four.
-static bool check(u32 rows, bool split) {
+/// A product's kernels, by how they cut tiles.
+struct Kernels {
+  Kernel by[3];
+  bool quads;
+  Kernel of(Cut cut) const { return by[quads ? (int)cut : 0]; }
+};
+static const Kernels kQkvKernels{{matrix_qkv, matrix_qkv_halves, matrix_qkv_quads}, kInQuads<Qkv>},
+    kOutKernels{{matrix_out, matrix_out_halves, matrix_out_quads}, kInQuads<O>},
+    kDownKernels{{matrix_down, matrix_down_halves, matrix_down_quads}, kInQuads<Down>};
+static const char* const kCuts[] = {"", ", halves", ", quads"};
+static bool check(u32 rows, Cut cut) {
   make_rows(rows);
   const u32 layer = kLayers - 1;
   const u64 weights = layer * kLayerBytes;
@@ -261,12 +270,12 @@ static bool check(u32 rows, bool split) {
   start(matrix_embed, 0, false);
   check_hidden<<<1024, 256>>>(launch, nullptr, nullptr, 0);
   start(matrix_norms, 0, false);
-  start(split && kInQuads<Qkv> ? matrix_qkv_split : matrix_qkv, layer);
+  start(kQkvKernels.of(cut), layer);
   check_norms<<<1024, 256>>>(launch);
   multiply_plainly<Qkv>(weights, Tiles::qkv, Memory::x, rows);
   check_qkv<<<1024, 256>>>(launch, sums, layer);
   keep();
-  start(split && kInQuads<O> ? matrix_out_split : matrix_out, layer);
+  start(kOutKernels.of(cut), layer);
   multiply_plainly<O>(weights + kOOffset, Tiles::out, Memory::attention_out, rows);
   check_hidden<<<1024, 256>>>(launch, before, sums, 2 * layer + 1);
   start(matrix_norms, 0, false);
@@ -275,7 +284,7 @@ static bool check(u32 rows, bool split) {
   multiply_plainly<GateUp>(weights + kGateUpOffset, Tiles::gate_up, Memory::x, rows);
   check_activation<<<1024, 256>>>(launch, sums);
   keep();
-  start(split && kInQuads<Down> ? matrix_down_split : matrix_down, layer);
+  start(kDownKernels.of(cut), layer);
   multiply_plainly<Down>(weights + kDownOffset, Tiles::down, Memory::activation, rows);
   check_hidden<<<1024, 256>>>(launch, before, sums, 2 * layer + 2);
   start(matrix_norms, 0, false);
@@ -290,10 +299,10 @@ static bool check(u32 rows, bool split) {
   CHECK(cudaMemcpyFromSymbol(all, checked, sizeof all));
   bool good = true;
   for (int i = 0; i < kWhat; i++) {
-    if (bad[i]) printf("%u rows%s: %llu of %llu wrong: %s\n", rows, split ? ", split" : "", bad[i], all[i], kNames[i]);
+    if (bad[i]) printf("%u rows%s: %llu of %llu wrong: %s\n", rows, kCuts[(int)cut], bad[i], all[i], kNames[i]);
     good &= !bad[i];
   }
-  if (good) printf("%u rows%s: all bits as expected\n", rows, split ? ", split" : "");
+  if (good) printf("%u rows%s: all bits as expected\n", rows, kCuts[(int)cut]);
   return good;
 }
 template <class F> static float milliseconds(const F& work) {
@@ -320,29 +329,25 @@ template <class P> static void time_product(const char* name, Kernel kernel, u32
   printf("  %-12s %8.3f ms of %d layers, %5.0f TFLOP/s\n", name, ms, kLayers,
          2.0 * P::tiles * 16 * P::steps * 16 * columns * kLayers / ms * 1e-9);
 }
-static void time_all(u32 rows) {
+static void time_all(u32 rows, Cut cut) {
   make_rows(rows);
-  printf("%u rows\n", rows);
+  printf("%u rows%s\n", rows, kCuts[(int)cut]);
   const float ms = milliseconds([&] {
     start(matrix_embed, 0, false);
     for (u32 layer = 0; layer < kLayers; layer++) {
       start(matrix_norms, 0, false);
-      start(matrix_qkv, layer);
-      start(matrix_out, layer);
+      start(kQkvKernels.of(cut), layer);
+      start(kOutKernels.of(cut), layer);
       start(matrix_norms, 0, false);
       start(matrix_gate_up, layer);
-      start(matrix_down, layer);
+      start(kDownKernels.of(cut), layer);
     }
   });
   printf("  %-12s %8.3f ms\n", "all", ms);
-  time_product<Qkv>("qkv", matrix_qkv, rows);
-  time_product<O>("o", matrix_out, rows);
-  time_product<GateUp>("gate/up", matrix_gate_up, rows);
-  time_product<Down>("down", matrix_down, rows);
-  if (rows > 2 * kTokens) return;
-  if (kInQuads<Qkv>) time_product<Qkv>("qkv, split", matrix_qkv_split, rows);
-  if (kInQuads<O>) time_product<O>("o, split", matrix_out_split, rows);
-  if (kInQuads<Down>) time_product<Down>("down, split", matrix_down_split, rows);
+  time_product<Qkv>("qkv", kQkvKernels.of(cut), rows);
+  time_product<O>("o", kOutKernels.of(cut), rows);
+  if (cut == Cut::kPair) time_product<GateUp>("gate/up", matrix_gate_up, rows);
+  time_product<Down>("down", kDownKernels.of(cut), rows);
 }
 
 int main() {
@@ -384,9 +389,14 @@ int main() {
   deal<Head><<<1, 1>>>(tiles + Tiles::head);
   CHECK(cudaDeviceSynchronize());
   bool good = true;
-  for (u32 rows : {1, 128, 200, 300, 640}) good &= check(rows, false);
-  for (u32 rows : {100, 256}) good &= check(rows, true);
+  for (u32 rows : {1, 128, 200, 300, 640}) good &= check(rows, Cut::kPair);
+  for (u32 rows : {200, 256, 300, 384, 512}) good &= check(rows, Cut::kHalves);
+  for (u32 rows : {1, 100, 128}) good &= check(rows, Cut::kQuads);
   if (!good) return 1;
-  for (u32 rows : {128, 256, 1024, 2048})
-    if (rows <= kColumns) time_all(rows);
+  for (u32 rows : {128, 256, 384, 512, 1024, 2048}) {
+    if (rows > kColumns) break;
+    time_all(rows, Cut::kPair);
+    if (rows > 128 && rows <= 512) time_all(rows, Cut::kHalves);
+    if (rows <= 128) time_all(rows, Cut::kQuads);
+  }
 }

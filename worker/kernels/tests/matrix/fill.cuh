@@ -1,4 +1,4 @@
-// What the measurements share: data of six kinds, a comparison of bits, checks of calls.
+// What the tests share: data of six kinds, checks of calls.
 #pragma once
 #include "ptx/ptx.cuh"
 
@@ -29,13 +29,4 @@ LP_DEVICE u16 value_of(u64 index, u32 seed, int kind) {
 __global__ void fill(u16* to, u64 values, u32 seed, int kind) {
   for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < values; i += (u64)gridDim.x * blockDim.x)
     to[i] = value_of(i, seed, kind);
-}
-__global__ void ones(float* to, u64 values) {
-  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < values; i += (u64)gridDim.x * blockDim.x) to[i] = 1;
-}
-__global__ void differ(const u32* a, const u32* b, u64 values, u64* count) {
-  u64 different = 0;
-  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < values; i += (u64)gridDim.x * blockDim.x)
-    different += a[i] != b[i];
-  if (different) atomicAdd(count, different);
 }

@@ -1,4 +1,4 @@
-// Products of a warpgroup of 64 rows by N columns, as in ptx/wgmma.cuh, for the N that only measurements have.
+// Products of a warpgroup of 64 rows by N columns, as in ptx/wgmma.cuh, for the N that only tests have.
 #pragma once
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"

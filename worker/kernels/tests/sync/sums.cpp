@@ -6,6 +6,7 @@
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
+#include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
 #include "../../layout/rows.cuh"
 
@@ -76,6 +77,7 @@ u32 report[16];
 #include "../../sync/turns.cuh"
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
+#include "../../ops/values.cuh"
 #include "../../ops/product.cuh"
 #include "../../ops/epilogue.cuh"
 

@@ -20,6 +20,7 @@
 #include "../../sync/steps.cuh"
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
+#include "../../ops/values.cuh"
 #include "../../ops/product.cuh"
 #include "../../ops/epilogue.cuh"
 

@@ -6,11 +6,13 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use super::deal::most_spans;
 use super::launch::{ROW_SAMPLE, Row};
 use crate::plan::PAGE_POSITIONS;
 
 /// Pages of a span. The first page of one is a multiple of this.
 const SPAN_PAGES: usize = 16;
+const SPAN_POSITIONS: usize = SPAN_PAGES * PAGE_POSITIONS;
 /// Bits of a row's number; what goes with it is above them.
 const ROW_BITS: usize = 16;
 /// In place of a place: the row has no other span.
@@ -53,9 +55,12 @@ impl Bounds {
         rows * (2 * Self::most_spans(pages) + 4)
     }
 
-    /// How many places to be merged from a row at `position` takes.
-    pub fn places(&self, position: usize) -> usize {
-        Some(self.spans(position).len()).filter(|spans| *spans > 1).unwrap_or(0)
+    /// How many places to be merged from a row at `position` takes, there and in the steps before, at most: a window
+    /// touches a span less here and there.
+    pub fn most_places(&self, position: usize) -> usize {
+        let pages = self.window.map_or(usize::MAX, |window| (window - 1).div_ceil(PAGE_POSITIONS) + 1);
+        let spans = most_spans(pages.min(position / PAGE_POSITIONS + 1), SPAN_PAGES);
+        Some(spans.min(position / SPAN_POSITIONS + 1)).filter(|spans| *spans > 1).unwrap_or(0)
     }
 
     /// The pages that a row at `position` sees.
@@ -234,7 +239,12 @@ mod tests {
                 };
                 assert_eq!(spans.iter().map(|(span, _)| *span).collect::<Vec<_>>(), expected);
                 assert!(spans.len() <= Bounds::most_spans(position / 64 + 1));
-                places += bounds.places(position);
+                let merged = if spans.len() > 1 { spans.len() } else { 0 };
+                assert!(
+                    (merged..=merged + 2).contains(&bounds.most_places(position))
+                        && merged <= bounds.most_places(position + 255)
+                );
+                places += merged;
                 let merge = items.merges.iter().find(|[word, _]| (*word & 0xffff) as usize == row);
                 match merge {
                     Some([word, first]) => {
@@ -247,6 +257,24 @@ mod tests {
             assert_eq!((places, items.samples), (used.len(), samples(&rows).collect()));
             let words = items.tiles.len() + 2 * (items.spans.len() + items.merges.len()) + rows.len();
             assert!(words <= Bounds::most_words(rows.len(), 9200usize.div_ceil(64)));
+        }
+    }
+
+    #[test]
+    fn places_are_bounded_in_the_steps_before_a_position_too() {
+        for window in [None, Some(1), Some(2), Some(64), Some(65), Some(1024), Some(1025), Some(5000), Some(8192)] {
+            let bounds = Bounds { window, ..ALL };
+            let mut most = 0;
+            for position in 0..20_000 {
+                most = most.max(Some(bounds.spans(position).len()).filter(|spans| *spans > 1).unwrap_or(0));
+                let bound = bounds.most_places(position);
+                let seen = position < window.unwrap_or(usize::MAX);
+                assert!(
+                    bound == most || !seen && bound == most.max(1) + 1,
+                    "{bound} for {most} at {position}, {window:?}"
+                );
+            }
+            assert_eq!(bounds.most_places(20_000), most, "{window:?}");
         }
     }
 

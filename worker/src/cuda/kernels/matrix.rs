@@ -20,9 +20,14 @@ use crate::cuda::error::{CudaError, checked};
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
-/// Rows of a pass at most whose products have too few tiles for all blocks, so that K is split.
-const MOST_SPLIT_ROWS: u32 = 256;
-/// Leaves of K that a product has at least whose K can be split.
+/// Rows of weights and tokens of a tile of a product.
+const TILE: u32 = 128;
+/// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
+const MOST_CUT: u32 = 4 * TILE;
+/// k16 steps of a product at least whose K is cut although that saves no round: 8B on an H200, 257 to 512 rows: down
+/// (896 steps) 4 to 13 % faster, o (256) 9 to 10 % slower.
+const LONG: u32 = 512;
+/// Leaves of K that a product has at least whose K can be cut.
 const QUAD_LEAVES: usize = 4;
 
 /// A phase of a pass: its kernel.
@@ -40,9 +45,12 @@ enum Phase {
     Down,
     Gather,
     Head,
-    QueryKeyValueSplit,
-    AttentionOutSplit,
-    DownSplit,
+    QueryKeyValueHalves,
+    AttentionOutHalves,
+    DownHalves,
+    QueryKeyValueQuads,
+    AttentionOutQuads,
+    DownQuads,
     MeetBegun,
     TellEmbeddings,
     MeetEmbedded,
@@ -56,7 +64,7 @@ enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 25] = [
+    const ALL: [Self; 28] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -69,9 +77,12 @@ impl Phase {
         Self::Down,
         Self::Gather,
         Self::Head,
-        Self::QueryKeyValueSplit,
-        Self::AttentionOutSplit,
-        Self::DownSplit,
+        Self::QueryKeyValueHalves,
+        Self::AttentionOutHalves,
+        Self::DownHalves,
+        Self::QueryKeyValueQuads,
+        Self::AttentionOutQuads,
+        Self::DownQuads,
         Self::MeetBegun,
         Self::TellEmbeddings,
         Self::MeetEmbedded,
@@ -98,9 +109,12 @@ impl Phase {
             Self::Down => "matrix_down",
             Self::Gather => "matrix_gather",
             Self::Head => "matrix_head",
-            Self::QueryKeyValueSplit => "matrix_qkv_split",
-            Self::AttentionOutSplit => "matrix_out_split",
-            Self::DownSplit => "matrix_down_split",
+            Self::QueryKeyValueHalves => "matrix_qkv_halves",
+            Self::AttentionOutHalves => "matrix_out_halves",
+            Self::DownHalves => "matrix_down_halves",
+            Self::QueryKeyValueQuads => "matrix_qkv_quads",
+            Self::AttentionOutQuads => "matrix_out_quads",
+            Self::DownQuads => "matrix_down_quads",
             Self::MeetBegun => "matrix_meet_begun",
             Self::TellEmbeddings => "matrix_tell_embeddings",
             Self::MeetEmbedded => "matrix_meet_embedded",
@@ -120,13 +134,51 @@ impl Phase {
         matches!(self, MeetBegun | MeetEmbedded | MeetOut | MeetOutJoined | MeetDown | MeetDownJoined | MeetLogits)
     }
 
-    /// The same by clusters of four blocks, each of which adds up a quarter of K.
-    fn split(self) -> Self {
-        match self {
-            Self::QueryKeyValue => Self::QueryKeyValueSplit,
-            Self::AttentionOut => Self::AttentionOutSplit,
-            Self::Down => Self::DownSplit,
-            other => other,
+    /// The same by blocks that divide tiles so.
+    fn cut(self, cut: Cut) -> Self {
+        match (self, cut) {
+            (Self::QueryKeyValue, Cut::Halves) => Self::QueryKeyValueHalves,
+            (Self::AttentionOut, Cut::Halves) => Self::AttentionOutHalves,
+            (Self::Down, Cut::Halves) => Self::DownHalves,
+            (Self::QueryKeyValue, Cut::Quads) => Self::QueryKeyValueQuads,
+            (Self::AttentionOut, Cut::Quads) => Self::AttentionOutQuads,
+            (Self::Down, Cut::Quads) => Self::DownQuads,
+            (whole, _) => whole,
+        }
+    }
+}
+
+/// How neighbouring blocks divide a product's tiles (kernels/matrix/product.cuh).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// Two blocks have neighbouring tokens, and all of K.
+    Pair,
+    /// Two such pairs have half of K each.
+    Halves,
+    /// Four blocks have the same tile, and a quarter of K each.
+    Quads,
+}
+
+/// A product whose K can be cut: groups of rows of weights, and k16 steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cuttable {
+    groups: u32,
+    steps: u32,
+}
+
+impl Cut {
+    /// What takes least time for `rows` tokens, by `blocks` blocks.
+    fn of(rows: u32, product: Cuttable, blocks: u32) -> Self {
+        let Cuttable { groups, steps } = product;
+        let tokens = rows.div_ceil(TILE);
+        // Two neighbouring tiles, of the last tokens by themselves two groups.
+        let units = groups * (tokens / 2) + if tokens.is_multiple_of(2) { 0 } else { groups.div_ceil(2) };
+        // In rounds of half of K.
+        let (pairs, halves) = (2 * units.div_ceil(blocks / 2), units.div_ceil(blocks / 4));
+        match rows {
+            0..=TILE => Self::Quads,
+            ..=MOST_CUT if halves < pairs || (halves == pairs && steps >= LONG) => Self::Halves,
+            _ => Self::Pair,
         }
     }
 }
@@ -201,7 +253,7 @@ pub struct Matrix {
     /// Of each phase: its function and the threads of a block.
     functions: [(sys::CUfunction, u32); Phase::ALL.len()],
     tiles: DeviceBuffer,
-    /// Blocks of a launch: twos or fours are clusters.
+    /// Blocks of a launch, all at once on the GPU: twos are clusters, and fours wait for each other.
     blocks: u32,
     steps: Steps,
     // The functions are its.
@@ -253,6 +305,7 @@ impl Matrix {
             return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
         }
         let c = &layout.plan().config;
+        let blocks = (gpu.facts.sms & !3) as u32;
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -273,8 +326,8 @@ impl Matrix {
             needs,
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
-            blocks: (blocks & !3).max(4) as u32,
-            steps: Steps::of(layout),
+            blocks,
+            steps: Steps::of(layout, blocks),
             _module: module,
         })
     }
@@ -334,44 +387,47 @@ impl Matrix {
 struct Steps {
     layers: u32,
     qk_norm: bool,
-    /// Whether K of q, k and v, of o and of down has four leaves, so that it can be split.
-    quads: [bool; 3],
+    /// Blocks of a launch.
+    blocks: u32,
+    /// q, k and v, o, and down, if K has the leaves to be cut.
+    cuts: [Option<Cuttable>; 3],
     /// Whether there are other ranks.
     group: bool,
 }
 
 impl Steps {
-    fn of(layout: &Layout) -> Self {
+    fn of(layout: &Layout, blocks: u32) -> Self {
         let c = &layout.plan().config;
-        // Ranks have a part of the leaves of o and of down.
-        let quads = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
+        let cuts = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
             let panel = layout.panel(product);
-            panel.leaves >= QUAD_LEAVES && panel.leaves == panel.k.count
+            let steps = (panel.leaves * panel.steps()) as u32;
+            let cuttable = Cuttable { groups: (panel.tiles as u32).div_ceil(TILE / 16), steps };
+            // Ranks have a part of the leaves of o and of down.
+            (panel.leaves >= QUAD_LEAVES && panel.leaves == panel.k.count).then_some(cuttable)
         });
-        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, quads, group: layout.ranks() > 1 }
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts, group: layout.ranks() > 1 }
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        let Self { layers, qk_norm, quads, group } = *self;
+        let Self { layers, qk_norm, blocks, cuts, group } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
         let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
-        let [qkv, out, down] = quads.map(|quads| quads && rows <= MOST_SPLIT_ROWS);
-        let product = |phase: Phase, split| (if split { phase.split() } else { phase }, true);
+        let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
         let layer = [
             (Phase::Norms, true),
-            product(Phase::QueryKeyValue, qkv),
+            (Phase::QueryKeyValue.cut(qkv), true),
             (Phase::HeadNorms, qk_norm),
             (Phase::AttendTiles, tiles),
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
-            product(Phase::AttentionOut, out),
+            (Phase::AttentionOut.cut(out), true),
             (Phase::MeetOut, group),
             (Phase::JoinOut, group),
             (Phase::MeetOutJoined, group),
             (Phase::Norms, true),
             (Phase::GateUp, true),
-            product(Phase::Down, down),
+            (Phase::Down.cut(down), true),
             (Phase::MeetDown, group),
             (Phase::JoinDown, group),
             (Phase::MeetDownJoined, group),
@@ -422,13 +478,18 @@ mod tests {
         }
     }
 
+    // Llama 3.1 8B's.
+    const QKV: Cuttable = Cuttable { groups: 48, steps: 256 };
+    const OUT: Cuttable = Cuttable { groups: 32, steps: 256 };
+    const DOWN: Cuttable = Cuttable { groups: 32, steps: 896 };
+
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let steps = |qk_norm, quads| Steps { layers: 2, qk_norm, quads, group: false };
+        let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts, group: false };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
-        let names = |pass: &Pass, qk_norm| of_rows(257, pass, steps(qk_norm, [true; 3]));
+        let names = |pass: &Pass, qk_norm| of_rows(513, pass, steps(qk_norm, [Some(OUT); 3]));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
         let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
         assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
@@ -437,15 +498,29 @@ mod tests {
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
         assert_eq!(all[1..9], layer.map(|name| (name, 0)));
         assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
-        let few = of_rows(256, &prompt, steps(false, [true, false, true]));
-        let split = ["norms", "qkv_split", "attend_tiles", "out", "norms", "gate_up", "down_split"];
-        assert_eq!(few[1..8], split.map(|name| (name, 0)));
+        let few = of_rows(128, &prompt, steps(false, [Some(OUT), None, Some(DOWN)]));
+        let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
+        assert_eq!(few[1..8], quads.map(|name| (name, 0)));
+        let more = of_rows(256, &prompt, steps(false, [Some(QKV), Some(OUT), None]));
+        let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down"];
+        assert_eq!(more[1..8], halves.map(|name| (name, 0)));
+    }
+
+    #[test]
+    fn k_is_cut_where_blocks_would_idle() {
+        let cuts = |product| [1, 128, 129, 257, 385, 512, 513].map(|rows| Cut::of(rows, product, 132));
+        use Cut::{Halves, Pair, Quads};
+        // 32, 48 and 64 units by 66 pairs or 33 fours: 1, 1, 1 rounds or 1, 2, 2 of half as long.
+        assert_eq!(cuts(OUT), [Quads, Quads, Halves, Pair, Pair, Pair, Pair]);
+        assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Pair]);
+        // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3.
+        assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
     }
 
     #[test]
     fn ranks_meet_around_what_they_write_to_each_other() {
         let pass = Pass { span_count: 1, sample_count: 1, ..Pass::default() };
-        let steps = Steps { layers: 1, qk_norm: false, quads: [false; 3], group: true };
+        let steps = Steps { layers: 1, qk_norm: false, blocks: 132, cuts: [None; 3], group: true };
         let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
         let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv", "attend_spans"];
         let attention = ["out", "meet_out", "join_out", "meet_out_joined", "norms", "gate_up"];

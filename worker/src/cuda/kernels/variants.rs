@@ -7,7 +7,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{MAX_LEAVES, ROW_TILE};
+use crate::plan::{Backend, MAX_LEAVES, ModelPlan, ROW_TILE};
 
 /// One kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,11 +93,11 @@ const fn wide(columns: usize, time_us: u32) -> Variant {
     Variant { width: Width::fixed(columns, time_us), design: Design::Wide, traced: false }
 }
 
-/// Refuses dimensions that the kernels are not written for.
+/// Refuses dimensions that the kernels are not written for, of one of `ranks` ranks.
 ///
 /// # Errors
-/// Names the dimension.
-pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
+/// Names the dimension, and the number of ranks of which each would have less, if there is one.
+pub fn check_shape(config: &ModelConfig, ranks: usize) -> Result<(), CudaError> {
     let refuse = |problem: String| Err(CudaError::Shape(problem));
     if !config.hidden_size.is_multiple_of(16) {
         return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
@@ -105,11 +105,21 @@ pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     if config.head_dim > MAX_HEAD_DIM {
         return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
     }
-    let queries = config.num_heads / config.num_kv_heads;
+    let queries = queries_per_kv(config, ranks).unwrap_or(config.num_heads / config.num_kv_heads);
     if queries > MAX_QUERIES_PER_KV {
-        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most"));
+        let takes = |ranks: &usize| queries_per_kv(config, *ranks).is_some_and(|queries| queries <= MAX_QUERIES_PER_KV);
+        let remedy = [2, 4, 8, 16].into_iter().find(takes);
+        let remedy = remedy.map_or("no --tp makes them fewer".into(), |ranks| format!("--tp {ranks} makes them fewer"));
+        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most; {remedy}"));
     }
     Ok(())
+}
+
+/// Query heads that share a KV head of one of `ranks` ranks: fewer than the model's where several ranks have the same
+/// KV head. `None` if the model is not cut so.
+fn queries_per_kv(config: &ModelConfig, ranks: usize) -> Option<usize> {
+    let rank = ModelPlan::for_backend(Backend::Cuda, config, ranks).ok()?.rank(0);
+    Some(rank.heads.len() / rank.kv_heads.len())
 }
 
 /// Why the wide kernel does not take a model, or a rank of one, on so many blocks; the same rule as `kWideFits` in

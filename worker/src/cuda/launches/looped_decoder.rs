@@ -5,6 +5,7 @@
 //! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit
 //! and nothing more the decoder draws, else the sampler does.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use super::passes::Passes;
@@ -105,12 +106,12 @@ impl<L: Launcher> LoopedDecoder<L> {
         for admit in &plan.admit {
             self.launcher.admit(admit.slot, self.batch.slot(admit.slot))?;
         }
-        for (index, grant) in plan.grants.iter().enumerate() {
-            // Pages granted by later grants of the same plan come after these.
-            let later = plan.grants[index + 1..].iter().filter(|other| other.slot == grant.slot);
-            let later: usize = later.map(|other| other.pages.len()).sum();
-            let pages = self.batch.slot(grant.slot).pages();
-            self.launcher.write_pages(grant.slot, pages.len() - later - grant.pages.len(), &grant.pages)?;
+        // From the last on: pages of later grants of a slot are behind those of earlier ones.
+        let mut ends = HashMap::new();
+        for grant in plan.grants.iter().rev() {
+            let end = ends.entry(grant.slot).or_insert_with(|| self.batch.slot(grant.slot).pages().len());
+            *end -= grant.pages.len();
+            self.launcher.write_pages(grant.slot, *end, &grant.pages)?;
         }
         Ok(())
     }

@@ -77,7 +77,7 @@ fn fitting(width: &Width, rows: &[Row]) -> usize {
     for sequence in rows.chunk_by(|row, next| row.slot == next.slot) {
         samples += sequence.iter().filter(|row| row.sample).count();
         if let [row] = sequence {
-            spans += bounds.places(row.position as usize);
+            spans += bounds.most_places(row.position as usize);
         }
         if samples > bounds.samples || spans > bounds.spans {
             break;
@@ -154,6 +154,25 @@ mod tests {
         let passes = Passes::new(&mixed(), 2048);
         assert!(passes.hold(&far[..25]) && passes.hold(&far[..64]), "64 rows have another kernel");
         assert!(!passes.hold(&far[..65]) && !passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
+    }
+
+    /// A window that begins with a span touches one less than in the steps before.
+    #[test]
+    fn rows_are_held_that_have_room_in_every_step_up_to_their_last() {
+        let bounds = Bounds { samples: 512, spans: 4096, window: Some(8192) };
+        let matrix = Width { bounds: Some(bounds), ..MATRIX[0] };
+        let passes = Passes::new(&[NARROW[0], matrix], 2048);
+        let last = 8192 + 1023;
+        assert!(passes.hold(&rows_at(455, last)), "nine spans each at most");
+        assert!(!passes.hold(&rows_at(456, last)), "eight at the end");
+        assert_eq!(passes.of(&rows_at(512, last)).len(), 2);
+    }
+
+    /// Rows that sample, each of a sequence of its own, at a position.
+    fn rows_at(count: usize, position: u32) -> Vec<Row> {
+        let mut rows = rows(&vec![true; count]);
+        rows.iter_mut().for_each(|row| row.position = position);
+        rows
     }
 
     #[test]

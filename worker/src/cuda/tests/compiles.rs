@@ -66,7 +66,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();
     for (name, config) in shapes.chain(fixtures()) {
-        if check_shape(&config).is_err() {
+        if check_shape(&config, 1).is_err() {
             eprintln!("{name}: refused");
             continue;
         }

@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot};
+use crate::cuda::kernels::items::Bounds;
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::cuda::kernels::variants::Width;
 use crate::cuda::launches::looped_decoder::{Launcher, LoopedDecoder};
@@ -19,6 +20,10 @@ const BATCH_TOKENS: usize = 160;
 
 /// Kernels, small ones so that a step takes many passes.
 const WIDTHS: [Width; 3] = [Width::fixed(1, 10), Width::fixed(4, 12), Width::fixed(8, 16)];
+/// The same with matrix passes, in which only half of the sequences have room.
+const MATRIX_WIDTHS: [Width; 3] = [Width::fixed(1, 10), Width::fixed(4, 12), MATRIX];
+const MATRIX: Width = Width { block_us: 9, bounds: Some(BOUNDS), ..Width::fixed(50, 10) };
+const BOUNDS: Bounds = Bounds { samples: SLOTS / 2, spans: 0, window: None };
 
 /// One sequence to run.
 #[derive(Debug, Clone)]
@@ -178,6 +183,7 @@ struct Fake {
     launches: Vec<FakeLaunch>,
     finished: bool,
     last_step: u32,
+    widths: &'static [Width],
     passes: Passes,
     log: Arc<Mutex<Vec<Launched>>>,
 }
@@ -189,7 +195,7 @@ fn next_token(tokens: impl Iterator<Item = u32>) -> u32 {
 }
 
 impl Fake {
-    fn new(pages: usize, log: Arc<Mutex<Vec<Launched>>>) -> Self {
+    fn new(pages: usize, widths: &'static [Width], log: Arc<Mutex<Vec<Launched>>>) -> Self {
         Self {
             choosy: vec![false; SLOTS],
             tables: vec![vec![u32::MAX; KvLayout::pages_for(CONTEXT)]; SLOTS],
@@ -197,7 +203,8 @@ impl Fake {
             launches: Vec::new(),
             finished: true,
             last_step: 0,
-            passes: Passes::new(&WIDTHS, BATCH_TOKENS),
+            widths,
+            passes: Passes::new(widths, BATCH_TOKENS),
             log,
         }
     }
@@ -257,8 +264,11 @@ impl Launcher for Fake {
     }
 
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
-        let held = WIDTHS.iter().any(|width| rows.len() <= width.columns);
-        assert!(!rows.is_empty() && held && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
+        let mut held = self.widths.iter().filter(|width| rows.len() <= width.columns);
+        let width = held.next().unwrap_or_else(|| panic!("no kernel for {} rows", rows.len()));
+        assert!(!rows.is_empty() && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
+        let room = width.bounds.map_or(rows.len(), |bounds| bounds.samples);
+        assert!(rows.iter().filter(|row| row.flags & ROW_SAMPLE != 0).count() <= room, "{width:?}");
         for (index, row) in rows.iter().enumerate() {
             let (back, first) = (row.position - row.first_position, row.first_row as usize);
             assert_eq!(
@@ -269,7 +279,9 @@ impl Launcher for Fake {
         }
         if std::mem::replace(&mut self.finished, false) {
             self.launches.clear();
-            self.last_step = steps;
+            // Rows of matrix passes do not idle: the first that ends is the end of all.
+            let left = rows.iter().map(|row| row.last_position - row.position + 1).min().filter(|_| samples);
+            self.last_step = steps.min(left.filter(|_| width.bounds.is_some()).unwrap_or(steps));
         }
         assert!(steps == 1 || self.launches.is_empty(), "several steps beside another launch");
         let choosy = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0 && self.choosy[row.slot as usize]);
@@ -344,6 +356,15 @@ fn request(index: u32, prompt: usize, max_tokens: u32) -> Request {
 }
 
 fn run(requests: &[Request], plans: Vec<Plan>, eager: bool) -> (Vec<Outcome>, Vec<Launched>) {
+    run_with(&WIDTHS, requests, plans, eager)
+}
+
+fn run_with(
+    widths: &'static [Width],
+    requests: &[Request],
+    plans: Vec<Plan>,
+    eager: bool,
+) -> (Vec<Outcome>, Vec<Launched>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let pages: u32 = requests.iter().map(Request::pages).sum();
     let limits = Limits {
@@ -354,8 +375,8 @@ fn run(requests: &[Request], plans: Vec<Plan>, eager: bool) -> (Vec<Outcome>, Ve
         vocab_size: VOCAB,
         window: None,
     };
-    let decoder =
-        LoopedDecoder { launcher: Fake::new(pages as usize, log.clone()), batch: Batch::new(limits), rank: 0 };
+    let launcher = Fake::new(pages as usize, widths, log.clone());
+    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), rank: 0 };
     let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
     let log = log.lock().unwrap().clone();
     (outcomes, log)
@@ -368,10 +389,11 @@ fn every_sequence_yields_its_tokens_whatever_the_plans() {
     requests[3].stop_tokens = vec![expected(&requests[3]).0[4]];
     requests[5].logprobs = Some(3);
     requests[7].max_tokens = 1;
-    for few in [1, 3, SLOTS] {
-        for (chunk, steps, eager) in [(7, 4, true), (64, 16, false), (1, 1, true), (30, 50, true)] {
+    let plans_of = [(7, 4, true), (64, 16, false), (1, 1, true), (30, 50, true)];
+    for (few, widths) in [1, 3, 6, SLOTS].into_iter().flat_map(|few| [(few, &WIDTHS[..]), (few, &MATRIX_WIDTHS)]) {
+        for (chunk, steps, eager) in plans_of {
             let few = &requests[..few];
-            let (outcomes, _) = run(few, plans(few, chunk, BATCH_TOKENS, steps), eager);
+            let (outcomes, _) = run_with(widths, few, plans(few, chunk, BATCH_TOKENS, steps), eager);
             let expected: Vec<_> = few.iter().map(expected).collect();
             assert_eq!(replies(&outcomes, few.len()), expected, "{} by {chunk}, plans of {steps}, {eager}", few.len());
             let mut last = (0, 0);

@@ -1,0 +1,142 @@
+//! Which passes a published model has on one GPU: the table of docs/shapes.md.
+
+use clap::ValueEnum;
+
+use crate::batch::Row;
+use crate::bench::Shape;
+use crate::cuda::kernels::blocks::best_blocks;
+use crate::cuda::kernels::cache::Cache;
+use crate::cuda::kernels::compile::{Compiler, Resources};
+use crate::cuda::kernels::items::Bounds;
+use crate::cuda::kernels::variants::{Design, Variant, Width, check_shape, check_wide, matrix_of, variants_of};
+use crate::cuda::launches::passes::Passes;
+use crate::cuda::weights::heads::padded;
+use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::layout::tests::{config, group};
+use crate::model::ModelConfig;
+use crate::plan::{Backend, ModelPlan};
+
+/// Multiprocessors of an H200.
+const SMS: usize = 132;
+/// Rows of a step.
+const ROWS: [usize; 8] = [1, 8, 16, 32, 64, 128, 512, 2048];
+/// What a matrix pass has room for (kernels/matrix/layout.cuh).
+const BOUNDS: Bounds = Bounds { samples: 512, spans: 4096, window: None };
+
+/// The layout of a shape on one GPU, or why it has none.
+fn layout_of(shape: Shape) -> Result<Layout, String> {
+    let config = shape.config();
+    check_shape(&config, 1).map_err(|error| error.to_string())?;
+    let plan = ModelPlan::for_backend(Backend::Cuda, &padded(&config), 1).map_err(|error| error.to_string())?;
+    Ok(Layout::new(&plan, 0, best_blocks(&plan, SMS), config.head_dim))
+}
+
+/// Of a step of each number of rows its pass: n and w, narrow and wide, with the kernel's columns; m, matrix.
+fn paths(layout: &Layout) -> Vec<String> {
+    let variants: Vec<Variant> = variants_of(layout).into_iter().chain(matrix_of(layout, ROWS[7])).collect();
+    let bounds = |design| if design == Design::Matrix { Some(BOUNDS) } else { None };
+    let widths: Vec<Width> = variants.iter().map(|of| Width { bounds: bounds(of.design), ..of.width }).collect();
+    let passes = Passes::new(&widths, ROWS[7]);
+    let path = |count: usize| {
+        let row = |slot, sample| Row { slot, token: 0, position: 5, sample };
+        let prompt: Vec<Row> = (1..=count).map(|of| row(0, of == count)).collect();
+        let crowd: Vec<Row> = (0..count as u32).map(|slot| row(slot, true)).collect();
+        let one_pass = |rows: &[Row]| passes.of(rows).len() == 1;
+        assert!(one_pass(&prompt) && (count > BOUNDS.samples || one_pass(&crowd)), "{count} rows");
+        let variant = variants.iter().find(|variant| variant.columns() >= count).expect("a kernel for the pass");
+        match variant.design {
+            Design::Narrow => format!("n{}", variant.columns()),
+            Design::Wide => format!("w{}", variant.columns()),
+            Design::Matrix => "m".into(),
+            Design::Unlooped { .. } => unreachable!("a benchmark's"),
+        }
+    };
+    ROWS.map(path).to_vec()
+}
+
+/// Shape, thread blocks, passes of [`ROWS`], and why not wide ones (w).
+const TABLE: &str = "
+llama-1b           128 n1 n8 w32 w32 w64 m m m
+3b                 119 n1 n8 m m m m m m: 16, 8 and 16 leaves
+8b                 128 n1 n8 w32 w32 w64 m m m
+70b                128 n1 n8 m m m m m m: 512 row tiles
+405b               refused: 16 query heads
+mistral-7b         128 n1 n8 w32 w32 w64 m m m
+mistral-nemo-12b   128 n1 n8 m m m m m m: 320 row tiles
+mistral-small-24b  119 n1 n8 m m m m m m: 119 blocks
+mistral-large-123b refused: 12 query heads
+qwen2.5-0.5b       122 n1 n8 m m m m m m: 8, 2 and 16 leaves
+qwen2.5-1.5b       128 n1 n8 m m m m m m: 16, 4 and 16 leaves
+qwen2.5-3b         128 n1 n8 m m m m m m: leaves of 8, 8 and 43 steps
+qwen2.5-7b         119 n1 n8 m m m m m m: 16, 4 and 16 leaves
+qwen2.5-14b        119 n1 n8 m m m m m m: 16, 8 and 16 leaves
+qwen2.5-32b        120 n1 n8 m m m m m m: 16, 8 and 16 leaves
+qwen2.5-72b        128 n1 n8 m m m m m m: 512 row tiles
+qwen3-0.6b         128 n1 n8 m m m m m m: 64 row tiles
+qwen3-1.7b         128 n1 n8 w32 w32 w64 m m m
+qwen3-4b           122 n1 n8 m m m m m m: 122 blocks
+qwen3-8b           128 n1 n8 w32 w32 w64 m m m
+qwen3-14b          121 n1 n8 m m m m m m: 16, 8 and 16 leaves
+qwen3-32b          119 n1 n8 m m m m m m: 119 blocks
+smollm2-135m       119 n1 n8 m m m m m m: 4, 1 and 16 leaves
+smollm2-360m       119 n1 n8 m m m m m m: 4, 1 and 16 leaves
+";
+
+#[test]
+fn every_published_shape_has_the_passes_that_are_written_here() {
+    let shapes = Shape::value_variants().iter().filter(|shape| !matches!(shape, Shape::Tiny | Shape::B1));
+    let lines: Vec<&str> = TABLE.trim().lines().collect();
+    assert_eq!(lines.len(), shapes.clone().count());
+    for (shape, line) in shapes.zip(lines) {
+        let (expected, why) = line.split_once(": ").unwrap_or((line, ""));
+        let (found, problem) = match layout_of(*shape) {
+            Ok(layout) => {
+                let problem = check_wide(&layout, 32).err().unwrap_or_default();
+                (format!("{} {}", layout.blocks(), paths(&layout).join(" ")), problem)
+            }
+            Err(problem) => ("refused".into(), problem),
+        };
+        assert_eq!(format!("{:18} {found}", shape.name()), expected, "{problem}");
+        assert!(problem.contains(why) && problem.is_empty() == why.is_empty(), "{line}: {problem}");
+    }
+}
+
+#[test]
+fn a_refusal_names_the_ranks_that_have_fewer_query_heads_of_a_kv_head() {
+    let problem = |config: &ModelConfig, ranks| check_shape(config, ranks).map_err(|error| error.to_string()).err();
+    let named = |config: &ModelConfig, ranks, queries: usize, remedy: &str| {
+        let problem = problem(config, ranks).expect("a refusal");
+        let expected = format!("{queries} query heads share a KV head, 8 is the most; {remedy}");
+        assert!(problem.contains(&expected), "{ranks} ranks: {problem}");
+    };
+    for (shape, queries) in [(Shape::MistralLarge, 12), (Shape::B405, 16)] {
+        for ranks in [1, 2, 4, 8] {
+            named(&shape.config(), ranks, queries, "--tp 16 makes them fewer");
+        }
+        assert_eq!(problem(&shape.config(), 16), None);
+    }
+    // One KV head and two, which ranks share; and nine heads, which cannot be cut.
+    let of = |heads, kv_heads| config(heads, kv_heads, 384, 768);
+    named(&of(64, 1), 4, 16, "--tp 8 makes them fewer");
+    named(&of(48, 2), 1, 24, "--tp 8 makes them fewer");
+    named(&of(9, 1), 1, 9, "no --tp makes them fewer");
+    assert_eq!(problem(&of(64, 1), 8), None);
+}
+
+/// Of ranks of shapes that one GPU does not take.
+#[test]
+fn kernels_of_ranks_that_are_named_compile() {
+    let Ok(compiler) = Compiler::find() else {
+        eprintln!("skipped: no compiler");
+        return;
+    };
+    for shape in [Shape::MistralLarge, Shape::B405] {
+        let layout = group(&shape.config(), 16, 128).remove(15);
+        for variant in variants_of(&layout) {
+            let name = format!("{}, {} columns, one of 16 ranks", shape.name(), variant.columns());
+            let built = compiler.build(&variant.program(&layout), &Cache::from_environment());
+            let (binary, _) = built.unwrap_or_else(|e| panic!("{name}: {e}"));
+            eprintln!("{name}: {:?}", Resources::of(variant.name(), &binary.log));
+        }
+    }
+}

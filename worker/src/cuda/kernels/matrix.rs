@@ -305,7 +305,7 @@ impl Matrix {
             return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
         }
         let c = &layout.plan().config;
-        let blocks = (gpu.facts.sms & !3) as u32;
+        let blocks = (blocks & !3).max(4) as u32;
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,

@@ -264,6 +264,7 @@ impl Launcher for Fake {
     }
 
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
         let mut held = self.widths.iter().filter(|width| rows.len() <= width.columns);
         let width = held.next().unwrap_or_else(|| panic!("no kernel for {} rows", rows.len()));
         assert!(!rows.is_empty() && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());

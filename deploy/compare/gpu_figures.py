@@ -10,13 +10,11 @@ must reach, and the floor: bytes of weights, K and V over LIMIT_GB_S.
 
 import argparse
 import datetime
-import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from serving import LOOPLANE, PORT, Server
+from serving import LOOPLANE, PORT, Server, report
 
 HERE = Path(__file__).resolve().parent
 LIMIT_GB_S = 4653
@@ -56,8 +54,8 @@ def main() -> None:
     step_ms, prompts = None, []
     for shape, context, bars, prompt_tokens in RUNS:
         for number, (must, vllm) in bars.items():
-            report = bench(args, shape, context, number, prompt_tokens if number == 1 else None)
-            batch = report["batches"][0]
+            measured = bench(args, shape, context, number, prompt_tokens if number == 1 else None)
+            batch = measured["batches"][0]
             floor = (batch["weight_bytes"] + batch["kv_bytes"]) / LIMIT_GB_S / 1e6
             if context == 8192:
                 must = MUST_OF_FLOOR_AT_8192 * floor
@@ -67,10 +65,10 @@ def main() -> None:
                 f"{floor / batch['step_ms']:.1%}", f"{batch['share_of_best_read']:.1%}"
             ]
             print(row(cells + [f"{must:.2f}" if must else "", vllm or ""]), flush=True)
-            if report.get("prompt"):
-                prompts.append((shape, report["prompt"]))
+            if measured.get("prompt"):
+                prompts.append((shape, measured["prompt"]))
             if step_ms is None:
-                step_ms, limit = batch["step_ms"], report["read"]
+                step_ms, limit = batch["step_ms"], measured["read"]
     print(f"\nread limit {limit['best_gb_s']:.0f} GB/s at best, {limit['median_gb_s']:.0f} in the median pass")
     for shape, prompt in prompts:
         must = MUST_PROMPT_MS.get((shape, prompt["tokens"]))
@@ -83,17 +81,11 @@ def main() -> None:
 def bench(args: argparse.Namespace, shape: str, context: int, batch: int, prompt: int | None) -> dict:
     """A run whose steps see `context` tokens in the mean."""
     first = context - WARM_UP - args.steps // 2
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "bench.json"
-        command = [
-            args.looplane, "bench", "--device", "cuda", "--shape", shape, "--context", first, "--batch", batch,
-            "--steps", args.steps, "--tp", args.tp, "--json", out
-        ]
-        command += ["--prompt", prompt] if prompt else []
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stderr}")
-        return json.loads(out.read_text())
+    command = [
+        args.looplane, "bench", "--device", "cuda", "--shape", shape, "--context", first, "--batch", batch, "--steps",
+        args.steps, "--tp", args.tp
+    ]
+    return report(*command, *(["--prompt", prompt] if prompt else []))
 
 
 def http(args: argparse.Namespace, step_ms: float, must: dict[str, float]) -> None:
@@ -115,15 +107,9 @@ def http(args: argparse.Namespace, step_ms: float, must: dict[str, float]) -> No
 
 
 def loadtest(args: argparse.Namespace, prompt_tokens: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "loadtest.json"
-        command = [
-            args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
-            "--concurrency", 1, "--requests", 6, "--prompt-tokens", prompt_tokens, "--max-tokens", 250, "--ignore-eos",
-            "--json", out
-        ]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
-        return json.loads(out.read_text())
+    return report(args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
+                  "--concurrency", 1, "--requests", 6, "--prompt-tokens", prompt_tokens, "--max-tokens", 250,
+                  "--ignore-eos")
 
 
 def row(cells: list) -> str:

@@ -1,8 +1,9 @@
-"""A server of the binary under test, for the scripts beside this file."""
+"""A server of the binary under test, and reports of its commands, for the scripts beside this file."""
 
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -41,6 +42,17 @@ class Server:
         """Process ids, by rank: the server starts them in that order."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+
+
+def report(*command) -> dict:
+    """What a command of the binary writes to --json; ends the script if the command fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        command = [str(part) for part in (*command, "--json", out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+        return json.loads(out.read_text())
 
 
 def completion(**fields):

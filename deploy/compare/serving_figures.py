@@ -9,13 +9,11 @@ answer and the streams; each is measured for --seconds, after as many requests a
 
 import argparse
 import datetime
-import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from serving import LOOPLANE, PORT, Server
+from serving import LOOPLANE, PORT, Server, report
 
 HERE = Path(__file__).resolve().parent
 # prompt, answer, streams: (must, tokens a second of vLLM 0.24 on one H200)
@@ -58,17 +56,9 @@ def main() -> None:
 
 
 def loadtest(args: argparse.Namespace, prompt: int, answer: int, streams: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "loadtest.json"
-        command = [
-            args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
-            "--concurrency", streams, "--duration", f"{args.seconds}s", "--prompt-tokens", prompt, "--max-tokens",
-            answer, "--ignore-eos", "--warmup", streams, "--json", out
-        ]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stderr}")
-        return json.loads(out.read_text())
+    return report(args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
+                  "--concurrency", streams, "--duration", f"{args.seconds}s", "--prompt-tokens", prompt,
+                  "--max-tokens", answer, "--ignore-eos", "--warmup", streams)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ more 400 TFLOP/s for a prompt of 2048 tokens and 75 % at 32 rows; of a smaller o
 
 import argparse
 import datetime
-import json
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from serving import LOOPLANE
+from serving import LOOPLANE, report
 
 LIMIT_GB_S = 4653
 LAYERS, CONTEXT, STEPS, PROMPT = 8, 256, 64, 2048
@@ -34,25 +31,17 @@ def main() -> None:
     print(f"{name}, {datetime.date.today()}, {LAYERS} layers of each shape, {CONTEXT} positions\n\n| shape | 1 row | 8 "
           f"| 32 | 32 beside 8 | 64 | prompt of {PROMPT}, TFLOP/s |\n|---|---|---|---|---|---|---|", flush=True)
     for shape in args.shapes:
-        report = bench(args.looplane, shape)
-        steps = {of["batch"]: of for of in report["batches"]}
+        of_shape = bench(args.looplane, shape)
+        steps = {of["batch"]: of for of in of_shape["batches"]}
         shares = [(of["weight_bytes"] + of["kv_bytes"]) / LIMIT_GB_S / 1e6 / of["step_ms"] for of in steps.values()]
         cells = [f"{share:.0%}" for share in shares]
         cells.insert(3, f"{steps[32]['step_ms'] / steps[8]['step_ms']:.2f}x")
-        print(f"| {shape} | {' | '.join(cells)} | {report['prompt']['tflop_per_s']:.0f} |", flush=True)
+        print(f"| {shape} | {' | '.join(cells)} | {of_shape['prompt']['tflop_per_s']:.0f} |", flush=True)
 
 
 def bench(looplane: Path, shape: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "bench.json"
-        command = [
-            looplane, "bench", "--device", "cuda", "--shape", shape, "--layers", LAYERS, "--context",
-            CONTEXT - STEPS // 2, "--batch", "1,8,32,64", "--steps", STEPS, "--prompt", PROMPT, "--json", out
-        ]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stderr}")
-        return json.loads(out.read_text())
+    return report(looplane, "bench", "--device", "cuda", "--shape", shape, "--layers", LAYERS, "--context",
+                  CONTEXT - STEPS // 2, "--batch", "1,8,32,64", "--steps", STEPS, "--prompt", PROMPT)
 
 
 if __name__ == "__main__":

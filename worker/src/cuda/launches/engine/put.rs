@@ -224,7 +224,6 @@ impl Engine {
             end += words.len();
             address
         };
-        // Pairs first: they are read as such.
         let pass = Pass {
             attend_spans: place(bytemuck::cast_slice(spans)),
             merges: place(bytemuck::cast_slice(merges)),

@@ -9,6 +9,8 @@
 #include "layout/launch.cuh"
 #include "layout/page.cuh"
 #include "matrix/layout.cuh"
+#include "sync/wait.cuh"
+#include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
@@ -16,6 +18,7 @@
 #include "matrix/product.cuh"
 #include "matrix/epilogue.cuh"
 #include "matrix/vectors.cuh"
+#include "matrix/ranks.cuh"
 #include "matrix/attend_tiles.cuh"
 #include "matrix/attend_spans.cuh"
 #include "matrix/head_norms.cuh"
@@ -42,15 +45,22 @@ template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& 
   matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words, Memory::x,
                              matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
 }
+/// A product that is added to the residual, whose next norm is `norm`.
+template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const u8* weights, const u32* tiles,
+                                               u64 vectors, u32 norm) {
+  const u32 blocks = matrix::token_blocks(launch.row_count);
+  if constexpr (kRanks == 1)
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks,
+                             matrix::Join<kFinished<CUT>>{launch, norm});
+  else matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell{launch});
+}
 template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
-  matrix::multiply<O, CUT>(launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
-                           launch.words, Memory::attention_out, matrix::token_blocks(launch.row_count),
-                           matrix::Join<kFinished<CUT>>{launch, 2 * layer + 1});
+  add<O, CUT>(launch, launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
+              Memory::attention_out, 2 * layer + 1);
 }
 template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass& pass, u32 layer) {
-  matrix::multiply<Down, CUT>(launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
-                              launch.words, Memory::activation, matrix::token_blocks(launch.row_count),
-                              matrix::Join<kFinished<CUT>>{launch, 2 * layer + 2});
+  add<Down, CUT>(launch, launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
+                 Memory::activation, 2 * layer + 2);
 }
 
 LP_VECTORS(matrix_embed) {
@@ -95,3 +105,33 @@ LP_PRODUCT(matrix_head, 2) {
 LP_CUT(matrix_qkv, Qkv, qkv)
 LP_CUT(matrix_out, O, out)
 LP_CUT(matrix_down, Down, down)
+
+// Of several ranks (matrix/ranks.cuh).
+#define LP_MEET(NAME, MEET) \
+  extern "C" __global__ void __launch_bounds__(matrix::kMeetThreads) \
+      NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass, u32 layer) { \
+    wait_launch_before(); \
+    if constexpr (kRanks > 1) matrix::meet<MEET>(launch, layer); else trap(); \
+  }
+LP_MEET(matrix_meet_begun, matrix::kMeetBegun)
+LP_MEET(matrix_meet_embedded, matrix::kMeetEmbedded)
+LP_MEET(matrix_meet_out, matrix::kMeetOut)
+LP_MEET(matrix_meet_out_joined, matrix::kMeetOutJoined)
+LP_MEET(matrix_meet_down, matrix::kMeetDown)
+LP_MEET(matrix_meet_down_joined, matrix::kMeetDownJoined)
+LP_MEET(matrix_meet_logits, matrix::kMeetLogits)
+LP_VECTORS(matrix_tell_embeddings) {
+  launch_dependents();
+  wait_launch_before();
+  if constexpr (kRanks > 1) matrix::tell_embeddings(launch); else trap();
+}
+LP_VECTORS(matrix_join_out) {
+  launch_dependents();
+  wait_launch_before();
+  if constexpr (kRanks > 1) matrix::join<O>(launch, 2 * layer + 1); else trap();
+}
+LP_VECTORS(matrix_join_down) {
+  launch_dependents();
+  wait_launch_before();
+  if constexpr (kRanks > 1) matrix::join<Down>(launch, 2 * layer + 2); else trap();
+}

@@ -1,6 +1,5 @@
-// The looped decoder for wide passes: 32 or 64 rows, several steps a launch, or 128 rows of prompts, which do not
-// sample. The same arithmetic as looped_decoder.cu, with the same weights, KV pool and launches, bit by bit; what
-// differs is who does what (wide/geometry.cuh).
+// The looped decoder for wide passes: 32 or 64 rows, several steps a launch. The same arithmetic as looped_decoder.cu,
+// with the same weights, KV pool and launches, bit by bit; what differs is who does what (wide/geometry.cuh).
 //
 // Clusters of two blocks. Eight consumer warps (two warpgroups) do products, attention and what follows them; two warps
 // stream weights and pages, one fetches activations, one finds norms. Exchanges of a layer, each a counter that its
@@ -36,11 +35,10 @@
 extern __shared__ __align__(1024) u8 shared_memory[];
 
 LP_DEVICE Rows rows_of(const Launch& launch, u32 step) {
-  return Rows{kPrompt ? launch.rows : reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count,
-              step};
+  return Rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
 }
 LP_DEVICE bool samples(const Launch& launch) {
-  for (u32 r = 0; !kPrompt && r < launch.row_count; r++)
+  for (u32 r = 0; r < launch.row_count; r++)
     if (launch.rows[r].flags & kRowSample) return true;
   return false;
 }
@@ -345,9 +343,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (launch.stopped && *launch.stopped) return;
   const u32 shared = shared_address(shared_memory);
   poison(shared_memory, Shared::bytes);
-  if (!kPrompt)
-    for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
-      reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
+  for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
+    reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; i++) {
       mbarrier_init(shared + Shared::stage_full + 8 * i, 2);
@@ -376,10 +373,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
   const u32 role = warp_index();
   if (role < kConsumers) {
-    raise_registers<kPrompt ? 216 : 208>();
+    raise_registers<208>();
     consume(launch, unknown(shared_address(shared_memory)));
   } else {
-    lower_registers<kPrompt ? 72 : 88>();
+    lower_registers<88>();
     const u32 own = unknown(shared_address(shared_memory));
     if (role == kInput) fetch(launch, own);
     else if (role == kNorms) find_norms(launch, own);

@@ -6,7 +6,6 @@
 #pragma once
 
 namespace matrix {
-static_assert(kRanks == 1, "sums of several ranks are not exchanged yet");
 
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
@@ -24,21 +23,27 @@ LP_DEVICE const float* inverse_of(const Launch& launch) {
 }
 
 /// Row tile `tile` of the hidden state by 32 tokens from `token` on: the residual `h`, kept, and the input of the next
-/// product with the norm's weights of this lane's two rows.
+/// product with the norm's weights of this lane's two rows, for this rank or for RANKS.
+template <u32 RANKS = 1>
 LP_DEVICE void publish_hidden(const Launch& launch, u32 tile, u32 token, float low, float high, const float* h) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
   float4* residual = reinterpret_cast<float4*>(launch.words + Memory::residual + residual_byte(tile, token)) + lane;
-  u8* x = launch.words + Memory::x + vector_byte(kHiddenTiles, tile, token + g, 0) + t * 4;
+  const u64 x = Memory::x + vector_byte(kHiddenTiles, tile, token + g, 0) + t * 4;
+  // Ranks begin with themselves, so that not all of them write to the same one.
+  const auto put = [&](u64 at, u32 v) {
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++)
+      store_u32((RANKS == 1 ? launch.words : launch.inbox[(own_rank(launch) + i) % RANKS]) + at, v);
+  };
 #pragma unroll
   for (int j = 0; j < kRunGroups; j++) {
     const float* v = h + 4 * j;
     residual[j * kConsumerThreads] = make_float4(v[0], v[1], v[2], v[3]);
-    store_u32(x + j * 256, transpose_8x8(bf16_pair(v[0] * low, v[1] * low)));
-    store_u32(x + j * 256 + 128, transpose_8x8(bf16_pair(v[2] * high, v[3] * high)));
+    put(x + j * 256, transpose_8x8(bf16_pair(v[0] * low, v[1] * low)));
+    put(x + j * 256 + 128, transpose_8x8(bf16_pair(v[2] * high, v[3] * high)));
   }
   const float square = sum_squares(h);
-  store_u32(launch.words + Memory::squares + ((u64)tile * kColumns + token + token_of_square()) * 4,
-            __float_as_uint(square));
+  put(Memory::squares + ((u64)tile * kColumns + token + token_of_square()) * 4, __float_as_uint(square));
 }
 /// The lane's weights of norm `norm` for a row tile: row g, row g + 8 above it.
 LP_DEVICE u32 gamma_of(const Launch& launch, u32 norm, u32 tile) {
@@ -81,6 +86,24 @@ template <int RUNS> struct Join {
   }
 };
 
+/// After o and down of one of several ranks: part `part` of its sums, for `join`.
+struct Tell {
+  static constexpr int stages = 0;
+  const Launch& launch;
+
+  LP_DEVICE void fetch(int, u32, u32, u32, u32) const {}
+  template <class CONSUMER>
+  LP_DEVICE void finish(CONSUMER&, u32 tile, u32 token, const float* sum, u32 part = 0) const {
+    if (tile >= kHiddenTiles) return;
+    float4* to = reinterpret_cast<float4*>(launch.words + Memory::partial + part * Memory::part_bytes +
+                                           residual_byte(tile, token)) +
+                 lane_index();
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++)
+      to[j * kConsumerThreads] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+  }
+};
+
 /// After gate and up.
 struct Activate {
   static constexpr int stages = 1;
@@ -118,13 +141,19 @@ struct Logits {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     normalize<kRuns>(consumer.wait(), sum);
     consumer.done();
-    const u32 lane = lane_index(), id = tile * 16 + (lane >> 2);
+    if (tile >= Head::tiles) return;
+    const u32 lane = lane_index(), id = (own_rank(launch) * kHeadTiles + tile) * 16 + (lane >> 2);
+#pragma unroll 1
+    for (u32 rank = 0; rank < kRanks; rank++) {
+      float* logits = logits_of(launch, rank);
 #pragma unroll
-    for (int i = 0; i < kAccumulators; i++) {
-      const u32 column = token + i / 4 * 8 + (lane & 3) * 2 + (i & 1), row = id + (i >> 1 & 1) * 8;
-      if (column < pass.sample_count && row < kVocab)
-        launch.logits[(u64)column * ((kVocab + 15) / 16 * 16) + row] = sum[i];
+      for (int i = 0; i < kAccumulators; i++) {
+        const u32 column = token + i / 4 * 8 + (lane & 3) * 2 + (i & 1), row = id + (i >> 1 & 1) * 8;
+        if (column < pass.sample_count && row < kVocab)
+          logits[(u64)column * ((kVocab + 15) / 16 * 16) + row] = sum[i];
+      }
     }
+    if constexpr (kRanks > 1) fence_system();  // ranks.cuh
   }
 };
 

@@ -6,6 +6,7 @@
 //   | norms, gather, head
 // The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
 // beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
+// Of several ranks there are more launches: see ranks.cuh.
 #pragma once
 
 namespace matrix {
@@ -28,11 +29,20 @@ LP_DEVICE u64 vector_byte(int steps, u32 step, u32 token, u32 half) {
   return ((u64)(token / kTokens) * steps + step) * kStepBytes + (token % kTokens / 8 * 2 + half) * 128 + token % 8 * 16;
 }
 
+/// Where the ranks of a group meet in a pass.
+enum Meet : u32 {
+  kMeetBegun, kMeetEmbedded, kMeetOut, kMeetOutJoined, kMeetDown, kMeetDownJoined, kMeetLogits, kMeets
+};
+
 /// Of Memory::places, of rows beyond the last one.
 constexpr u32 kNoPlace = ~0u;
-/// Offsets in Launch::words.
+/// Offsets in Launch::words, which of several ranks are the rank's inbox.
 struct Memory {
-  static constexpr u64 x = 0;  // input of qkv, gate/up; of the LM head before `gather`
+  // u32, for the sampler behind the pass: whether all hosts want the chain to end (kRanks > 1).
+  static constexpr u64 stop = 0;
+  static constexpr u64 meets = 128;  // [Meet][rank] {tag, whether its host wants the chain to end, 0, 0}
+  // Input of qkv, gate/up; of the LM head before `gather`.
+  static constexpr u64 x = kRanks == 1 ? 0 : (meets + kMeets * kRanks * 16 + 127) / 128 * 128;
   static constexpr u64 attention_out = x + (u64)kTokenBlocks * kHiddenTiles * kStepBytes;
   static constexpr u64 activation = attention_out + (u64)kTokenBlocks * O::steps * kStepBytes;
   // [token][query head][d] bf16, after norm's weights and rope, before 1 / rms of the head
@@ -59,7 +69,13 @@ struct Memory {
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
   static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
-  static constexpr u64 bytes = come + kCutUnits * 8;
+  // Of several ranks: [part] what this rank has summed of o or of down, as the residual, and before the first layer the
+  // embeddings, [token][hidden] bf16.
+  static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
+  static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * 65536, embeddings = partial;
+  static constexpr int parts = kRanks == 1 ? 0 : O::told > Down::told ? O::told : Down::told;
+  static constexpr u64 bytes = partial + parts * part_bytes;
+  static_assert(kRanks == 1 || (u64)kColumns * kHidden * 2 <= parts * part_bytes, "there is room for embeddings");
 };
 
 /// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
@@ -74,8 +90,8 @@ struct Tiles {
                        head = down + Down::tiles, count = head + Head::tiles;
 };
 
-/// What a pass is given beside its Launch, of which it uses weights to page_table, logits, rows, row_count,
-/// page_stride, kv_pages, rank and inbox.
+/// What a pass is given beside its Launch, of which it uses weights to page_table, logits, rows, control, report,
+/// row_count, epoch, page_stride, kv_pages, rank and inbox.
 struct Pass {
   const u32* tiles;        // [Tiles::count]
   // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: first row | rows << 16. The

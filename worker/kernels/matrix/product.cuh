@@ -14,7 +14,7 @@
 // leaf, its last one perhaps fewer.
 //
 // Sums: leaves from zero, each one chain; ascending, or in quads: groups of leaves ascending, at most four, whose sums
-// are added as a binary tree.
+// are added as a binary tree. A rank that has less than a group has its leaves one by one.
 #pragma once
 
 extern __shared__ __align__(1024) u8 shared_memory[];
@@ -215,9 +215,11 @@ template <class P, Cut CUT> struct Consumer {
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
   }
-  /// The sums of a tile, of this block's part of K. Additions begin with -0, which changes nothing.
+  /// The sums of a tile, of this block's part of K; of a product that is told in parts the next one. Additions begin
+  /// with -0, which changes nothing.
   LP_DEVICE void sum_tile(float* sum) {
-    constexpr int N = kAccumulators, LEAVES = P::leaves / kParts<CUT>, GROUP = kInQuads<P> ? P::group : LEAVES;
+    constexpr int N = kAccumulators, LEAVES = P::leaves / (kParts<CUT> * P::told),
+                  GROUP = P::leaves > P::group ? P::group : LEAVES;
     float part[N], ahead[N];  // of a leaf, of a group
     Quad first[kStageSteps];
     fetch(first);
@@ -409,9 +411,18 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     float sum[kAccumulators];
     each_tile<P, CUT>(blocks, [&](const Tile& of) {
       consumer.begin(of.paired);
-      consumer.sum_tile(sum);
-      if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
-      epilogue.finish(consumer, of.group * kGroupTiles + warp, of.block * kTokens + first_token<CUT>(), sum);
+      const u32 tile = of.group * kGroupTiles + warp, token = of.block * kTokens + first_token<CUT>();
+      if constexpr (P::told == 1) {
+        consumer.sum_tile(sum);
+        if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
+        epilogue.finish(consumer, tile, token, sum);
+      } else {
+#pragma unroll 1
+        for (u32 part = 0; part < P::told; part++) {
+          consumer.sum_tile(sum);
+          epilogue.finish(consumer, tile, token, sum, part);
+        }
+      }
     });
   }
   cluster_sync();  // nobody leaves while the others may still write here

@@ -28,6 +28,11 @@ LP_DEVICE u32 embedding_pair(const Launch& launch, u32 token, u32 k) {
                        : launch.embedding + ((u64)token * kHidden + k) * 2;
   return load_constant_u32((const u32*)at);
 }
+/// Of a token of the pass; of several ranks the one that has it in its shard has told it (ranks.cuh).
+LP_DEVICE u32 token_pair(const Launch& launch, u32 token, u32 k) {
+  if constexpr (kRanks == 1) return embedding_pair(launch, launch.rows[token].token, k);
+  return load_relaxed_u32(launch.words + Memory::embeddings + ((u64)token * kHidden + k) * 2);
+}
 /// The residual's beginning, the first layer's input, and where rows lie in the pool. A warp takes 32 tokens of a row
 /// tile.
 LP_DEVICE void embed(const Launch& launch) {
@@ -44,9 +49,8 @@ LP_DEVICE void embed(const Launch& launch) {
       const u32 token = first + 8 * j + g;
       u32 pairs[2] = {0, 0};  // of the lower and the upper 8 rows, two rows of a token
       if (token < launch.row_count) {
-        const u32 id = launch.rows[token].token;
-        pairs[0] = embedding_pair(launch, id, tile * 16 + 2 * t);
-        pairs[1] = embedding_pair(launch, id, tile * 16 + 2 * t + 8);
+        pairs[0] = token_pair(launch, token, tile * 16 + 2 * t);
+        pairs[1] = token_pair(launch, token, tile * 16 + 2 * t + 8);
       }
       __syncwarp();
 #pragma unroll

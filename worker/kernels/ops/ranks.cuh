@@ -1,19 +1,19 @@
-// What narrow and wide passes of a group's ranks have in common.
+// What all passes of a group's ranks have in common.
 #pragma once
 
 LP_DEVICE u32 own_rank(const Launch& launch) { return kRanks == 1 ? 0 : launch.rank; }
 
-/// A logit into the memory of every rank, whose sampler sees the whole vocabulary. All ranks have theirs at the same
-/// distance from their inboxes.
+/// The logits of a rank, which all have at the same distance from their inboxes.
+LP_DEVICE float* logits_of(const Launch& launch, u32 rank) {
+  if constexpr (kRanks == 1) return launch.logits;
+  const u64 distance = (const u8*)launch.logits - launch.inbox[own_rank(launch)];
+  return reinterpret_cast<float*>(launch.inbox[rank] + distance);
+}
+/// A logit into the memory of every rank, whose sampler sees the whole vocabulary.
 LP_DEVICE void put_logit(const Launch& launch, u32 column, u32 id, float logit) {
   const u64 at = (u64)column * ((kVocab + 15) / 16 * 16) + id;
-  if constexpr (kRanks == 1) {
-    launch.logits[at] = logit;
-  } else {
-    const u64 distance = (const u8*)launch.logits - launch.inbox[own_rank(launch)];
 #pragma unroll 1
-    for (u32 rank = 0; rank < kRanks; rank++) reinterpret_cast<float*>(launch.inbox[rank] + distance)[at] = logit;
-  }
+  for (u32 rank = 0; rank < kRanks; rank++) logits_of(launch, rank)[at] = logit;
 }
 /// Orders a step's K, V and logits and its token words: among the ranks, where they write each other logits.
 LP_DEVICE void fence_tokens(const Launch& launch) {

@@ -1,9 +1,6 @@
 // The start of a launch of several ranks: their hosts put it one after the other, and one may be late.
 #pragma once
 
-/// Clocks that a rank waits for the others to begin a launch, about 10 s.
-constexpr long long kStartLimit = 20000000000 * LP_PATIENCE;
-
 /// A warp of each block waits until all ranks have begun the launch. Only then does anybody wait with the short limits
 /// of wait.cuh. A rank that has ended the launch may have begun the next one, so a newer epoch will do. This is a call,
 /// not inlined: within the kernel it would take registers from the loop (20 bytes more are spilled on four ranks).

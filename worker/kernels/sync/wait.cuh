@@ -22,6 +22,9 @@ constexpr Clocks kBlocksWaitLimit = 2 * kWaitLimit;
 constexpr Clocks kBlocksWaitLimit = kWaitLimit;
 #endif
 constexpr Clocks kWithinWaitLimit = kBlocksWaitLimit + kWaitLimit;
+/// Clocks that a rank waits for the others to begin a launch, about 10 s: their hosts put it one after the other, and
+/// one may be late.
+constexpr long long kStartLimit = 20000000000 * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/kernels/launch.rs. The sampler's: in the order of sampling::Kind.
 enum Site : u32 {
@@ -32,7 +35,7 @@ enum Site : u32 {
   kSiteSamplerBest = 20, kSiteSamplerOther, kSiteSamplerBefore, kSiteSamplerAll, kSiteSamplerRaw, kSiteSamplerDrawList,
   kSiteSamplerTopList,
   kSiteTurns = 27, kSiteBegun, kSiteOpened,
-  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun, kSiteStepped,
+  kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun, kSiteStepped, kSiteRanksMet,
 };
 
 /// No rank is at fault.

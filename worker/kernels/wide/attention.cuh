@@ -73,28 +73,26 @@ constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
 /// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group;
 /// `whole`: the span is all that its rows see; place: among the spans that they see.
-template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item,
-                                                 const Share<TILES>& share, u32 begin, u32 first, u32 columns,
-                                                 bool whole, u32 place, u32 tag) {
+LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share& share, u32 begin,
+                            u32 first, u32 columns, bool whole, u32 place, u32 tag) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps,
             number = warp_index() % kSetWarps;
   const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
   const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4,
             from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
 #pragma unroll
-  for (u32 r = 0; r < TILES * 8 / kRound; r++) {
+  for (u32 r = 0; r < 8 / kRound; r++) {
     if (first + r * kRound >= columns) break;
-    const int n = r * kRound / 8;
     if (t / 2 == r % 2) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < kDimTiles; j++)
-          store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[n][j][i]);
+          store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[j][i]);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const u32 sum = sums + (number * kRound + t % 2 * 2 + c) * 8;
-        if (g == 0) store_shared_f32(sum, share.reference[n][c]), store_shared_f32(sum + 4, share.total[n][c]);
+        if (g == 0) store_shared_f32(sum, share.reference[c]), store_shared_f32(sum + 4, share.total[c]);
       }
     }
     barrier_sync(2 + set, kSetWarps * 32);
@@ -119,14 +117,14 @@ template <int TILES> LP_DEVICE void merge_shares(const Consumer& consumer, const
   }
 }
 
-/// TILES tiles, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
-template <int TILES, class BEGIN, class LANDED>
+/// A tile, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
+template <class BEGIN, class LANDED>
 LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first,
                            u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
   const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
-  Share<TILES> share(launch, item.kv_head, begin, first, columns);
+  Share share(launch, item.kv_head, begin, first, columns);
   begin_stages();
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
@@ -149,15 +147,15 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     }
     const bool never = share.add_page(
         stage, whole,
-        [&](u32 at, u32 n, u32 c) {
-          return base + at >= low && base + at <= earliest + (first + 8 * n + 2 * t + c) / kQueriesPerKv;
+        [&](u32 at, u32 c) {
+          return base + at >= low && base + at <= earliest + (first + 2 * t + c) / kQueriesPerKv;
         },
         k);
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
     consumer.release(never, alone ? 1 + kSetWarps : 1);
   }
-  merge_shares<TILES>(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
-                      item.begin / kSpanPages - first_span(rows, item.last), tag_of(launch, rows.step, layer));
+  merge_shares(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
+               item.begin / kSpanPages - first_span(rows, item.last), tag_of(launch, rows.step, layer));
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
@@ -180,24 +178,8 @@ LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) 
   }
 }
 
-/// Passes of 128 rows have no room for them in shared memory but the scratch, and loads from memory one after the other
-/// would cost microseconds.
-LP_DEVICE Rows rows_at_hand(const Consumer& consumer, const Rows& rows) {
-  if (!kPrompt) return rows;
-  constexpr u32 kAt = Shared::receive + kSets * kSetScratch, kBytes = kColumns * sizeof(Row);
-  static_assert(kSets * kSetScratch + kBytes <= Shared::scratch && kBytes <= kConsumerThreads * 16,
-                "rows beside the shares");
-  if (thread_index() * 16 < rows.count * sizeof(Row)) {
-    const Quad v = load_constant_16(reinterpret_cast<const u8*>(rows.rows) + thread_index() * 16);
-    const float words[4] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-    store_shared_16(consumer.shared + kAt + thread_index() * 16, words);
-  }
-  consumers_sync();
-  return Rows{static_cast<const Row*>(__cvta_shared_to_generic(consumer.shared + kAt)), rows.count, rows.step};
-}
-LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
+LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   const auto set = [] { return warp_index() / kSetWarps; };
-  const Rows rows = rows_at_hand(consumer, all_rows);
   AttentionItems items(consumer.launch, consumer.shared, rows);
   if (items.any()) wait_queries(consumer.launch, own_kv_head(), generation_of(rows.step, layer));
   reached(consumer.launch, rows.step, warp_index(), layer, 10);
@@ -220,9 +202,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& all_rows, u32 layer) {
     };
     const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half,
               first = set() && !alone ? half * 8 : 0;
-    if (kSetTiles == 2 && mine == 2)
-      attend_span<kSetTiles>(consumer, rows, item, layer, first, columns, alone, begin, landed);
-    else attend_span<1>(consumer, rows, item, layer, first, columns, alone, begin, landed);
+    attend_span(consumer, rows, item, layer, first, columns, alone, begin, landed);
   }
   reached(consumer.launch, rows.step, warp_index(), layer, 11);
   merge_spans(consumer, rows, tag_of(consumer.launch, rows.step, layer));

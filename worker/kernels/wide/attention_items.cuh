@@ -3,10 +3,10 @@
 // them, the longest first, and all heads' alike (worker/src/cuda/kernels/deal.rs).
 #pragma once
 
-// Of the consumer warps, four make a set, one a share of a span; a set holds two n8 tiles of columns (row, query head).
-constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps, kSetTiles = kPrompt ? 2 : 1;
+// Of the consumer warps, four make a set, one a share of a span; a set holds an n8 tile of columns (row, query head).
+constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps;
 // With a window, each row sees from another position on.
-constexpr u32 kGroupRows = kWindow ? 1 : kSets * kSetTiles * 8 / kQueriesPerKv;
+constexpr u32 kGroupRows = kWindow ? 1 : kSets * 8 / kQueriesPerKv;
 static_assert(kPageBytes <= kStageBytes, "a page is a stage");
 
 /// Groups are known by their last rows.
@@ -99,7 +99,7 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
       const u32 leaves = item.begin + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
                 bytes = leaves * (kLeafBytes / 2);
       const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);
-      producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes, !kPrompt);
+      producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes);
     }
   }
 }

@@ -1,34 +1,31 @@
 // What a warp does with pages: the share of a span that it owns, with an online maximum.
 #pragma once
 
-/// What TILES n8 tiles of a group's columns have of a share: of tile n, columns 8 n + 2 t and 8 n + 2 t + 1.
-template <int TILES> struct Share {
-  u32 queries[TILES][kDimTiles][2];                // B fragments: column 8 n + g
-  float scale[TILES][2];                           // of scores, all but k's part
-  float reference[TILES][2], total[TILES][2] = {};
-  float out[TILES][kDimTiles][4] = {};             // dimensions 16 j + g and + 8
+/// What an n8 tile of a group's columns has of a share: columns 2 t and 2 t + 1 of the tile.
+struct Share {
+  u32 queries[kDimTiles][2];     // B fragments: column g
+  float scale[2];                // of scores, all but k's part
+  float reference[2], total[2] = {};
+  float out[kDimTiles][4] = {};  // dimensions 16 j + g and + 8
 
   /// first: column of the group; begin: its first row.
   LP_DEVICE Share(const Launch& launch, u32 kv_head, u32 begin, u32 first, u32 columns) {
     const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
+    const u32 column = first + g, row = begin + column / kQueriesPerKv,
+              query = column % kQueriesPerKv * kDimTiles;
+    const bool on = column < columns;
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      const u32 column = first + 8 * n + g, row = begin + column / kQueriesPerKv,
-                query = column % kQueriesPerKv * kDimTiles;
-      const bool on = column < columns;
+    for (int j = 0; j < kDimTiles; j++)
 #pragma unroll
-      for (int j = 0; j < kDimTiles; j++)
+      for (u32 h = 0; h < 2; h++)
+        queries[j][h] =
+            on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
+    float inverse = 1;
+    if (kQkNorm && on) inverse = inverse_of_head(launch, kv_head, query, row);
 #pragma unroll
-        for (u32 h = 0; h < 2; h++)
-          queries[n][j][h] =
-              on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
-      float inverse = 1;
-      if (kQkNorm && on) inverse = inverse_of_head(launch, kv_head, query, row);
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        reference[n][c] = kMinusInfinity;
-        scale[n][c] = kQkNorm ? kScoreScale * shuffle(inverse, 8 * t + 4 * c) : kScoreScale;
-      }
+    for (int c = 0; c < 2; c++) {
+      reference[c] = kMinusInfinity;
+      scale[c] = kQkNorm ? kScoreScale * shuffle(inverse, 8 * t + 4 * c) : kScoreScale;
     }
   }
   LP_DEVICE static float inverse_of_head(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
@@ -39,91 +36,84 @@ template <int TILES> struct Share {
           load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
     return inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares));
   }
-  /// Adds a page, in shared memory at `stage`. seen(position of the page, tile, column): whether that column sees it;
+  /// Adds a page, in shared memory at `stage`. seen(position of the page, column): whether that column sees it;
   /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
   template <class SEEN> LP_DEVICE bool add_page(u32 stage, bool whole, const SEEN& seen, const float (*k)[2]) {
     const u32 g = lane_index() >> 2, keys = stage + k_rows(0, kGroupBytes), values = stage + v_rows(0, kGroupBytes);
-    float score[TILES][kPageLeaves][4] = {};
+    float score[kPageLeaves][4] = {};
 #pragma unroll
     for (int j = 0; j < kDimTiles; j++)
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++) {
         const Quad fragment = ldmatrix_x4(keys + l * kLeafBytes + j * kFragmentDims);
-#pragma unroll
-        for (int n = 0; n < TILES; n++) mma_m16n8k16(score[n][l], fragment, queries[n][j][0], queries[n][j][1]);
+        mma_m16n8k16(score[l], fragment, queries[j][0], queries[j][1]);
       }
-    float keep[TILES][2], factor[TILES][2];
-    u32 weights[TILES][kPageLeaves][2];
+    float keep[2], factor[2];
+    u32 weights[kPageLeaves][2];
+    float most[2] = {kMinusInfinity, kMinusInfinity}, base[2], sum[kPageLeaves][2];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      float most[2] = {kMinusInfinity, kMinusInfinity}, base[2], sum[kPageLeaves][2];
+    for (int l = 0; l < kPageLeaves; l++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& s = score[l][i];
+        s *= kQkNorm ? scale[i & 1] * k[l][i >> 1] : kScoreScale;
+        if (!whole && !seen(l * kLeafPositions + g + 8 * (i >> 1), i & 1)) s = kMinusInfinity;
+        most[i & 1] = fmaxf(most[i & 1], s);
+      }
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
+      most[c] = ceilf(most[c]);
+      // A page of which nothing is seen has weights of zero, not NaN.
+      base[c] = fmaxf(most[c], -3.4e38f);
+    }
+#pragma unroll
+    for (int l = 0; l < kPageLeaves; l++) {
+      float* s = score[l];
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[i] = exp2_approx(s[i] - base[i & 1]);
+#pragma unroll
+      for (int c = 0; c < 2; c++) sum[l][c] = s[c] + s[2 + c];
+      weights[l][0] = transpose_8x8(bf16_pair(s[0], s[1]));
+      weights[l][1] = transpose_8x8(bf16_pair(s[2], s[3]));
+    }
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2)
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float& s = score[n][l][i];
-          s *= kQkNorm ? scale[n][i & 1] * k[l][i >> 1] : kScoreScale;
-          if (!whole && !seen(l * kLeafPositions + g + 8 * (i >> 1), n, i & 1)) s = kMinusInfinity;
-          most[i & 1] = fmaxf(most[i & 1], s);
-        }
+        for (int c = 0; c < 2; c++) sum[l][c] += shuffle_xor(sum[l][c], d);
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
+    for (int c = 0; c < 2; c++) {
+      const float now = fmaxf(reference[c], most[c]);
+      float page = sum[0][c];
 #pragma unroll
-        for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
-        most[c] = ceilf(most[c]);
-        // A page of which nothing is seen has weights of zero, not NaN.
-        base[c] = fmaxf(most[c], -3.4e38f);
-      }
-#pragma unroll
-      for (int l = 0; l < kPageLeaves; l++) {
-        float* s = score[n][l];
-#pragma unroll
-        for (int i = 0; i < 4; i++) s[i] = exp2_approx(s[i] - base[i & 1]);
-#pragma unroll
-        for (int c = 0; c < 2; c++) sum[l][c] = s[c] + s[2 + c];
-        weights[n][l][0] = transpose_8x8(bf16_pair(s[0], s[1]));
-        weights[n][l][1] = transpose_8x8(bf16_pair(s[2], s[3]));
-      }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-        for (int l = 0; l < kPageLeaves; l++)
-#pragma unroll
-          for (int c = 0; c < 2; c++) sum[l][c] += shuffle_xor(sum[l][c], d);
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        const float now = fmaxf(reference[n][c], most[c]);
-        float page = sum[0][c];
-#pragma unroll
-        for (int l = 1; l < kPageLeaves; l++) page += sum[l][c];
-        keep[n][c] = rescale(reference[n][c], now);
-        factor[n][c] = rescale(most[c], now);
-        total[n][c] = fmaf(keep[n][c], total[n][c], factor[n][c] * page);
-        reference[n][c] = now;
-      }
+      for (int l = 1; l < kPageLeaves; l++) page += sum[l][c];
+      keep[c] = rescale(reference[c], now);
+      factor[c] = rescale(most[c], now);
+      total[c] = fmaf(keep[c], total[c], factor[c] * page);
+      reference[c] = now;
     }
     bool never = false;
-    constexpr int SIDE = 4 / TILES;  // chains side by side: a product waits for the one before it in its chain
+    constexpr int kSide = 4;  // chains side by side: a product waits for the one before it in its chain
 #pragma unroll
-    for (int first = 0; first < kDimTiles; first += SIDE) {
-      float page[SIDE][TILES][4] = {};
+    for (int first = 0; first < kDimTiles; first += kSide) {
+      float page[kSide][4] = {};
 #pragma unroll
       for (int l = 0; l < kPageLeaves; l++)
 #pragma unroll
-        for (int j = 0; j < SIDE; j++) {
+        for (int j = 0; j < kSide; j++) {
           const Quad fragment = ldmatrix_x4(values + l * kLeafBytes + (first + j) * kFragmentDims);
-#pragma unroll
-          for (int n = 0; n < TILES; n++) mma_m16n8k16(page[j][n], fragment, weights[n][l][0], weights[n][l][1]);
+          mma_m16n8k16(page[j], fragment, weights[l][0], weights[l][1]);
         }
 #pragma unroll
-      for (int j = 0; j < SIDE; j++)
+      for (int j = 0; j < kSide; j++) {
+        float* sum = out[first + j];
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-          float* sum = out[n][first + j];
-#pragma unroll
-          for (int i = 0; i < 4; i++) sum[i] = fmaf(keep[n][i & 1], sum[i], factor[n][i & 1] * page[j][n][i]);
-          never |= __float_as_uint(sum[0]) == 0x7fedcba9u;
-        }
+        for (int i = 0; i < 4; i++) sum[i] = fmaf(keep[i & 1], sum[i], factor[i & 1] * page[j][i]);
+        never |= __float_as_uint(sum[0]) == 0x7fedcba9u;
+      }
     }
     return never;
   }
@@ -148,7 +138,7 @@ LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const Atten
       if (position < fresh) {
         k[l][r] = load_relaxed_f32(stored + at);
       } else {
-        k[l][r] = Share<1>::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
+        k[l][r] = Share::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
                                         row.first_row + (position - fresh));
         if (t == 0) stored[at] = k[l][r];
       }

@@ -188,7 +188,7 @@ struct Receive {
         if (on) put<C>((kGroups ? group : p) * owned_slots<C> + within, place.tile, sum[p]);
     }
     // The same; otherwise attention's does.
-    if constexpr (kPrompt || kRanks > 1) fence_async_shared();
+    if constexpr (kRanks > 1) fence_async_shared();
     consumers_sync();
   }
   /// Adds to `to` a part of rows 8 `chunk` .. + 7 of this block's rows for a column.

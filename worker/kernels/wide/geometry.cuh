@@ -12,9 +12,8 @@
 // has the next, which adds its own leaves one by one.
 #pragma once
 
-static_assert(kColumns == 32 || kColumns == 64 || kColumns == 128, "rows of a wide pass");
-constexpr bool kPrompt = kColumns == 128;  // only rows of prompts that do not sample: no LM head
-constexpr int kConsumers = 8;              // warps, two warpgroups
+static_assert(kColumns == 32 || kColumns == 64, "rows of a wide pass");
+constexpr int kConsumers = 8;  // warps, two warpgroups
 constexpr u32 kConsumerThreads = kConsumers * 32;
 // The other warps: weights and pages (two), activations, 1 / rms.
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
@@ -46,13 +45,13 @@ constexpr bool kWideFits =
     // Sums of squares of blocks are a subtree.
     kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0 &&
     // A block owns so many tiles of the hidden state.
-    kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 && !kPrompt ? 4 : 2) && kBlockHiddenTiles != 3 &&
+    kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 ? 4 : 2) && kBlockHiddenTiles != 3 &&
     // Stages do not cross leaves.
     kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0 && kQkvFits;
 static_assert(kWideFits,
-              "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4, but "
-              "for prompts), leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of qkv of one KV "
-              "head a pair (of several ranks up to 4 a block)");
+              "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4), "
+              "leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of qkv of one KV head a pair (of "
+              "several ranks up to 4 a block)");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }
@@ -63,10 +62,10 @@ LP_DEVICE u32 half() { return block_index() & 1; }
 
 constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 ? 5 : 4;
 /// Stages in flight. Must not exceed the ring.
-constexpr u32 kInFlight = kPrompt ? 4 : 3;
+constexpr u32 kInFlight = 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
-constexpr u32 kInputSlots = kColumns == 32 ? 5 : 4, kInputSteps = kPrompt ? 4 : 8;  // k16 steps of a slot
+constexpr u32 kInputSlots = kColumns == 32 ? 5 : 4, kInputSteps = 8;  // k16 steps of a slot
 LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
 }
@@ -97,8 +96,7 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
                        odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
   static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;            // of a stage
   static constexpr int block_leaves = HALVES ? P::leaves / 2 : P::leaves;  // of a block
-  static constexpr Split split = kPrompt            ? Split::kColumns
-                                 : tiles > 4        ? Split::kTiles
+  static constexpr Split split = tiles > 4          ? Split::kTiles
                                  : block_leaves > 1 ? Split::kLeaves
                                                     : Split::kColumns;
   static_assert(tiles <= (split == Split::kTiles ? 8 : 4), "a warp a tile");
@@ -150,7 +148,7 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
     return tile < stage_tiles() ? unit_of(tile) : Unit{0, 0};
   }
 };
-using QkvCut = Cut<Qkv, !kPrompt>;
+using QkvCut = Cut<Qkv>;
 constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 /// o and down differ in nothing but the length of a leaf: who streams one can stream the other.
 constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);
@@ -166,7 +164,7 @@ template <class PRODUCT, bool THIN = false> struct Own {
   static constexpr bool thin = THIN;
   static constexpr int warp_tiles = THIN ? 1 : 2;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
-  static constexpr int pass_units = most_units < (kPrompt ? 4 : 8) ? most_units : kPrompt ? 4 : 8;
+  static constexpr int pass_units = most_units < 8 ? most_units : 8;
   static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
   static_assert(!THIN || pass_units <= 2, "the tiles of a pass are a warpgroup's");
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
@@ -236,7 +234,7 @@ struct Shared {
   // [column] position of this step in the pool: page * kPage + within; ~0: idle
   static constexpr u32 place = inverse + 2 * kColumns * 4;
   static constexpr u32 rows = place + kColumns * 4;                                  // [column] Row
-  static constexpr u32 stage_full = rows + (kPrompt ? 0 : kColumns * sizeof(Row));   // mbarriers
+  static constexpr u32 stage_full = rows + kColumns * sizeof(Row);                   // mbarriers
   static constexpr u32 stage_empty = stage_full + kStages * 8;
   static constexpr u32 input_full = stage_empty + kStages * 8, input_empty = input_full + kInputSlots * 8;
   static constexpr u32 receive_full = input_empty + kInputSlots * 8, receive_free = receive_full + 8;

@@ -24,7 +24,7 @@ template <class C> LP_DEVICE Place place_of() {
 
 /// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
 /// where weights are streamed sooner than that, of several ranks, it has two.
-constexpr int kGroupSlots = kRanks > 1 && !kPrompt ? 2 : 1;
+constexpr int kGroupSlots = kRanks > 1 ? 2 : 1;
 /// k16 steps of a group, which stages and slots of so many have in common.
 constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * slot ? stage : kGroupSlots * slot; }
 

@@ -5,8 +5,7 @@
 
 /// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at
 /// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
-/// Passes of prompts are slower with it.
-constexpr u32 kAhead = kPrompt ? 0 : 4, kAheadClocks = 2000;
+constexpr u32 kAhead = 4, kAheadClocks = 2000;
 
 /// A lane's part of stages: if it is `on`, it copies `bytes` of each to offset `to`, one stage's behind the other's in
 /// memory.
@@ -28,9 +27,9 @@ struct Producer {
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp)
       : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
-  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `once`: nobody reads them again
-  /// soon. `following`: stages that lie behind it in memory.
-  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, bool once = true, u32 following = 0) {
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `following`: stages that lie
+  /// behind it in memory.
+  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, u32 following = 0) {
     const bool mine = on && (lane() & 1) == second;
     const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),
               full = shared + Shared::stage_full + 8 * slot;
@@ -54,16 +53,13 @@ struct Producer {
       mbarrier_expect(full, total);
     }
     __syncwarp();
-    if (mine) {
-      if (once) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
-      else bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full);
-    }
+    if (mine) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
     issued++;
   }
   LP_DEVICE void stream(const Run& run) {
 #pragma unroll 1
     for (u32 i = 0; i < run.stages; i++)
-      issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, true, run.stages - 1 - i);
+      issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, run.stages - 1 - i);
   }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
   template <class C> LP_DEVICE static Run run(const u8* product, int leaf_steps) {

@@ -115,8 +115,7 @@ pub fn load_with(
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
-    let (kernels, matrix, sampler) =
-        kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), &options.defines)?;
+    let (kernels, matrix, sampler) = kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels, matrix.as_ref(), &sampler);
     memory.fit(request, &gpu)?;
@@ -233,20 +232,22 @@ fn kernels(
     layout: &Layout,
     request: &LoadRequest,
     (loop_mode, max_context): (LoopMode, usize),
-    defines: &[(&'static str, u64)],
+    options: &Options,
 ) -> Result<(Vec<Kernel>, Option<Matrix>, SamplerKernel), CudaError> {
+    let defines = &options.defines;
     let (begun, cache) = (Instant::now(), Cache::from_environment());
     let matrix = matrix_of(layout, request.max_batch_tokens);
-    if let Err(problem) = check_wide(layout, 32) {
+    if let Err(problem) = check_wide(layout) {
         let instead = if matrix.is_some() { "matrix passes" } else { "passes of 8" };
         tracing::info!("9 to 64 rows are {instead}: the kernel for them does not take this model ({problem})");
     }
     let vocab_size = layout.plan().config.vocab_size;
     let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
     let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
-    let sampling = variants.iter().chain(&matrix).map(|variant| variant.width).filter(|width| width.samples);
-    let most_rows = sampling.map(|width| width.columns).max().unwrap_or(1);
-    let room = (request.max_slots, KvLayout::pages_for(max_context));
+    let most_rows = variants.iter().chain(&matrix).map(Variant::columns).max().unwrap_or(1);
+    // Ranks on one GPU leave room for each other: they wait for each other.
+    let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
+    let room = (request.max_slots, KvLayout::pages_for(max_context), blocks);
     let (kernels, matrix, sampler) = std::thread::scope(|scope| {
         let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
         let load_matrix = |variant| {
@@ -256,7 +257,7 @@ fn kernels(
             Ok(matrix)
         };
         let loading_matrix = scope.spawn(move || matrix.map(load_matrix).transpose());
-        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows);
+        let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows, blocks);
         if let Ok(sampler) = &sampler {
             tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
         }

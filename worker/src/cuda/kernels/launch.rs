@@ -165,6 +165,7 @@ pub fn site_name(site: u32) -> &'static str {
         33 => "the residual's columns that other ranks have",
         34 => "all ranks to begin the launch",
         35 => "its warps to begin a step",
+        36 => "all ranks to come as far in a pass",
         _ => "an unnamed site",
     }
 }
@@ -187,7 +188,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 35);
+        assert_eq!(number, 36);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh).
+//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh, of
+//! several ranks kernels/matrix/ranks.cuh).
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -50,10 +51,20 @@ enum Phase {
     QueryKeyValueQuads,
     AttentionOutQuads,
     DownQuads,
+    MeetBegun,
+    TellEmbeddings,
+    MeetEmbedded,
+    MeetOut,
+    JoinOut,
+    MeetOutJoined,
+    MeetDown,
+    JoinDown,
+    MeetDownJoined,
+    MeetLogits,
 }
 
 impl Phase {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 28] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -72,6 +83,16 @@ impl Phase {
         Self::QueryKeyValueQuads,
         Self::AttentionOutQuads,
         Self::DownQuads,
+        Self::MeetBegun,
+        Self::TellEmbeddings,
+        Self::MeetEmbedded,
+        Self::MeetOut,
+        Self::JoinOut,
+        Self::MeetOutJoined,
+        Self::MeetDown,
+        Self::JoinDown,
+        Self::MeetDownJoined,
+        Self::MeetLogits,
     ];
 
     fn name(self) -> &'static str {
@@ -94,7 +115,23 @@ impl Phase {
             Self::QueryKeyValueQuads => "matrix_qkv_quads",
             Self::AttentionOutQuads => "matrix_out_quads",
             Self::DownQuads => "matrix_down_quads",
+            Self::MeetBegun => "matrix_meet_begun",
+            Self::TellEmbeddings => "matrix_tell_embeddings",
+            Self::MeetEmbedded => "matrix_meet_embedded",
+            Self::MeetOut => "matrix_meet_out",
+            Self::JoinOut => "matrix_join_out",
+            Self::MeetOutJoined => "matrix_meet_out_joined",
+            Self::MeetDown => "matrix_meet_down",
+            Self::JoinDown => "matrix_join_down",
+            Self::MeetDownJoined => "matrix_meet_down_joined",
+            Self::MeetLogits => "matrix_meet_logits",
         }
+    }
+
+    /// Whether it waits for the other ranks, with one block.
+    fn meets(self) -> bool {
+        use Phase::{MeetBegun, MeetDown, MeetDownJoined, MeetEmbedded, MeetLogits, MeetOut, MeetOutJoined};
+        matches!(self, MeetBegun | MeetEmbedded | MeetOut | MeetOutJoined | MeetDown | MeetDownJoined | MeetLogits)
     }
 
     /// The same by blocks that divide tiles so.
@@ -173,6 +210,8 @@ impl Needs {
     fn shared(&self, phase: Phase) -> u64 {
         match phase {
             Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
+            Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
+            meet if meet.meets() => 0,
             Phase::AttendTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
             _ => self.product_shared,
@@ -227,7 +266,7 @@ unsafe impl Send for Matrix {}
 
 impl Matrix {
     /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
-    /// than their own, and loads them.
+    /// than their own, and loads them. Launches have up to `blocks` blocks.
     ///
     /// # Errors
     /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
@@ -237,7 +276,7 @@ impl Matrix {
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
-        (max_slots, pages): (usize, usize),
+        (max_slots, pages, blocks): (usize, usize, usize),
         defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
         let does_not_fit = |problem: String| {
@@ -266,7 +305,7 @@ impl Matrix {
             return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
         }
         let c = &layout.plan().config;
-        let blocks = (gpu.facts.sms & !3) as u32;
+        let blocks = (blocks & !3).max(4) as u32;
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -293,7 +332,7 @@ impl Matrix {
         })
     }
 
-    /// Bytes of [`Launch::words`].
+    /// Bytes of [`Launch::words`], which of several ranks are the rank's inbox.
     pub fn memory_bytes(&self) -> u64 {
         self.needs.memory_bytes
     }
@@ -313,10 +352,10 @@ impl Matrix {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        for (phase, mut layer) in self.steps.phases(launch.row_count, &pass) {
+        for (place, (phase, mut layer)) in self.steps.phases(launch.row_count, &pass).enumerate() {
             let (function, threads) = self.functions[phase as usize];
             let config = sys::CUlaunchConfig {
-                gridDimX: self.blocks,
+                gridDimX: if phase.meets() { 1 } else { self.blocks },
                 gridDimY: 1,
                 gridDimZ: 1,
                 blockDimX: threads,
@@ -326,7 +365,7 @@ impl Matrix {
                 hStream: stream.raw,
                 attrs: &mut overlap,
                 // Whatever is in front of a pass has to be over.
-                numAttrs: u32::from(phase != Phase::Embed),
+                numAttrs: u32::from(place > 0),
             };
             let mut parameters = [
                 (&raw mut launch).cast::<c_void>(),
@@ -352,6 +391,8 @@ struct Steps {
     blocks: u32,
     /// q, k and v, o, and down, if K has the leaves to be cut.
     cuts: [Option<Cuttable>; 3],
+    /// Whether there are other ranks.
+    group: bool,
 }
 
 impl Steps {
@@ -361,14 +402,15 @@ impl Steps {
             let panel = layout.panel(product);
             let steps = (panel.leaves * panel.steps()) as u32;
             let cuttable = Cuttable { groups: (panel.tiles as u32).div_ceil(TILE / 16), steps };
-            (panel.leaves >= QUAD_LEAVES).then_some(cuttable)
+            // Ranks have a part of the leaves of o and of down.
+            (panel.leaves >= QUAD_LEAVES && panel.leaves == panel.k.count).then_some(cuttable)
         });
-        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts }
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts, group: layout.ranks() > 1 }
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        let Self { layers, qk_norm, blocks, cuts } = *self;
+        let Self { layers, qk_norm, blocks, cuts, group } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
         let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
         let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
@@ -380,13 +422,30 @@ impl Steps {
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
             (Phase::AttentionOut.cut(out), true),
+            (Phase::MeetOut, group),
+            (Phase::JoinOut, group),
+            (Phase::MeetOutJoined, group),
             (Phase::Norms, true),
             (Phase::GateUp, true),
             (Phase::Down.cut(down), true),
+            (Phase::MeetDown, group),
+            (Phase::JoinDown, group),
+            (Phase::MeetDownJoined, group),
         ];
-        let head = [(Phase::Norms, samples), (Phase::Gather, samples), (Phase::Head, samples)];
+        let embed = [
+            (Phase::MeetBegun, group),
+            (Phase::TellEmbeddings, group),
+            (Phase::MeetEmbedded, group),
+            (Phase::Embed, true),
+        ];
+        let head = [
+            (Phase::Norms, samples),
+            (Phase::Gather, samples),
+            (Phase::Head, samples),
+            (Phase::MeetLogits, samples && group),
+        ];
         let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
-        let all = [(Phase::Embed, true, 0)].into_iter().chain(of_layers);
+        let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
         let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
         all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
     }
@@ -426,7 +485,7 @@ mod tests {
 
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts };
+        let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts, group: false };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
@@ -456,5 +515,17 @@ mod tests {
         assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Pair]);
         // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3.
         assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
+    }
+
+    #[test]
+    fn ranks_meet_around_what_they_write_to_each_other() {
+        let pass = Pass { span_count: 1, sample_count: 1, ..Pass::default() };
+        let steps = Steps { layers: 1, qk_norm: false, blocks: 132, cuts: [None; 3], group: true };
+        let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
+        let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv", "attend_spans"];
+        let attention = ["out", "meet_out", "join_out", "meet_out_joined", "norms", "gate_up"];
+        let mlp = ["down", "meet_down", "join_down", "meet_down_joined"];
+        assert_eq!(names, [&embed[..], &attention, &mlp, &["norms", "gather", "head", "meet_logits"]].concat());
+        assert!(steps.phases(8, &pass).all(|(phase, _)| phase.meets() == phase.name().starts_with("matrix_meet")));
     }
 }

@@ -25,8 +25,6 @@ pub struct Variant {
 pub struct Width {
     /// Rows of a pass at most.
     pub columns: usize,
-    /// Has an LM head. A kernel without takes only rows that do not sample.
-    pub samples: bool,
     /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
     pub time_us: u32,
     /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of matrix passes, which leave out the others.
@@ -37,8 +35,8 @@ pub struct Width {
 
 impl Width {
     /// A kernel that computes all its columns in any case.
-    pub const fn fixed(columns: usize, samples: bool, time_us: u32) -> Self {
-        Self { columns, samples, time_us, block_us: 0, bounds: None }
+    pub const fn fixed(columns: usize, time_us: u32) -> Self {
+        Self { columns, time_us, block_us: 0, bounds: None }
     }
 
     /// What a pass of so many rows takes, in microseconds.
@@ -77,10 +75,7 @@ pub enum LoopMode {
 }
 
 /// All, by columns ascending.
-pub const VARIANTS: [Variant; 5] =
-    [narrow(1, 3360), narrow(8, 3630), wide(32, true, 4540), wide(64, true, 5480), wide(PROMPT_COLUMNS, false, 7230)];
-/// Rows of a pass of prompts, of a rank of a group.
-const PROMPT_COLUMNS: usize = 128;
+pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
 /// Rows that matrix passes compute together.
@@ -91,11 +86,11 @@ const MAX_HEAD_DIM: usize = 128;
 const MAX_QUERIES_PER_KV: usize = 8;
 
 const fn narrow(columns: usize, time_us: u32) -> Variant {
-    Variant { width: Width::fixed(columns, true, time_us), design: Design::Narrow, traced: false }
+    Variant { width: Width::fixed(columns, time_us), design: Design::Narrow, traced: false }
 }
 
-const fn wide(columns: usize, samples: bool, time_us: u32) -> Variant {
-    Variant { width: Width::fixed(columns, samples, time_us), design: Design::Wide, traced: false }
+const fn wide(columns: usize, time_us: u32) -> Variant {
+    Variant { width: Width::fixed(columns, time_us), design: Design::Wide, traced: false }
 }
 
 /// Refuses dimensions that the kernels are not written for, of one of `ranks` ranks.
@@ -127,18 +122,18 @@ fn queries_per_kv(config: &ModelConfig, ranks: usize) -> Option<usize> {
     Some(rank.heads.len() / rank.kv_heads.len())
 }
 
-/// Why the wide kernel does not take a model, or a rank of one, on so many blocks, in passes of `columns` rows; the
-/// same rule as `kWideFits` in kernels/wide/geometry.cuh.
+/// Why the wide kernel does not take a model, or a rank of one, on so many blocks; the same rule as `kWideFits` in
+/// kernels/wide/geometry.cuh.
 ///
 /// # Errors
 /// The condition that is not met.
-pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
+pub fn check_wide(layout: &Layout) -> Result<(), String> {
     let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
     let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
     let (c, ranks) = (&layout.plan().config, layout.plan().tensor_parallel);
     let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
     let pair_tiles = qkv.tiles / pairs.max(1);
-    let owned: &[usize] = if ranks > 1 && columns < PROMPT_COLUMNS { &[1, 2, 4] } else { &[1, 2] };
+    let owned: &[usize] = if ranks > 1 { &[1, 2, 4] } else { &[1, 2] };
     let qkv_rule = match ranks {
         1 => (
             qkv.tiles.is_multiple_of(pairs.max(1))
@@ -170,19 +165,31 @@ pub fn check_wide(layout: &Layout, columns: usize) -> Result<(), String> {
     rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
 }
 
+/// Why there are no matrix passes of a model, or a rank of one.
+///
+/// # Errors
+/// The condition that is not met.
+fn check_matrix(layout: &Layout) -> Result<(), String> {
+    let steps = LAYER_PRODUCTS.map(|product| layout.panel(product)).map(|panel| panel.leaves * panel.steps());
+    match steps.iter().all(|steps| *steps > 1) {
+        true => Ok(()),
+        false => Err(format!("products of {steps:?} steps of 16 are not all of two")),
+    }
+}
+
 /// The variants that compute a model on so many blocks, but for matrix passes.
 pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
 /// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
-/// hold every step, or the model is one of several ranks.
+/// hold every step, or they do not take the model.
 pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
-    let held = variants_of(layout).iter().filter(|variant| variant.width.samples).map(Variant::columns).max();
+    let held = variants_of(layout).iter().map(Variant::columns).max();
     let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
     // A line by the times of prompts, 6.1, 12.9 and 47 ms of 128, 512 and 2048 rows. Decoding rows take longer, as they
     // have K and V of their own.
-    let width = Width { block_us: 2800, ..Width::fixed(columns, true, 4000) };
+    let width = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
     let variant = Variant { width, design: Design::Matrix, traced: false };
     (held < Some(most_rows) && variant.check(layout).is_ok()).then_some(variant)
 }
@@ -193,13 +200,10 @@ impl Variant {
     /// # Errors
     /// The condition that is not met.
     pub fn check(&self, layout: &Layout) -> Result<(), String> {
-        let alone = layout.plan().tensor_parallel == 1;
         match self.design {
             Design::Narrow | Design::Unlooped { .. } => Ok(()),
-            Design::Wide if alone && !self.width.samples => Err("matrix passes take its prompts".into()),
-            Design::Wide => check_wide(layout, self.columns()),
-            Design::Matrix if alone => Ok(()),
-            Design::Matrix => Err("ranks of a group have no matrix passes".into()),
+            Design::Wide => check_wide(layout),
+            Design::Matrix => check_matrix(layout),
         }
     }
 
@@ -223,8 +227,7 @@ impl Variant {
         let design = match (self.design, mode) {
             (Design::Narrow, LoopMode::On) => Design::Narrow,
             (Design::Narrow, mode) => Design::Unlooped { overlapped: mode == LoopMode::Overlapped },
-            // Prompts have launches of one step, which note nothing.
-            (Design::Wide, LoopMode::On) if self.width.samples || !traced => Design::Wide,
+            (Design::Wide, LoopMode::On) => Design::Wide,
             (Design::Wide | Design::Matrix | Design::Unlooped { .. }, _) => return None,
         };
         Some(Self { design, traced, ..self })
@@ -288,7 +291,7 @@ mod tests {
     fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
         let layout = layout(&padded(config), 1);
         let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
-        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim), 32).err()
+        check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim)).err()
     }
 
     #[test]
@@ -329,10 +332,10 @@ mod tests {
             head_dim: 128,
             ..config(heads, 8, intermediate, 128_256)
         };
-        let (all, no_prompts) = (&[1, 8, 32, 64, 128][..], &[1, 8, 32, 64][..]);
+        let all = &[1, 8, 32, 64][..];
         // Llama 3.1 8B and 70B, Llama 3.2 3B.
         for (config, expected) in
-            [(of(4096, 32, 14_336), all), (of(8192, 64, 28_672), no_prompts), (of(3072, 24, 8192), &all[..2])]
+            [(of(4096, 32, 14_336), all), (of(8192, 64, 28_672), all), (of(3072, 24, 8192), &all[..2])]
         {
             for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
                 let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
@@ -417,8 +420,11 @@ mod tests {
         let [wide, narrow] = [&llama_8b, &config(8, 4, 384, 768)].map(|config| layout(config, 128));
         assert_eq!([64, 65, 500, 2048, 8192].map(|rows| columns(&wide, rows)), [0, 128, 512, 2048, 2048].map(some));
         assert_eq!([8, 9].map(|rows| columns(&narrow, rows)), [0, 128].map(some));
-        assert_eq!(columns(&group(&llama_8b, 2, 128)[0], 512), None);
-        assert!(variants_of(&wide).iter().all(|variant| variant.width.samples), "matrix passes take prompts");
+        for rank in [2, 4, 8, 16].map(|ranks| group(&llama_8b, ranks, 128).remove(0)) {
+            assert_eq!(columns(&rank, 512), Some(512));
+        }
+        // One k16 step of down.
+        assert_eq!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64), None);
     }
 
     fn some(columns: usize) -> Option<usize> {

@@ -427,13 +427,12 @@ impl Engine {
     /// zeroes. (Words of narrow passes carry tags, and ones would be a newer one.)
     pub fn poison_words(&self) -> Result<(), CudaError> {
         let wide = self.kernels.iter().zip(&self.pools.words).filter(|(kernel, _)| kernel.variant.columns() > 8);
-        wide.map(|(_, words)| words).chain([&self.pools.matrix]).try_for_each(|words| words.fill(0xff))
+        wide.map(|(_, words)| words).chain(&self.pools.matrix).try_for_each(|words| words.fill(0xff))
     }
 
-    /// Most rows of a launch that walks all phases, and samples.
+    /// Most rows of a launch that walks all phases.
     pub fn widest_loop(&self) -> usize {
-        let sampling = self.kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
-        sampling.map(|width| width.columns).max().expect("a kernel that samples")
+        self.kernels.iter().map(|kernel| kernel.variant.columns()).max().expect("narrow kernels")
     }
 
     /// Kept logits, `[rows][vocabulary padded to tiles]`.

@@ -170,11 +170,10 @@ impl<L: Launcher> LoopedDecoder<L> {
         let step = self.batch.step();
         let mut draws = Vec::with_capacity(step.samples.len());
         for pass in self.launcher.passes().of(&step.rows) {
-            let rows: Vec<_> = pass.iter().map(|row| step.rows[*row]).collect();
-            let sampled = self.sampled(pass.iter().copied().filter(|row| step.rows[*row].sample));
-            let launch = self.launcher.launch(&device_rows(&rows), 1, sampled)?;
+            let sampled = self.sampled(pass.clone().filter(|row| step.rows[*row].sample));
+            let launch = self.launcher.launch(&device_rows(&step.rows[pass.clone()]), 1, sampled)?;
             // Passes hold the rows that sample in the order of the step.
-            let drawn = pass.into_iter().enumerate().filter(|(_, row)| step.rows[*row].sample);
+            let drawn = pass.enumerate().filter(|(_, row)| step.rows[*row].sample);
             draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
         }
         self.launcher.finish()?;

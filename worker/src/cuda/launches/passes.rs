@@ -4,10 +4,8 @@
 //! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
 //! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not,
 //! prompts and decoding rows in the order of the step; it is cut only where it has no room for more.
-//!
-//! A rank of a group has a kernel for prompts in their place, without an LM head, so it takes only rows that do not
-//! sample. Rows of a sequence stay in order from pass to pass, because a later pass finds K and V of the earlier ones
-//! in memory; only the last row of a sequence samples, so all prompt passes can come first.
+
+use std::ops::Range;
 
 use crate::batch::Row;
 use crate::cuda::kernels::variants::Width;
@@ -15,35 +13,33 @@ use crate::cuda::kernels::variants::Width;
 /// The fastest ways to compute any number of rows with given kernels.
 #[derive(Debug, Clone)]
 pub struct Passes {
-    /// Kernel for rows that do not sample.
-    prompt: Option<Width>,
-    /// Kernels for rows that may, by columns ascending.
-    sampling: Vec<Width>,
-    /// Of so many rows that may sample: the fastest way's time, and the kernel of its first pass.
+    /// By columns ascending.
+    widths: Vec<Width>,
+    /// Of so many rows: the fastest way's time, and the kernel of its first pass.
     best: Vec<(u64, Width)>,
     columns: usize,
 }
 
 impl Passes {
-    /// The ways with `widths`, one of which at least samples, for steps of up to `most_rows` rows.
+    /// The ways with `widths`, of which there is one, for steps of up to `most_rows` rows.
     pub fn new(widths: &[Width], most_rows: usize) -> Self {
-        let (mut sampling, others): (Vec<Width>, Vec<Width>) = widths.iter().partition(|width| width.samples);
-        sampling.sort_by_key(|width| width.columns);
+        let mut widths = widths.to_vec();
+        widths.sort_by_key(|width| width.columns);
         let most = |width: &Width| width.bounds.map_or(width.columns, |bounds| bounds.samples.min(width.columns));
-        let columns = sampling.iter().map(most).max().unwrap_or(0);
-        assert!(columns > 0, "no kernel samples: {widths:?}");
-        let mut best: Vec<(u64, Width)> = vec![(0, sampling[0])];
+        let columns = widths.iter().map(most).max().unwrap_or(0);
+        assert!(columns > 0, "there is a kernel: {widths:?}");
+        let mut best: Vec<(u64, Width)> = vec![(0, widths[0])];
         for rows in 1..=most_rows {
             let with = |width: &Width| {
                 let taken = rows.min(width.columns);
                 (best[rows - taken].0 + width.time(taken), *width)
             };
-            let ways = sampling.iter().map(with);
+            let ways = widths.iter().map(with);
             // Of equally fast ways the one of fewer passes.
             let fastest = ways.min_by_key(|(time, width)| (*time, std::cmp::Reverse(width.columns)));
-            best.push(fastest.expect("a kernel that samples, as asserted above"));
+            best.push(fastest.expect("a kernel, as asserted above"));
         }
-        Self { prompt: others.into_iter().max_by_key(|width| width.columns), sampling, best, columns }
+        Self { widths, best, columns }
     }
 
     /// Most rows of a pass whose rows sample.
@@ -53,40 +49,23 @@ impl Passes {
 
     /// Whether rows that all sample can be one pass.
     pub fn hold(&self, rows: &[Row]) -> bool {
-        let narrowest = self.sampling.iter().find(|width| width.columns >= rows.len());
+        let narrowest = self.widths.iter().find(|width| width.columns >= rows.len());
         narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
     }
 
-    /// The passes of a step, in the order in which they run, as indices of its rows.
+    /// The passes of a step, in the order in which they run, as ranges of its rows.
     ///
     /// # Panics
     /// If there are more rows than steps have at most.
-    pub fn of(&self, rows: &[Row]) -> Vec<Vec<usize>> {
-        // A prefix of what each sequence has of rows that do not sample, so its other rows come after it.
-        let mut left = self.prompt_rows(rows.len(), rows.iter().filter(|row| !row.sample).count());
-        let (first, rest): (Vec<usize>, Vec<usize>) = (0..rows.len()).partition(|row| {
-            let taken = !rows[*row].sample && left > 0;
-            left -= usize::from(taken);
-            taken
-        });
-        let width = self.prompt.map_or(1, |width| width.columns);
-        let mut passes: Vec<Vec<usize>> = first.chunks(width).map(<[usize]>::to_vec).collect();
-        let asked: Vec<Row> = rest.iter().map(|row| rows[*row]).collect();
+    pub fn of(&self, rows: &[Row]) -> Vec<Range<usize>> {
+        let mut passes = Vec::new();
         let mut begin = 0;
-        while begin < rest.len() {
-            let len = fitting(&self.best[rest.len() - begin].1, &asked[begin..]);
-            passes.push(rest[begin..begin + len].to_vec());
-            begin += len;
+        while begin < rows.len() {
+            let end = begin + fitting(&self.best[rows.len() - begin].1, &rows[begin..]);
+            passes.push(begin..end);
+            begin = end;
         }
         passes
-    }
-
-    /// How many of `rows` rows, of which `plain` do not sample, go into prompt passes.
-    fn prompt_rows(&self, rows: usize, plain: usize) -> usize {
-        let Some(width) = self.prompt else { return 0 };
-        let taken = |passes: usize| plain.min(passes * width.columns);
-        let time = |passes: &usize| *passes as u64 * width.time(width.columns) + self.best[rows - taken(*passes)].0;
-        (0..=plain.div_ceil(width.columns)).min_by_key(time).map_or(0, taken)
     }
 }
 
@@ -113,24 +92,22 @@ mod tests {
     use super::*;
     use crate::cuda::kernels::items::Bounds;
 
-    const NARROW: [Width; 2] = [Width::fixed(1, true, 3370), Width::fixed(8, true, 3990)];
-    const WIDE: [Width; 2] = [Width::fixed(32, true, 4400), Width::fixed(64, true, 5400)];
-    const PROMPT: [Width; 1] = [Width::fixed(128, false, 6800)];
+    const NARROW: [Width; 2] = [Width::fixed(1, 3370), Width::fixed(8, 3990)];
+    const WIDE: [Width; 2] = [Width::fixed(32, 4400), Width::fixed(64, 5400)];
     const BOUNDS: Bounds = Bounds { samples: 100, spans: 50, window: None };
-    const MATRIX: [Width; 1] = [Width { block_us: 2800, bounds: Some(BOUNDS), ..Width::fixed(1024, true, 4000) }];
+    const MATRIX: [Width; 1] = [Width { block_us: 2800, bounds: Some(BOUNDS), ..Width::fixed(1024, 4000) }];
 
-    /// Of a rank of a group.
+    /// Without matrix passes, as for steps of few rows.
     fn all() -> Vec<Width> {
-        [&NARROW[..], &WIDE, &PROMPT].concat()
+        [&NARROW[..], &WIDE].concat()
     }
 
-    /// Of one GPU.
     fn mixed() -> Vec<Width> {
         [&NARROW[..], &WIDE, &MATRIX].concat()
     }
 
     fn sizes(widths: &[Width], samples: &[bool]) -> Vec<usize> {
-        Passes::new(widths, 2048).of(&rows(samples)).iter().map(Vec::len).collect()
+        Passes::new(widths, 2048).of(&rows(samples)).iter().map(Range::len).collect()
     }
 
     /// Rows that sample or not: each that follows one that does begins a sequence.
@@ -166,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_matrix_pass_ends_where_it_has_no_room() {
-        let sizes = |rows: &[Row]| Passes::new(&mixed(), 2048).of(rows).iter().map(Vec::len).collect::<Vec<_>>();
+        let sizes = |rows: &[Row]| Passes::new(&mixed(), 2048).of(rows).iter().map(Range::len).collect::<Vec<_>>();
         assert_eq!(sizes(&rows(&[true; 230])), [100, 100, 30]);
         let prompts: Vec<bool> = (0..101).flat_map(|_| chunk(7, true)).collect();
         assert_eq!(sizes(&rows(&prompts)), [700, 7], "a sequence stays whole");
@@ -220,23 +197,9 @@ mod tests {
         assert_eq!(sizes(&NARROW, &[true; 17]), [8, 8, 1]);
     }
 
+    /// Any step: every row once, in order, each in a pass that holds it, and no way that is faster.
     #[test]
-    fn prompts_take_the_widest_passes_and_their_last_rows_sample() {
-        assert_eq!(sizes(&all(), &chunk(512, false)), [128; 4]);
-        assert_eq!(sizes(&all(), &chunk(512, true)), [128, 128, 128, 127, 1]);
-        assert_eq!(sizes(&all(), &chunk(20, true)), [20]);
-        assert_eq!(sizes(&all(), &chunk(64, false)), [64]);
-        assert_eq!(sizes(&all(), &chunk(65, false)), [65]);
-        assert_eq!(sizes(&NARROW, &chunk(20, true)), [8, 8, 4]);
-        // 32 that decode beside a chunk: what is over three passes goes along with them.
-        let beside = [vec![true; 32], chunk(416, false)].concat();
-        assert_eq!(sizes(&all(), &beside), [128, 128, 128, 64]);
-    }
-
-    /// Any step: every row once, each in a pass that may hold it, rows of a sequence in order, and no way that is
-    /// faster.
-    #[test]
-    fn passes_hold_every_row_in_the_order_of_its_sequence() {
+    fn passes_hold_every_row_in_order() {
         let mut state = 1u64;
         let mut random = |below: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -254,28 +217,16 @@ mod tests {
             let passes = Passes::new(&widths, samples.len());
             let row = |(sample, slot): (&bool, &u32)| Row { slot: *slot, token: 0, position: 9, sample: *sample };
             let of = passes.of(&samples.iter().zip(&sequence).map(row).collect::<Vec<_>>());
-            let mut last = vec![None; samples.len()];
-            let mut seen = vec![false; samples.len()];
-            let mut time = 0;
+            let (mut end, mut time) = (0, 0);
             for pass in &of {
-                let fits = |width: &&Width| {
-                    pass.len() <= width.columns && (width.samples || !pass.iter().any(|row| samples[*row]))
-                };
-                let width =
-                    widths.iter().filter(fits).min_by_key(|width| width.columns).expect("a kernel for the pass");
+                let width = widths.iter().filter(|width| pass.len() <= width.columns);
+                let width = width.min_by_key(|width| width.columns).expect("a kernel for the pass");
                 time += width.time(pass.len());
-                for (place, row) in pass.iter().enumerate() {
-                    assert!(!std::mem::replace(&mut seen[*row], true) && last[sequence[*row] as usize] < Some(*row));
-                    last[sequence[*row] as usize] = Some(*row);
-                    // Rows of a sequence are next to each other, without a gap.
-                    if place > 0 && sequence[pass[place - 1]] == sequence[*row] {
-                        assert_eq!(pass[place - 1] + 1, *row);
-                    }
-                }
+                assert_eq!(pass.start, std::mem::replace(&mut end, pass.end), "{of:?}");
             }
-            assert!(seen.iter().all(|seen| *seen), "{of:?}");
+            assert_eq!(end, samples.len(), "{of:?}");
             let in_order = samples.chunks(passes.columns()).map(|rows| {
-                let holds = |width: &&Width| width.samples && width.columns >= rows.len();
+                let holds = |width: &&Width| width.columns >= rows.len();
                 widths.iter().filter(holds).map(|width| width.time(rows.len())).min().unwrap()
             });
             assert!(time <= in_order.sum(), "{of:?}");

@@ -27,8 +27,8 @@ pub struct Pools {
     pub k_scale: DeviceBuffer,
     /// Exchange words of each kernel.
     pub words: Vec<DeviceBuffer>,
-    /// What the launches of a matrix pass share.
-    pub matrix: DeviceBuffer,
+    /// What the launches of a matrix pass share; of several ranks it is in the inbox
+    pub matrix: Option<DeviceBuffer>,
     /// `[slot][page]` u32
     pub page_table: DeviceBuffer,
     /// `[most rows of a pass that sample][kernel_vocab]` f32; of several ranks they are in the inbox
@@ -58,6 +58,8 @@ pub struct Memory {
 pub struct InboxPlan {
     /// First byte of each kernel's words, in the order of the kernels.
     pub kernels: Vec<u64>,
+    /// First byte of what the launches of a matrix pass share.
+    pub matrix: u64,
     /// First byte of the logits.
     pub logits: u64,
     /// All bytes.
@@ -65,8 +67,8 @@ pub struct InboxPlan {
 }
 
 impl InboxPlan {
-    /// Inboxes of kernels that need so many bytes each, then `logits` bytes of logits.
-    fn new(kernels: impl Iterator<Item = u64>, logits: u64) -> Self {
+    /// Inboxes of kernels that need so many bytes each, then `matrix` bytes for matrix passes and `logits` for logits.
+    fn new(kernels: impl Iterator<Item = u64>, matrix: u64, logits: u64) -> Self {
         const ALIGN: u64 = 256;
         let mut bytes = 0u64;
         let mut take = |len: u64| {
@@ -74,8 +76,8 @@ impl InboxPlan {
             std::mem::replace(&mut bytes, end)
         };
         let kernels = kernels.map(&mut take).collect();
-        let logits = take(logits);
-        Self { kernels, logits, bytes }
+        let (matrix, logits) = (take(matrix), take(logits));
+        Self { kernels, matrix, logits, bytes }
     }
 }
 
@@ -94,8 +96,7 @@ impl Memory {
         // A window that begins within a page reaches into one more.
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
-        let sampling = kernels.iter().map(|kernel| kernel.variant.width).filter(|width| width.samples);
-        let columns = sampling.map(|width| width.columns).max().unwrap_or(1);
+        let columns = kernels.iter().map(|kernel| kernel.variant.columns()).max().unwrap_or(1);
         let columns = matrix.map_or(columns, |matrix| columns.max(matrix.bounds.samples));
         // A launch has a row at least.
         let row_words = kernels.iter().filter_map(|kernel| kernel.deal).map(|deal| deal.most_words(1, visible));
@@ -119,17 +120,18 @@ impl Memory {
         let [kv_page, k_scale_page] = page_bytes(layout);
         let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
+        let matrix = matrix.map_or(0, Matrix::memory_bytes);
         let inbox = match sizes.ranks {
             1 => InboxPlan::default(),
-            _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), logits),
+            _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), matrix, logits),
         };
         let needs = Needs {
             weights: layout.bytes() as u64,
             embedding: layout.embedding_bytes() as u64,
             kv_page: kv_page + k_scale_page,
-            words: words.iter().sum::<u64>() + inbox.logits,
+            words: words.iter().sum::<u64>() + inbox.matrix,
             logits,
-            matrix: matrix.map_or(0, Matrix::memory_bytes),
+            matrix,
             sampler: sampler.bytes(request.max_slots),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
@@ -167,8 +169,10 @@ impl Memory {
         let k_scale = DeviceBuffer::uninitialised(gpu, pages * self.k_scale_page as usize)?;
         // Positions that a row does not see and columns without a row count for nothing, whatever their memory holds:
         // tests say so with NaN.
-        let matrix = DeviceBuffer::uninitialised(gpu, self.needs.matrix as usize)?;
-        [&pool, &k_scale, &matrix].into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
+        let alone = self.sizes.ranks == 1;
+        let matrix = alone.then(|| DeviceBuffer::uninitialised(gpu, self.needs.matrix as usize)).transpose()?;
+        let uninitialised = [&pool, &k_scale].into_iter().chain(&matrix);
+        uninitialised.into_iter().try_for_each(|buffer| buffer.fill(if poison { 0xff } else { 0 }))?;
         Ok(Pools {
             kv: pool,
             k_scale,
@@ -179,10 +183,7 @@ impl Memory {
                 .collect::<Result<_, _>>()?,
             matrix,
             page_table: DeviceBuffer::zeroed(gpu, self.slots * self.sizes.slot_pages * 4)?,
-            logits: match self.sizes.ranks {
-                1 => Some(DeviceBuffer::zeroed(gpu, self.needs.logits as usize)?),
-                _ => None,
-            },
+            logits: alone.then(|| DeviceBuffer::zeroed(gpu, self.needs.logits as usize)).transpose()?,
             rows: DeviceBuffer::zeroed(gpu, self.sizes.rows * size_of::<Row>())?,
             items: DeviceBuffer::zeroed(gpu, self.sizes.item_words * 4)?,
         })

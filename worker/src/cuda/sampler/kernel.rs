@@ -70,7 +70,7 @@ pub fn program(vocab_size: usize, blocks: usize, rows: usize) -> Program<'static
 }
 
 impl SamplerKernel {
-    /// Compiles (or finds) the kernels for launches of up to `columns` rows, a block on every multiprocessor.
+    /// Compiles (or finds) the kernels for launches of up to `columns` rows, on so many blocks.
     ///
     /// # Errors
     /// They do not compile, or do not fit the GPU.
@@ -80,8 +80,9 @@ impl SamplerKernel {
         cache: &Cache,
         vocab_size: usize,
         columns: usize,
+        blocks: usize,
     ) -> Result<Self, CudaError> {
-        let (blocks, rows) = (gpu.facts.sms, columns.min(MOST_ROWS));
+        let rows = columns.min(MOST_ROWS);
         let (binary, cached) = compiler.build(&program(vocab_size, blocks, rows), cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
         let [threads, words_bytes]: [u64; 2] = module.needs(NAME)?;

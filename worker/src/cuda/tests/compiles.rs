@@ -72,7 +72,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
-        if let Err(problem) = check_wide(&layout, 32) {
+        if let Err(problem) = check_wide(&layout) {
             eprintln!("{name}, {blocks} blocks: narrow passes alone: {problem}");
             // The kernel knows the same rule.
             let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
@@ -88,7 +88,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
-        for variant in variants_of(&layout) {
+        for variant in variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)) {
             let most = match variant.columns() {
                 1 => one,
                 8 => eight,
@@ -99,7 +99,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
     }
     let wide = jobs.iter().filter(|(_, variant, ..)| variant.design == Design::Wide).count();
-    assert_eq!(wide, 3 * 2 + 4 * 3 + 2, "two widths of 1b, llama-1b and 8b, three of its ranks, two of 70b's");
+    assert_eq!(wide, 3 * 2 + 5 * 2, "two widths of 1b, llama-1b and 8b, and of ranks of 8b and 70b");
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {

@@ -19,11 +19,10 @@ const SLOTS: usize = 12;
 const BATCH_TOKENS: usize = 160;
 
 /// Kernels, small ones so that a step takes many passes.
-const WIDTHS: [Width; 4] =
-    [Width::fixed(1, true, 10), Width::fixed(4, true, 12), Width::fixed(8, true, 16), Width::fixed(16, false, 20)];
+const WIDTHS: [Width; 3] = [Width::fixed(1, 10), Width::fixed(4, 12), Width::fixed(8, 16)];
 /// The same with matrix passes, in which only half of the sequences have room.
-const MATRIX_WIDTHS: [Width; 3] = [Width::fixed(1, true, 10), Width::fixed(4, true, 12), MATRIX];
-const MATRIX: Width = Width { block_us: 9, bounds: Some(BOUNDS), ..Width::fixed(50, true, 10) };
+const MATRIX_WIDTHS: [Width; 3] = [Width::fixed(1, 10), Width::fixed(4, 12), MATRIX];
+const MATRIX: Width = Width { block_us: 9, bounds: Some(BOUNDS), ..Width::fixed(50, 10) };
 const BOUNDS: Bounds = Bounds { samples: SLOTS / 2, spans: 0, window: None };
 
 /// One sequence to run.
@@ -266,7 +265,7 @@ impl Launcher for Fake {
 
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
-        let mut held = self.widths.iter().filter(|width| rows.len() <= width.columns && (width.samples || !samples));
+        let mut held = self.widths.iter().filter(|width| rows.len() <= width.columns);
         let width = held.next().unwrap_or_else(|| panic!("no kernel for {} rows", rows.len()));
         assert!(!rows.is_empty() && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
         let room = width.bounds.map_or(rows.len(), |bounds| bounds.samples);
@@ -412,10 +411,10 @@ fn every_sequence_yields_its_tokens_whatever_the_plans() {
 fn decoding_is_one_launch_whoever_draws() {
     let alone = [request(1, 20, 30)];
     let (_, launched) = run(&alone, plans(&alone, 64, BATCH_TOKENS, 40), false);
-    // 20 prompt tokens in two launches; the 29 tokens that follow in launches of up to ten steps.
-    let prompt = launched.iter().take(2).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
-    assert_eq!(prompt, [(16, 1), (4, 1)]);
-    let decode: Vec<_> = launched[2..].iter().map(|of| (of.rows, of.run)).collect();
+    // 20 prompt tokens in three launches; the 29 tokens that follow in launches of up to ten steps.
+    let prompt = launched.iter().take(3).map(|of| (of.rows, of.steps)).collect::<Vec<_>>();
+    assert_eq!(prompt, [(8, 1), (8, 1), (4, 1)]);
+    let decode: Vec<_> = launched[3..].iter().map(|of| (of.rows, of.run)).collect();
     assert_eq!(decode, [(1, 10), (1, 10), (1, 9)]);
     assert!(launched.iter().all(|of| !of.sampled), "{launched:?}");
 
@@ -426,7 +425,7 @@ fn decoding_is_one_launch_whoever_draws() {
     assert_eq!(replies(&outcomes, 1), [expected(&suppressed[0])]);
     // The first three tokens may not be a stop token: the sampler draws, in as few launches. The first is the prompt's
     // last row's.
-    let decode: Vec<_> = launched[1..].iter().take(3).map(|of| (of.run, of.sampled)).collect();
+    let decode: Vec<_> = launched[2..].iter().take(3).map(|of| (of.run, of.sampled)).collect();
     assert_eq!(decode, [(1, true), (10, true), (10, false)]);
 
     let mut asked = [alone[0].clone(), request(2, 5, 30)];

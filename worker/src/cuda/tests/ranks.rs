@@ -54,6 +54,10 @@ struct Way {
     options: Options,
     /// Before the first step; ranks count alike.
     epoch: Option<u32>,
+    /// Every pass is a matrix pass.
+    matrix: bool,
+    /// A rank whose matrix passes add up two leaves in each other's place.
+    swapped: Option<usize>,
 }
 
 /// A loaded group that has met, of ranks as a request for one of them asks.
@@ -62,8 +66,13 @@ fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
         true => way.options.clone(),
         false => Options { ordinal: Some(0), blocks: Some(SHARED_BLOCKS / ranks), ..way.options.clone() },
     };
-    let rank = |rank| LoadRequest { rank, tensor_parallel: ranks, unlooped: way.unlooped, ..one.clone() };
-    let mut group: Vec<_> = (0..ranks).map(|of| load_rank(&rank(of), &options)).collect();
+    let rank = |rank| {
+        let mut options = options.clone();
+        options.defines.extend((way.swapped == Some(rank)).then_some(("LP_SWAP_LEAVES", 1)));
+        let request = LoadRequest { rank, tensor_parallel: ranks, unlooped: way.unlooped, ..one.clone() };
+        load_rank(&request, &options)
+    };
+    let mut group: Vec<_> = (0..ranks).map(rank).collect();
     let handles: Vec<_> = group.iter().map(|rank| rank.fabric_handle()).collect();
     std::thread::scope(|scope| {
         let joining: Vec<_> = group.iter_mut().map(|rank| scope.spawn(|| rank.join(&handles))).collect();
@@ -72,6 +81,7 @@ fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
     for rank in &mut group {
         let launcher = &mut rank.decoder.launcher;
         launcher.epoch = way.epoch.unwrap_or(launcher.epoch);
+        launcher.matrix_only = way.matrix;
     }
     group
 }
@@ -156,9 +166,8 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
 }
 
 /// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first model is one that
-/// wide passes take on half of a GPU's blocks, too; on a quarter a block owns more row tiles of the residual than
-/// passes of prompts take. Of the second, as wide as 70b, it does on a whole GPU, of four with three tiles of gate and
-/// up each; one GPU alone has narrow passes for it, so that both kinds are compared.
+/// wide passes take on half of a GPU's blocks, too. Of the second, as wide as 70b, it does on a whole GPU, of four with
+/// three tiles of gate and up each; one GPU alone has narrow passes for it, so that both kinds are compared.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {
@@ -167,8 +176,8 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     let one = LoadRequest { max_slots: 40, max_batch_tokens: 512, kv_pages: 240, ..request("random") };
     let prompt = |i: u32| (0..1 + i * i % 300).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
     let mut requests: Vec<_> = (0..40).map(|i| Request::greedy(&prompt(i), 6 + i % 9)).collect();
-    // Some are drawn by the sampler, behind the pass, in all the ways that there are; ranks that share a GPU have none.
-    for (request, choosy) in requests.iter_mut().step_by(4).zip(if apart(2) { choosy_requests() } else { Vec::new() }) {
+    // Some are drawn by the sampler, behind the pass, in all the ways that there are.
+    for (request, choosy) in requests.iter_mut().step_by(4).zip(choosy_requests()) {
         *request = Request { prompt: request.prompt.clone(), max_tokens: request.max_tokens, ..choosy };
     }
     let wide_hidden = ModelConfig { num_layers: 1, vocab_size: 2048, intermediate_size: 12_288, ..llama_70b() };
@@ -189,6 +198,63 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
             assert!(got == *whole, "{hidden}, {ranks} ranks, chunks of {chunk}, plans of {steps} steps");
         }
     }
+}
+
+/// Sixteen heads and leaves, with everything that decoders differ in.
+fn small() -> ModelConfig {
+    let shape = crate::plan::tests::config(16, 4, 1024, 2048);
+    ModelConfig { hidden_size: 512, qkv_bias: true, qk_norm: true, sliding_window: Some(300), ..shape }
+}
+
+/// Prompts of up to several hundred rows and rows that decode, drawn in all the ways that there are.
+fn crowd() -> Vec<Request> {
+    let prompt = |i: u32| (0..1 + i * i * 7 % 450).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
+    let request = |(i, choosy)| Request { prompt: prompt(i), max_tokens: 6 + i % 9, ..choosy };
+    (0..30).zip(choosy_requests().into_iter().cycle()).map(request).collect()
+}
+
+fn crowd_request() -> LoadRequest {
+    LoadRequest { max_slots: 30, max_batch_tokens: 512, kv_pages: 240, ..request("random") }
+}
+
+/// Matrix passes of groups of every size, beside other passes and alone: log-probabilities show every bit.
+#[test]
+fn matrix_passes_of_a_group_yield_what_one_gpu_yields() {
+    if !gpu() {
+        return;
+    }
+    let requests = crowd();
+    let llama_1b = ModelConfig { max_positions: 2048, ..llama_1b() };
+    for (config, sizes, shared) in [(small(), &[2, 4, 8, 16][..], 16), (llama_1b, &[2, 4], 2)] {
+        let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+        let plans_of = |chunk, steps| plans(&requests, chunk, 512, steps);
+        let whole = yields(load_rank(&crowd_request(), &options), plans_of(512, 40), requests.len(), true);
+        for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(*n)) {
+            for (matrix, chunk, steps, eager) in [(true, 130, 16, true), (false, 512, 5, false)] {
+                let way = Way { options: options.clone(), matrix, ..Way::default() };
+                let got =
+                    group_yields(group(&crowd_request(), ranks, &way), &plans_of(chunk, steps), requests.len(), eager);
+                let hidden = config.hidden_size;
+                assert!(got == whole, "{hidden}, {ranks} ranks, chunks of {chunk}, matrix passes alone: {matrix}");
+            }
+        }
+    }
+}
+
+/// The control of that: one rank adds up two leaves in each other's place.
+#[test]
+fn two_leaves_in_each_others_place_in_one_rank_do_touch_bits_of_matrix_passes() {
+    if !gpu() {
+        return;
+    }
+    let (config, requests) = (small(), crowd());
+    let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+    let plans = plans(&requests, 130, 512, 16);
+    let [plain, swapped] = [None, Some(1)].map(|swapped| {
+        let way = Way { options: options.clone(), matrix: true, swapped, ..Way::default() };
+        group_yields(group(&crowd_request(), 2, &way), &plans, requests.len(), true)
+    });
+    assert!(plain != swapped);
 }
 
 /// Tags start again in the middle of the run.
@@ -280,7 +346,7 @@ fn a_long_run_of_four_ranks_under_delays_yields_what_one_calm_gpu_yields() {
     assert!(got == calm);
 }
 
-/// Set: this process is the one whose kernels fail, those of narrow passes or of wide ones.
+/// Set: this process is the one whose kernels fail, those of narrow passes, of wide ones or of matrix passes.
 const CHILD: &str = "LOOPLANE_TEST_RANK_IS_LATE";
 /// About 1.5 s: longer than a kernel waits for words.
 const LATE_CLOCKS: u64 = 3_000_000_000;
@@ -298,11 +364,11 @@ impl LateRun {
         Self { load: request("llama-gqa"), options: Options::default(), request: Request::greedy(&[1, 2, 3], 4) }
     }
 
-    /// Its prompt is of more rows than narrow passes take.
-    fn wide() -> Self {
+    /// Its prompt is of more rows than narrow passes take, or, beyond 64, than wide ones.
+    fn long(rows: u32) -> Self {
         let config = ModelConfig { max_positions: 2048, ..llama_1b() };
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
-        let prompt: Vec<u32> = (0..200).map(|i| i * 17 % 2048).collect();
+        let prompt: Vec<u32> = (0..rows).map(|i| i * 17 % 2048).collect();
         let load = LoadRequest { max_batch_tokens: 512, ..request("random") };
         Self { load, options, request: Request::greedy(&prompt, 2) }
     }
@@ -346,15 +412,19 @@ impl LateRun {
     }
 }
 
-/// A rank that begins a launch late is waited for, by narrow and by wide passes. Where nobody waits for it, as the
-/// control has it, a wait fails, and of narrow passes, where a word has one writer, the report names the rank; kernels
+/// A rank that begins a launch late is waited for, by passes of all kinds. Where nobody waits for it, as the control
+/// has it, a wait fails, and where a word has one writer, in all but wide passes, the report names the rank; kernels
 /// fail then, and take their process's GPU along, so that is a process of its own.
 #[test]
 fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() {
     if !gpu() {
         return;
     }
-    let of = |kind: &str| if kind == "wide" { LateRun::wide() } else { LateRun::narrow() };
+    let of = |kind: &str| match kind {
+        "narrow" => LateRun::narrow(),
+        "wide" => LateRun::long(60),
+        _ => LateRun::long(200),
+    };
     if let Ok(kind) = std::env::var(CHILD) {
         let fault = of(&kind).on_two(&[("LP_HASTY", 1)]).unwrap_err();
         eprintln!("{fault}");
@@ -364,7 +434,7 @@ fn a_rank_that_begins_late_is_waited_for_and_one_that_does_not_speak_is_named() 
         );
         std::process::exit(0);
     }
-    for kind in ["narrow", "wide"] {
+    for kind in ["narrow", "wide", "matrix"] {
         let run = of(kind);
         let calm = run.on_one_gpu();
         assert_eq!(run.on_two(&[]).unwrap_or_else(|fault| panic!("{kind}: {fault}")), calm, "{kind}");

@@ -91,7 +91,7 @@ fn every_published_shape_has_the_passes_that_are_written_here() {
         let (expected, why) = line.split_once(": ").unwrap_or((line, ""));
         let (found, problem) = match layout_of(*shape) {
             Ok(layout) => {
-                let problem = check_wide(&layout, 32).err().unwrap_or_default();
+                let problem = check_wide(&layout).err().unwrap_or_default();
                 (format!("{} {}", layout.blocks(), paths(&layout).join(" ")), problem)
             }
             Err(problem) => ("refused".into(), problem),

@@ -125,18 +125,18 @@ impl Model {
         let asked = rows.iter().zip(samples);
         let asked = asked.map(|(&(slot, token, position), &sample)| batch::Row { slot, token, position, sample });
         let passes = match most {
-            Some(most) => (0..rows.len()).collect::<Vec<_>>().chunks(most).map(<[usize]>::to_vec).collect(),
+            Some(most) => (0..rows.len()).step_by(most).map(|first| first..(first + most).min(rows.len())).collect(),
             None => engine.passes().of(&asked.collect::<Vec<_>>()),
         };
         let mut kept = 0;
         for pass in passes {
             let mut launched: Vec<Row> = Vec::new();
-            for (column, (slot, token, position)) in pass.iter().map(|row| rows[*row]).enumerate() {
+            for (column, (slot, token, position)) in rows[pass.clone()].iter().copied().enumerate() {
                 let (first_row, first_position) = match launched.last() {
                     Some(before) if before.slot == slot => (before.first_row, before.first_position),
                     _ => (column as u32, position),
                 };
-                let flags = if samples[pass[column]] { ROW_SAMPLE } else { 0 };
+                let flags = if samples[pass.start + column] { ROW_SAMPLE } else { 0 };
                 let last_position = position;
                 launched.push(Row {
                     token,
@@ -149,7 +149,7 @@ impl Model {
                     reserved: 0,
                 });
             }
-            let sampled: Vec<usize> = (0..pass.len()).filter(|column| samples[pass[*column]]).collect();
+            let sampled: Vec<usize> = (0..pass.len()).filter(|column| samples[pass.start + column]).collect();
             engine.launch(&launched, 1, !sampled.is_empty()).unwrap_or_else(|fault| panic!("{fault}"));
             for column in sampled {
                 engine.keep_logits(column, kept).unwrap();

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use super::{By, Chain, Engine, MATRIX_STEPS_AHEAD, STEPS_AHEAD, Ticket};
 use crate::cuda::device::gpu::Stream;
+use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::CudaError;
 use crate::cuda::fabric::MAX_RANKS;
 use crate::cuda::kernels::items::{self, Bounds, Items};
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SAMPLE, Row};
 use crate::cuda::kernels::matrix::Pass;
-use crate::cuda::kernels::variants::Width;
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
@@ -26,7 +26,7 @@ impl Engine {
         let first_row = self.rows_used;
         let rows_address = self.put_rows(rows)?;
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
-        let kernel = self.holds(rows.len(), samples);
+        let kernel = self.holds(rows.len());
         let by = match kernel {
             Some(kernel) => By::Kernel(kernel),
             None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used },
@@ -41,7 +41,7 @@ impl Engine {
             rope: self.weights.rope.address(),
             kv: self.pools.kv.address(),
             k_scale: self.pools.k_scale.address(),
-            words: kernel.map_or(&self.pools.matrix, |kernel| &self.pools.words[kernel]).address(),
+            words: kernel.map_or_else(|| self.matrix_address(), |kernel| self.pools.words[kernel].address()),
             page_table: self.pools.page_table.address(),
             logits: self.logits_address(),
             rows: rows_address,
@@ -55,7 +55,7 @@ impl Engine {
             page_stride: self.sizes.slot_pages as u32,
             kv_pages: self.sizes.kv_pages as u32,
             rank: self.sizes.rank as u32,
-            inbox: kernel.map_or([0; MAX_RANKS], |kernel| self.inboxes(kernel)),
+            inbox: self.inboxes(kernel),
             ..Launch::default()
         };
         self.chain = None;
@@ -70,13 +70,12 @@ impl Engine {
     }
 
     /// The narrowest kernel that holds so many rows; `None`: they are a matrix pass.
-    fn holds(&self, rows: usize, samples: bool) -> Option<usize> {
+    fn holds(&self, rows: usize) -> Option<usize> {
         #[cfg(test)]
         if self.matrix_only {
             return None;
         }
-        let holds = |width: Width| width.columns >= rows && (width.samples || !samples);
-        let kernel = self.kernels.iter().position(|kernel| holds(kernel.variant.width));
+        let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= rows);
         assert!(
             kernel.is_some() || self.matrix.is_some(),
             "passes are chosen so that a kernel holds their {rows} rows"
@@ -260,10 +259,16 @@ impl Engine {
         }
     }
 
-    /// The inboxes of all ranks for a kernel.
-    fn inboxes(&self, kernel: usize) -> [u64; MAX_RANKS] {
+    /// What the launches of a matrix pass share.
+    fn matrix_address(&self) -> u64 {
+        self.pools.matrix.as_ref().map_or_else(|| self.inboxes(None)[self.sizes.rank], DeviceBuffer::address)
+    }
+
+    /// The inboxes of all ranks for a kernel, or for matrix passes.
+    fn inboxes(&self, kernel: Option<usize>) -> [u64; MAX_RANKS] {
         let Some(ties) = &self.ties else { return [0; MAX_RANKS] };
-        ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + ties.inbox.kernels[kernel] })
+        let first = kernel.map_or(ties.inbox.matrix, |kernel| ties.inbox.kernels[kernel]);
+        ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + first })
     }
 }
 

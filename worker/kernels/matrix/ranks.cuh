@@ -1,0 +1,120 @@
+// Several ranks: they reduce the sums of o and of down by runs of 32 tokens, and gather x. Run i is of rank i % kRanks,
+// which alone keeps its residual. A pass is then
+//   begun | tell_embeddings | embedded | embed
+//   | layers x (norms .. out | told | join_out | joined | norms .. down | told | join_down | joined)
+//   | norms, gather, head | logits
+// where the lines are meets: launches of one warp, which wait until all ranks have come as far.
+//
+//   memory      writer -> readers                            its next writer waits for
+//   embeddings  the rank that has a token -> all ranks       begun: their joins of the pass before are over
+//   partial     a rank's out, down -> the join of each rank  joined: joins of all ranks have read it
+//   x, squares  the join of a run's rank -> all ranks        told: qkv (gate/up), which read x, came before
+//   logits      a rank's head -> the samplers of all ranks   begun: the samplers before it in the stream are over
+//
+// A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
+// ranks each of its threads fences itself. So a meet's warp has seen what launches before it wrote or read, here and
+// there, and its fence orders that before its word; the fence of the warp that reads the word orders it before the
+// launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
+// back; a rank that has gone on shows a later tag.
+//
+// Launches behind a meet begin when it has ended: they would take multiprocessors from ranks that it waits for, where
+// ranks share a GPU, as in tests.
+#pragma once
+
+namespace matrix {
+
+constexpr int kMeetThreads = 32;
+
+/// Says that this rank has come to a meet, and waits for the others. Hosts put launches one by one and may be late at
+/// any of them, so the wait is as long as for the start of a launch. A warp of one block calls it.
+template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
+  const u32 lane = lane_index(), own = own_rank(launch), tag = launch.epoch + layer;
+#ifdef LP_LATE  // rank 1 begins so many clocks late
+  for (const Clocks since = clocks(); MEET == kMeetBegun && own == 1 && clocks() - since < LP_LATE;) {}
+#endif
+#ifdef LP_HASTY  // negative control
+  constexpr Clocks LIMIT = kWaitLimit;
+#else
+  constexpr Clocks LIMIT = kStartLimit;
+#endif
+  // One answer of the host for all.
+  const u32 stop = shuffle(MEET == kMeetLogits && lane == 0 ? load_system_u32(launch.control) : 0, 0);
+  Quad word{};
+  if (lane < kRanks) {
+    constexpr u64 WORDS = Memory::meets + (u64)MEET * kRanks * 16;
+    fence_system();
+    store_system_16(launch.inbox[lane] + WORDS + own * 16, tag, stop, 0, 0);
+    const Clocks since = clocks();
+    while ((word = load_system_16(launch.inbox[own] + WORDS + lane * 16)).x < tag)
+      if (clocks() - since > LIMIT) wait_failed(launch, kSiteRanksMet, tag, word.x, lane);
+    fence_system();
+  }
+  const bool all_stop = !any_lane(lane < kRanks && word.y == 0);
+  if (MEET == kMeetLogits && lane == 0) store_system_u32((u32*)(launch.words + Memory::stop), all_stop);
+}
+
+/// The rows of the embedding that this rank has in its shard, to all ranks; of shards that no rank has, zeros. A warp
+/// takes a token.
+LP_DEVICE void tell_embeddings(const Launch& launch) {
+  constexpr u32 SHARD = kHeadTiles * 16;
+  const u32 own = own_rank(launch);
+  each_warp(launch.row_count, [&](u32 token) {
+    const u32 id = launch.rows[token].token, shard = id / SHARD, row = id % SHARD;
+    if (shard % kRanks != own) return;
+    for (u32 k = lane_index() * 8; k < kHidden; k += 256) {
+      Quad v{};
+      if (shard == own)
+        v = Quad{embedding_pair(launch, row, k), embedding_pair(launch, row, k + 2), embedding_pair(launch, row, k + 4),
+                 embedding_pair(launch, row, k + 6)};
+      for (u32 i = 0; i < kRanks; i++)
+        store_16(launch.inbox[(own + i) % kRanks] + Memory::embeddings + ((u64)token * kHidden + k) * 2, v);
+    }
+  });
+  fence_system();
+}
+
+/// Adds what all ranks have summed of P, o or down, to the residual of this rank's runs, in the one order of additions:
+/// the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a row tile.
+template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
+  constexpr int PARTS = kRanks * P::told;
+  // Groups of 8 tokens at a time: words that there are registers for.
+  constexpr int GROUPS = PARTS > 8 ? 1 : PARTS > 4 ? 2 : kRunGroups;
+  const u32 lane = lane_index(), own = own_rank(launch), runs = (launch.row_count + kRunTokens - 1) / kRunTokens,
+            owned = (runs + kRanks - 1 - own) / kRanks;
+  each_warp(owned * kHiddenTiles, [&](u32 item) {
+    const u32 tile = item % kHiddenTiles, token = (item / kHiddenTiles * kRanks + own) * kRunTokens,
+              gamma = gamma_of(launch, norm, tile);
+    const u64 at = residual_byte(tile, token) + lane * 16;
+    const float4* residual = reinterpret_cast<const float4*>(launch.words + Memory::residual + at);
+    float h[kRunValues];
+#pragma unroll
+    for (int first = 0; first < kRunGroups; first += GROUPS) {
+      Quad of[GROUPS][PARTS];
+#pragma unroll
+      for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+          of[j][p] = load_system_16(launch.inbox[p / P::told] + Memory::partial + p % P::told * Memory::part_bytes +
+                                    at + (first + j) * (kConsumerThreads * 16));
+#pragma unroll
+      for (int j = 0; j < GROUPS; j++) {
+        const float4 before = residual[(first + j) * kConsumerThreads];
+        const float own_residual[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float v[PARTS];
+#pragma unroll
+          for (int p = 0; p < PARTS; p++) {
+            const Quad& q = of[j][p];
+            v[p] = __uint_as_float(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w);
+          }
+          h[4 * (first + j) + i] = leaf_sum<PARTS, P::told_group>(v) + own_residual[i];
+        }
+      }
+    }
+    publish_hidden<kRanks>(launch, tile, token, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16), h);
+  });
+  fence_system();
+}
+
+}  // namespace matrix

@@ -429,19 +429,22 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     float sum[kAccumulators];
     each_tile<P, CUT>(blocks, [&](const Tile& of) {
       consumer.begin(of.paired);
-      const u32 token = of.block * kTokens + first_token<CUT>();
-      u32 tile = of.group * kGroupTiles + warp;
-      if constexpr (P::told == 1) {
-        consumer.sum_tile(sum);
-        if constexpr (CUT != Cut::kPair)
-          if (!Exchange<CUT>::add_up(words, of.unit, sum)) tile = kNoTile;
-        epilogue.finish(consumer, tile, token, sum);
-      } else {
+      // Found behind the sums, which need all registers.
+      const auto tile = [&] { return of.group * kGroupTiles + warp; };
+      const auto token = [&] { return of.block * kTokens + first_token<CUT>(); };
+      if constexpr (P::told > 1) {
 #pragma unroll 1
         for (u32 part = 0; part < P::told; part++) {
           consumer.sum_tile(sum);
-          epilogue.finish(consumer, tile, token, sum, part);
+          epilogue.finish(consumer, tile(), token(), sum, part);
         }
+      } else if constexpr (CUT == Cut::kPair) {
+        consumer.sum_tile(sum);
+        epilogue.finish(consumer, tile(), token(), sum);
+      } else {
+        consumer.sum_tile(sum);
+        const bool finishes = Exchange<CUT>::add_up(words, of.unit, sum);
+        epilogue.finish(consumer, finishes ? tile() : kNoTile, token(), sum);
       }
     });
   }

@@ -11,11 +11,12 @@
 
 namespace matrix {
 
-constexpr int kTokens = 128;              // of a block of tokens: columns of a product's tile
-constexpr u32 kStepBytes = kTokens * 32;  // of a k16 step of a block's activations
-constexpr int kMostSamples = 512;         // rows of a pass that sample
-constexpr int kMostSpans = 4096;          // spans of a pass that are merged (per KV head)
-static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
+constexpr int kTokens = kColumns < 128 ? kColumns : 128;  // of a block of tokens: columns of a product's tile
+constexpr u32 kStepBytes = kTokens * 32;                  // of a k16 step of a block's activations
+constexpr u64 kResidualBytes = kTokens * 512;             // of a block's residual, 128 hidden rows
+constexpr int kMostSamples = kColumns < 512 ? kColumns : 512;  // rows of a pass that sample
+constexpr int kMostSpans = 4096;                               // spans of a pass that are merged (per KV head)
+static_assert(kTokens % 32 == 0 && kColumns % kTokens == 0, "whole blocks of tokens, and whole runs of 32");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
 
@@ -55,7 +56,7 @@ struct Memory {
   // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four
   // as an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
   static constexpr u64 residual = query_inverse + (u64)(kQkNorm ? kHeads : 0) * kColumns * 4;
-  static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * 65536;  // [hidden tile][token] f32
+  static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * kResidualBytes;  // [hidden tile][token] f32
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
@@ -67,12 +68,12 @@ struct Memory {
   // Of a unit of a product whose K is cut (product.cuh): sums that its blocks tell each other, and [2] u32 that count
   // who has come, zeroed by `embed`.
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
-  static constexpr u64 unit_sums = 12 * 16384;
+  static constexpr u64 unit_sums = kTokens == 64 ? 24 * 16384 : 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
   // Of several ranks: [part] what this rank has summed of o or of down, as the residual, and before the first layer the
   // embeddings, [token][hidden] bf16.
   static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
-  static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * 65536, embeddings = partial;
+  static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * kResidualBytes, embeddings = partial;
   static constexpr int parts = kRanks == 1 ? 0 : O::told > Down::told ? O::told : Down::told;
   static constexpr u64 bytes = partial + parts * part_bytes;
   static_assert(kRanks == 1 || (u64)kColumns * kHidden * 2 <= parts * part_bytes, "there is room for embeddings");
@@ -80,7 +81,7 @@ struct Memory {
 
 /// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
 LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
-  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * 65536 + token % kTokens / 8 * 4096 + tile % 8 * 512;
+  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 + tile % 8 * 512;
 }
 
 /// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:

@@ -31,13 +31,15 @@ constexpr int kAccumulators = kTokens / 2;                             // of a t
 /// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of a team finishes at least.
 constexpr int kRunGroups = 4, kRunTokens = 32, kRuns = kTokens / kRunTokens, kRunValues = 4 * kRunGroups;
 constexpr u32 kRunBytes = kRunValues * kConsumerThreads * 4;
-static_assert(kStageSteps * kStepBytes == kSlotBytes && kRunBytes == kSlotBytes, "slots hold a stage, or a run");
+static_assert(kStageSteps * kStepBytes <= kSlotBytes && kRunBytes == kSlotBytes, "slots hold a stage, or a run");
 
 /// How neighbouring blocks divide tiles.
 enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
-template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
+/// Passes of fewer runs than there are parts: a part finishes all runs of its share of a tile's rows instead.
+template <Cut CUT> constexpr bool kByRows = kRuns < kParts<CUT>;
+template <Cut CUT> constexpr int kFinished = kByRows<CUT> ? kRuns : kRuns / kParts<CUT>;
 /// Blocks of a team, which work on the same unit, and those of them that are a cluster.
 template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
 template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
@@ -74,6 +76,9 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
+
+/// In place of a row tile that a warp does not finish.
+constexpr u32 kNoTile = ~0u;
 
 /// The part of K that this block sums.
 template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
@@ -276,23 +281,33 @@ template <Cut CUT> struct Exchange {
     }
     barrier_sync(1, kConsumerThreads);
   }
-  /// (g0 + g1) + (g2 + g3) of this block's runs, the first kValues of `sum`, out of each block's sums of its groups.
-  LP_DEVICE static void add_up(u8* words, u32 unit, float* sum) {
+  /// Tells the block of part `to` the kValues of `sum`.
+  LP_DEVICE static void tell(u8* words, u32 unit, u32 to, const float* sum) {
+    u8* at = told(words, unit, to) + ((part_of_k<CUT>() ^ to) - 1) * kPlace;
+#pragma unroll
+    for (int j = 0; j < kValues / 4; j++) store_floats(at + j * kGroup, sum + 4 * j);
+  }
+  /// (g0 + g1) + (g2 + g3) of what this block finishes, the first kValues of `sum`, out of each block's sums of its
+  /// groups. Whether this warp has any of it.
+  LP_DEVICE static bool add_up(u8* words, u32 unit, float* sum) {
     const u32 own = part_of_k<CUT>();
+    if constexpr (kByRows<CUT>) {
+      const u32 part = warp_index() / (kConsumers / kAll);
+      if (part != own) tell(words, unit, part, sum);
+      meet(words, unit);
+      if (part != own) return false;
+    } else {
 #pragma unroll
-    for (u32 to = 0; to < kAll; to++) {
-      if (to == own) continue;
-      u8* at = told(words, unit, to) + ((own ^ to) - 1) * kPlace;
+      for (u32 to = 0; to < kAll; to++)
+        if (to != own) tell(words, unit, to, sum + to * kValues);
+      // Its own to the front.
 #pragma unroll
-      for (int j = 0; j < kValues / 4; j++) store_floats(at + j * kGroup, sum + to * kValues + 4 * j);
+      for (u32 part = 1; part < kAll; part++)
+        if (part == own)
+#pragma unroll
+          for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
+      meet(words, unit);
     }
-    // Its own to the front.
-#pragma unroll
-    for (u32 part = 1; part < kAll; part++)
-      if (part == own)
-#pragma unroll
-        for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
-    meet(words, unit);
     const u8* from = told(words, unit, own);
     Quad others[kAll - 1][kValues / 4];
 #pragma unroll
@@ -310,6 +325,7 @@ template <Cut CUT> struct Exchange {
         for (int i = 0; i < 4; i++) sum[4 * j + i] += pair[i];
       }
     }
+    return true;
   }
 };
 
@@ -351,7 +367,9 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   });
 }
 /// The first token of a tile that this block finishes.
-template <Cut CUT> LP_DEVICE u32 first_token() { return part_of_k<CUT>() * kFinished<CUT> * kRunTokens; }
+template <Cut CUT> LP_DEVICE u32 first_token() {
+  return kByRows<CUT> ? 0 : part_of_k<CUT>() * kFinished<CUT> * kRunTokens;
+}
 /// Fills B, and the stages of the epilogue, whose `fetch` gets the stage's index, its address and its barrier.
 template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* vectors, u32 blocks,
                                                                    const E& epilogue) {
@@ -411,17 +429,22 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     float sum[kAccumulators];
     each_tile<P, CUT>(blocks, [&](const Tile& of) {
       consumer.begin(of.paired);
-      const u32 tile = of.group * kGroupTiles + warp, token = of.block * kTokens + first_token<CUT>();
-      if constexpr (P::told == 1) {
-        consumer.sum_tile(sum);
-        if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
-        epilogue.finish(consumer, tile, token, sum);
-      } else {
+      // Found behind the sums, which need all registers.
+      const auto tile = [&] { return of.group * kGroupTiles + warp; };
+      const auto token = [&] { return of.block * kTokens + first_token<CUT>(); };
+      if constexpr (P::told > 1) {
 #pragma unroll 1
         for (u32 part = 0; part < P::told; part++) {
           consumer.sum_tile(sum);
-          epilogue.finish(consumer, tile, token, sum, part);
+          epilogue.finish(consumer, tile(), token(), sum, part);
         }
+      } else if constexpr (CUT == Cut::kPair) {
+        consumer.sum_tile(sum);
+        epilogue.finish(consumer, tile(), token(), sum);
+      } else {
+        consumer.sum_tile(sum);
+        const bool finishes = Exchange<CUT>::add_up(words, of.unit, sum);
+        epilogue.finish(consumer, finishes ? tile() : kNoTile, token(), sum);
       }
     });
   }

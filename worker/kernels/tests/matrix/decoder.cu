@@ -389,11 +389,15 @@ int main() {
   deal<Head><<<1, 1>>>(tiles + Tiles::head);
   CHECK(cudaDeviceSynchronize());
   bool good = true;
-  for (u32 rows : {1, 128, 200, 300, 640}) good &= check(rows, Cut::kPair);
-  for (u32 rows : {200, 256, 300, 384, 512}) good &= check(rows, Cut::kHalves);
-  for (u32 rows : {1, 100, 128}) good &= check(rows, Cut::kQuads);
+  const auto check_all = [&](std::initializer_list<u32> of, Cut cut) {
+    for (u32 rows : of)
+      if (rows <= kColumns) good &= check(rows, cut);
+  };
+  check_all({1, 20, 32, 64, 128, 200, 300, 640}, Cut::kPair);
+  check_all({200, 256, 300, 384, 512}, Cut::kHalves);
+  check_all({1, 20, 32, 50, 64, 100, 128}, Cut::kQuads);
   if (!good) return 1;
-  for (u32 rows : {128, 256, 384, 512, 1024, 2048}) {
+  for (u32 rows : {32, 64, 128, 256, 384, 512, 1024, 2048}) {
     if (rows > kColumns) break;
     time_all(rows, Cut::kPair);
     if (rows > 128 && rows <= 512) time_all(rows, Cut::kHalves);

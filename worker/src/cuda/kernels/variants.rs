@@ -76,6 +76,9 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
+/// Matrix passes whose tiles are of fewer tokens, for models without wide passes. Times are those of Llama 3.2 3B beside
+/// its passes of eight.
+const SMALL_MATRICES: [Width; 2] = [Width::fixed(32, 5600), Width::fixed(64, 6100)];
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
 /// Rows that matrix passes compute together.
@@ -182,16 +185,22 @@ pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
-/// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
-/// hold every step, or they do not take the model.
-pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
-    let held = variants_of(layout).iter().map(Variant::columns).max();
+/// The variants of matrix passes for a model whose steps have up to `most_rows` rows, by columns ascending: of those
+/// steps that the others do not hold. None if they do not take the model.
+pub fn matrices_of(layout: &Layout, most_rows: usize) -> Vec<Variant> {
+    let mut held = variants_of(layout).iter().map(Variant::columns).max().unwrap_or(0);
     let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
     // A line by the times of prompts, 6.1, 12.9 and 47 ms of 128, 512 and 2048 rows. Decoding rows take longer, as they
     // have K and V of their own.
-    let width = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
-    let variant = Variant { width, design: Design::Matrix, traced: false };
-    (held < Some(most_rows) && variant.check(layout).is_ok()).then_some(variant)
+    let largest = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
+    let widths = SMALL_MATRICES.into_iter().chain([largest]);
+    let variants = widths.map(|width| Variant { width, design: Design::Matrix, traced: false });
+    let needed = |variant: &Variant| {
+        let holds_more = held < most_rows && held < variant.columns();
+        held = held.max(if holds_more { variant.columns() } else { 0 });
+        holds_more
+    };
+    variants.filter(|variant| variant.check(layout).is_ok()).filter(needed).collect()
 }
 
 impl Variant {
@@ -415,20 +424,22 @@ mod tests {
 
     #[test]
     fn steps_that_other_passes_do_not_hold_have_matrix_passes() {
-        let columns = |layout: &Layout, most_rows| matrix_of(layout, most_rows).map(|variant| variant.columns());
+        let columns = |layout: &Layout, most_rows| -> Vec<usize> {
+            matrices_of(layout, most_rows).iter().map(Variant::columns).collect()
+        };
         let llama_8b = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
         let [wide, narrow] = [&llama_8b, &config(8, 4, 384, 768)].map(|config| layout(config, 128));
-        assert_eq!([64, 65, 500, 2048, 8192].map(|rows| columns(&wide, rows)), [0, 128, 512, 2048, 2048].map(some));
-        assert_eq!([8, 9].map(|rows| columns(&narrow, rows)), [0, 128].map(some));
+        assert!(columns(&wide, 64).is_empty());
+        for (most_rows, expected) in [(65, 128), (500, 512), (2048, 2048), (8192, 2048)] {
+            assert_eq!(columns(&wide, most_rows), [expected]);
+        }
+        assert_eq!([8, 9, 33].map(|rows| columns(&narrow, rows).len()), [0, 1, 2]);
+        assert_eq!(columns(&narrow, 2048), [32, 64, 2048]);
         for rank in [2, 4, 8, 16].map(|ranks| group(&llama_8b, ranks, 128).remove(0)) {
-            assert_eq!(columns(&rank, 512), Some(512));
+            assert_eq!(columns(&rank, 512).last(), Some(&512));
         }
         // One k16 step of down.
-        assert_eq!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64), None);
-    }
-
-    fn some(columns: usize) -> Option<usize> {
-        (columns > 0).then_some(columns)
+        assert!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64).is_empty());
     }
 
     #[test]

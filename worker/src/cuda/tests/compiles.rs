@@ -13,7 +13,7 @@ use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::kernels::matrix;
 use crate::cuda::kernels::variants::{
-    Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrix_of, variants_of,
+    Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrices_of, variants_of,
 };
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::weights::heads::padded;
@@ -82,13 +82,13 @@ fn every_shape_compiles_and_its_resources_are_told() {
             let most = if name == Shape::B3.name() && variant.columns() == 8 { B3_SPILLS } else { 0 };
             (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
         };
-        jobs.extend(variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)).map(job));
+        jobs.extend(variants_of(&layout).into_iter().chain(matrices_of(&layout, 2048)).map(job));
     }
     for (shape, ranks, [one, eight]) in GROUPS {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
-        for variant in variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)) {
+        for variant in variants_of(&layout).into_iter().chain(matrices_of(&layout, 2048)) {
             let most = match variant.columns() {
                 1 => one,
                 8 => eight,

@@ -8,7 +8,9 @@ use crate::cuda::kernels::blocks::best_blocks;
 use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, Resources};
 use crate::cuda::kernels::items::Bounds;
-use crate::cuda::kernels::variants::{Design, Variant, Width, check_shape, check_wide, matrix_of, variants_of};
+use crate::cuda::kernels::variants::{
+    Design, TOKEN_BLOCK, Variant, Width, check_shape, check_wide, matrices_of, variants_of,
+};
 use crate::cuda::launches::passes::Passes;
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
@@ -31,11 +33,15 @@ fn layout_of(shape: Shape) -> Result<Layout, String> {
     Ok(Layout::new(&plan, 0, best_blocks(&plan, SMS), config.head_dim))
 }
 
-/// Of a step of each number of rows its pass: n and w, narrow and wide, with the kernel's columns; m, matrix.
+/// Of a step of each number of rows its pass: n, w and m, narrow, wide and matrix, with the kernel's columns, of matrix
+/// passes the tokens of a tile.
 fn paths(layout: &Layout) -> Vec<String> {
-    let variants: Vec<Variant> = variants_of(layout).into_iter().chain(matrix_of(layout, ROWS[7])).collect();
-    let bounds = |design| if design == Design::Matrix { Some(BOUNDS) } else { None };
-    let widths: Vec<Width> = variants.iter().map(|of| Width { bounds: bounds(of.design), ..of.width }).collect();
+    let variants: Vec<Variant> = variants_of(layout).into_iter().chain(matrices_of(layout, ROWS[7])).collect();
+    let bounds = |of: &Variant| match of.design {
+        Design::Matrix => Some(Bounds { samples: BOUNDS.samples.min(of.columns()), ..BOUNDS }),
+        _ => None,
+    };
+    let widths: Vec<Width> = variants.iter().map(|of| Width { bounds: bounds(of), ..of.width }).collect();
     let passes = Passes::new(&widths, ROWS[7]);
     let path = |count: usize| {
         let row = |slot, sample| Row { slot, token: 0, position: 5, sample };
@@ -47,7 +53,7 @@ fn paths(layout: &Layout) -> Vec<String> {
         match variant.design {
             Design::Narrow => format!("n{}", variant.columns()),
             Design::Wide => format!("w{}", variant.columns()),
-            Design::Matrix => "m".into(),
+            Design::Matrix => format!("m{}", variant.columns().min(TOKEN_BLOCK)),
             Design::Unlooped { .. } => unreachable!("a benchmark's"),
         }
     };
@@ -56,30 +62,30 @@ fn paths(layout: &Layout) -> Vec<String> {
 
 /// Shape, thread blocks, passes of [`ROWS`], and why not wide ones (w).
 const TABLE: &str = "
-llama-1b           128 n1 n8 w32 w32 w64 m m m
-3b                 119 n1 n8 m m m m m m: 16, 8 and 16 leaves
-8b                 128 n1 n8 w32 w32 w64 m m m
-70b                128 n1 n8 m m m m m m: 512 row tiles
+llama-1b           128 n1 n8 w32 w32 w64 m128 m128 m128
+3b                 119 n1 n8 m32 m32 m64 m128 m128 m128: 16, 8 and 16 leaves
+8b                 128 n1 n8 w32 w32 w64 m128 m128 m128
+70b                128 n1 n8 m32 m32 m64 m128 m128 m128: 512 row tiles
 405b               refused: 16 query heads
-mistral-7b         128 n1 n8 w32 w32 w64 m m m
-mistral-nemo-12b   128 n1 n8 m m m m m m: 320 row tiles
-mistral-small-24b  119 n1 n8 m m m m m m: 119 blocks
+mistral-7b         128 n1 n8 w32 w32 w64 m128 m128 m128
+mistral-nemo-12b   128 n1 n8 m32 m32 m64 m128 m128 m128: 320 row tiles
+mistral-small-24b  119 n1 n8 m32 m32 m64 m128 m128 m128: 119 blocks
 mistral-large-123b refused: 12 query heads
-qwen2.5-0.5b       122 n1 n8 m m m m m m: 8, 2 and 16 leaves
-qwen2.5-1.5b       128 n1 n8 m m m m m m: 16, 4 and 16 leaves
-qwen2.5-3b         128 n1 n8 m m m m m m: leaves of 8, 8 and 43 steps
-qwen2.5-7b         119 n1 n8 m m m m m m: 16, 4 and 16 leaves
-qwen2.5-14b        119 n1 n8 m m m m m m: 16, 8 and 16 leaves
-qwen2.5-32b        120 n1 n8 m m m m m m: 16, 8 and 16 leaves
-qwen2.5-72b        128 n1 n8 m m m m m m: 512 row tiles
-qwen3-0.6b         128 n1 n8 m m m m m m: 64 row tiles
-qwen3-1.7b         128 n1 n8 w32 w32 w64 m m m
-qwen3-4b           122 n1 n8 m m m m m m: 122 blocks
-qwen3-8b           128 n1 n8 w32 w32 w64 m m m
-qwen3-14b          121 n1 n8 m m m m m m: 16, 8 and 16 leaves
-qwen3-32b          119 n1 n8 m m m m m m: 119 blocks
-smollm2-135m       119 n1 n8 m m m m m m: 4, 1 and 16 leaves
-smollm2-360m       119 n1 n8 m m m m m m: 4, 1 and 16 leaves
+qwen2.5-0.5b       122 n1 n8 m32 m32 m64 m128 m128 m128: 8, 2 and 16 leaves
+qwen2.5-1.5b       128 n1 n8 m32 m32 m64 m128 m128 m128: 16, 4 and 16 leaves
+qwen2.5-3b         128 n1 n8 m32 m32 m64 m128 m128 m128: leaves of 8, 8 and 43 steps
+qwen2.5-7b         119 n1 n8 m32 m32 m64 m128 m128 m128: 16, 4 and 16 leaves
+qwen2.5-14b        119 n1 n8 m32 m32 m64 m128 m128 m128: 16, 8 and 16 leaves
+qwen2.5-32b        120 n1 n8 m32 m32 m64 m128 m128 m128: 16, 8 and 16 leaves
+qwen2.5-72b        128 n1 n8 m32 m32 m64 m128 m128 m128: 512 row tiles
+qwen3-0.6b         128 n1 n8 m32 m32 m64 m128 m128 m128: 64 row tiles
+qwen3-1.7b         128 n1 n8 w32 w32 w64 m128 m128 m128
+qwen3-4b           122 n1 n8 m32 m32 m64 m128 m128 m128: 122 blocks
+qwen3-8b           128 n1 n8 w32 w32 w64 m128 m128 m128
+qwen3-14b          121 n1 n8 m32 m32 m64 m128 m128 m128: 16, 8 and 16 leaves
+qwen3-32b          119 n1 n8 m32 m32 m64 m128 m128 m128: 119 blocks
+smollm2-135m       119 n1 n8 m32 m32 m64 m128 m128 m128: 4, 1 and 16 leaves
+smollm2-360m       119 n1 n8 m32 m32 m64 m128 m128 m128: 4, 1 and 16 leaves
 ";
 
 #[test]

@@ -10,7 +10,7 @@
 //                  the next step
 //   2 epilogue     add the leaves in the product's order and publish the result as data-as-flag words to all blocks
 //
-// Exchanges of a layer (words.cuh says when a word may be written again):
+// Exchanges of a layer (narrow/words.cuh says when a word may be written again):
 //   attention_x     residual -> qkv        all blocks
 //   qkv             q, k, v -> attention   blocks of a KV head
 //   page            leaves -> merge        blocks of a row's items
@@ -22,30 +22,33 @@
 #include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
-#include "layout/words.cuh"
 #include "layout/inbox.cuh"
-#include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
-#include "sync/ring.cuh"
-#include "sync/turns.cuh"
-#include "sync/steps.cuh"
 #include "ops/ranks.cuh"
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
-#include "ops/product.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
-#include "ops/attention.cuh"
-#include "ops/epilogue.cuh"
-#include "ops/phases.cuh"
+#include "narrow/words.cuh"
+#include "narrow/inbox.cuh"
+#include "narrow/shared_memory.cuh"
+#include "narrow/ring.cuh"
+#include "narrow/turns.cuh"
+#include "narrow/steps.cuh"
+#include "narrow/product.cuh"
+#include "narrow/attention.cuh"
+#include "narrow/epilogue.cuh"
+#include "narrow/phases.cuh"
+
+namespace narrow {
 
 /// Steps to run, as far as it is known: a stop that step s saw ends the launch after step s + 1.
 LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::last_step); }
 
 /// An exchange's words queue behind the bytes in flight. So the stream keeps fewer bytes in flight where it has time:
-/// rings then take turns, in groups (sync/ring.cuh). That is so
+/// rings then take turns, in groups (narrow/ring.cuh). That is so
 /// - in a group of ranks where q, k, v and o of the fullest block fill the rings to within a chunk each: for all that
 ///   the rings take while the block waits for the sums of down, attention and the sums of o. That is q, k, v, o and the
 ///   first chunks of gate and up. If q, k, v and o were smaller, there would be room for more of gate and up, which
@@ -241,3 +244,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
     produce(launch, shared);
   } else finish(launch, shared, warp - kEpilogue);
 }
+
+}  // namespace narrow

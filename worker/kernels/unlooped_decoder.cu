@@ -14,22 +14,25 @@
 #include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
-#include "layout/words.cuh"
 #include "layout/inbox.cuh"
-#include "layout/shared_memory.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
-#include "sync/ring.cuh"
 #include "ops/ranks.cuh"
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
-#include "ops/product.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
-#include "ops/attention.cuh"
-#include "ops/epilogue.cuh"
-#include "ops/phases.cuh"
+#include "narrow/words.cuh"
+#include "narrow/inbox.cuh"
+#include "narrow/shared_memory.cuh"
+#include "narrow/ring.cuh"
+#include "narrow/product.cuh"
+#include "narrow/attention.cuh"
+#include "narrow/epilogue.cuh"
+#include "narrow/phases.cuh"
+
+namespace narrow {
 
 /// What changes from step to step, which a captured launch cannot carry in its parameters; and the state between
 /// launches.
@@ -212,3 +215,5 @@ LP_LAUNCH(choose, Phase::kChoose)
 extern "C" __device__ const u64 unlooped_decoder_needs[8] = {
     Shared::bytes, kThreads, Words::page, Words::page_bytes, 0, 1, kRanks > 1 ? Inbox::bytes : 0, 0};
 extern "C" __device__ const u64 pass_bytes = sizeof(Pass);
+
+}  // namespace narrow

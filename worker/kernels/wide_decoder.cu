@@ -13,24 +13,27 @@
 #include "layout/page.cuh"
 #include "layout/launch.cuh"
 #include "layout/rows.cuh"
-#include "wide/geometry.cuh"
+#include "layout/inbox.cuh"
 #include "sync/wait.cuh"
 #include "sync/reached.cuh"
 #include "ops/ranks.cuh"
+#include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
 #include "ops/best.cuh"
+#include "ops/softmax.cuh"
+#include "wide/geometry.cuh"
 #include "wide/stream.cuh"
 #include "wide/product.cuh"
 #include "wide/exchange.cuh"
 #include "wide/ranks.cuh"
-#include "sync/start.cuh"
-#include "ops/softmax.cuh"
 #include "wide/attention_items.cuh"
 #include "wide/attention_share.cuh"
 #include "wide/attention.cuh"
 #include "wide/epilogue.cuh"
 #include "wide/head.cuh"
+
+namespace wide {
 
 extern __shared__ __align__(1024) u8 shared_memory[];
 
@@ -386,3 +389,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == 0) note_time(launch, kStream0, 1);
   cluster_sync();  // a block's shared memory lives until its peer has sent its last
 }
+
+}  // namespace wide

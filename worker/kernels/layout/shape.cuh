@@ -146,7 +146,7 @@ constexpr bool a_block_idles() {
   return false;
 }
 /// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part
-/// of a step, so they may fall behind (layout/words.cuh, sync/steps.cuh).
+/// of a step, so they may fall behind (narrow/words.cuh, narrow/steps.cuh).
 constexpr bool kIdleBlocks = a_block_idles();
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;

@@ -12,7 +12,7 @@
 LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 stage) {
 #ifdef LP_TRACE
   if (step + 1 == launch.steps && (threadIdx.x & 31) == 0)
-    launch.trace[(((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] =
+    launch.trace[(((u64)blockIdx.x * (blockDim.x / 32) + warp) * (kLayers + 1) + layer) * 16 + stage] =
         (long long)global_nanoseconds();
 #endif
 #ifdef LP_DELAYS
@@ -34,7 +34,7 @@ LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 
 /// before anything is written there.
 LP_DEVICE void poison(u8* memory, u32 bytes) {
 #ifdef LP_POISON
-  for (u32 i = threadIdx.x; i < bytes / 4; i += kThreads) reinterpret_cast<u32*>(memory)[i] = ~0u;
+  for (u32 i = threadIdx.x; i < bytes / 4; i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = ~0u;
   fence_async_shared();  // orders it before what bulk copies write
   __syncthreads();
 #endif
@@ -45,7 +45,7 @@ LP_DEVICE void poison(u8* memory, u32 bytes) {
 /// and [12], `warp` one that has no such stages. One thread a block calls it.
 LP_DEVICE void note_time(const Launch& launch, u32 warp, u32 end) {
 #ifdef LP_TRACE
-  long long* notes = launch.trace + (((u64)blockIdx.x * (kThreads / 32) + warp) * (kLayers + 1) + kLayers) * 16;
+  long long* notes = launch.trace + (((u64)blockIdx.x * (blockDim.x / 32) + warp) * (kLayers + 1) + kLayers) * 16;
   notes[8 + 2 * end] = clock64();
   notes[9 + 2 * end] = (long long)global_nanoseconds();
   notes[12] = multiprocessor();

@@ -11,9 +11,10 @@ static __device__ __noinline__ void await_ranks(const Launch& launch) {
 #ifdef LP_LATE  // rank 1 begins so many clocks late
   for (const long long begun = clock64(); launch.rank == 1 && clock64() - begun < LP_LATE;) {}
 #endif
-  if (rank_block() == 0) store_system_u32((u32*)(launch.inbox[lane] + Inbox::begun) + own_rank(launch), launch.epoch);
+  if (rank_block() == 0)
+    store_system_u32((u32*)(launch.inbox[lane] + InboxHead::begun) + own_rank(launch), launch.epoch);
 #ifndef LP_HASTY  // negative control
-  const u32* begun = (const u32*)(launch.inbox[own_rank(launch)] + Inbox::begun) + lane;
+  const u32* begun = (const u32*)(launch.inbox[own_rank(launch)] + InboxHead::begun) + lane;
   const long long since = clock64();
   for (u32 seen; (seen = load_system_u32(begun)) < launch.epoch;)
     if (clock64() - since > kStartLimit) wait_failed(launch, kSiteRanksBegun, launch.epoch, seen, lane);

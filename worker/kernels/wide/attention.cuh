@@ -12,6 +12,8 @@
 // narrow passes.
 #pragma once
 
+namespace wide {
+
 constexpr u32 kLaneDims = kHeadDim / 32;  // of an output, of the lane of a warp that has it all
 constexpr u32 kAttentionItemPages = kSpanPages;
 // Words of a row's span and KV head: [query][kLaneDims / 2][lane].
@@ -209,3 +211,5 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   fence_async_shared();  // orders the scratch before what the pair sends there
   publish(consumer.launch, Words::outputs_ready);
 }
+
+}  // namespace wide

@@ -3,6 +3,8 @@
 // them, the longest first, and all heads' alike (worker/src/cuda/kernels/deal.rs).
 #pragma once
 
+namespace wide {
+
 // Of the consumer warps, four make a set, one a share of a span; a set holds an n8 tile of columns (row, query head).
 constexpr u32 kSetWarps = kSpanShares, kSets = kConsumers / kSetWarps;
 // With a window, each row sees from another position on.
@@ -103,3 +105,5 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
     }
   }
 }
+
+}  // namespace wide

@@ -1,6 +1,8 @@
 // What a warp does with pages: the share of a span that it owns, with an online maximum.
 #pragma once
 
+namespace wide {
+
 /// What an n8 tile of a group's columns has of a share: columns 2 t and 2 t + 1 of the tile.
 struct Share {
   u32 queries[kDimTiles][2];     // B fragments: column g
@@ -144,3 +146,5 @@ LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const Atten
       }
     }
 }
+
+}  // namespace wide

@@ -1,6 +1,8 @@
 // What follows the products: norm, bias, rope, residual, silu; each result goes out as the next product's input.
 #pragma once
 
+namespace wide {
+
 LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) {
   return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4);
 }
@@ -278,3 +280,5 @@ LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 
               transpose_8x8(bf16_pair(v[0], v[1])));
   }
 }
+
+}  // namespace wide

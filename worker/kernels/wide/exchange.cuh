@@ -1,8 +1,10 @@
 // Exchanges. Over the chip by counters: a block stores, then adds one to a counter; readers wait for generation x
 // writers. One buffer an exchange suffices, because who reads it in a phase has a part in what every writer of its next
-// use waits for (../layout/words.cuh). Within a pair by bulk copies from shared memory to shared memory, whose bytes
+// use waits for (../narrow/words.cuh). Within a pair by bulk copies from shared memory to shared memory, whose bytes
 // complete the receiver's barrier, so that nobody needs a fence at cluster scope.
 #pragma once
+
+namespace wide {
 
 constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
 // Blocks that write a leaf of the activation.
@@ -283,3 +285,5 @@ struct Receive {
     __syncwarp();
   }
 };
+
+}  // namespace wide

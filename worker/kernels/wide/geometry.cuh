@@ -12,6 +12,8 @@
 // has the next, which adds its own leaves one by one.
 #pragma once
 
+namespace wide {
+
 static_assert(kColumns == 32 || kColumns == 64, "rows of a wide pass");
 constexpr int kConsumers = 8;  // warps, two warpgroups
 constexpr u32 kConsumerThreads = kConsumers * 32;
@@ -248,3 +250,5 @@ struct Shared {
   static constexpr u32 bytes = items + 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");
+
+}  // namespace wide

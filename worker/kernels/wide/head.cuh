@@ -2,6 +2,8 @@
 // receive buffer.
 #pragma once
 
+namespace wide {
+
 using HeadOwn = Own<Head>;
 
 struct Choice {
@@ -131,3 +133,5 @@ struct Choice {
     return stop;
   }
 };
+
+}  // namespace wide

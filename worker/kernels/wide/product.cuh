@@ -1,6 +1,8 @@
 // Products of a wide pass: weights from the ring as A fragments in registers, activations from shared memory, on wgmma.
 #pragma once
 
+namespace wide {
+
 /// Where the fragments of a warp's row tile lie in a stage, and its activations in a slot.
 struct Place {
   int tile;                      // of the stage
@@ -154,3 +156,5 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
       for (int t = 0; t < T; t++) sum[t][i] += leaf[t][i];
   }
 }
+
+}  // namespace wide

@@ -1,5 +1,5 @@
 // Messages between the ranks of a group in wide passes: words of 16 bytes {data, data, tag, extra} as in
-// ../layout/inbox.cuh, in the inbox of the rank that reads them.
+// ../narrow/inbox.cuh, in the inbox of the rank that reads them.
 //
 // Sums of 32 columns are half a megabyte a rank, too much to send to every rank. So each rank owns a share of the
 // columns, whose residual it keeps, and a product that is added to the residual takes two hops:
@@ -34,6 +34,8 @@
 // before. A tag tells words of different layers apart: a late reader reports a foreign word and never takes it.
 #pragma once
 
+namespace wide {
+
 /// Columns whose residual a rank has.
 constexpr u32 kRankColumns = kColumns / kRanks;
 LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
@@ -44,12 +46,10 @@ static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
 
-struct Inbox {
-  static constexpr u64 stop = 0, begun = 64;  // as in layout/inbox.cuh
-  static_assert(begun + kRanks * 4 <= 128, "in front of the sums");
+struct Inbox : InboxHead {
   static constexpr u64 chunks = (u64)kBlocks * kHiddenChunks;                           // of 8 rows
   // [o, down][rank][part][block][word][chunk][column of the share]
-  static constexpr u64 sums = 128;
+  static constexpr u64 sums = head_bytes;
   // [after o, after down][block][chunk][column][word]
   static constexpr u64 x = sums + kTold * kRanks * kParts * chunks * kSumWords * kRankColumns * 16;
   // [block][word][chunk][column of the share]
@@ -202,3 +202,5 @@ struct Ranks {
     }
   }
 };
+
+}  // namespace wide

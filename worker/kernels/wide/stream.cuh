@@ -3,6 +3,8 @@
 // part in every one, so parities cannot alias.
 #pragma once
 
+namespace wide {
+
 /// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at
 /// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
 constexpr u32 kAhead = 4, kAheadClocks = 2000;
@@ -191,3 +193,5 @@ struct Consumer {
     inputs++;
   }
 };
+
+}  // namespace wide

@@ -53,7 +53,7 @@ pub struct Machine {
 impl Machine {
     /// H200s of one host over NVLink. Measured 2026-11-20: plain 16-byte loads; 16 KiB in flight a multiprocessor at
     /// 3160 GB/s; a ring consumed from L2 at 8400 GB/s; peer writes. The ring is that of
-    /// kernels/layout/shared_memory.cuh.
+    /// kernels/narrow/shared_memory.cuh.
     pub const H200: Self = Self {
         sms: 132,
         memory_bytes: 143_771.0 * 1024.0 * 1024.0,

@@ -66,4 +66,3 @@ for ranks in 1 2 4 8 16; do
 done
 sums 8 1 4096    # pairs of rows a word
 sums 4 64 8192   # a warp a tile
-sums 4 128 4096  # warpgroups divide columns

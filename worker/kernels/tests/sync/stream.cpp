@@ -8,12 +8,14 @@
 #include "../../layout/shape.cuh"
 #include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
-#include "../../layout/words.cuh"
-#include "../../layout/shared_memory.cuh"
 #include "../../sync/wait.cuh"
-#include "../../sync/ring.cuh"
 #include "../../ops/tree_sum.cuh"
-#include "../../ops/product.cuh"
+#include "../../narrow/words.cuh"
+#include "../../narrow/shared_memory.cuh"
+#include "../../narrow/ring.cuh"
+#include "../../narrow/product.cuh"
+
+using namespace narrow;
 
 constexpr int kRounds = 6;  // layers
 

@@ -9,6 +9,11 @@
 #include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
 #include "../../layout/rows.cuh"
+#include "../../layout/inbox.cuh"
+#include "../../sync/wait.cuh"
+#include "../../ops/ranks.cuh"
+#include "../../ops/tree_sum.cuh"
+#include "../../ops/values.cuh"
 
 enum Summed : u32 { kQkvProduct, kOutProduct, kDownProduct };
 /// Leaf `leaf` of the whole model's product, of one output.
@@ -69,17 +74,15 @@ struct Memory {
 u32 report[16];
 
 #if LP_COLUMNS <= 8
-#include "../../layout/words.cuh"
-#include "../../layout/inbox.cuh"
-#include "../../layout/shared_memory.cuh"
-#include "../../sync/wait.cuh"
-#include "../../sync/ring.cuh"
-#include "../../sync/turns.cuh"
-#include "../../ops/ranks.cuh"
-#include "../../ops/tree_sum.cuh"
-#include "../../ops/values.cuh"
-#include "../../ops/product.cuh"
-#include "../../ops/epilogue.cuh"
+#include "../../narrow/words.cuh"
+#include "../../narrow/inbox.cuh"
+#include "../../narrow/shared_memory.cuh"
+#include "../../narrow/ring.cuh"
+#include "../../narrow/turns.cuh"
+#include "../../narrow/product.cuh"
+#include "../../narrow/epilogue.cuh"
+
+using namespace narrow;
 
 constexpr u32 kActive = (1u << kColumns) - 1, kBlock = 1;
 constexpr u32 kRankBytes = (Shared::bytes - Shared::partials + 1023) / 1024 * 1024;  // of shared memory
@@ -188,20 +191,21 @@ template <int N> void wgmma(float* c, const Quad&, u64) {
                       work.column + i / 4 * 8 + (lane_index() & 3) * 2 + (i & 1));
   if (++work.step == work.leaf_steps) work.step = 0, work.leaf++;
 }
+namespace wide {
 struct Consumer {
   u32 wait() const { return 0; }
   u32 wait_input(u32 = 0) const { return 0; }
   void release() const {}
   void release_input() const {}
 };
+}  // namespace wide
 
 #include "../../wide/geometry.cuh"
-#include "../../sync/wait.cuh"
-#include "../../ops/ranks.cuh"
-#include "../../ops/tree_sum.cuh"
 #include "../../wide/product.cuh"
 #include "../../wide/exchange.cuh"
 #include "../../wide/ranks.cuh"
+
+using namespace wide;
 
 constexpr u32 kPair = 3;
 

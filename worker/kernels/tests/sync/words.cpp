@@ -11,18 +11,21 @@
 #include "../../layout/page.cuh"
 #include "../../layout/launch.cuh"
 #include "../../layout/rows.cuh"
-#include "../../layout/words.cuh"
 #include "../../layout/inbox.cuh"
-#include "../../layout/shared_memory.cuh"
 #include "../../sync/wait.cuh"
-#include "../../sync/ring.cuh"
-#include "../../sync/turns.cuh"
-#include "../../sync/steps.cuh"
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/values.cuh"
-#include "../../ops/product.cuh"
-#include "../../ops/epilogue.cuh"
+#include "../../narrow/words.cuh"
+#include "../../narrow/inbox.cuh"
+#include "../../narrow/shared_memory.cuh"
+#include "../../narrow/ring.cuh"
+#include "../../narrow/turns.cuh"
+#include "../../narrow/steps.cuh"
+#include "../../narrow/product.cuh"
+#include "../../narrow/epilogue.cuh"
+
+using namespace narrow;
 
 constexpr u32 kReaders = 2;        // consumer warps: each takes every other leaf
 constexpr u32 kBlockBytes = sizeof(shared_bytes) / 4;

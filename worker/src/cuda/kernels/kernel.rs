@@ -1,15 +1,14 @@
 //! A kernel of the looped decoder for one model: its binary, what it needs, and how it is launched.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::{Pod, Zeroable, bytes_of};
 use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
 use super::deal::{Deal, most_spans};
+use super::function::{Begin, Function};
 use super::launch::Launch;
 use super::module::Module;
 use super::unlooped::Chain;
@@ -39,7 +38,7 @@ pub struct Kernel {
 #[derive(Debug)]
 enum Way {
     /// One cooperative launch.
-    Loop(sys::CUfunction),
+    Loop(Function),
     /// Graphs of launches.
     Phases(Box<Chain>),
 }
@@ -70,10 +69,6 @@ struct Needs {
 #[cfg(test)]
 pub const NEEDS: usize = size_of::<Needs>() / size_of::<u64>();
 
-// SAFETY: modules and functions are handles that the driver lets every thread use.
-#[allow(unsafe_code)]
-unsafe impl Send for Kernel {}
-
 impl Kernel {
     /// Compiles (or finds) a variant for a model, with more `#define`s than its own, loads it and checks that all its
     /// blocks run at the same time.
@@ -103,11 +98,14 @@ impl Kernel {
             let (bytes, has) = (needs.shared_bytes, gpu.facts.shared_bytes);
             return does_not_fit(format!("needs {bytes} bytes of shared memory, a block of this GPU has {has}"));
         }
+        let function = |name: &str| {
+            Ok(Function::load(&module, name, needs.shared_bytes as u32)?.with_threads(needs.threads as u32))
+        };
         let way = match variant.unlooped() {
-            None => Way::Loop(module.function(variant.name(), needs.shared_bytes as u32)?),
+            None => Way::Loop(function(variant.name())?),
             Some(overlapped) => {
-                let layers = layout.plan().config.num_layers as u32;
-                Way::Phases(Box::new(Chain::new(&module, needs.shared_bytes as u32, layers, overlapped)?))
+                let shape = (layout.plan().config.num_layers as u32, layout.blocks() as u32);
+                Way::Phases(Box::new(Chain::new(&module, function, shape, overlapped)?))
             }
         };
         let resources = Resources::of(variant.name(), &binary.log);
@@ -119,7 +117,7 @@ impl Kernel {
         });
         let kernel = Self { variant, resources, cached, deal, needs, way, blocks: layout.blocks() as u32, module };
         if let Way::Loop(function) = kernel.way {
-            let resident = kernel.resident_blocks(function)?;
+            let resident = function.resident_blocks(kernel.blocks)?;
             if resident < kernel.blocks {
                 let (blocks, sms) = (kernel.blocks, gpu.facts.sms);
                 return does_not_fit(format!(
@@ -151,45 +149,6 @@ impl Kernel {
         self.needs.threads as usize / 32
     }
 
-    /// How many blocks the GPU runs at the same time: in whole clusters, where the kernel asks for clusters.
-    #[allow(unsafe_code)]
-    fn resident_blocks(&self, function: sys::CUfunction) -> Result<u32, CudaError> {
-        let width = Attribute::CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH;
-        // SAFETY: the function is of a loaded module.
-        let width = unsafe { result::function::get_function_attribute(function, width) };
-        let width = checked("cuFuncGetAttribute", width)?.max(1) as u32;
-        let mut cluster = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue {
-                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: width, y: 1, z: 1 },
-            },
-        };
-        let config = self.config(std::ptr::null_mut(), &mut cluster);
-        let mut clusters = 0;
-        // SAFETY: the function is of a loaded module, the configuration's one attribute and the integer live until the
-        // call returns.
-        let asked = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
-        checked("cuOccupancyMaxActiveClusters", asked.result())?;
-        Ok(clusters.max(0) as u32 * width)
-    }
-
-    /// All blocks, with an attribute.
-    fn config(&self, stream: sys::CUstream, attribute: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
-        sys::CUlaunchConfig {
-            gridDimX: self.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: self.needs.threads as u32,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.needs.shared_bytes as u32,
-            hStream: stream,
-            attrs: attribute,
-            numAttrs: 1,
-        }
-    }
-
     /// Puts a launch into the stream.
     ///
     /// # Errors
@@ -198,7 +157,7 @@ impl Kernel {
     /// # Safety
     /// What `launch` points to is as its fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(&mut self, mut launch: Launch, stream: &Stream) -> Result<(), CudaError> {
+    pub unsafe fn launch(&mut self, launch: Launch, stream: &Stream) -> Result<(), CudaError> {
         if self.needs.zeroed_words > 0 {
             let bytes = self.needs.zeroed_words as usize;
             // SAFETY: the words are at least as long as the part that is to be zero; the caller vouches for their
@@ -206,26 +165,14 @@ impl Kernel {
             let zeroed = unsafe { result::memset_d8_async(launch.words, 0, bytes, stream.raw) };
             checked("cuMemsetD8Async", zeroed)?;
         }
-        let function = match &mut self.way {
-            Way::Loop(function) => *function,
-            Way::Phases(chain) => {
-                let shape = (self.blocks, self.needs.threads as u32);
-                // SAFETY: as the caller vouches.
-                return unsafe { chain.launch(launch, shape, stream) };
-            }
-        };
-        let mut parameters = [(&raw mut launch).cast::<c_void>()];
-        let mut cooperative = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { cooperative: 1 },
-        };
-        let config = self.config(stream.raw, &mut cooperative);
-        // SAFETY: the kernel takes one parameter, a `Launch`, which the call copies; the caller vouches for what it
-        // points to.
-        let launched =
-            unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
-        checked("cuLaunchKernelEx", launched.result())
+        match &mut self.way {
+            // SAFETY: the kernel takes one parameter, a `Launch`; the caller vouches for what it points to.
+            Way::Loop(function) => unsafe {
+                function.launch(stream, self.blocks, Begin::Together, [bytes_of(&launch)])
+            },
+            // SAFETY: as the caller vouches.
+            Way::Phases(chain) => unsafe { chain.launch(launch, stream) },
+        }
     }
 
     /// The GPU.

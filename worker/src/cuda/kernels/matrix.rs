@@ -1,22 +1,20 @@
 //! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh, of
 //! several ranks kernels/matrix/ranks.cuh).
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use bytemuck::{Pod, Zeroable};
-use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use bytemuck::{Pod, Zeroable, bytes_of};
 
 use super::cache::Cache;
 use super::compile::{Compiler, Resources};
+use super::function::{Begin, Function};
 use super::items::Bounds;
 use super::launch::Launch;
 use super::module::Module;
 use super::variants::{Variant, Width};
 use crate::cuda::device::gpu::{Gpu, Stream};
 use crate::cuda::device::memory::DeviceBuffer;
-use crate::cuda::error::{CudaError, checked};
+use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
@@ -250,8 +248,8 @@ pub struct Matrix {
     /// Whether the binary came from the cache.
     pub cached: bool,
     needs: Needs,
-    /// Of each phase: its function and the threads of a block.
-    functions: [(sys::CUfunction, u32); Phase::ALL.len()],
+    /// Of each phase.
+    functions: Vec<Function>,
     tiles: DeviceBuffer,
     /// Blocks of a launch, all at once on the GPU: twos are clusters, and fours wait for each other.
     blocks: u32,
@@ -259,10 +257,6 @@ pub struct Matrix {
     // The functions are its.
     _module: Module,
 }
-
-// SAFETY: functions are handles that the driver lets every thread use.
-#[allow(unsafe_code)]
-unsafe impl Send for Matrix {}
 
 impl Matrix {
     /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
@@ -287,18 +281,17 @@ impl Matrix {
         let (binary, cached) = compiler.build(&program, cache)?;
         let module = Module::load(gpu, &binary.cubin)?;
         let needs: Needs = module.needs(variant.name())?;
-        let mut functions = [(std::ptr::null_mut(), 0); Phase::ALL.len()];
-        for (phase, function) in Phase::ALL.into_iter().zip(&mut functions) {
+        let mut functions = Vec::new();
+        for phase in Phase::ALL {
             let (shared, has) = (needs.shared(phase), gpu.facts.shared_bytes as u64);
             if shared > has {
                 let name = phase.name();
                 return does_not_fit(format!("{name} needs {shared} bytes of shared memory, a block has {has}"));
             }
-            let loaded = module.function(phase.name(), shared as u32)?;
-            *function = (loaded, threads_of(loaded)?);
+            functions.push(Function::load(&module, phase.name(), shared as u32)?);
         }
-        let product = Phase::ALL.iter().position(|phase| *phase == Phase::GateUp).map(|place| functions[place].1);
-        assert_eq!(product, Some(needs.product_threads as u32), "a product's launch bounds are its threads");
+        let threads = functions[Phase::GateUp as usize].threads();
+        assert_eq!(u64::from(threads), needs.product_threads, "a product's launch bounds are its threads");
         let spans = Bounds::most_spans(pages);
         if spans as u64 > needs.most_spans {
             let most = needs.most_spans;
@@ -345,38 +338,15 @@ impl Matrix {
     /// # Safety
     /// What `launch` and `pass` point to is as their fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(&self, mut launch: Launch, pass: Pass, stream: &Stream) -> Result<(), CudaError> {
-        let mut pass = Pass { tiles: self.tiles.address(), ..pass };
-        let mut overlap = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        for (place, (phase, mut layer)) in self.steps.phases(launch.row_count, &pass).enumerate() {
-            let (function, threads) = self.functions[phase as usize];
-            let config = sys::CUlaunchConfig {
-                gridDimX: if phase.meets() { 1 } else { self.blocks },
-                gridDimY: 1,
-                gridDimZ: 1,
-                blockDimX: threads,
-                blockDimY: 1,
-                blockDimZ: 1,
-                sharedMemBytes: self.needs.shared(phase) as u32,
-                hStream: stream.raw,
-                attrs: &mut overlap,
-                // Whatever is in front of a pass has to be over.
-                numAttrs: u32::from(place > 0),
-            };
-            let mut parameters = [
-                (&raw mut launch).cast::<c_void>(),
-                (&raw mut pass).cast::<c_void>(),
-                (&raw mut layer).cast::<c_void>(),
-            ];
-            // SAFETY: the kernels take a `Launch`, a `Pass` and a layer, which the call copies; the caller vouches for
-            // what they point to.
-            let launched =
-                unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
-            checked("cuLaunchKernelEx", launched.result())?;
+    pub unsafe fn launch(&self, launch: Launch, pass: Pass, stream: &Stream) -> Result<(), CudaError> {
+        let pass = Pass { tiles: self.tiles.address(), ..pass };
+        for (place, (phase, layer)) in self.steps.phases(launch.row_count, &pass).enumerate() {
+            let blocks = if phase.meets() { 1 } else { self.blocks };
+            // Whatever is in front of a pass has to be over.
+            let begin = if place > 0 { Begin::Overlapping } else { Begin::Behind };
+            let parameters = [bytes_of(&launch), bytes_of(&pass), bytes_of(&layer)];
+            // SAFETY: the kernels take a `Launch`, a `Pass` and a layer; the caller vouches for what they point to.
+            unsafe { self.functions[phase as usize].launch(stream, blocks, begin, parameters)? };
         }
         Ok(())
     }
@@ -455,15 +425,6 @@ impl Steps {
 #[cfg(test)]
 pub fn names() -> [&'static str; Phase::ALL.len()] {
     Phase::ALL.map(Phase::name)
-}
-
-/// The threads of a kernel's launch bounds.
-#[allow(unsafe_code)]
-fn threads_of(function: sys::CUfunction) -> Result<u32, CudaError> {
-    let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
-    // SAFETY: the function is of a loaded module.
-    let threads = checked("cuFuncGetAttribute", unsafe { result::function::get_function_attribute(function, most) })?;
-    Ok(threads as u32)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ pub(super) mod blocks;
 pub(super) mod cache;
 pub(super) mod compile;
 pub(super) mod deal;
+pub(super) mod function;
 pub(super) mod items;
 pub(super) mod kernel;
 pub(super) mod launch;

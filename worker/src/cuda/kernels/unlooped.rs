@@ -1,11 +1,11 @@
 //! `--loop off`: the phases of a step as launches of their own, captured once as a CUDA graph. It exists to be measured
 //! against.
 
-use std::ffi::c_void;
-
+use bytemuck::bytes_of;
 use cudarc::driver::result;
 use cudarc::driver::sys;
 
+use super::function::{Begin, Function};
 use super::launch::Launch;
 use super::module::Module;
 use crate::cuda::device::gpu::Stream;
@@ -24,11 +24,10 @@ const BEGIN_THREADS: u32 = 64;
 /// The launches of a step.
 #[derive(Debug)]
 pub struct Chain {
-    begin: sys::CUfunction,
-    /// Kernel, layer and whether one block does, in order.
-    phases: Vec<(sys::CUfunction, u32, bool)>,
+    begin: Function,
+    /// Kernel, layer and blocks, in order.
+    phases: Vec<(Function, u32, u32)>,
     overlapped: bool,
-    shared_bytes: u32,
     /// State between the launches.
     pass: DeviceBuffer,
     captured: Option<(Launch, Graph)>,
@@ -38,13 +37,22 @@ pub struct Chain {
 #[derive(Debug)]
 struct Graph(sys::CUgraphExec);
 
+// SAFETY: a graph is a handle that the driver lets one thread at a time use, whichever that is.
+#[allow(unsafe_code)]
+unsafe impl Send for Graph {}
+
 impl Chain {
-    /// The kernels of a module.
+    /// The kernels of a module, which `function` loads.
     ///
     /// # Errors
     /// One is not there.
-    pub fn new(module: &Module, shared_bytes: u32, layers: u32, overlapped: bool) -> Result<Self, CudaError> {
-        let phase = |name: &str, layer| Ok((module.function(name, shared_bytes)?, layer, name == "choose"));
+    pub fn new(
+        module: &Module,
+        function: impl Fn(&str) -> Result<Function, CudaError>,
+        (layers, blocks): (u32, u32),
+        overlapped: bool,
+    ) -> Result<Self, CudaError> {
+        let phase = |name: &str, layer| Ok((function(name)?, layer, if name == "choose" { 1 } else { blocks }));
         let mut phases = Vec::new();
         for name in FIRST {
             phases.push(phase(name, 0)?);
@@ -58,10 +66,11 @@ impl Chain {
             phases.push(phase(name, layers)?);
         }
         let pass = DeviceBuffer::zeroed(module.gpu(), module.constant::<u64>("pass_bytes")? as usize)?;
-        Ok(Self { begin: module.function("begin", 0)?, phases, overlapped, shared_bytes, pass, captured: None })
+        let begin = Function::load(module, "begin", 0)?.with_threads(BEGIN_THREADS);
+        Ok(Self { begin, phases, overlapped, pass, captured: None })
     }
 
-    /// Puts the steps of a launch into the stream, on so many blocks and threads.
+    /// Puts the steps of a launch into the stream.
     ///
     /// # Errors
     /// The driver refuses.
@@ -69,25 +78,15 @@ impl Chain {
     /// # Safety
     /// What `launch` points to is as its fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(
-        &mut self,
-        mut launch: Launch,
-        (blocks, threads): (u32, u32),
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
+    pub unsafe fn launch(&mut self, launch: Launch, stream: &Stream) -> Result<(), CudaError> {
         let fixed = Launch { stopped: 0, rows: 0, tokens: 0, row_count: 0, steps: 0, epoch: 0, flags: 0, ..launch };
         if self.captured.as_ref().is_none_or(|(of, _)| *of != fixed) {
-            self.captured = Some((fixed, self.capture(fixed, (blocks, threads), stream)?));
+            self.captured = Some((fixed, self.capture(fixed, stream)?));
         }
         let Some((_, graph)) = &self.captured else { unreachable!("captured above") };
-        let mut pass = self.pass.address();
-        let mut parameters = [(&raw mut launch).cast::<c_void>(), (&raw mut pass).cast::<c_void>()];
-        // SAFETY: the kernel takes a `Launch` and an address, which the call copies; the caller vouches for what they
-        // point to.
-        let begun = unsafe {
-            result::launch_kernel(self.begin, (1, 1, 1), (BEGIN_THREADS, 1, 1), 0, stream.raw, &mut parameters)
-        };
-        checked("cuLaunchKernel", begun)?;
+        let pass = self.pass.address();
+        // SAFETY: the kernel takes a `Launch`, for which the caller vouches, and the address of a pass.
+        unsafe { self.begin.launch(stream, 1, Begin::Behind, [bytes_of(&launch), bytes_of(&pass)])? };
         for _ in 0..launch.steps {
             // SAFETY: the graph was instantiated and lives as long as `self`; its launches read what `launch` points
             // to.
@@ -98,11 +97,11 @@ impl Chain {
 
     /// The launches of a step, as a graph.
     #[allow(unsafe_code)]
-    fn capture(&self, fixed: Launch, shape: (u32, u32), stream: &Stream) -> Result<Graph, CudaError> {
+    fn capture(&self, fixed: Launch, stream: &Stream) -> Result<Graph, CudaError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives; what is put into it until the capture ends is not run.
         checked("cuStreamBeginCapture", unsafe { result::stream::begin_capture(stream.raw, mode) })?;
-        let put = self.put(fixed, shape, stream);
+        let put = self.put(fixed, stream);
         // SAFETY: the capture was begun on this stream. It is ended even if a launch was refused.
         let graph = checked("cuStreamEndCapture", unsafe { result::stream::end_capture(stream.raw) });
         put?;
@@ -117,36 +116,14 @@ impl Chain {
     }
 
     #[allow(unsafe_code)]
-    fn put(&self, mut fixed: Launch, (blocks, threads): (u32, u32), stream: &Stream) -> Result<(), CudaError> {
-        let mut pass = self.pass.address();
-        let mut overlap = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        for (place, &(function, mut layer, alone)) in self.phases.iter().enumerate() {
-            let config = sys::CUlaunchConfig {
-                gridDimX: if alone { 1 } else { blocks },
-                gridDimY: 1,
-                gridDimZ: 1,
-                blockDimX: threads,
-                blockDimY: 1,
-                blockDimZ: 1,
-                sharedMemBytes: self.shared_bytes,
-                hStream: stream.raw,
-                attrs: &mut overlap,
-                // The first has no launch of its graph before it.
-                numAttrs: u32::from(self.overlapped && place > 0),
-            };
-            let mut parameters = [
-                (&raw mut fixed).cast::<c_void>(),
-                (&raw mut pass).cast::<c_void>(),
-                (&raw mut layer).cast::<c_void>(),
-            ];
-            // SAFETY: the kernels take a `Launch`, an address and a layer, which the call copies.
-            let launched =
-                unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
-            checked("cuLaunchKernelEx", launched.result())?;
+    fn put(&self, fixed: Launch, stream: &Stream) -> Result<(), CudaError> {
+        let pass = self.pass.address();
+        for (place, (function, layer, blocks)) in self.phases.iter().enumerate() {
+            // The first has no launch of its graph before it.
+            let begin = if self.overlapped && place > 0 { Begin::Overlapping } else { Begin::Behind };
+            let parameters = [bytes_of(&fixed), bytes_of(&pass), bytes_of(layer)];
+            // SAFETY: the kernels take a `Launch`, for which the caller of `launch` vouches, an address and a layer.
+            unsafe { function.launch(stream, *blocks, begin, parameters)? };
         }
         Ok(())
     }

@@ -1,6 +1,8 @@
 // Where what lies in shared memory.
 #pragma once
 
+namespace narrow {
+
 constexpr int kWarps = 16;                                    // consumers
 constexpr int kEpilogueWarps = 2, kThreads = (kWarps + 1 + kEpilogueWarps) * 32;
 constexpr int kProducer = kWarps, kEpilogue = kWarps + 1;     // warps
@@ -46,3 +48,5 @@ struct Shared {
   static constexpr u32 item_ends = rows + kColumns * sizeof(Row);
   static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
 };
+
+}  // namespace narrow

@@ -25,7 +25,7 @@
 // "not written yet". Sums of squares are words of 4 bytes of the same kind. Words go back to 0 between two uses.
 //
 // Four sets of vectors (few enough to stay in L2) are used in turns: one turn a layer, counted over all steps of all
-// launches, with one for the LM head. Blocks pass a turn a layer late, so nobody waits for it (sync/turns.cuh). In turn
+// launches, with one for the LM head. Blocks pass a turn a layer late, so nobody waits for it (turns.cuh). In turn
 // n, once all consumers of its block have begun turn n, an epilogue warp
 //   1. waits until the epilogue warps of all blocks have passed turn n - 1 (acquire), and opens turn n + 1 to the
 //      consumers of its block,
@@ -41,6 +41,8 @@
 // each block remembers how many steps there have been. Whatever ends a launch after a step (a stop, idle columns,
 // nothing to sample) ends it in all blocks after the turn of the head.
 #pragma once
+
+namespace narrow {
 
 constexpr bool kTaggedVectors = kColumns == 1;
 
@@ -98,3 +100,5 @@ LP_DEVICE u64 token_words(u32 step, int column) {
 LP_DEVICE u64 qkv_word(int kv_head, int column, int tile) {
   return Words::qkv + (u64)((kv_head * kColumns + column) * Words::qkv_tiles + tile) * 64;
 }
+
+}  // namespace narrow

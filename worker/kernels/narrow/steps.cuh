@@ -8,6 +8,8 @@
 // one before. The epilogue waits for all of them before it ends the step.
 #pragma once
 
+namespace narrow {
+
 /// The barriers of a launch's steps; one thread calls it before the block's first barrier. `waiting`: warps that arrive
 /// when they have begun a step.
 LP_DEVICE void begin_steps(u32 shared, u32 waiting) {
@@ -34,3 +36,5 @@ LP_DEVICE void wait_begun(const Launch& launch, u32 shared, u32 step) {
   if (kIdleBlocks) wait_barrier(launch, shared + Shared::stepped, step & 1, kSiteStepped);
 #endif
 }
+
+}  // namespace narrow

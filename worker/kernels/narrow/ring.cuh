@@ -16,6 +16,8 @@
 // landed, and the phase it waits for is the next.
 #pragma once
 
+namespace narrow {
+
 LP_DEVICE u32 full_barrier(u32 shared, u32 ring, u32 chunk) {
   return shared + Shared::full + ((ring * Shared::slots + chunk % Shared::slots) * 2 + (chunk / Shared::slots & 1)) * 8;
 }
@@ -159,3 +161,5 @@ struct Consumer {
     if (lane_index() == 0) mbarrier_arrive(empty_barrier(shared, ring(), chunk) + (never ? 8192 : 0));
   }
 };
+
+}  // namespace narrow

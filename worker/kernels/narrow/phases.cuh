@@ -2,6 +2,8 @@
 // unlooped_decoder.cu.
 #pragma once
 
+namespace narrow {
+
 extern __shared__ __align__(1024) u8 shared_memory[];
 
 /// Barriers of a launch; one thread calls it before the block's first barrier.
@@ -231,3 +233,5 @@ LP_DEVICE void note_stop(const Launch& launch, const Epilogue& epilogue, bool st
   if (rank_block() == 0 && epilogue.warp == 0 && lane_index() == 0)
     store_system_u32((u32*)(launch.inbox[own_rank(launch)] + Inbox::stop), stopped);
 }
+
+}  // namespace narrow

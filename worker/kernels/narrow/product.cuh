@@ -1,6 +1,8 @@
 // Products: weights out of the ring, activations out of exchange words, on tensor cores.
 #pragma once
 
+namespace narrow {
+
 template <int V> struct Constant {
   static constexpr int value = V;
 };
@@ -203,3 +205,5 @@ template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer&
     }
   });
 }
+
+}  // namespace narrow

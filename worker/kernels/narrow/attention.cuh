@@ -3,6 +3,8 @@
 // outputs of pages meet in a merge. The order of additions is in softmax.cuh.
 #pragma once
 
+namespace narrow {
+
 /// The rows of a step and their items, [row][page][kv head], which are counted once a step.
 struct CountedRows : Rows {
   u32 item_ends;  // shared address: [columns] items of the rows up to and with each
@@ -339,3 +341,5 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
                bf16_pair(a, b), bf16_pair(c, d), tag, 0);
   }
 }
+
+}  // namespace narrow

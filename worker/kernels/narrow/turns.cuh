@@ -6,6 +6,8 @@
 // arrive at `begun`, all epilogue warps at `opened`. No warp gets two phases ahead of one that waits.
 #pragma once
 
+namespace narrow {
+
 /// The turn of the layer that has this tag, counted over all launches.
 LP_DEVICE u32 turn_of(u32 shared, u32 tag) { return load_shared_u32(shared + Shared::turns_before) + tag; }
 /// Where the vectors of this layer are.
@@ -49,3 +51,5 @@ template <class F> LP_DEVICE void pass_turn(const Launch& launch, u32 shared, u3
   __syncwarp();
   if (lane_index() == 0) add_release_u32((u32*)turns, 1);
 }
+
+}  // namespace narrow

@@ -2,6 +2,8 @@
 // silu, residual) and publishes the result as a k block of the next product. Lane = (tile of the set, row).
 #pragma once
 
+namespace narrow {
+
 /// The default of `add_residual`: notes nothing.
 struct Unnoted {
   LP_DEVICE void operator()(u32) const {}
@@ -446,3 +448,5 @@ struct Epilogue {
     set++;
   }
 };
+
+}  // namespace narrow

@@ -9,7 +9,7 @@ pub const SOURCES: [&str; 3] = [
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 42] = [
+pub const HEADERS: [(&str, &str); 43] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -48,6 +48,7 @@ pub const HEADERS: [(&str, &str); 42] = [
     ("matrix/product.cuh", include_str!("../../../kernels/matrix/product.cuh")),
     ("matrix/epilogue.cuh", include_str!("../../../kernels/matrix/epilogue.cuh")),
     ("matrix/vectors.cuh", include_str!("../../../kernels/matrix/vectors.cuh")),
+    ("matrix/choice.cuh", include_str!("../../../kernels/matrix/choice.cuh")),
     ("matrix/ranks.cuh", include_str!("../../../kernels/matrix/ranks.cuh")),
     ("matrix/attend_tiles.cuh", include_str!("../../../kernels/matrix/attend_tiles.cuh")),
     ("matrix/attend_spans.cuh", include_str!("../../../kernels/matrix/attend_spans.cuh")),

@@ -18,6 +18,7 @@
 #include "matrix/product.cuh"
 #include "matrix/epilogue.cuh"
 #include "matrix/vectors.cuh"
+#include "matrix/choice.cuh"
 #include "matrix/ranks.cuh"
 #include "matrix/attend_tiles.cuh"
 #include "matrix/attend_spans.cuh"
@@ -62,6 +63,10 @@ template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass&
   add<Down, CUT>(launch, launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
                  Memory::activation, 2 * layer + 2);
 }
+template <class E> LP_DEVICE void head(const Launch& launch, const matrix::Pass& pass, const E& epilogue) {
+  matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head, launch.words,
+                                     Memory::head_x, matrix::token_blocks(pass.sample_count), epilogue);
+}
 
 LP_VECTORS(matrix_embed) {
   launch_dependents();
@@ -88,10 +93,12 @@ LP_VECTORS(matrix_gather) {
   wait_launch_before();
   matrix::gather(launch, pass);
 }
-LP_PRODUCT(matrix_head, 2) {
-  matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head,
-                                     launch.words, Memory::head_x, matrix::token_blocks(pass.sample_count),
-                                     matrix::Logits{launch, pass});
+LP_PRODUCT(matrix_head, 2) { head(launch, pass, matrix::Logits{{launch, pass}}); }
+LP_PRODUCT(matrix_head_choose, 2) { head(launch, pass, matrix::Choose{{launch, pass}}); }
+LP_VECTORS(matrix_choose) {
+  launch_dependents();
+  wait_launch_before();
+  matrix::choose(launch, pass);
 }
 
 // The same by teams of four blocks, where blocks would idle. Not for products of fewer than four leaves.

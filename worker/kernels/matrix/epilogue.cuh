@@ -128,8 +128,8 @@ struct Activate {
   }
 };
 
-/// After the LM head.
-struct Logits {
+/// What follows the LM head is given.
+struct HeadEpilogue {
   static constexpr int stages = 1;
   const Launch& launch;
   const Pass& pass;
@@ -138,6 +138,9 @@ struct Logits {
     mbarrier_expect(full, kTokens * 4);
     bulk_load(to, launch.words + Memory::head_inverse + token * 4, kTokens * 4, full);
   }
+};
+/// After the LM head, for the sampler.
+struct Logits : HeadEpilogue {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     normalize<kRuns>(consumer.wait(), sum);
     consumer.done();

@@ -6,7 +6,8 @@
 //   | norms, gather, head
 // The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
 // beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
-// Of several ranks there are more launches: see ranks.cuh.
+// A pass that chooses its tokens ends with head_choose, choose (choice.cuh) instead of head. Of several ranks there are
+// more launches: see ranks.cuh.
 #pragma once
 
 namespace matrix {
@@ -18,6 +19,7 @@ constexpr int kMostSamples = kColumns < 512 ? kColumns : 512;  // rows of a pass
 constexpr int kMostSpans = 4096;                               // spans of a pass that are merged (per KV head)
 static_assert(kTokens % 32 == 0 && kColumns % kTokens == 0, "whole blocks of tokens, and whole runs of 32");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
+constexpr u32 kVocabTiles = kRanks * kHeadTiles;    // of 16 vocabulary rows
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
 
 /// Units of a product whose K is cut, at most: pairs of 128 rows by two blocks of tokens, of four blocks.
@@ -75,7 +77,9 @@ struct Memory {
   static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
   static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * kResidualBytes, embeddings = partial;
   static constexpr int parts = kRanks == 1 ? 0 : O::told > Down::told ? O::told : Down::told;
-  static constexpr u64 bytes = partial + parts * part_bytes;
+  // [column][row tile of the vocabulary] u64: the best of 16 rows (choice.cuh).
+  static constexpr u64 best = partial + parts * part_bytes;
+  static constexpr u64 bytes = best + (u64)kMostSamples * kVocabTiles * 8;
   static_assert(kRanks == 1 || (u64)kColumns * kHidden * 2 <= parts * part_bytes, "there is room for embeddings");
 };
 
@@ -84,6 +88,9 @@ LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
   return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 + tile % 8 * 512;
 }
 
+/// Byte of the best of a row tile of the vocabulary.
+LP_DEVICE u64 best_byte(u32 column, u32 tile) { return Memory::best + ((u64)column * kVocabTiles + tile) * 8; }
+
 /// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:
 /// (word >> 1) + s * (1 + (word & 1)). The host knows how tiles are packed.
 struct Tiles {
@@ -91,8 +98,8 @@ struct Tiles {
                        head = down + Down::tiles, count = head + Head::tiles;
 };
 
-/// What a pass is given beside its Launch, of which it uses weights to page_table, logits, rows, control, report,
-/// row_count, epoch, page_stride, kv_pages, rank and inbox.
+/// What a pass is given beside its Launch, of which it uses weights to page_table, logits, rows, tokens, control,
+/// report, row_count, epoch, page_stride, kv_pages, rank and inbox.
 struct Pass {
   const u32* tiles;        // [Tiles::count]
   // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: first row | rows << 16. The
@@ -103,7 +110,12 @@ struct Pass {
   const u32* attend_spans;
   const u32* merges;       // of a row of several spans: {row | spans << 16, first place}
   const u32* samples;      // [samples] rows, ascending: column i of the logits is of row samples[i]
+  // Of a pass that chooses its tokens; null: it writes logits, for the sampler behind it. 0, or how many steps the
+  // chain has: those behind them choose nothing.
+  u32* stopped;
+  Row* next;               // of a pass that chooses: its rows, which become those of the next step; null: there is none
   u32 tile_count, span_count, merge_count, sample_count;
+  u32 step, reserved;      // of the chain; the first one does not look at `stopped`, but sets it
 };
 
 /// Tokens of a tile of 64 (token, query head) pairs.

@@ -2,14 +2,15 @@
 // which alone keeps its residual. A pass is then
 //   begun | tell_embeddings | embedded | embed
 //   | layers x (norms .. out | told | join_out | joined | norms .. down | told | join_down | joined)
-//   | norms, gather, head | logits
+//   | norms, gather, head | logits | [choose]
 // where the lines are meets: launches of one warp, which wait until all ranks have come as far.
 //
 //   memory      writer -> readers                            its next writer waits for
 //   embeddings  the rank that has a token -> all ranks       begun: their joins of the pass before are over
 //   partial     a rank's out, down -> the join of each rank  joined: joins of all ranks have read it
 //   x, squares  the join of a run's rank -> all ranks        told: qkv (gate/up), which read x, came before
-//   logits      a rank's head -> the samplers of all ranks   begun: the samplers before it in the stream are over
+//   logits,     a rank's head -> the samplers or choose of   begun: the samplers before it in the stream, or choose,
+//   best        all ranks                                    are over
 //
 // A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
 // ranks each of its threads fences itself. So a meet's warp has seen what launches before it wrote or read, here and

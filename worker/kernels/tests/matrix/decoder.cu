@@ -27,9 +27,11 @@
 #include "tests/matrix/fill.cuh"
 
 using namespace matrix;
-enum What { kHiddenState, kX, kSquares, kInverse, kQueries, kPages, kRest, kHeadSquares, kActivation, kLogits, kWhat };
+enum What { kHiddenState, kX, kSquares, kInverse, kQueries, kPages, kRest, kHeadSquares, kActivation, kLogits,
+            kBestWords, kChosen, kNextRows, kWhat };
 static const char* const kNames[] = {"residual", "x", "squares", "1 / rms", "queries", "pages", "rest of V",
-                                     "squares of heads", "activation", "logits"};
+                                     "squares of heads", "activation", "logits", "best of 16 logits", "tokens",
+                                     "rows of the next step"};
 __device__ u64 wrong[kWhat], checked[kWhat];
 LP_DEVICE void expect(What what, u32 found, u32 expected) {
   atomicAdd(&checked[what], 1);
@@ -190,6 +192,46 @@ __global__ void check_logits(Launch launch, Pass pass, const float* sums) {
            __float_as_uint(sums[(u64)column * (Head::tiles * 16) + id] * inverse));
   });
 }
+/// 1 / rms of some columns so that all their logits are NaN, or equal (both zeros), or infinite.
+__global__ void make_odd(Launch launch, Pass pass) {
+  float* inverse = reinterpret_cast<float*>(launch.words + Memory::head_inverse);
+  const u32 odd[3] = {0x7fc00000, 0, 0x7f800000};
+  each(pass.sample_count, [&](u64 column) {
+    if (column % 5 > 1) inverse[column] = __uint_as_float(odd[column % 5 - 2]);
+  });
+}
+LP_DEVICE void expect_u64(What what, u64 found, u64 expected) {
+  expect(what, (u32)found, (u32)expected);
+  expect(what, (u32)(found >> 32), (u32)(expected >> 32));
+}
+LP_DEVICE u64 word_at(const Launch& launch, u32 column, u32 tile) {
+  return *(const u64*)(launch.words + best_byte(column, tile));
+}
+__global__ void check_words(Launch launch, Pass pass, const float* sums) {
+  each((u64)pass.sample_count * kVocabTiles, [&](u64 i) {
+    const u32 column = i / kVocabTiles, tile = i % kVocabTiles;
+    const float inverse = *(const float*)(launch.words + Memory::head_inverse + column * 4);
+    Best best;
+    for (u32 id = tile * 16; id < tile * 16 + 16 && id < kVocab; id++)
+      best.offer(sums[(u64)column * (Head::tiles * 16) + id] * inverse, id);
+    const u32 bits = __float_as_uint(best.value == 0 ? 0.0f : best.value), key = bits >> 31 ? ~bits : bits | 1u << 31;
+    expect_u64(kBestWords, word_at(launch, column, tile), (u64)key << 32 | (0xffffffffu - best.id));
+  });
+}
+/// The tokens, and the rows of the next step, out of `launch.rows`.
+__global__ void check_tokens(Launch launch, Pass pass) {
+  each(pass.sample_count, [&](u64 column) {
+    u64 best = 0;
+    for (u32 tile = 0; tile < kVocabTiles; tile++) best = max(best, word_at(launch, column, tile));
+    const u32 token = 0xffffffffu - (u32)best;
+    expect_u64(kChosen, launch.tokens[column], (u64)launch.epoch << 32 | token);
+    const Row &before = launch.rows[pass.samples[column]], &row = pass.next[pass.samples[column]];
+    const u32 found[] = {row.token, row.position, row.slot, row.first_row, row.first_position, row.last_position},
+              expected[] = {token,      before.position + 1, before.slot, before.first_row, before.position + 1,
+                            before.last_position};
+    for (int i = 0; i < 6; i++) expect(kNextRows, found[i], expected[i]);
+  });
+}
 __global__ void random_floats(float* to, u64 count, u32 seed) {
   each(count, [&](u64 i) { to[i] = from_bf16(value_of(i, seed, 0)); });
 }
@@ -235,6 +277,7 @@ static void make_rows(u32 count) {
   std::vector<u32> samples;
   for (u32 row = 0; row < count && samples.size() < kMostSamples; row += 3) samples.push_back(row);
   launch.rows = upload(rows), launch.row_count = count;
+  pass.next = upload(rows);
   pass.samples = upload(samples), pass.sample_count = samples.size();
 }
 template <class P> static void multiply_plainly(u64 weights, u32 tiles, u64 vectors, u32 tokens) {
@@ -255,6 +298,32 @@ static const Kernels kQkvKernels{{matrix_qkv, matrix_qkv_halves, matrix_qkv_quad
     kOutKernels{{matrix_out, matrix_out_halves, matrix_out_quads}, kInQuads<O>},
     kDownKernels{{matrix_down, matrix_down_halves, matrix_down_quads}, kInQuads<Down>};
 static const char* const kCuts[] = {"", ", halves", ", quads"};
+/// The last launch of a pass in a chain: whether the host wants it to end, and what is told of that before and after.
+/// True: as expected, and tokens only of steps that the chain has.
+static bool check_end(u32 step, u32 wish, u32 stopped, u32 stopped_after, u32 told, bool chooses) {
+  const u64 none = ~0ull;
+  const u32 control[2] = {wish, 0};
+  CHECK(cudaMemcpy(launch.tokens, &none, sizeof none, cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(launch.control, control, sizeof control, cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(pass.stopped, &stopped, sizeof stopped, cudaMemcpyHostToDevice));
+  pass.step = step;
+  start(matrix_choose, 0, false);
+  pass.step = 0;
+  u64 token;
+  u32 found[3];
+  CHECK(cudaMemcpy(&token, launch.tokens, sizeof token, cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(found, pass.stopped, sizeof stopped, cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(found + 1, launch.control, sizeof control, cudaMemcpyDeviceToHost));
+  const bool good = found[0] == stopped_after && found[2] == told && (token != none) == chooses;
+  if (!good) printf("step %u, wish %u, stopped %u: now %u, told %u\n", step, wish, stopped, found[0], found[2]);
+  return good;
+}
+static bool check_ends() {
+  make_rows(8);
+  // What an earlier chain left is of no meaning to a first step.
+  return check_end(0, 0, 5, 0, 0, true) & check_end(0, 1, 5, 1, 1, true) & check_end(3, 0, 0, 0, 0, true) &
+         check_end(3, 1, 0, 4, 4, true) & check_end(3, 0, 3, 3, 0, false) & check_end(3, 1, 1, 1, 0, false);
+}
 static bool check(u32 rows, Cut cut) {
   make_rows(rows);
   const u32 layer = kLayers - 1;
@@ -293,6 +362,12 @@ static bool check(u32 rows, Cut cut) {
   check_norms<<<1024, 256>>>(launch);
   multiply_plainly<Head>(kHeadOffset, Tiles::head, Memory::head_x, pass.sample_count);
   check_logits<<<1024, 256>>>(launch, pass, sums);
+  make_odd<<<1, 256>>>(launch, pass);
+  CHECK(cudaDeviceSynchronize());
+  start(matrix_head_choose, 0);
+  start(matrix_choose, 0, false);
+  check_words<<<1024, 256>>>(launch, pass, sums);
+  check_tokens<<<1024, 256>>>(launch, pass);
   CHECK(cudaDeviceSynchronize());
   u64 bad[kWhat], all[kWhat];
   CHECK(cudaMemcpyFromSymbol(bad, wrong, sizeof bad));
@@ -349,6 +424,19 @@ static void time_all(u32 rows, Cut cut) {
   if (cut == Cut::kPair) time_product<GateUp>("gate/up", matrix_gate_up, rows);
   time_product<Down>("down", kDownKernels.of(cut), rows);
 }
+/// The LM head of so many rows, with logits for the sampler or with the choice of tokens.
+static void time_head(u32 samples) {
+  make_rows(std::min<u32>(3 * samples, kColumns));
+  std::vector<u32> all(samples);
+  for (u32 i = 0; i < samples; i++) all[i] = i % launch.row_count;
+  pass.samples = upload(all), pass.sample_count = samples, pass.next = nullptr;
+  const float logits = milliseconds([] { start(matrix_head, 0); });
+  const float chosen = milliseconds([] {
+    start(matrix_head_choose, 0);
+    start(matrix_choose, 0, false);
+  });
+  printf("head of %3u rows: %8.3f ms with logits, %8.3f ms with tokens\n", samples, logits, chosen);
+}
 
 int main() {
   int count;
@@ -378,6 +466,9 @@ int main() {
   launch.kv = allocate<u8>((u64)kLayers * launch.kv_pages * kKvHeads * kPageBytes);
   launch.words = allocate<u8>(Memory::bytes), before = allocate<u8>(Memory::bytes);
   launch.logits = allocate<float>(kMostSamples * head_rows);
+  launch.tokens = allocate<u64>(kMostSamples), launch.control = allocate<u32>(2), launch.epoch = 77;
+  pass.stopped = allocate<u32>(1);
+  CHECK(cudaMemset(launch.control, 0, 8));
   const u64 widest = std::max<u64>(std::max<u64>(Qkv::tiles, GateUp::tiles) * 16 * kColumns, kMostSamples * head_rows);
   sums = allocate<float>(widest);
   u32* tiles = allocate<u32>(Tiles::count);
@@ -396,7 +487,10 @@ int main() {
   check_all({1, 20, 32, 64, 128, 200, 300, 640}, Cut::kPair);
   check_all({200, 256, 300, 384, 512}, Cut::kHalves);
   check_all({1, 20, 32, 50, 64, 100, 128}, Cut::kQuads);
+  good &= check_ends();
   if (!good) return 1;
+  for (u32 samples : {32, 64, 128, 256, 512})
+    if (samples <= kMostSamples) time_head(samples);
   for (u32 rows : {32, 64, 128, 256, 384, 512, 1024, 2048}) {
     if (rows > kColumns) break;
     time_all(rows, Cut::kPair);

@@ -43,6 +43,8 @@ enum Phase {
     Down,
     Gather,
     Head,
+    HeadChoose,
+    Choose,
     QueryKeyValueHalves,
     AttentionOutHalves,
     DownHalves,
@@ -62,7 +64,7 @@ enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 28] = [
+    const ALL: [Self; 30] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -75,6 +77,8 @@ impl Phase {
         Self::Down,
         Self::Gather,
         Self::Head,
+        Self::HeadChoose,
+        Self::Choose,
         Self::QueryKeyValueHalves,
         Self::AttentionOutHalves,
         Self::DownHalves,
@@ -107,6 +111,8 @@ impl Phase {
             Self::Down => "matrix_down",
             Self::Gather => "matrix_gather",
             Self::Head => "matrix_head",
+            Self::HeadChoose => "matrix_head_choose",
+            Self::Choose => "matrix_choose",
             Self::QueryKeyValueHalves => "matrix_qkv_halves",
             Self::AttentionOutHalves => "matrix_out_halves",
             Self::DownHalves => "matrix_down_halves",
@@ -208,7 +214,7 @@ impl Needs {
     fn shared(&self, phase: Phase) -> u64 {
         match phase {
             Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
-            Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
+            Phase::Choose | Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
             meet if meet.meets() => 0,
             Phase::AttendTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
@@ -228,10 +234,17 @@ pub struct Pass {
     pub attend_spans: u64,
     pub merges: u64,
     pub samples: u64,
+    /// u32, of a pass that chooses its tokens: 0, or how many steps the chain has. 0: the pass writes logits.
+    pub stopped: u64,
+    /// Of a pass that chooses: its rows, which become those of the next step; 0: there is none.
+    pub next: u64,
     pub tile_count: u32,
     pub span_count: u32,
     pub merge_count: u32,
     pub sample_count: u32,
+    /// Of the chain.
+    pub step: u32,
+    pub reserved: u32,
 }
 
 /// The kernels, loaded.
@@ -382,7 +395,7 @@ impl Steps {
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
         let Self { layers, qk_norm, blocks, cuts, group } = *self;
         let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
-        let (merges, samples) = (pass.merge_count > 0, pass.sample_count > 0);
+        let (merges, samples, chooses) = (pass.merge_count > 0, pass.sample_count > 0, pass.stopped != 0);
         let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
         let layer = [
             (Phase::Norms, true),
@@ -411,8 +424,10 @@ impl Steps {
         let head = [
             (Phase::Norms, samples),
             (Phase::Gather, samples),
-            (Phase::Head, samples),
+            (Phase::Head, samples && !chooses),
+            (Phase::HeadChoose, samples && chooses),
             (Phase::MeetLogits, samples && group),
+            (Phase::Choose, samples && chooses),
         ];
         let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
         let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
@@ -433,7 +448,7 @@ mod tests {
 
     #[test]
     fn the_parameter_is_as_long_as_the_kernels() {
-        assert_eq!(size_of::<Pass>(), 5 * 8 + 4 * 4);
+        assert_eq!(size_of::<Pass>(), 7 * 8 + 6 * 4);
         for (place, phase) in Phase::ALL.into_iter().enumerate() {
             assert_eq!(phase as usize, place);
         }
@@ -459,6 +474,10 @@ mod tests {
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
         assert_eq!(all[1..9], layer.map(|name| (name, 0)));
         assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
+        let chooses = Pass { span_count: 1, sample_count: 1, stopped: 1, ..Pass::default() };
+        let end = ["norms", "gather", "head_choose", "choose"].map(|name| (name, 2));
+        assert_eq!(names(&chooses, false)[15..], end);
+        assert_eq!(names(&Pass { sample_count: 0, ..chooses }, false).len(), 15);
         let few = of_rows(128, &prompt, steps(false, [Some(OUT), None, Some(DOWN)]));
         let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
         assert_eq!(few[1..8], quads.map(|name| (name, 0)));
@@ -487,6 +506,8 @@ mod tests {
         let attention = ["out", "meet_out", "join_out", "meet_out_joined", "norms", "gate_up"];
         let mlp = ["down", "meet_down", "join_down", "meet_down_joined"];
         assert_eq!(names, [&embed[..], &attention, &mlp, &["norms", "gather", "head", "meet_logits"]].concat());
+        let chooses = steps.phases(8, &Pass { stopped: 1, ..pass }).map(|(phase, _)| phase);
+        assert!(chooses.skip(names.len() - 2).eq([Phase::HeadChoose, Phase::MeetLogits, Phase::Choose]));
         assert!(steps.phases(8, &pass).all(|(phase, _)| phase.meets() == phase.name().starts_with("matrix_meet")));
     }
 }

@@ -49,6 +49,7 @@ pub const HEADERS: [(&str, &str); 43] = [
     ("matrix/product.cuh", include_str!("../../../kernels/matrix/product.cuh")),
     ("matrix/epilogue.cuh", include_str!("../../../kernels/matrix/epilogue.cuh")),
     ("matrix/vectors.cuh", include_str!("../../../kernels/matrix/vectors.cuh")),
+    ("matrix/choice.cuh", include_str!("../../../kernels/matrix/choice.cuh")),
     ("matrix/ranks.cuh", include_str!("../../../kernels/matrix/ranks.cuh")),
     ("matrix/attend_tiles.cuh", include_str!("../../../kernels/matrix/attend_tiles.cuh")),
     ("matrix/attend_spans.cuh", include_str!("../../../kernels/matrix/attend_spans.cuh")),

@@ -80,16 +80,20 @@ enum By {
         rows: Range<usize>,
         /// First of the words for their items, [`Bounds::most_words`] for each step that is in the stream.
         items: usize,
+        /// Whether they choose the tokens themselves.
+        choose: bool,
     },
 }
 
 /// Steps that the sampler draws: each is a launch of the decoder and one of the sampler, which makes the rows of the
-/// next. The host puts them into the stream some steps ahead, so that nothing waits for it.
+/// next. Or steps of matrix passes that choose the tokens and make the rows themselves. The host puts them into the
+/// stream some steps ahead, so that nothing waits for it.
 struct Chain {
     by: By,
     /// Of the first step.
     decoder: Launch,
-    sampler: SamplerLaunch,
+    /// `None`: the decoder chooses.
+    sampler: Option<SamplerLaunch>,
     /// Words from the tokens of a step to those of the next.
     columns: usize,
     steps: u32,
@@ -132,7 +136,7 @@ pub struct Engine {
     mailbox: Mailbox,
     stream: Stream,
     launches: Vec<Ticket>,
-    /// The launch put last, if the sampler draws for it.
+    /// The launch put last, if it is one.
     chain: Option<Chain>,
     /// Nothing of `launches` is under way any more.
     finished: bool,

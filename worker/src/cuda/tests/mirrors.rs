@@ -10,8 +10,9 @@ use crate::cuda::kernels::blocks::best_blocks;
 use crate::cuda::kernels::cache::{Binary, Cache};
 use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Program};
 use crate::cuda::kernels::launch::{Launch, Row};
+use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::kernels::sources::HEADERS;
-use crate::cuda::kernels::variants::VARIANTS;
+use crate::cuda::kernels::variants::{VARIANTS, matrices_of};
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::sampler::launch::{RowLogprobs, RowSampling, SamplerLaunch};
 use crate::cuda::weights::heads::padded;
@@ -68,6 +69,24 @@ fn launch_structs() -> String {
             reserved,
             inbox,
         })
+}
+
+fn pass_struct() -> String {
+    mirror!(Pass {
+        tiles,
+        attend_tiles,
+        attend_spans,
+        merges,
+        samples,
+        stopped,
+        next,
+        tile_count,
+        span_count,
+        merge_count,
+        sample_count,
+        step,
+        reserved,
+    })
 }
 
 fn sampler_structs() -> String {
@@ -153,6 +172,12 @@ fn structs_have_the_same_fields_at_the_same_places() {
     let swapped = text.replace("->gamma)", "->#)").replace("->embedding)", "->gamma)").replace("->#)", "->embedding)");
     let refused = built(&compiler, &checked_program(&sampler::HEADERS, &swapped)).unwrap_err().to_string();
     assert!(refused.contains("Launch.gamma"), "{refused}");
+    let includes = ["ptx/ptx.cuh", "layout/shape.cuh", "layout/launch.cuh", "matrix/layout.cuh"];
+    let includes = includes.map(|name| format!("#include \"{name}\"\n")).concat();
+    let text = format!("{includes}using matrix::Pass;\n{}", pass_struct());
+    let layout = group(&llama_8b(), 1, 128).remove(0);
+    let defines = matrices_of(&layout, 2048).pop().expect("it has matrix passes").program(&layout).defines;
+    built(&compiler, &Program { defines, ..checked_program(&HEADERS, &text) }).unwrap();
 }
 
 /// Where each block's tiles of each product begin, as assertions.

@@ -223,9 +223,12 @@ fn matrix_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {
         return;
     }
-    let requests = crowd();
     let llama_1b = ModelConfig { max_positions: 2048, ..llama_1b() };
-    for (config, sizes, shared) in [(small(), &[2, 4, 8, 16][..], 16), (llama_1b, &[2, 4], 2)] {
+    // Passes choose the tokens of requests that want no more than the largest logit.
+    let greedy: Vec<_> = crowd().iter().map(|of| Request::greedy(&of.prompt, of.max_tokens)).collect();
+    let runs = [(small(), &[2, 4, 8, 16][..], 16), (llama_1b, &[2, 4], 2)];
+    let runs = runs.into_iter().flat_map(|run| [(run.clone(), crowd()), (run, greedy.clone())]);
+    for ((config, sizes, shared), requests) in runs {
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let plans_of = |chunk, steps| plans(&requests, chunk, 512, steps);
         let whole = yields(load_rank(&crowd_request(), &options), plans_of(512, 40), requests.len(), true);

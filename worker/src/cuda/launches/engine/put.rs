@@ -16,7 +16,7 @@ use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
 impl Engine {
     /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain,
-    /// whose tokens the sampler draws, as it does those of matrix passes in any case.
+    /// whose tokens the sampler draws. Matrix passes are a chain in any case.
     pub(super) fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
         if self.finished {
             self.start_over();
@@ -29,7 +29,7 @@ impl Engine {
         let kernel = self.holds(rows.len());
         let by = match kernel {
             Some(kernel) => By::Kernel(kernel),
-            None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used },
+            None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used, choose: !sampled },
         };
         let ticket = self.ticket(kernel, rows, samples, steps, epoch);
         let launch = Launch {
@@ -63,7 +63,7 @@ impl Engine {
             self.chain = Some(self.chain(by, launch, &ticket, rows, steps)?);
             self.extend(0)?;
         } else {
-            self.put_decoder(&by, launch, 0)?;
+            self.put_decoder(&by, launch, 0, false)?;
         }
         self.launches.push(ticket);
         Ok(self.launches.len() - 1)
@@ -139,13 +139,14 @@ impl Engine {
         rows: &[Row],
         steps: u32,
     ) -> Result<Chain, CudaError> {
+        let chooses = matches!(by, By::Matrix { choose: true, .. });
         let (mut sampled_rows, mut row_count, mut steps) = (decoder.rows, decoder.row_count, steps);
         if let Some(samples) = &ticket.samples {
             // Rows of matrix passes do not idle: the first that ends is the end of the chain.
             let left = rows.iter().map(|row| row.last_position - row.position + 1).min();
             steps = steps.min(left.unwrap_or(1));
             // If all sample, the sampler makes the rows of the next step in their place.
-            if samples.len() < rows.len() {
+            if samples.len() < rows.len() && !chooses {
                 let sampled: Vec<Row> = samples.iter().map(|row| rows[*row as usize]).collect();
                 sampled_rows = self.put_rows(&sampled)?;
             }
@@ -155,7 +156,6 @@ impl Engine {
         let sampler = SamplerLaunch {
             logits: decoder.logits,
             rows: sampled_rows,
-            tokens: decoder.tokens,
             logprobs: self.mailbox.logprobs_address(ticket.start),
             control: decoder.control,
             // The decoder says there whether all hosts want the chain to end.
@@ -164,6 +164,7 @@ impl Engine {
             row_count,
             ..SamplerLaunch::default()
         };
+        let sampler = (!chooses).then_some(sampler);
         Ok(Chain { by, decoder, sampler, columns: ticket.columns, steps, put: 0 })
     }
 
@@ -176,47 +177,54 @@ impl Engine {
         while chain.put < (waited + ahead).min(chain.steps) {
             let step = chain.put;
             let tag = chain.decoder.epoch + self.tags(step);
+            let before = step as usize * chain.columns;
+            let tokens = chain.decoder.tokens + (before * size_of::<u64>()) as u64;
             let decoder = Launch {
                 stopped: if step > 0 { self.sampler.stopped_address() } else { 0 },
+                tokens,
                 epoch: tag,
                 ..chain.decoder
             };
-            self.put_decoder(&chain.by, decoder, step)?;
-            let tokens = step as usize * chain.columns;
-            let sampler = SamplerLaunch {
-                tokens: chain.sampler.tokens + (tokens * size_of::<u64>()) as u64,
-                logprobs: chain.sampler.logprobs + (tokens * size_of::<RowLogprobs>()) as u64,
-                tag,
-                step,
-                ..chain.sampler
-            };
-            // SAFETY: logits and rows are those of the launch in front of the sampler's.
-            unsafe { self.sampler.launch(sampler, &self.stream)? };
+            self.put_decoder(&chain.by, decoder, step, step + 1 < chain.steps)?;
+            if let Some(sampler) = chain.sampler {
+                let logprobs = sampler.logprobs + (before * size_of::<RowLogprobs>()) as u64;
+                let sampler = SamplerLaunch { tokens, logprobs, tag, step, ..sampler };
+                // SAFETY: logits and rows are those of the launch in front of the sampler's.
+                unsafe { self.sampler.launch(sampler, &self.stream)? };
+            }
             chain.put += 1;
         }
         self.chain = Some(chain);
         Ok(())
     }
 
-    /// Puts a launch of the decoder into the stream: of a chain, for its step `step`.
+    /// Puts a launch of the decoder into the stream: of a chain, for its step `step`, perhaps with more behind it.
     #[allow(unsafe_code)]
-    fn put_decoder(&mut self, by: &By, launch: Launch, step: u32) -> Result<(), CudaError> {
+    fn put_decoder(&mut self, by: &By, launch: Launch, step: u32, more: bool) -> Result<(), CudaError> {
         match by {
             // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for;
             // rows name slots and pages that the batch has checked.
             By::Kernel(kernel) => unsafe { run(&mut self.kernels[*kernel], &mut self.gauged, launch, &self.stream) },
-            By::Matrix { rows, items } => self.put_matrix(launch, rows.clone(), *items, step),
+            By::Matrix { rows, items, choose } => {
+                let pass = Pass {
+                    stopped: if *choose { self.sampler.stopped_address() } else { 0 },
+                    next: if more { launch.rows } else { 0 },
+                    step,
+                    ..Pass::default()
+                };
+                self.put_matrix(launch, pass, rows.clone(), *items)
+            }
         }
     }
 
-    /// Puts the matrix pass of a step into the stream, of rows `rows` of the host's. Items of steps that are in the
-    /// stream together take turns in the words from `first` on.
+    /// Puts the matrix pass of a step into the stream, of rows `rows` of the host's; adds its items to `pass`. Those of
+    /// steps that are in the stream together take turns in the words from `first` on.
     #[allow(unsafe_code)]
-    fn put_matrix(&mut self, launch: Launch, rows: Range<usize>, first: usize, step: u32) -> Result<(), CudaError> {
+    fn put_matrix(&mut self, launch: Launch, pass: Pass, rows: Range<usize>, first: usize) -> Result<(), CudaError> {
         let matrix = self.matrices.iter().find(|matrix| matrix.width.columns >= rows.len());
         let matrix = matrix.expect("matrix passes, as none of the kernels holds the rows");
-        let items = matrix.bounds.items(&self.host_rows[rows.clone()], step, matrix.tile_rows);
-        let first = first + (step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
+        let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tile_rows);
+        let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
         let Items { tiles, spans, merges, samples } = &items;
         let mut end = first;
         let mut place = |words: &[u32]| {
@@ -234,7 +242,7 @@ impl Engine {
             span_count: spans.len() as u32,
             merge_count: merges.len() as u32,
             sample_count: samples.len() as u32,
-            ..Pass::default()
+            ..pass
         };
         self.items_used = self.items_used.max(end.next_multiple_of(2));
         // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens. All

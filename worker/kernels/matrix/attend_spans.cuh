@@ -138,7 +138,7 @@ struct SpanShare {
     }
   }
   /// Adds a page, in shared memory at `page`, of which positions begin .. end are seen. True never, which only the
-  /// products know (sync/ring.cuh).
+  /// products know (narrow/ring.cuh).
   LP_DEVICE bool add_page(u32 page, int begin, int end, const SpanQueries& queries) {
     const u32 lane = lane_index(), row = lane & 7, first = lane >> 3 & 1, second = lane >> 4;
     const int g = lane >> 2, t = lane & 3;

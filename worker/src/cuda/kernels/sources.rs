@@ -9,7 +9,7 @@ pub const SOURCES: [&str; 3] = [
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 43] = [
+pub const HEADERS: [(&str, &str); 44] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),

@@ -33,8 +33,12 @@ const MOMENT: Duration = Duration::from_micros(5);
 pub struct Seats {
     table: Mutex<Table>,
     /// Threads that have work: those that wait for nobody.
-    busy: Vec<AtomicBool>,
+    busy: Vec<Busy>,
 }
+
+/// On a cache line of its own: its thread writes it several times a layer.
+#[repr(align(64))]
+struct Busy(AtomicBool);
 
 struct Table {
     seats: Vec<Seat>,
@@ -53,7 +57,7 @@ impl Seats {
     /// Seats of `threads` threads; thread i will be on core `cores[i]`, or float if there is none.
     pub fn new(threads: usize, cores: &[usize]) -> Self {
         let seats = (0..threads).map(|index| Seat { thread: None, core: cores.get(index).copied() }).collect();
-        let busy = (0..threads).map(|_| AtomicBool::new(false)).collect();
+        let busy = (0..threads).map(|_| Busy(AtomicBool::new(false))).collect();
         Self { table: Mutex::new(Table { seats, next: 0 }), busy }
     }
 
@@ -77,7 +81,7 @@ impl Seats {
     /// Thread `index` has work, or waits.
     pub fn work(&self, index: usize, busy: bool) {
         // Relaxed: a hint. At worst a core is given to a thread that does not need it.
-        self.busy[index].store(busy, Ordering::Relaxed);
+        self.busy[index].0.store(busy, Ordering::Relaxed);
     }
 
     /// For thread `own`, which waits: looks at a thread that has work. If that is ready to run and yet does not, the
@@ -86,7 +90,7 @@ impl Seats {
         // Whoever finds the table taken would look at the same threads.
         let Ok(mut table) = self.table.try_lock() else { return false };
         let count = table.seats.len();
-        let busy = |index: &usize| *index != own && self.busy[*index].load(Ordering::Relaxed);
+        let busy = |index: &usize| *index != own && self.busy[*index].0.load(Ordering::Relaxed);
         let Some(other) = (table.next..table.next + count).map(|index| index % count).find(busy) else { return false };
         table.next = other + 1;
         let [mine, theirs] = [own, other].map(|index| (table.seats[index].thread, table.seats[index].core));

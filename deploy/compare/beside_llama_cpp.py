@@ -8,10 +8,12 @@ threads, the same context before the first step, as many steps.
 * llama.cpp: `llama_decode` of one token of each sequence through llama-cpp-python, logits of every sequence asked for
   and no sampling, weights read into memory (no mmap), in a process of its own.
 
-How: a run is one process of the one and then one of the other; memory bandwidth of shared machines moves within
-minutes, so only figures of the same run are set against each other, and there are several runs. Nothing else should use
-the cores meanwhile. `just compare-llama-cpp` builds what this needs in target/ (llama.cpp is compiled for this machine,
-which takes minutes and needs a C++ compiler; the model of the 1b shape has 2.2 GB) and passes its arguments on.
+How: a run is one process of the one and then one of the other, in turns which comes first. Memory bandwidth of shared
+machines moves within minutes, so only figures of the same run are set against each other, and there are several runs.
+Nothing else should use the cores meanwhile but what `--beside N` adds: N processes that are always busy, as neighbours
+on a shared machine are. `just compare-llama-cpp` builds what this needs in target/ (llama.cpp is compiled for this
+machine, which takes minutes and needs a C++ compiler; the model of the 1b shape has 2.2 GB) and passes its arguments
+on.
 """
 
 import argparse
@@ -22,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +75,19 @@ def main() -> None:
         write_model(SHAPES[args.shape], model)
     columns = ["run", "read GB/s"]
     columns += [f"batch {b}: {what}" for b in BATCHES for what in ("looplane", "llama.cpp", "ratio")]
-    print(f"shape {args.shape}, {args.threads} threads, context {args.context}, {args.steps} steps; ms a step: median")
-    print("(fastest); ratio: llama.cpp's median over Looplane's\n")
+    print(f"shape {args.shape}, {args.threads} threads, context {args.context}, {args.steps} steps,")
+    print(f"{args.beside} busy processes beside; ms a step: median (fastest)")
+    print("ratio: llama.cpp's median over Looplane's\n")
     print(row(columns) + "\n" + row(["---"] * len(columns)), flush=True)
     ratios = {batch: [] for batch in BATCHES}
     for run in range(1, args.runs + 1):
-        ours, read_gb_s = run_looplane(args)
-        theirs = run_llama(args, model)
+        with neighbours(args.beside):
+            if run % 2 == 1:
+                ours, read_gb_s = run_looplane(args)
+                theirs = run_llama(args, model)
+            else:
+                theirs = run_llama(args, model)
+                ours, read_gb_s = run_looplane(args)
         cells = [str(run), f"{read_gb_s:.1f}"]
         for batch in BATCHES:
             ratio = theirs[batch].median / ours[batch].median
@@ -92,10 +102,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     number = {"type": positive, "metavar": "N"}
     parser.add_argument("--shape", choices=SHAPES, default="1b", help="dimensions of the model (default: 1b)")
-    parser.add_argument("--runs", **number, default=3, help="pairs of measurements (default: 3)")
+    parser.add_argument("--runs", **number, default=8, help="pairs of measurements (default: 8)")
     parser.add_argument("--steps", **number, default=32, help="steps measured of each batch (default: 32)")
     parser.add_argument("--context", **number, default=16, help="tokens before the first step (default: 16)")
     parser.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each (default: all cores)")
+    parser.add_argument("--beside", type=count, metavar="N", default=0, help="busy processes meanwhile (default: none)")
     parser.add_argument("--looplane", type=Path, default=ROOT / "target/release/looplane", help="the binary to measure")
     parser.add_argument("--dir", type=Path, default=ROOT / "target", help="where the model is kept (default: target/)")
     parser.add_argument("--measure-llama", type=Path, metavar="GGUF", help=argparse.SUPPRESS)
@@ -107,6 +118,25 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
+
+
+@contextmanager
+def neighbours(number: int) -> Iterator[None]:
+    """So many processes that compute without end, as long as the block runs."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def row(cells: list[str]) -> str:

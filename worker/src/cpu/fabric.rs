@@ -187,7 +187,7 @@ impl Fabric {
             this.hook_publish(slice);
             this.own.word(this.shape.slice_flag(slice)).store(this.epoch, Ordering::Release);
         };
-        let threads = team.threads();
+        let (threads, seats) = (team.threads(), team.seats());
         let drain = |thread: usize| {
             let mut ahead = ahead.of_thread(thread, threads);
             loop {
@@ -197,7 +197,7 @@ impl Fabric {
                     break;
                 }
                 this.hook_consume(slice);
-                if let Err(fault) = this.await_slice(slice, thread == 0, at, &mut ahead, &failure) {
+                if let Err(fault) = this.await_slice(slice, (seats, thread), at, &mut ahead, &failure) {
                     failure.report(fault);
                     return;
                 }
@@ -234,7 +234,7 @@ impl Fabric {
         let (failure, mut nothing) = (Failure::default(), Ahead::nothing().of_thread(0, 1));
         for rank in 0..self.shape.ranks {
             let flag = self.segment(rank).word(self.shape.gather_flag());
-            self.await_flag(flag, self.gather_epoch, rank, true, at, &mut nothing, &failure)?;
+            self.await_flag(flag, self.gather_epoch, rank, true, at, &mut nothing, &|| (), &failure)?;
         }
         self.gathered.clear();
         for rank in 0..self.shape.ranks {

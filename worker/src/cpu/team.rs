@@ -1,29 +1,36 @@
 //! The team: the threads of one worker. The leader runs the loop; helpers take part in its `for_each`.
 //!
-//! Fork and join go through two counters. `round` (leader writes, helpers read) publishes the job; `busy` (helpers
-//! write, leader reads) counts the helpers that have not left it. A helper touches the job only between seeing a new
-//! `round` and leaving `busy`, and the leader returns only when `busy` is zero: so the job may live on the leader's
-//! stack.
+//! Fork and join go through one word, the *gate*: the number of the job, whether it is open, and how many helpers are
+//! inside. The leader opens it with a job; a helper enters while it is open, at most once a job; the leader closes it
+//! once it finds no unit left, and returns when nobody is inside. A helper touches the job only while it is inside: so
+//! the job may live on the leader's stack.
+//!
+//! A thread that has no core holds the others as little as can be. Before it enters a job it holds nobody. Units that
+//! it has not begun are taken by others. In a unit it gets the core of one that waits ([`seats`]). A wait is: spin
+//! about 20 us, then yield and look who needs the core; sleep after 2 ms, and as soon as the core is given away.
 #![allow(unsafe_code)]
+
+mod seats;
 
 use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-
-use rustix::thread::{CpuSet, sched_setaffinity};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, Thread};
 
 use super::isa::FlushDenormals;
 use crate::wait::Backoff;
+pub use seats::Seats;
 
 /// Most threads of a team; bounds what a load request can start.
 pub const MAX_THREADS: usize = 256;
+/// Index of the leader in the team.
+const LEADER: usize = 0;
 
 /// Where the threads of a team run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
-    /// Thread i of the team on core `cores[i]`.
+    /// Thread i of the team on core `cores[i]`; they may swap.
     Pinned(Vec<usize>),
     /// Wherever the kernel puts them.
     Floating,
@@ -50,27 +57,35 @@ pub enum TeamError {
 #[repr(align(64))]
 struct Run(AtomicU64);
 
-struct Helper {
-    handle: JoinHandle<()>,
-}
-
 /// The body of a job. The lifetime is erased: see [`Team::for_each`].
 type Job = *const (dyn Fn(usize) + Sync);
 
+/// In the gate: helpers may enter. Above it (the high half) is the number of the job, below it the helpers inside.
+const OPEN: u64 = 1 << 31;
+
+fn job_number(gate: u64) -> u32 {
+    (gate >> 32) as u32
+}
+
 struct Shared {
-    round: AtomicU32,
-    busy: AtomicU32,
+    gate: AtomicU64,
     panicked: AtomicBool,
     stop: AtomicBool,
-    /// Written by the leader while `busy` is zero and before `round` changes; read by helpers after it changed.
+    /// Written by the leader while the gate is closed and nobody is inside; read by helpers inside.
     job: UnsafeCell<Option<Job>>,
     runs: Vec<Run>,
+    seats: Seats,
     asleep: Vec<AtomicBool>,
+    /// Whom to wake when the leader sleeps; set before it says that it is asleep.
+    leader: Mutex<Option<Thread>>,
     crowded: bool,
+    /// Keeps helpers outside, as a kernel that gives them no core would.
+    #[cfg(test)]
+    held: AtomicBool,
 }
 
 // SAFETY: `job` is the only field that is not Sync by itself; who touches it when is said at its declaration and
-// enforced by `round` and `busy`. The closure behind it is Sync.
+// enforced by the gate. The closure behind it is Sync.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is used only while the leader, whose stack it points to, waits in `for_each`.
 unsafe impl Send for Shared {}
@@ -78,16 +93,21 @@ unsafe impl Send for Shared {}
 /// The threads of one worker.
 pub struct Team {
     shared: Arc<Shared>,
-    helpers: Vec<Helper>,
-    placement: Placement,
+    helpers: Vec<JoinHandle<()>>,
     /// A job is running. A `Cell`, so that only the thread that holds the team leads it.
     forked: Cell<bool>,
 }
 
 /// Marks the thread that leads; restores its floating-point mode when dropped.
-#[derive(Debug)]
 pub struct Leading {
+    shared: Arc<Shared>,
     _mode: FlushDenormals,
+}
+
+impl Drop for Leading {
+    fn drop(&mut self) {
+        self.shared.seats.leave(LEADER);
+    }
 }
 
 impl Team {
@@ -102,28 +122,35 @@ impl Team {
         if !(1..=MAX_THREADS).contains(&threads) {
             return Err(TeamError::Size(threads));
         }
+        let cores: &[usize] = match &placement {
+            Placement::Pinned(cores) => cores,
+            Placement::Floating => &[],
+        };
         let shared = Arc::new(Shared {
-            round: AtomicU32::new(0),
-            busy: AtomicU32::new(0),
+            gate: AtomicU64::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             job: UnsafeCell::new(None),
             runs: (0..threads).map(|_| Run(AtomicU64::new(0))).collect(),
+            seats: Seats::new(threads, cores),
             asleep: (0..threads).map(|_| AtomicBool::new(false)).collect(),
+            leader: Mutex::new(None),
             crowded,
+            #[cfg(test)]
+            held: AtomicBool::new(false),
         });
-        let mut team = Self { shared, helpers: Vec::with_capacity(threads - 1), placement, forked: Cell::new(false) };
+        let mut team = Self { shared, helpers: Vec::with_capacity(threads - 1), forked: Cell::new(false) };
         for index in 1..threads {
-            let (shared, core) = (Arc::clone(&team.shared), team.core(index));
-            let handle = std::thread::Builder::new()
+            let shared = Arc::clone(&team.shared);
+            let helper = std::thread::Builder::new()
                 .name(format!("looplane-{index}"))
                 .spawn(move || {
-                    pin(core);
+                    shared.seats.sit(index);
                     let _mode = FlushDenormals::enter();
                     shared.help(index);
                 })
                 .map_err(|source| TeamError::Spawn { index, source })?;
-            team.helpers.push(Helper { handle });
+            team.helpers.push(helper);
         }
         Ok(team)
     }
@@ -135,12 +162,18 @@ impl Team {
 
     /// Makes the calling thread the leader: on its core, with denormals flushed. To be held while it computes.
     pub fn lead(&self) -> Leading {
-        pin(self.core(0));
-        Leading { _mode: FlushDenormals::enter() }
+        self.shared.seats.sit(LEADER);
+        self.shared.seats.work(LEADER, true);
+        Leading { shared: Arc::clone(&self.shared), _mode: FlushDenormals::enter() }
     }
 
-    /// Runs `unit(i)` once for every `i` under `units`, on all threads, and returns when all are done. Each thread
-    /// begins with a contiguous run of units of its own; who runs out takes from the ends of other runs.
+    /// The cores of the team, for a thread that waits within a job for another.
+    pub fn seats(&self) -> &Seats {
+        &self.shared.seats
+    }
+
+    /// Runs `unit(i)` once for every `i` under `units`, on all threads that have a core, and returns when all are done.
+    /// Each thread begins with a contiguous run of units of its own; who runs out takes from the ends of other runs.
     ///
     /// # Panics
     /// If a unit panicked, or a unit calls this.
@@ -148,8 +181,8 @@ impl Team {
         self.for_each_then(units, unit, |_| ());
     }
 
-    /// As [`Team::for_each`]; a thread that finds no unit left runs `idle(its run's index)` once before the join. Meant
-    /// for prefetching what the thread will need next.
+    /// As [`Team::for_each`]; a thread that finds no unit left runs `idle(its run's index)` once before the join, the
+    /// leader always, another if it comes in time. Meant for prefetching what the thread will need next.
     ///
     /// # Panics
     /// If a unit panicked, or a unit calls this.
@@ -189,51 +222,43 @@ impl Team {
             idle(index);
         };
         let job: &(dyn Fn(usize) + Sync) = &body;
-        // SAFETY: only the lifetime changes. Helpers use the job until they leave `busy`; this call returns, or
-        // unwinds, only after `busy` is zero (`JoinOnDrop`), so the job outlives every use. Writing the cell is
-        // exclusive: `busy` is zero here, and helpers read it only once `round` has changed below (release, paired with
+        // SAFETY: only the lifetime changes. Helpers use the job while they are inside; this call returns, or unwinds,
+        // only when the gate is closed and nobody is (`JoinOnDrop`), so the job outlives every use. Writing the cell is
+        // exclusive: nobody is inside now, and helpers enter only once the gate is open below (a release, paired with
         // their acquire).
         unsafe {
             *shared.job.get() = Some(std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job));
         }
-        shared.busy.store(self.helpers.len() as u32, Ordering::Relaxed);
-        // SeqCst against `asleep`: either the helper sees the new round before it sleeps, or we see it asleep and wake
-        // it.
-        shared.round.fetch_add(1, Ordering::SeqCst);
+        let number = job_number(shared.gate.load(Ordering::Relaxed)).wrapping_add(1);
+        // SeqCst against `asleep`, as everywhere at the gate: either who waits sees the change before it sleeps, or who
+        // changes the gate sees it asleep and wakes it.
+        shared.gate.store(u64::from(number) << 32 | OPEN, Ordering::SeqCst);
         for (helper, asleep) in self.helpers.iter().zip(&shared.asleep[1..]) {
             if asleep.load(Ordering::SeqCst) {
-                helper.handle.thread().unpark();
+                helper.thread().unpark();
             }
         }
         let join = JoinOnDrop(shared);
-        while let Some(next) = shared.take(0) {
+        while let Some(next) = shared.take(LEADER) {
             unit(next);
             between();
         }
-        idle(0);
+        idle(LEADER);
         drop(join);
         assert!(
             !shared.panicked.load(Ordering::Relaxed),
             "a unit of work panicked on a helper thread; its message is above"
         );
     }
-
-    fn core(&self, index: usize) -> Option<usize> {
-        match &self.placement {
-            Placement::Pinned(cores) => cores.get(index).copied(),
-            Placement::Floating => None,
-        }
-    }
 }
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.round.fetch_add(1, Ordering::SeqCst);
+        self.shared.stop.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
-            helper.handle.thread().unpark();
+            helper.thread().unpark();
             // A helper that panicked outside a unit has printed why; there is nobody left to tell.
-            let _ = helper.handle.join();
+            let _ = helper.join();
         }
     }
 }
@@ -246,16 +271,14 @@ impl Drop for Reset<'_> {
     }
 }
 
-/// Waits for the helpers to leave the job, also when the leader's own unit panics.
+/// Closes the gate and waits for the helpers inside to leave, also when the leader's own unit panics.
 struct JoinOnDrop<'a>(&'a Shared);
 
 impl Drop for JoinOnDrop<'_> {
     fn drop(&mut self) {
-        let mut backoff = Backoff::new(self.0.crowded);
-        // Acquire, paired with the helpers' release: what their units wrote is visible from here on.
-        while self.0.busy.load(Ordering::Acquire) != 0 {
-            backoff.pause();
-        }
+        self.0.gate.fetch_and(!OPEN, Ordering::SeqCst);
+        // Acquires, paired with the helpers' releases: what their units wrote is visible from here on.
+        self.0.wait(LEADER, || self.0.gate.load(Ordering::SeqCst) as u32 == 0);
     }
 }
 
@@ -280,51 +303,66 @@ impl Shared {
     }
 
     fn help(&self, index: usize) {
-        let mut seen = 0;
+        let mut last = 0;
+        let stop = || self.stop.load(Ordering::SeqCst);
         loop {
-            self.await_round(index, &mut seen);
-            if self.stop.load(Ordering::Relaxed) {
+            self.wait(index, || stop() || self.is_open(self.gate.load(Ordering::SeqCst), last));
+            if stop() {
+                self.seats.leave(index);
                 return;
             }
-            // SAFETY: `round` has changed (acquire), so the leader has written the job and waits until we leave `busy`.
+            let enter = |gate| self.is_open(gate, last).then_some(gate + 1);
+            let Ok(gate) = self.gate.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter) else { continue };
+            last = job_number(gate);
+            // SAFETY: we are inside (acquire), so the leader has written the job and waits until we leave.
             let job = unsafe { (*self.job.get()).map(|job| &*job) };
-            let job = job.expect("a job, because the leader writes it before it opens the round");
+            let job = job.expect("a job, because the leader writes it before it opens the gate");
             if catch_unwind(AssertUnwindSafe(|| job(index))).is_err() {
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            self.busy.fetch_sub(1, Ordering::Release);
+            let before = self.gate.fetch_sub(1, Ordering::SeqCst);
+            if before as u32 == 1 && self.asleep[LEADER].load(Ordering::SeqCst) {
+                let leader = self.leader.lock().unwrap_or_else(PoisonError::into_inner);
+                leader.iter().for_each(Thread::unpark);
+            }
         }
     }
 
-    /// Waits for a round other than `seen`: spins, then yields, then sleeps, so that an idle worker uses no processor.
-    fn await_round(&self, index: usize, seen: &mut u32) {
+    /// Whether a helper that has taken part in job `last` may enter.
+    fn is_open(&self, gate: u64, last: u32) -> bool {
+        #[cfg(test)]
+        if self.held.load(Ordering::Relaxed) {
+            return false;
+        }
+        gate & OPEN != 0 && job_number(gate) != last
+    }
+
+    /// Waits until `done`, which looks at the gate or at `stop`.
+    fn wait(&self, index: usize, done: impl Fn() -> bool) {
+        self.seats.work(index, false);
         let mut backoff = Backoff::new(self.crowded);
-        loop {
-            let round = self.round.load(Ordering::Acquire);
-            if round != *seen {
-                *seen = round;
-                return;
+        while !done() {
+            backoff.pause();
+            let gave_way = !backoff.yielded().is_zero() && self.seats.give_way(index);
+            if gave_way || backoff.exhausted() {
+                self.sleep(index, &done);
+                // A helper that comes too late for the job that woke it is in time for the next.
+                backoff = Backoff::new(self.crowded);
             }
-            if !backoff.exhausted() {
-                backoff.pause();
-                continue;
-            }
-            self.asleep[index].store(true, Ordering::SeqCst);
-            while self.round.load(Ordering::SeqCst) == *seen {
-                std::thread::park();
-            }
-            self.asleep[index].store(false, Ordering::Relaxed);
         }
+        self.seats.work(index, true);
     }
-}
 
-/// Best effort: a container may forbid it, and then the thread floats.
-fn pin(core: Option<usize>) {
-    let Some(core) = core.filter(|core| *core < CpuSet::MAX_CPU) else { return };
-    let mut set = CpuSet::new();
-    set.set(core);
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::warn!(core, %error, "a compute thread cannot be pinned to its core");
+    /// Sleeps until woken, unless `done`.
+    fn sleep(&self, index: usize, done: &impl Fn() -> bool) {
+        if index == LEADER {
+            *self.leader.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
+        }
+        self.asleep[index].store(true, Ordering::SeqCst);
+        if !done() {
+            std::thread::park();
+        }
+        self.asleep[index].store(false, Ordering::Relaxed);
     }
 }
 
@@ -372,6 +410,51 @@ mod tests {
             });
             assert_eq!(sum.load(Ordering::Relaxed), 4950);
         }
+    }
+
+    #[test]
+    fn a_helper_that_has_no_core_holds_no_job() {
+        let team = Team::new(3, Placement::Floating, false).unwrap();
+        team.shared.held.store(true, Ordering::Relaxed);
+        let leader = std::thread::current().id();
+        team.for_each(100, |_| assert_eq!(std::thread::current().id(), leader));
+        // It comes back: who was held takes part in later jobs.
+        team.shared.held.store(false, Ordering::Relaxed);
+        let helped = AtomicBool::new(false);
+        let begun = std::time::Instant::now();
+        while !helped.load(Ordering::Relaxed) {
+            assert!(begun.elapsed().as_secs() < 20, "helpers never come back");
+            team.for_each(100, |_| helped.store(std::thread::current().id() != leader, Ordering::Relaxed));
+        }
+    }
+
+    #[test]
+    fn a_helper_that_stays_in_a_unit_holds_only_that_unit() {
+        let team = Team::new(2, Placement::Floating, false).unwrap();
+        let leader = std::thread::current().id();
+        let (shared, others, helping) = (&*team.shared, AtomicUsize::new(0), AtomicBool::new(false));
+        team.for_each(100, |_| {
+            let begun = std::time::Instant::now();
+            let limit = || assert!(begun.elapsed().as_secs() < 20, "the threads wait for each other");
+            if std::thread::current().id() == leader {
+                while !helping.load(Ordering::Relaxed) {
+                    limit();
+                    std::thread::yield_now();
+                }
+                others.fetch_add(1, Ordering::Relaxed);
+            } else if !helping.swap(true, Ordering::Relaxed) {
+                while others.load(Ordering::Relaxed) < 99 {
+                    limit();
+                    std::thread::yield_now();
+                }
+                // The leader has begun to wait, and sleeps.
+                while !shared.asleep[LEADER].load(Ordering::SeqCst) {
+                    limit();
+                    std::thread::yield_now();
+                }
+            }
+        });
+        assert_eq!(others.load(Ordering::Relaxed), 99);
     }
 
     #[test]

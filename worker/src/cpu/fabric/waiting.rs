@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::{Fabric, Place};
 use crate::cpu::ahead::Walk;
+use crate::cpu::team::Seats;
 use crate::decoder::Fault;
 use crate::wait::Backoff;
 
@@ -15,11 +16,11 @@ pub(super) fn reached(seen: u32, epoch: u32) -> bool {
 }
 
 impl Fabric {
-    /// Waits until all ranks have published a slice of this epoch.
+    /// Thread `thread` of the team waits until all ranks have published a slice of this epoch.
     pub(super) fn await_slice(
         &self,
         slice: usize,
-        leader: bool,
+        (seats, thread): (&Seats, usize),
         at: Place,
         ahead: &mut Walk<'_>,
         failure: &Failure,
@@ -28,12 +29,18 @@ impl Fabric {
             // Own slice first, then the neighbours: ranks do not all hang on rank 0's line.
             let rank = (self.rank + step) % self.shape.ranks;
             let flag = self.segment(rank).word(self.shape.slice_flag(slice));
-            self.await_flag(flag, self.epoch, rank, leader, at, ahead, failure)?;
+            // This rank's own slices wait for a thread of the team.
+            let meanwhile = || {
+                if rank == self.rank {
+                    seats.give_way(thread);
+                }
+            };
+            self.await_flag(flag, self.epoch, rank, thread == 0, at, ahead, &meanwhile, failure)?;
         }
         Ok(())
     }
 
-    /// Waits until `flag` has reached `epoch`: walks ahead, spins, yields, gives up at the limit.
+    /// Waits until `flag` has reached `epoch`: walks ahead, spins, yields and calls `meanwhile`, gives up at the limit.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn await_flag(
         &self,
@@ -43,6 +50,7 @@ impl Fabric {
         leader: bool,
         at: Place,
         ahead: &mut Walk<'_>,
+        meanwhile: &dyn Fn(),
         failure: &Failure,
     ) -> Result<(), Fault> {
         if reached(flag.load(Ordering::Acquire), epoch) {
@@ -62,6 +70,9 @@ impl Fabric {
                 continue;
             }
             backoff.pause();
+            if !backoff.yielded().is_zero() {
+                meanwhile();
+            }
             if backoff.yielded() > self.wait_limit || failure.reported() {
                 return Err(Fault::WaitLimit {
                     rank: self.rank,

@@ -1,7 +1,7 @@
 //! What a thread does while it waits: it asks for the first weights of its next product, so that memory does not idle.
 #![allow(unsafe_code)]
 
-use super::lanes::LINE;
+use super::kernels::LINE;
 
 /// Most bytes that a thread asks for ahead: a quarter of a small L2, which also holds the activations.
 const MOST_BYTES: usize = 256 << 10;

@@ -3,9 +3,9 @@
 
 use half::bf16;
 
-use super::lanes::LINE;
+use super::kernels::LINE;
+use super::kernels::product::{Columns, MAX_COLUMNS};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
-use super::product::{Columns, MAX_COLUMNS};
 use crate::plan::rounding::RoundingPoint;
 
 /// `[rows][parts]` vectors of `len` bf16, a cache line apart: widths are powers of two, and the vectors of eight rows

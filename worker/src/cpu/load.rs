@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 
-use super::attention::MAX_HEAD_DIM;
 use super::budget::{self, Needs};
 use super::fabric::{Fabric, Shape};
-use super::isa::Isa;
+use super::kernels::attention::MAX_HEAD_DIM;
+use super::kernels::isa::Isa;
 use super::looped_decoder::{AGREEMENT_WORDS, LoopedDecoder};
 use super::memory::OutOfMemory;
 use super::phases::{Activations, Shard};
@@ -105,7 +105,7 @@ pub fn load_with(
         max_rows: request.max_slots,
     };
     let sampler = Sampler::new(shape);
-    let bit_domain = plan.bit_domain("cpu", isa.name(), &super::domain::arithmetic(isa));
+    let bit_domain = plan.bit_domain("cpu", isa.name(), &super::kernels::domain::arithmetic(isa));
     let fabric_shape = Shape {
         ranks: plan.tensor_parallel,
         width: config.hidden_size,

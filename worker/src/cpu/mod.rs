@@ -2,22 +2,17 @@
 //! the other ranks.
 //!
 //! [`load`] packs the shard and takes all memory; [`CpuDecoder`] then runs plans. The loop is [`looped_decoder`]; the
-//! arithmetic is in [`product`], [`attention`], [`norm`] and [`crate::rope`], the machinery in [`team`] and [`fabric`].
+//! arithmetic is in [`kernels`] and [`crate::rope`], the machinery in [`team`] and [`fabric`].
 
 mod ahead;
-mod attention;
 mod budget;
-mod domain;
 mod fabric;
 mod inputs;
-mod isa;
-mod lanes;
+mod kernels;
 mod load;
 mod looped_decoder;
 mod memory;
-mod norm;
 mod phases;
-mod product;
 mod read_bandwidth;
 mod team;
 #[cfg(test)]
@@ -27,6 +22,6 @@ mod tolerance;
 mod weights;
 
 pub use budget::OVERHEAD_BYTES;
-pub use isa::{ISA_VARIABLE, Isa, IsaError};
+pub use kernels::isa::{ISA_VARIABLE, Isa, IsaError};
 pub use load::{CpuDecoder, Options, PIN_VARIABLE, load, load_with};
 pub use read_bandwidth::{ReadBandwidth, ReadError};

@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use super::ahead::prefetch;
-use super::isa::Isa;
+use super::kernels::isa::Isa;
 use super::load::placement;
 use super::memory::{Buffer, OutOfMemory};
 use super::team::{Team, TeamError};

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
-use super::isa::FlushDenormals;
+use super::kernels::isa::FlushDenormals;
 use crate::wait::Backoff;
 pub use seats::Seats;
 

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::bf16;
 
-use super::lanes::{LANES, LINE};
+use super::kernels::product::Panel;
+use super::kernels::{LANES, LINE};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
-use super::product::Panel;
 use super::team::Team;
 use crate::model::source::Source;
 use crate::model::{LayerTensor, Tensor};

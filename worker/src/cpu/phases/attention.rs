@@ -2,11 +2,11 @@
 
 use super::{Pass, Place, Shard, ahead, each_block, normalise};
 use crate::batch::{Batch, Row};
-use crate::cpu::attention::{MAX_HEAD_DIM, Page, View, attend};
-use crate::cpu::lanes::LANES;
+use crate::cpu::kernels::LANES;
+use crate::cpu::kernels::attention::{MAX_HEAD_DIM, Page, View, attend};
+use crate::cpu::kernels::norm::head_norm;
+use crate::cpu::kernels::product::MAX_COLUMNS;
 use crate::cpu::memory::Disjoint;
-use crate::cpu::norm::head_norm;
-use crate::cpu::product::MAX_COLUMNS;
 use crate::decoder::Fault;
 use crate::plan::{PAGE_POSITIONS, Product};
 use crate::rope::rotate;

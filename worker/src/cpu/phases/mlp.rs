@@ -2,8 +2,8 @@
 
 use super::{Pass, Place, UNIT_TILES, ahead, each_block, normalise, unit_of, units};
 use crate::cpu::fabric::SLICE;
-use crate::cpu::lanes::LANES;
-use crate::cpu::product::MAX_COLUMNS;
+use crate::cpu::kernels::LANES;
+use crate::cpu::kernels::product::MAX_COLUMNS;
 use crate::decoder::Fault;
 use crate::math::silu;
 use crate::plan::Product;

@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn instruction_sets_agree_in_every_bit() {
-        let _mode = crate::cpu::isa::FlushDenormals::enter();
+        let _mode = crate::cpu::kernels::isa::FlushDenormals::enter();
         let (pages, queries) = (pages(0..150), queries(7));
         for isa in isas() {
             let of = |isa| run(isa, View { first: 3, last: 149 }, &pages, &queries);

@@ -220,7 +220,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::cpu::isa::FlushDenormals;
+    use crate::cpu::kernels::isa::FlushDenormals;
 
     /// Uniform in [-1, 1), from a counter.
     fn noise(seed: u64, i: usize) -> f32 {

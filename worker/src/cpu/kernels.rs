@@ -1,0 +1,10 @@
+//! The arithmetic of a CPU socket, by instruction sets: what a unit of work computes, and in which order it adds.
+
+pub(super) mod attention;
+pub(super) mod domain;
+pub(super) mod isa;
+mod lanes;
+pub(super) mod norm;
+pub(super) mod product;
+
+pub(super) use lanes::{LANES, LINE};

@@ -6,7 +6,8 @@
 // Cut::kHalves, teams of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
 // four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
 // Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
-// tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
+// tokens, of tiles of 32 or 64 tokens two of the eight row tiles. Sums go through memory: of clusters of four a GPU can
+// have 30 at once, of teams 33.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
 // 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs, in

@@ -289,7 +289,7 @@ impl Shared {
         let split = |run: u64| (run as u32, (run >> 32) as u32);
         for victim in (0..threads).map(|step| (index + step) % threads) {
             let own = victim == index;
-            // Relaxed: the runs deal out numbers; the data of units is ordered by `round` and `busy`.
+            // Relaxed: the runs deal out numbers; the data of units is ordered by the gate.
             let taken = self.runs[victim].0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |run| {
                 let (first, end) = split(run);
                 (first < end).then(|| if own { run + 1 } else { run - (1 << 32) })

@@ -7,10 +7,10 @@
 import argparse, contextlib, ctypes, os
 
 import variants
-from variants import (NARROW, PROMPT, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation,
-                      enqueue, kernel_of, prompt_of)
+from variants import (NARROW, SHAPES, Kernel, Model, Shape, checked, compile_cubin, decoding, deviation, enqueue,
+                      kernel_of, prompt_of)
 
-BLOCKS, ROUNDS, STEPS, PROMPT_TOKENS = 128, 9, 128, 2048
+BLOCKS, ROUNDS, STEPS = 128, 9, 128
 
 
 def cubin(args, name, columns, ranks):
@@ -90,15 +90,14 @@ def bits(args):
             shards = lambda: [Model(shape, positions=1024, of=model, rank=rank) for rank in range(ranks)]
             models = [model] if ranks == 1 else shards()
 
-            def group_of(columns, **more):
+            def group_of(columns):
                 alone = os.path.join(args.dir, f"{name}_{columns}.cubin")
                 path = alone if ranks == 1 else cubin(args, name, columns, ranks)
-                return Group(models, columns, path, args.apart and ranks > 1, slots=64, pages=64 * 4, **more)
+                return Group(models, columns, path, args.apart and ranks > 1, slots=64, pages=64 * 4)
 
             for columns in args.columns:
-                group = group_of(columns if columns != PROMPT else 32)
-                before = group_of(columns, beside=group) if columns == PROMPT else group
-                got = [step_logits(before, group, tokens)]
+                group = group_of(columns)
+                got = [step_logits(group, tokens)]
                 for rows in range(2, group.columns + 1, 3 if columns in NARROW else 10):
                     group.launch([decoding(int(tokens[i]), 0, i, i) for i in range(rows)], steps=4)
                     got.append([group.logits(i) for i in range(rows)])
@@ -115,19 +114,15 @@ def bits(args):
                     flush=True)
 
 
-def step_logits(before, group, tokens):
-    """Logits after a prompt, whose passes are of the group `before`; where that samples nothing, the last token's is of
-    `group`."""
-    chunk, last = before.columns, 1 if before is not group else 0
-    for first in range(0, len(tokens) - last, chunk):
-        part = tokens[first : min(first + chunk, len(tokens) - last)].tolist()
-        before.launch([
-            dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1 - last)
+def step_logits(group, tokens):
+    """Logits after a prompt."""
+    for first in range(0, len(tokens), group.columns):
+        part = tokens[first : first + group.columns].tolist()
+        group.launch([
+            dict(token=token, position=first + i, slot=0, first_row=0, first_position=first, sample=1)
             for i, token in enumerate(part)
         ])
-    if last:
-        group.launch([decoding(int(tokens[-1]), len(tokens) - 1)])
-    return [group.logits(0 if last else len(part) - 1)]
+    return [group.logits(len(part) - 1)]
 
 
 def time_(args):
@@ -138,19 +133,17 @@ def time_(args):
             group_models = []
             for rank in range(ranks):
                 with variants.torch.cuda.device(rank if args.apart else 0):
-                    group_models.append(Model(shape, plain=False, positions=PROMPT_TOKENS, rank=rank))
+                    group_models.append(Model(shape, plain=False, positions=1024, rank=rank))
             for columns in args.columns:
                 groups, times = {}, {}
                 sizes = dict(pages=max(8, columns) * 10, slots=max(8, columns))
-                if columns == PROMPT:
-                    sizes = dict(pages=PROMPT_TOKENS // 64, slots=1)
                 for variant in args.variants.split(","):
                     args.name, times[variant] = variant, []
                     groups[variant] = Group(group_models, columns, cubin(args, name, columns, ranks), args.apart,
                                             **sizes)
                 for turn in range(ROUNDS + 2):
                     for variant, group in groups.items():
-                        ms = timed_prompt(group) if columns == PROMPT else timed_steps(group, context)
+                        ms = timed_steps(group, context)
                         if turn > 1:  # the first ones warm up
                             times[variant].append(ms)
                 position_bytes = shape.layers * shape.kv_heads * shape.head_dim * 4
@@ -158,12 +151,6 @@ def time_(args):
                 floor = moved / variants.LIMIT_GBS / 1e6
                 for variant, ms in times.items():
                     ms = sorted(ms)
-                    if columns == PROMPT:
-                        print(
-                            f"{name} {variant or 'plain':8} tp {ranks} prompt of {PROMPT_TOKENS} tokens: "
-                            f"{ms[ROUNDS // 2]:.1f} ms ({ms[0]:.1f} to {ms[-1]:.1f})",
-                            flush=True)
-                        continue
                     print(
                         f"{name} {variant or 'plain':8} tp {ranks} batch {columns}: {ms[ROUNDS // 2]:.3f} ms "
                         f"({ms[0]:.3f} to {ms[-1]:.3f}), floor {floor:.3f}, {100 * floor / ms[ROUNDS // 2]:.1f} %",
@@ -175,18 +162,6 @@ def timed_steps(group, context):
     """ms of a step."""
     group.launch([decoding(17 + i, context - 1, i, i) for i in range(group.columns)], steps=STEPS, logits=False)
     return max(kernel.ms for kernel in group.kernels) / STEPS
-
-
-def timed_prompt(group):
-    """ms of a prompt's passes."""
-    ms = 0
-    for first in range(0, PROMPT_TOKENS, group.columns):
-        group.launch([
-            dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0)
-            for i in range(group.columns)
-        ], logits=False)
-        ms += max(kernel.ms for kernel in group.kernels)
-    return ms
 
 
 def open_peers(ranks):

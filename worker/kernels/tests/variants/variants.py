@@ -3,7 +3,7 @@ torch, compares bits, times.
 
     variants.py build 8b llama-1b small                  # needs nvcc, no GPU
     variants.py build 8b --name free --defines=-DLP_ABLATE_WAITS
-    variants.py build fit --columns 8,32,64,128; variants.py wide fit --columns 32,64,128
+    variants.py build fit --columns 8,32,64; variants.py wide fit --columns 32,64
     variants.py check small; variants.py bits gqa; variants.py time 8b --variants ,free --context 512,8192
     variants.py trace 8b --batch 8
     variants.py chain 8b llama-1b                        # steps that the sampler draws, beside greedy ones in the loop
@@ -18,8 +18,8 @@ import argparse, contextlib, ctypes, heapq, itertools, os, struct, subprocess, s
 KERNELS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGE, LIMIT_GBS = 64, 4653
 # columns: of looped_decoder.cu, and of wide_decoder.cu for decode and for prompts
-NARROW, WIDE, PROMPT = (1, 8), (32, 64), 128
-COLUMNS = (*NARROW, *WIDE, PROMPT)
+NARROW, WIDE = (1, 8), (32, 64)
+COLUMNS = (*NARROW, *WIDE)
 SAMPLER_BLOCKS, SAMPLER_THREADS = 132, 512
 
 
@@ -661,35 +661,21 @@ def wide(args):
             first = repeat()
             differ = sum(not torch.equal(repeat(), first) for _ in range(args.repeats))
             print(f"{name}, {columns} columns: repeats that differ: {differ} of {args.repeats}", flush=True)
-        if PROMPT in args.columns:
-            decode = Kernel(model, 64, cubin(args, name, 64, args.name), **room)
-            kernel = Kernel(model, PROMPT, cubin(args, name, PROMPT, args.name), **room, beside=decode)
-            kernel.prompts({slot: tokens[:-1] for slot, tokens in prompts.items()}, last=False)
-            order = list(range(64))
-            out = decode.launch(
-                [decoding(int(prompts[slot][-1]), lengths[slot] - 1, slot, i) for i, slot in enumerate(order)])
-            wrong = [
-                slot for slot in order
-                if int(out[0, slot]) != want[slot][0]
-                or not torch.equal(decode.logits[slot, : shape.vocab], want[slot][1])
-            ]
-            print(f"{name}, {PROMPT} columns: prompts with other bits: {wrong}", flush=True)
 
 
 WARM_SECONDS = 2.0
 
 
 def time_(args):
-    """Medians of launches of 64 steps, of 128 columns of prompts of 2048 tokens; variants in turns, on a GPU that is
-    warm: a cool one is up to 2 % faster. Clocks drift for all alike, so each is compared with the first variant round
-    by round."""
+    """Medians of launches of 64 steps; variants in turns, on a GPU that is warm: a cool one is up to 2 % faster. Clocks
+    drift for all alike, so each is compared with the first variant round by round."""
     for name in args.shapes:
         contexts = args.context.split(",")
         model = Model(Shape(**SHAPES[name]), plain=False,
                       positions=max(2048, *(max(lengths_of(c, 64)) for c in contexts)) + 128)
         for columns in args.columns:
-            for context in contexts if columns != PROMPT else ["2048"]:
-                slots = max(8, columns) if columns != PROMPT else 1
+            for context in contexts:
+                slots = max(8, columns)
                 lengths = lengths_of(context, columns)
                 kernels = {}
                 for variant in args.variants.split(","):
@@ -697,15 +683,14 @@ def time_(args):
                                               pages=slots * ((max(lengths) + 127) // PAGE + 1), slots=slots,
                                               beside=next(iter(kernels.values()), None))
                 next(iter(kernels.values())).kv.normal_(0, 0.2)
-                run = timed_prompt if columns == PROMPT else timed_steps
                 begun = time.monotonic()
                 while time.monotonic() - begun < WARM_SECONDS:
                     for kernel in kernels.values():
-                        run(kernel, lengths)
+                        timed_steps(kernel, lengths)
                 times, turns = {variant: [] for variant in kernels}, list(kernels)
                 for _ in range(args.rounds):
                     for variant in turns:
-                        times[variant].append(run(kernels[variant], lengths))
+                        times[variant].append(timed_steps(kernels[variant], lengths))
                     turns.append(turns.pop(0))
                 first = next(iter(times.values()))
                 for variant, ms in times.items():
@@ -733,24 +718,9 @@ def timed_steps(kernel, lengths):
     return kernel.ms / STEPS
 
 
-def timed_prompt(kernel, lengths):
-    """ms of a prompt's passes."""
-    ms = 0
-    for first in range(0, lengths[0], kernel.columns):
-        kernel.launch([
-            dict(token=17 + i, position=first + i, slot=0, first_row=0, first_position=first, sample=0)
-            for i in range(kernel.columns)
-        ], logits=False)
-        ms += kernel.ms
-    return ms
-
-
 def report_time(shape, weight_bytes, what, columns, context, lengths, ms, slower):
     """slower: than the first variant, percent."""
     middle, spread = ms[len(ms) // 2], f"{ms[0]:.3f} to {ms[-1]:.3f}; {slower:+.2f} %"
-    if columns == PROMPT:
-        print(f"{what} prompt of {context} tokens: {middle:.1f} ms ({spread})", flush=True)
-        return
     positions = sum(length + STEPS / 2 for length in lengths)
     moved = weight_bytes + shape.layers * shape.kv_heads * shape.head_dim * 4 * positions
     rate = moved / middle / 1e6
@@ -808,7 +778,7 @@ def trace(args):
                              device="cuda")
         rows = [decoding(17 + i, context - 1, i, i) for i in range(batch)]
         for _ in range(3):
-            kernel.launch(rows, steps=1 if batch == PROMPT else 8, logits=False, trace=stamps)
+            kernel.launch(rows, steps=8, logits=False, trace=stamps)
         consumers = 16 if batch in NARROW else 8
         notes = stamps[:, 16 if batch in NARROW else 8, -1].double().cpu()  # clock and time at either end (note_time)
         mhz = float(((notes[:, 10] - notes[:, 8]) * 1e3 / (notes[:, 11] - notes[:, 9])).mean())

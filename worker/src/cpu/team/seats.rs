@@ -95,7 +95,12 @@ impl Seats {
         table.next = other + 1;
         let [mine, theirs] = [own, other].map(|index| (table.seats[index].thread, table.seats[index].core));
         let ((Some(_), Some(core)), (Some(thread), Some(their_core))) = (mine, theirs) else { return false };
-        if !starves(thread) || place(Some(thread), core).is_err() || place(None, their_core).is_err() {
+        if !starves(thread) || place(None, their_core).is_err() {
+            return false;
+        }
+        if place(Some(thread), core).is_err() {
+            // Best effort: it was here before.
+            let _ = place(None, core);
             return false;
         }
         (table.seats[own].core, table.seats[other].core) = (Some(their_core), Some(core));

@@ -18,7 +18,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
-/// Rows of weights and tokens of a tile of a product.
+/// Rows of weights of a tile of a product, and its tokens at most: smaller passes have tiles of all their tokens.
 const TILE: u32 = 128;
 /// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
 const MOST_CUT: u32 = 4 * TILE;

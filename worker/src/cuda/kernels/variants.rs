@@ -27,7 +27,8 @@ pub struct Width {
     pub columns: usize,
     /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
     pub time_us: u32,
-    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of matrix passes, which leave out the others.
+    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of the widest matrix passes, which leave out
+    /// the others.
     pub block_us: u32,
     /// What else a pass has room for; `None`: for whatever its rows are.
     pub bounds: Option<Bounds>,
@@ -76,12 +77,12 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
-/// Matrix passes whose tiles are of fewer tokens, for models without wide passes. Times are those of Llama 3.2 3B beside
-/// its passes of eight.
+/// Matrix passes whose tiles are of fewer tokens, for models without wide passes. Times are those of Llama 3.2 3B,
+/// scaled so that its passes of eight take what 8B's do.
 const SMALL_MATRICES: [Width; 2] = [Width::fixed(32, 5600), Width::fixed(64, 6100)];
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
-/// Rows that matrix passes compute together.
+/// Rows that the widest matrix passes compute together.
 pub const TOKEN_BLOCK: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;

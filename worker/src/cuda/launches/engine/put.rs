@@ -16,7 +16,7 @@ use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
 impl Engine {
     /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain,
-    /// whose tokens the sampler draws. Matrix passes are a chain in any case.
+    /// whose tokens the sampler draws. Matrix passes whose rows sample are a chain in any case.
     pub(super) fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
         if self.finished {
             self.start_over();

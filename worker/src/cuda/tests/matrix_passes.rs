@@ -9,9 +9,9 @@ use half::bf16;
 
 use super::gpu::{gpu, load_rank, request};
 use super::plans::{Request, drive, plans};
-use super::wide::{Bits, Model, is_nan, load_rows, random};
+use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
 use crate::cuda::Options;
-use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
+use crate::cuda::kernels::launch::Row;
 use crate::cuda::launches::looped_decoder::Launcher;
 use crate::decoder::{Decoder, LoadRequest};
 use crate::model::source::{RandomSource, Source};
@@ -364,15 +364,8 @@ type ChainRow = (u32, u32, u32, u32);
 
 /// Tokens by step of a chain of up to `steps` steps, which is asked to stop behind step `stop`.
 fn chain(model: &mut Model, rows: &[ChainRow], steps: u32, stop: Option<usize>, sampled: bool) -> Vec<Vec<u32>> {
-    let row = |(index, &(slot, token, position, left)): (usize, &ChainRow)| Row {
-        token,
-        position,
-        slot,
-        first_row: index as u32,
-        first_position: position,
-        flags: ROW_SAMPLE,
-        last_position: position + left - 1,
-        reserved: 0,
+    let row = |(column, &(slot, token, position, left)): (usize, &ChainRow)| {
+        decoding_row(column, (slot, token, position), left)
     };
     let launched: Vec<Row> = rows.iter().enumerate().map(row).collect();
     let engine = &mut model.decoder.decoder.launcher;

@@ -103,6 +103,20 @@ pub(super) struct Model {
     vocab: usize,
 }
 
+/// A row that decodes at `column`, alone of its sequence, for `steps` steps: of (slot, token, position).
+pub(super) fn decoding_row(column: usize, (slot, token, position): (u32, u32, u32), steps: u32) -> Row {
+    Row {
+        token,
+        position,
+        slot,
+        first_row: column as u32,
+        first_position: position,
+        flags: ROW_SAMPLE,
+        last_position: position + steps - 1,
+        reserved: 0,
+    }
+}
+
 impl Model {
     pub(super) fn new(mut decoder: CudaDecoder, slots: usize) -> Self {
         let loaded = decoder.loaded();
@@ -164,16 +178,7 @@ impl Model {
 
     /// Tokens of a launch of several steps, by step.
     pub(super) fn many_steps(&mut self, rows: &[(u32, u32, u32)], steps: u32) -> Vec<Vec<u32>> {
-        let row = |(column, &(slot, token, position)): (usize, &(u32, u32, u32))| Row {
-            token,
-            position,
-            slot,
-            first_row: column as u32,
-            first_position: position,
-            flags: ROW_SAMPLE,
-            last_position: position + steps - 1,
-            reserved: 0,
-        };
+        let row = |(column, &row): (usize, &(u32, u32, u32))| decoding_row(column, row, steps);
         let rows: Vec<Row> = rows.iter().enumerate().map(row).collect();
         let engine = &mut self.decoder.decoder.launcher;
         let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));

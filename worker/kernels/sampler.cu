@@ -16,13 +16,13 @@
 #include "ops/sampling_conclude.cuh"
 #include "ops/sampling.cuh"
 
-/// What the host must know of the compiled kernel: threads, bytes of exchange words of all groups.
-extern "C" __device__ const u64 sampler_needs[2] = {sampling::kThreads, sampling::kGroups * sampling::kWordsBytes};
+/// What the host must know of the compiled kernel: threads, bytes of exchange words.
+extern "C" __device__ const u64 sampler_needs[2] = {sampling::kThreads, sampling::kWordsBytes};
 
 extern "C" __global__ void __launch_bounds__(sampling::kThreads, 1)
     sampler(const __grid_constant__ SamplerLaunch launch) {
   __shared__ sampling::Scratch scratch;
-  sampling::sample(launch, scratch, blockIdx.y, blockIdx.x, threadIdx.x);
+  sampling::sample(launch, scratch, blockIdx.x, threadIdx.x);
 }
 
 /// Counts the tokens of a sequence that enters a slot into `counts` [padded vocabulary], zeroed before; the first

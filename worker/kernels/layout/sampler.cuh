@@ -42,10 +42,10 @@ struct SamplerLaunch {
   float* processed;
   // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read and update it.
   u32* counts;
-  u8* words;                    // kWordsBytes a group, zeroed when they were taken; no other use
+  u8* words;                    // kWordsBytes, zeroed when they were taken; no other use
   const RowSampling* sampling;  // [slots]
   Row* rows;                    // [row_count] of the decoder's launch; becomes those of the next step
-  u32* stopped;                 // 0, or how many steps the chain has: launches of those behind them do nothing
+  u32* stopped;                 // 1 once the chain is to end: the launches behind this one do nothing
   u64* tokens;                  // mapped: [row_count] tag << 32 | token; kNone of a row that does not sample
   RowLogprobs* logprobs;        // mapped: [row_count], of the rows that want them
   u32* control;                 // mapped: [0] not 0: end the chain; [1] steps that it ran, if it was ended

@@ -69,14 +69,9 @@ LP_DEVICE void choose(const Launch& launch, const Pass& pass) {
   // Blocks of this launch may find either 0 or the step after this one.
   const u32 steps = pass.step > 0 ? load_relaxed_u32(pass.stopped) : 0;
   if (steps != 0 && steps <= pass.step) return;
-  // Asked for here, needed at the end: it comes from the host's memory.
-  const bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-  const u32 stop = !asks ? 0 : kRanks == 1 ? load_system_u32(launch.control)
-                                           : load_relaxed_u32(launch.words + Memory::stop);
   const u32 lane = lane_index();
 #pragma unroll 1
   for (u32 column = blockIdx.x; column < pass.sample_count; column += gridDim.x) {
-    const u32 row = pass.samples[column], position = launch.rows[row].position;
     const u64* words = reinterpret_cast<const u64*>(launch.words + best_byte(column, 0));
     u64 best = 0;
 #pragma unroll 1
@@ -98,14 +93,16 @@ LP_DEVICE void choose(const Launch& launch, const Pass& pass) {
       const u32 token = id_of(best);
       store_system_u64(launch.tokens + column, (u64)launch.epoch << 32 | token);
       if (pass.next) {
-        Row& next = pass.next[row];
+        Row& next = pass.next[pass.samples[column]];
         next.token = token;
-        next.position = next.first_position = position + 1;
+        next.first_position = ++next.position;
       }
     }
     __syncthreads();
   }
-  if (!asks) return;
+  if (blockIdx.x > 0 || threadIdx.x > 0) return;
+  const u32 stop =
+      kRanks == 1 ? load_system_u32(launch.control) : load_relaxed_u32(launch.words + Memory::stop);
   *pass.stopped = stop ? pass.step + 1 : 0;
   if (stop) store_system_u32(launch.control + 1, pass.step + 1);
 }

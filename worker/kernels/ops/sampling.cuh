@@ -22,14 +22,10 @@
 //   2, along with the  log-probabilities
 //   others
 //
-// Groups: a launch of many rows has several, side by side, each with rows, blocks and exchange words of its own. For
-// each row a block tells, hears and concludes, whatever its share of the logits: with groups it does so for fewer rows.
-//
 // Exchange: orders what a block found (one warp a row) before every block's conclusion about that row (grid). 16-byte
 // words, data and tag in one relaxed store, polled. Two buffers by the parity of the tag suffice: a block writes
 // exchange e + 2 after it has read e + 1 of all, and a block publishes e + 1 after all its warps have read e (the
-// barrier at the end of the loop). Tags go on from launch to launch, group by group. All blocks of a group must run at
-// one time.
+// barrier at the end of the loop). Tags go on from launch to launch. All blocks must run at one time.
 #pragma once
 
 namespace sampling {
@@ -231,34 +227,17 @@ LP_DEVICE void draw(u32 thread, Scratch& s) {
   if (s.block == 0 && thread == 0) *(u32*)s.launch.words = tag;
 }
 
-// What a group is given of a launch: its share of the rows, and words of its own.
-LP_DEVICE SamplerLaunch part_of(const SamplerLaunch& launch, u32 group) {
-  SamplerLaunch part = launch;
-  if (kGroups == 1) return part;
-  const u32 share = (launch.row_count + kGroups - 1) / kGroups, begin = group * share,
-            first = begin < launch.row_count ? begin : launch.row_count, left = launch.row_count - first;
-  part.row_count = left < share ? left : share;
-  part.logits += (u64)first * kPadded;
-  part.processed += (u64)first * kPadded;
-  part.words += group * kWordsBytes;
-  part.rows += first;
-  part.tokens += first;
-  part.logprobs += first;
-  return part;
-}
-
-// The kernel; all threads of all blocks of all groups.
-LP_DEVICE void sample(const SamplerLaunch& launch, Scratch& s, u32 group, u32 block, u32 thread) {
-  // Blocks that are late may find what this launch says: steps that include its own.
-  const u32 steps = launch.step > 0 ? *launch.stopped : 0;
-  if (steps != 0 && steps <= launch.step) return;
+// The kernel; all threads of all blocks.
+LP_DEVICE void sample(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thread) {
+  if (launch.step > 0 && *launch.stopped) return;
   // Asked for here, needed at the end: it comes from the host's memory.
-  const bool asks = group == 0 && block == 0 && thread == 0;
+  const bool asks = block == 0 && thread == 0;
   const u32 stop = asks ? load_system_u32(launch.stop) : 0;
-  begin(part_of(launch, group), s, block, thread);
+  begin(launch, s, block, thread);
   draw(thread, s);
+  // No block still has to look whether the chain goes on: all have taken part in an exchange, or nobody has a row.
   if (!asks) return;
-  *launch.stopped = stop ? launch.step + 1 : 0;
+  *launch.stopped = stop != 0;
   if (stop) store_system_u32(launch.control + 1, launch.step + 1);
 }
 

@@ -1,13 +1,13 @@
 // What the sampler's blocks share: exchange words; and what a block knows of its rows.
 //
-// The shape comes as LP_VOCAB (tokens), LP_GROUPS (groups of a launch, which divide its rows), LP_BLOCKS (blocks of a
-// group), LP_COLUMNS (rows of a group at most) and LP_SAMPLE_THREADS (threads of a block).
+// The shape comes as LP_VOCAB (tokens), LP_BLOCKS (blocks of the launch), LP_COLUMNS (rows of a launch at most) and
+// LP_SAMPLE_THREADS (threads of a block).
 #pragma once
 
 namespace sampling {
 
 constexpr u32 kVocab = LP_VOCAB, kTiles = (kVocab + 15) / 16, kPadded = kTiles * 16;
-constexpr u32 kGroups = LP_GROUPS, kBlocks = LP_BLOCKS, kRows = LP_COLUMNS;
+constexpr u32 kBlocks = LP_BLOCKS, kRows = LP_COLUMNS;
 constexpr u32 kNone = 0xffffffffu;       // no token
 constexpr u32 kMaxListed = 64;           // up to this top_k, blocks exchange their best tokens themselves
 constexpr float kMinTemperature = 1e-5f; // below: greedy

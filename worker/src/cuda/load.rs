@@ -244,10 +244,7 @@ fn kernels(
     let vocab_size = layout.plan().config.vocab_size;
     let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
     let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
-    // Of matrix passes as many rows sample as there are sequences, at most.
-    let widest = variants.iter().map(Variant::columns).max().unwrap_or(1);
-    let of_matrices = matrices.last().map_or(0, |matrix| request.max_slots.min(matrix.columns()));
-    let most_rows = widest.max(of_matrices);
+    let most_rows = variants.iter().chain(&matrices).map(Variant::columns).max().unwrap_or(1);
     // Ranks on one GPU leave room for each other: they wait for each other.
     let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
     let room = (request.max_slots, KvLayout::pages_for(max_context), blocks);

@@ -1,7 +1,7 @@
 // Tests of the sampler against the CPU sampler. `cases FILE` writes the cases, reference.rs turns them into results,
 // and `check RESULTS` compares: every stage, all parameters, odd logits, chains of several steps, repeats. `time`
-// measures. Built with LP_VOCAB, LP_GROUPS, LP_BLOCKS, LP_COLUMNS and LP_SAMPLE_THREADS for a GPU (nvcc) or, with
-// LP_EMULATED, for a host (g++ -x c++).
+// measures. Built with LP_VOCAB, LP_BLOCKS, LP_COLUMNS and LP_SAMPLE_THREADS for a GPU (nvcc) or, with LP_EMULATED, for
+// a host (g++ -x c++).
 #ifdef LP_EMULATED
 #include "emulate.h"
 #include "layout/launch.cuh"
@@ -21,7 +21,7 @@
 #include <vector>
 using namespace sampling;
 
-constexpr u32 kAllRows = kGroups * kRows, kSteps = 3, kSlots = kAllRows + 3;
+constexpr u32 kSteps = 3, kSlots = kRows + 3;
 
 static u32 word(float v) { u32 r; memcpy(&r, &v, 4); return r; }
 static float real(u32 v) { float r; memcpy(&r, &v, 4); return r; }
@@ -161,11 +161,10 @@ static void* take(size_t n) { void* p = malloc(n); memset(p, 0, n); return p; }
 static void put(void* to, const void* from, size_t n) { memcpy(to, from, n); }
 static u32 schedule = 1;
 static void launch(const SamplerLaunch& of) {
-  std::vector<Scratch> scratch(kGroups * kBlocks);
-  memset((void*)scratch.data(), 0xcd, sizeof(Scratch) * scratch.size());
-  emulated::launch(kGroups * kBlocks, kThreads, schedule++, [&](u32 block, u32 thread) {
-    sample(of, scratch[block], block / kBlocks, block % kBlocks, thread);
-  });
+  std::vector<Scratch> scratch(kBlocks);
+  memset((void*)scratch.data(), 0xcd, sizeof(Scratch) * kBlocks);
+  emulated::launch(kBlocks, kThreads, schedule++,
+                   [&](u32 block, u32 thread) { sample(of, scratch[block], block, thread); });
 }
 static float timed(u32 steps, std::vector<SamplerLaunch> chain) {
   for (u32 i = 0; i < steps; i++) launch(chain[i]);
@@ -209,8 +208,8 @@ static float timed(u32 steps, std::vector<SamplerLaunch> chain) {
   CHECK(cudaEventRecord(from));
   for (u32 i = 0; i < steps; i++) {
     void* args[] = {(void*)&chain[i]};
-    if (missing_blocks) sampler<<<dim3(kBlocks - missing_blocks, kGroups), kThreads>>>(chain[i]);
-    else CHECK(cudaLaunchCooperativeKernel((void*)sampler, dim3(kBlocks, kGroups), dim3(kThreads), args, 0, nullptr));
+    if (missing_blocks) sampler<<<kBlocks - missing_blocks, kThreads>>>(chain[i]);
+    else CHECK(cudaLaunchCooperativeKernel((void*)sampler, dim3(kBlocks), dim3(kThreads), args, 0, nullptr));
   }
   CHECK(cudaEventRecord(to));
   CHECK(cudaDeviceSynchronize());
@@ -225,26 +224,26 @@ struct Machine {
   SamplerLaunch a{};
   float *logits, *processed;
   RowSampling* sampling;
-  Row first[kAllRows]; // rows of the first step
+  Row first[kRows];    // rows of the first step
   u32 *counts, *lists; // lists: bias and suppress of every row
   u64* tokens; RowLogprobs* logprobs;
   u32 most_steps;
   explicit Machine(u32 steps) : most_steps(steps) {
-    logits = (float*)take(kAllRows * kPadded * 4ull); processed = (float*)take(kAllRows * kPadded * 4ull);
+    logits = (float*)take(kRows * kPadded * 4ull); processed = (float*)take(kRows * kPadded * 4ull);
     sampling = (RowSampling*)take(sizeof(RowSampling) * kSlots);
-    counts = (u32*)take(kSlots * kPadded * 4ull); lists = (u32*)take(kAllRows * 4096 * 4);
-    tokens = (u64*)take_mapped(steps * kAllRows * 8);
-    logprobs = (RowLogprobs*)take_mapped(steps * kAllRows * sizeof(RowLogprobs));
+    counts = (u32*)take(kSlots * kPadded * 4ull); lists = (u32*)take(kRows * 4096 * 4);
+    tokens = (u64*)take_mapped(steps * kRows * 8);
+    logprobs = (RowLogprobs*)take_mapped(steps * kRows * sizeof(RowLogprobs));
     a = SamplerLaunch{
-        logits, processed, counts, (u8*)take(kGroups * kWordsBytes), sampling, (Row*)take(sizeof first),
-        (u32*)take(4), tokens, logprobs, (u32*)take_mapped(8), (u32*)take_mapped(64), 0, 0, 0, 0};
+        logits, processed, counts, (u8*)take(kWordsBytes), sampling, (Row*)take(sizeof first), (u32*)take(4), tokens,
+        logprobs, (u32*)take_mapped(8), (u32*)take_mapped(64), 0, 0, 0, 0};
 #ifndef LP_EMULATED
     mapped_report = a.report;
 #endif
     // Tags near the wrap; memory that nobody may read before it is written is poisoned.
     const u32 tag = 0xfffffff0u;
-    for (u32 group = 0; group < kGroups; group++) put(a.words + group * kWordsBytes, &tag, 4);
-    std::vector<u32> poison(kAllRows * kPadded, 0x7f800000u);
+    put(a.words, &tag, 4);
+    std::vector<u32> poison(kRows * kPadded, 0x7f800000u);
     put(processed, poison.data(), poison.size() * 4);
   }
   // `steps`: that each row samples; then it idles.
@@ -277,13 +276,13 @@ struct Machine {
   }
   // `stop`: the host asks the chain to end before it begins.
   float go(u32 steps, bool stop = false) {
-    memset(tokens, 0xff, steps * kAllRows * 8);
-    memset((void*)logprobs, 0xff, steps * kAllRows * sizeof(RowLogprobs));
+    memset(tokens, 0xff, steps * kRows * 8);
+    memset((void*)logprobs, 0xff, steps * kRows * sizeof(RowLogprobs));
     put(a.rows, first, sizeof(Row) * a.row_count);
     a.control[0] = stop; a.control[1] = 0; a.stop = a.control;
     std::vector<SamplerLaunch> chain(steps, a);
     for (u32 step = 0; step < steps; step++) {
-      chain[step].tokens = tokens + step * kAllRows; chain[step].logprobs = logprobs + step * kAllRows;
+      chain[step].tokens = tokens + step * kRows; chain[step].logprobs = logprobs + step * kRows;
       chain[step].tag = step + 1; chain[step].step = step;
     }
     return timed(steps, chain);
@@ -297,7 +296,7 @@ struct Tally {
 };
 static void compare(const Machine& m, u32 r, u32 step, u32 steps_of_row, const Case& c, const Expected& e, Tally& tally,
                     u32 index) {
-  const u64 got = m.tokens[step * kAllRows + r];
+  const u64 got = m.tokens[step * kRows + r];
   tally.rows++;
   if (step >= steps_of_row) { tally.idle += got != ((u64)(step + 1) << 32 | kNone); return; }
   if (got != ((u64)(step + 1) << 32 | e.token)) {
@@ -316,7 +315,7 @@ static void compare(const Machine& m, u32 r, u32 step, u32 steps_of_row, const C
       tally.next++;
   }
   if (!(c.params.flags & kWantLogprobs)) return;
-  const RowLogprobs& l = m.logprobs[step * kAllRows + r];
+  const RowLogprobs& l = m.logprobs[step * kRows + r];
   auto off = [&](float a, float b) {
     if (a != b && !(a != a && b != b)) {
       const float d = (a > b ? a - b : b - a) / (1 + (a > 0 ? a : -a));
@@ -356,7 +355,7 @@ static int check(const char* path, u32 repeats, u32 every, bool flip) {
     }
     u32 batch = 0;
     for (u32 i = 0; i < order.size(); batch++) {
-      u32 n = batch % 3 == 0 ? kAllRows : 1 + random.below(kAllRows);
+      u32 n = batch % 3 == 0 ? kRows : 1 + random.below(kRows);
       if (n > order.size() - i) n = (u32)order.size() - i;
       if (batch % every == 0) {
         std::vector<Case> flipped;
@@ -380,8 +379,8 @@ static int check(const char* path, u32 repeats, u32 every, bool flip) {
   // A chain that is asked to end runs one step, and says so.
   m.load({&cases[0]}, 0, {kSteps});
   m.go(kSteps, true);
-  const bool stopped = m.a.control[1] == 1 && m.tokens[0] >> 32 == 1 && m.tokens[kAllRows] == ~0ull &&
-                       m.tokens[2 * kAllRows] == ~0ull;
+  const bool stopped = m.a.control[1] == 1 && m.tokens[0] >> 32 == 1 && m.tokens[kRows] == ~0ull &&
+                       m.tokens[2 * kRows] == ~0ull;
   const bool wrong_expected = flip ||
 #ifdef LP_BREAK_TIES
     true;
@@ -392,9 +391,9 @@ static int check(const char* path, u32 repeats, u32 every, bool flip) {
   printf(
       "%s vocab %u blocks %u threads %u rows %u%s: %u results; wrong tokens %u, idle rows %u, next rows %u, logprobs "
       "%u, tops %u; %s; from the CPU's logprobs at most %.2g\n",
-      ok ? "ok  " : "FAIL", kVocab, kBlocks, kThreads, kAllRows, wrong_expected ? " (negative control)" : "",
-      tally.rows, tally.tokens, tally.idle, tally.next, tally.logprobs, tally.tops,
-      stopped ? "stopped" : "did not stop", tally.off);
+      ok ? "ok  " : "FAIL", kVocab, kBlocks, kThreads, kRows, wrong_expected ? " (negative control)" : "", tally.rows,
+      tally.tokens, tally.idle, tally.next, tally.logprobs, tally.tops, stopped ? "stopped" : "did not stop",
+      tally.off);
   return ok ? 0 : 1;
 }
 
@@ -413,33 +412,28 @@ static int time_all() {
                               {"min_p 0.05", 1, 0, 1, 0.05f, -1, false},
                               {"top_k 200", 1, 200, 1, 0, -1, false},
                               {"top_k 200, top_p 0.9", 1, 200, 0.9f, 0, -1, false}};
-  const bool few = kGroups == 1;
-  for (u32 kind : {0u, 6u, 3u}) for (u32 rows : {few ? 1 : kAllRows / 4, few ? 8 : kAllRows / 2, kAllRows}) {
+  for (u32 kind : {0u, 6u, 3u}) for (u32 rows : {1u, 8u, kRows}) for (const Setting& setting : settings) {
     std::vector<Case> cases(rows);
+    std::vector<const Case*> pointers;
     for (u32 r = 0; r < rows; r++) {
+      Case& c = cases[r];
+      c.params = RowSampling{};
+      c.position = 1;
+      c.params.temperature = setting.t;
+      c.params.top_k = setting.k;
+      c.params.top_p = setting.p;
+      c.params.min_p = setting.min_p;
+      c.params.seed_lo = r;
+      c.params.repetition_penalty = 1;
+      if (setting.penalties) c.params.frequency_penalty = 0.01f;
+      if (setting.top >= 0) { c.params.flags = kWantLogprobs; c.params.top_logprobs = setting.top; }
       Random random{r};
-      for (u32 id = 0; id < kVocab; id++) cases[r].logits.push_back(odd_logit(kind, id, random));
+      for (u32 id = 0; id < kVocab; id++) c.logits.push_back(odd_logit(kind, id, random));
+      pointers.push_back(&c);
     }
-    for (const Setting& setting : settings) {
-      std::vector<const Case*> pointers;
-      for (u32 r = 0; r < rows; r++) {
-        Case& c = cases[r];
-        c.params = RowSampling{};
-        c.position = 1;
-        c.params.temperature = setting.t;
-        c.params.top_k = setting.k;
-        c.params.top_p = setting.p;
-        c.params.min_p = setting.min_p;
-        c.params.seed_lo = r;
-        c.params.repetition_penalty = 1;
-        if (setting.penalties) c.params.frequency_penalty = 0.01f;
-        if (setting.top >= 0) { c.params.flags = kWantLogprobs; c.params.top_logprobs = setting.top; }
-        pointers.push_back(&c);
-      }
-      m.load(pointers, 0, std::vector<u32>(rows, steps));
-      m.go(steps);
-      printf("logits %u rows %u %-24s %6.2f us\n", kind, rows, setting.name, m.go(steps) * 1000 / steps);
-    }
+    m.load(pointers, 0, std::vector<u32>(rows, steps));
+    m.go(steps);
+    printf("logits %u rows %u %-24s %6.2f us\n", kind, rows, setting.name, m.go(steps) * 1000 / steps);
   }
   return 0;
 }

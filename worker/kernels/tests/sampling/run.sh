@@ -11,15 +11,15 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")"
 
-emulated() { # name vocab blocks threads [flags [rows [groups]]]
+emulated() { # name vocab blocks threads [flags [rows]]
   g++ -O2 -std=c++17 -ffp-contract=off -Wall -Wno-unknown-pragmas -Wno-unused-function -I. -I../.. -DLP_EMULATED \
-    "-DLP_COLUMNS=${6:-4}" "-DLP_GROUPS=${7:-1}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" ${5:-} \
-    -x c++ harness.cu -o "$out/host_$1"
+    "-DLP_COLUMNS=${6:-4}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" ${5:-} -x c++ harness.cu \
+    -o "$out/host_$1"
 }
-device() { # name vocab blocks threads [flags [rows [groups]]]
+device() { # name vocab blocks threads [flags [rows]]
   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --fmad=false -I../.. --expt-relaxed-constexpr \
-    ${CUDART_DIR:+-L$CUDART_DIR} "-DLP_COLUMNS=${6:-8}" "-DLP_GROUPS=${7:-1}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" \
-    "-DLP_SAMPLE_THREADS=$4" ${5:-} harness.cu -o "$out/gpu_$1"
+    ${CUDART_DIR:+-L$CUDART_DIR} "-DLP_COLUMNS=${6:-8}" "-DLP_VOCAB=$2" "-DLP_BLOCKS=$3" "-DLP_SAMPLE_THREADS=$4" \
+    ${5:-} harness.cu -o "$out/gpu_$1"
 }
 expected() { # program vocab
   "$out/$1" cases "$out/cases_$2"
@@ -34,14 +34,12 @@ host)
   emulated ties 1003 8 64 -DLP_BREAK_TIES
   emulated 40 40 12 64
   emulated wide 1003 4 64 "" 64
-  emulated groups 1003 2 64 "" 4 3
   emulated 128256 128256 8 64
   expected host_1003 1003
   expected host_40 40
   expected host_128256 128256
   "$out/host_1003" check "$out/expected_1003" 1 3
   "$out/host_wide" check "$out/expected_1003" 1 2
-  "$out/host_groups" check "$out/expected_1003" 1 2
   "$out/host_40" check "$out/expected_40" 1 6
   "$out/host_128256" check "$out/expected_128256" 1 12
   "$out/host_ties" check "$out/expected_1003" 1 20
@@ -53,8 +51,6 @@ build)
   device 128 128256 128 512
   device 64 128256 64 512
   device wide 128256 132 512 "" 64
-  device groups 128256 16 512 "" 64 8
-  device few_groups 1003 1 512 "" 9 8
   device 8 128256 8 512
   device 132_few 128256 132 128
   device small 1003 132 512
@@ -73,14 +69,12 @@ gpu)
   "$out/gpu_128" check "$out/expected_128256" 4
   "$out/gpu_64" check "$out/expected_128256" 4
   "$out/gpu_wide" check "$out/expected_128256" 4
-  "$out/gpu_groups" check "$out/expected_128256" 4
-  "$out/gpu_few_groups" check "$out/expected_1003" 2
   "$out/gpu_8" check "$out/expected_128256" 1
   "$out/gpu_132_few" check "$out/expected_128256" 3
   "$out/gpu_ties" check "$out/expected_1003" 1
   "$out/gpu_small" check "$out/expected_1003" 1 1 1
   ! "$out/gpu_small" mute # must report a wait that failed, and end
   ;;
-time) "$out/gpu_wide" time && "$out/gpu_groups" time ;;
+time) "$out/gpu_wide" time ;;
 *) echo "run.sh host | build | gpu | time" && exit 2 ;;
 esac

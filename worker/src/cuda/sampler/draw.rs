@@ -8,11 +8,12 @@ use std::ffi::c_void;
 use cudarc::driver::result;
 
 use super::kernel::{STOPPED_BYTES, SamplerKernel};
-use super::launch::{LIST_WORDS, MOST_BIASES, MOST_SUPPRESSED, RowSampling, SamplerLaunch, WANT_LOGPROBS};
+use super::launch::{LIST_WORDS, MOST_BIASES, MOST_SUPPRESSED, RowLogprobs, RowSampling, SamplerLaunch, WANT_LOGPROBS};
 use crate::batch::Slot;
 use crate::cuda::device::gpu::Stream;
 use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
 use crate::cuda::error::{CudaError, checked};
+use crate::cuda::kernels::launch::Row;
 use crate::cuda::kernels::sizes::Sizes;
 use crate::plan::PAGE_POSITIONS;
 
@@ -28,7 +29,7 @@ pub struct Sampler {
     counts: DeviceBuffer,
     sampling: DeviceBuffer,
     lists: DeviceBuffer,
-    /// 0, or how many steps the chain has.
+    /// Whether the chain has ended; behind it a word that stays 0.
     stopped: DeviceBuffer,
     host_sampling: PinnedBuffer<RowSampling>,
     host_lists: PinnedBuffer<u32>,
@@ -43,12 +44,12 @@ impl Sampler {
     /// # Errors
     /// There is not so much.
     pub fn new(kernel: SamplerKernel, sizes: &Sizes) -> Result<Self, CudaError> {
-        let (gpu, slots) = (kernel.few.module.gpu().clone(), sizes.max_slots);
+        let (gpu, slots) = (kernel.module.gpu().clone(), sizes.max_slots);
         assert_eq!(kernel.padded_vocab, sizes.kernel_vocab, "both kernels pad the vocabulary to tiles of the LM head");
         let mut host_sampling: PinnedBuffer<RowSampling> = PinnedBuffer::zeroed(&gpu, slots)?;
         host_sampling.fill(RowSampling { top_p: 1.0, repetition_penalty: 1.0, ..RowSampling::default() });
         Ok(Self {
-            words: DeviceBuffer::zeroed(&gpu, kernel.words_bytes() as usize)?,
+            words: DeviceBuffer::zeroed(&gpu, kernel.words_bytes as usize)?,
             processed: DeviceBuffer::uninitialised(&gpu, kernel.processed_bytes())?,
             counts: DeviceBuffer::zeroed(&gpu, slots * kernel.counts_bytes())?,
             sampling: DeviceBuffer::of(&gpu, &host_sampling)?,
@@ -154,7 +155,7 @@ impl Sampler {
             (&raw mut prompt).cast(),
             (&raw mut count).cast(),
         ];
-        let blocks = count.div_ceil(COUNT_THREADS).clamp(1, self.kernel.few.blocks as u32);
+        let blocks = count.div_ceil(COUNT_THREADS).clamp(1, self.kernel.blocks);
         // SAFETY: the parameters have the kernel's types; the slot's counts and the tokens are where they say, and
         // tokens are written again only after the stream was waited for.
         let launched = unsafe {
@@ -164,8 +165,8 @@ impl Sampler {
         checked("cuLaunchKernel", launched)
     }
 
-    /// Puts a launch into the stream, behind that of the decoder whose rows it draws for. Fills in where its own memory
-    /// is.
+    /// Puts launches into the stream, behind that of the decoder whose rows they draw for: one for as many rows as the
+    /// kernel takes. Fills in where its own memory is.
     ///
     /// # Errors
     /// The driver refuses.
@@ -174,13 +175,35 @@ impl Sampler {
     /// What the public fields of `launch` point to is as they say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
     pub unsafe fn launch(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
-        let rows = launch.row_count as usize;
-        assert!(rows <= self.kernel.rows, "{rows} rows are more than the {} of a launch", self.kernel.rows);
-        let (grid, words) = self.kernel.grid(rows);
+        let all = u64::from(launch.row_count);
+        for first in (0..all).step_by(self.kernel.rows) {
+            let rows = (all - first).min(self.kernel.rows as u64);
+            let part = SamplerLaunch {
+                logits: launch.logits + first * (self.kernel.padded_vocab * size_of::<f32>()) as u64,
+                rows: launch.rows + first * size_of::<Row>() as u64,
+                tokens: launch.tokens + first * size_of::<u64>() as u64,
+                logprobs: launch.logprobs + first * size_of::<RowLogprobs>() as u64,
+                // The step's last launch ends the chain: those behind one that does would do nothing.
+                stop: if first + rows == all { launch.stop } else { self.stopped.address() + 4 },
+                row_count: rows as u32,
+                ..launch
+            };
+            // SAFETY: as the caller vouches; a part's rows are among those of the whole.
+            unsafe { self.launch_part(part, stream)? };
+        }
+        Ok(())
+    }
+
+    /// Puts a launch of as many rows as the kernel takes into the stream.
+    ///
+    /// # Safety
+    /// As [`Self::launch`].
+    #[allow(unsafe_code)]
+    unsafe fn launch_part(&self, launch: SamplerLaunch, stream: &Stream) -> Result<(), CudaError> {
         let mut launch = SamplerLaunch {
             processed: self.processed.address(),
             counts: self.counts.address(),
-            words: self.words.address() + words,
+            words: self.words.address(),
             sampling: self.sampling.address(),
             stopped: self.stopped.address(),
             ..launch
@@ -189,8 +212,8 @@ impl Sampler {
         // SAFETY: the kernel takes one parameter, a `SamplerLaunch`, which the call copies; the caller vouches for what
         // it points to.
         let launched = unsafe {
-            let (blocks, threads) = ((grid.blocks as u32, grid.groups as u32, 1), (grid.threads, 1, 1));
-            result::launch_cooperative_kernel(grid.sample, blocks, threads, 0, stream.raw, &mut parameters)
+            let (grid, block) = ((self.kernel.blocks, 1, 1), (self.kernel.threads, 1, 1));
+            result::launch_cooperative_kernel(self.kernel.sample, grid, block, 0, stream.raw, &mut parameters)
         };
         checked("cuLaunchCooperativeKernel", launched)
     }

@@ -68,7 +68,7 @@ pub struct SamplerLaunch {
     pub sampling: u64,
     /// `[row_count]` [`Row`](crate::cuda::kernels::launch::Row): those of the next step come to stand there.
     pub rows: u64,
-    /// u32 of the sampler: 0, or how many steps the chain has; launches of those behind them do nothing.
+    /// u32 of the sampler: not 0 once the launches of the chain are to do nothing.
     pub stopped: u64,
     /// Mapped: `[row_count]` of tag << 32 | token.
     pub tokens: u64,

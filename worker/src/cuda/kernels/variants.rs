@@ -28,8 +28,7 @@ pub struct Width {
     pub columns: usize,
     /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
     pub time_us: u32,
-    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of the widest matrix passes, which leave out
-    /// the others.
+    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of matrix passes, which leave out the others.
     pub block_us: u32,
     /// What else a pass has room for; `None`: for whatever its rows are.
     pub bounds: Option<Bounds>,
@@ -78,12 +77,9 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
-/// Matrix passes whose tiles are of fewer tokens, for models without wide passes. Times are those of 8 layers of Llama
-/// 3.2 3B, 1.14 and 1.29 ms, scaled so that its passes of eight, 0.63 ms, take what 8B's do.
-const SMALL_MATRICES: [Width; 2] = [Width::fixed(32, 6570), Width::fixed(64, 7430)];
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
-/// Rows that the widest matrix passes compute together.
+/// Rows that matrix passes compute together.
 pub const TOKEN_BLOCK: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
@@ -183,22 +179,16 @@ pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
-/// The variants of matrix passes for a model whose steps have up to `most_rows` rows, by columns ascending: of those
-/// steps that the others do not hold. None if they do not take the model.
-pub fn matrices_of(layout: &Layout, most_rows: usize) -> Vec<Variant> {
-    let mut held = variants_of(layout).iter().map(Variant::columns).max().unwrap_or(0);
+/// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
+/// hold every step, or they do not take the model.
+pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
+    let held = variants_of(layout).iter().map(Variant::columns).max();
     let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
     // A line by the times of prompts, 6.1, 12.9 and 47 ms of 128, 512 and 2048 rows. Decoding rows take longer, as they
     // have K and V of their own.
-    let largest = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
-    let widths = SMALL_MATRICES.into_iter().chain([largest]);
-    let variants = widths.map(|width| Variant { width, design: Design::Matrix, traced: false });
-    let needed = |variant: &Variant| {
-        let holds_more = held < most_rows && held < variant.columns();
-        held = held.max(if holds_more { variant.columns() } else { 0 });
-        holds_more
-    };
-    variants.filter(|variant| variant.check(layout).is_ok()).filter(needed).collect()
+    let width = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
+    let variant = Variant { width, design: Design::Matrix, traced: false };
+    (held < Some(most_rows) && variant.check(layout).is_ok()).then_some(variant)
 }
 
 impl Variant {
@@ -410,37 +400,33 @@ mod tests {
     /// there are no wide ones.
     #[test]
     fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
-        let adds = |hidden_size, intermediate| {
-            let config =
-                ModelConfig { hidden_size, head_dim: 128, ..config(hidden_size / 128, 8, intermediate, 128_256) };
-            let layout = layout(&padded(&config), 1);
-            let layout = Layout::new(layout.plan(), 0, best_blocks(layout.plan(), SMS), config.head_dim);
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let adds = |blocks| {
+            let layout = layout(&padded(&config), blocks);
             let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
             let added = Gauge::new(&modes).variants(&layout);
             assert!(added.iter().any(|variant| variant.unlooped().is_some()));
             added.iter().filter(|variant| variant.columns() > 8).count()
         };
-        assert_eq!((adds(4096, 14_336), adds(8192, 28_672)), (2, 0), "two that note times, and none at 70B's size");
+        assert_eq!((adds(128), adds(127)), (2, 0), "two that note times, and none on an odd number of blocks");
     }
 
     #[test]
     fn steps_that_other_passes_do_not_hold_have_matrix_passes() {
-        let columns = |layout: &Layout, most_rows| -> Vec<usize> {
-            matrices_of(layout, most_rows).iter().map(Variant::columns).collect()
-        };
+        let columns = |layout: &Layout, most_rows| matrix_of(layout, most_rows).map(|variant| variant.columns());
         let llama_8b = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
-        let [wide, narrow] = [&llama_8b, &config(8, 4, 384, 768)].map(|config| layout(config, 128));
-        assert!(columns(&wide, 64).is_empty());
-        for (most_rows, expected) in [(65, 128), (500, 512), (2048, 2048), (8192, 2048)] {
-            assert_eq!(columns(&wide, most_rows), [expected]);
-        }
-        assert_eq!([8, 9, 33].map(|rows| columns(&narrow, rows).len()), [0, 1, 2]);
-        assert_eq!(columns(&narrow, 2048), [32, 64, 2048]);
+        let [wide, narrow] = [128, 127].map(|blocks| layout(&llama_8b, blocks));
+        assert_eq!([64, 65, 500, 2048, 8192].map(|rows| columns(&wide, rows)), [0, 128, 512, 2048, 2048].map(some));
+        assert_eq!([8, 9].map(|rows| columns(&narrow, rows)), [0, 128].map(some));
         for rank in [2, 4, 8, 16].map(|ranks| group(&llama_8b, ranks, 128).remove(0)) {
-            assert_eq!(columns(&rank, 512).last(), Some(&512));
+            assert_eq!(columns(&rank, 512), Some(512));
         }
         // One k16 step of down.
-        assert!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64).is_empty());
+        assert_eq!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64), None);
+    }
+
+    fn some(columns: usize) -> Option<usize> {
+        (columns > 0).then_some(columns)
     }
 
     #[test]

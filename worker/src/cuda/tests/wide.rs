@@ -46,7 +46,7 @@ fn with_features() -> ModelConfig {
 }
 
 /// Llama 3.2 3B's layers: pairs of blocks own unequally much.
-fn llama_3b() -> ModelConfig {
+pub(super) fn llama_3b() -> ModelConfig {
     ModelConfig {
         hidden_size: 3072,
         head_dim: 128,

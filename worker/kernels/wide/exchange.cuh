@@ -6,12 +6,8 @@
 
 namespace wide {
 
-constexpr u32 kLeafBlocks = kBlocks / kMaxLeaves;                          // blocks that write a leaf of a vector
-// Blocks that write a leaf of the activation.
-constexpr u32 kActivationBlocks = kBlocks / Down::leaves;
-/// What the counter of a KV head's q, k and v counts: blocks that write them; where blocks have some tiles of one KV
-/// head and some of the next, tiles.
-constexpr u32 kQueryWriters = QkvCut::even ? 2 * kQkvTiles / QkvCut::pair_tiles : kQkvTiles;
+/// Row tiles that a counter counts: of x a leaf's, of gate and up those of a leaf of down's input, of qkv a KV head's.
+constexpr u32 kLeafTiles = kHiddenSteps, kActivationTiles = 2 * Down::leaf_steps;
 
 /// Generations of the exchanges, from 1; and the tags of words.
 LP_DEVICE u32 generation_of(u32 step, u32 layer) { return unknown(step) * kLayers + layer + 1; }
@@ -30,7 +26,7 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
 /// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
 LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
   if (lane_index() == 0)
-    wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQueryWriters, kSiteQuery);
+    wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQkvTiles, kSiteQuery);
   __syncwarp();
   fence_async_global();
 }
@@ -70,20 +66,17 @@ LP_DEVICE void publish(const Launch& launch, u64 counter) {
   if (thread_index() == 0) add_release_u32((u32*)(launch.words + counter), 1);
 }
 
-/// The same for the block's tiles of q, k and v.
-LP_DEVICE void publish_queries(const Launch& launch) {
-  if constexpr (QkvCut::even) {
-    publish(launch, Words::queries_ready + QkvCut::first_tile() / kQkvTiles * Words::counter);
-  } else {
-    fence_async_global();
-    consumers_sync();
-    if (thread_index() > 0) return;
-    const int end = Qkv::first_tile(block_index() + 1);
-    for (int tile = Qkv::first_tile(block_index()), next; tile < end; tile = next) {
-      const int head_end = (tile / kQkvTiles + 1) * kQkvTiles;
-      next = head_end < end ? head_end : end;
-      add_release_u32((u32*)(launch.words + Words::queries_ready + tile / kQkvTiles * Words::counter), next - tile);
-    }
+/// The same of the block's row tiles of P, whose counters count EACH.
+template <class P, int EACH> LP_DEVICE void publish_tiles(const Launch& launch, u64 counters) {
+  fence_async_global();
+  consumers_sync();
+  if (thread_index() > 0) return;
+  const int end = P::first_tile(block_index() + 1);
+#pragma unroll 1
+  for (int tile = P::first_tile(block_index()), next; tile < end; tile = next) {
+    const int counter = tile / EACH;
+    next = (counter + 1) * EACH < end ? (counter + 1) * EACH : end;
+    add_release_u32((u32*)(launch.words + counters + counter * Words::counter), next - tile);
   }
 }
 
@@ -151,7 +144,7 @@ struct Receive {
         if (on && !second) send<C>(at, at, place.tile, sum[0]);
         expect<C>(second ? C::stage_tiles() : C::owned(0));
         meanwhile();
-        await_received(use);
+        await_received<C>(use);
         if (on && second) {
           if constexpr (kGroups) {
             float before[C::columns / 2] = {};
@@ -176,7 +169,7 @@ struct Receive {
         }
         expect<C>(C::owned(half()));
         meanwhile();
-        await_received(use);
+        await_received<C>(use);
         if (keeps_own<C>) return;
         if (on && mine) {
           add<C>(received, place.tile, sum[0]);
@@ -189,8 +182,7 @@ struct Receive {
       for (int p = 0; p < C::parts; p++)
         if (on) put<C>((kGroups ? group : p) * owned_slots<C> + within, place.tile, sum[p]);
     }
-    // The same; otherwise attention's does.
-    if constexpr (kRanks > 1) fence_async_shared();
+    fence_async_shared();  // the same
     consumers_sync();
   }
   /// Adds to `to` a part of rows 8 `chunk` .. + 7 of this block's rows for a column.
@@ -279,9 +271,12 @@ struct Receive {
     if (warp_index() == 0) mbarrier_expect(shared + Shared::receive_full, tiles * pieces<C> * tile_bytes<C>);
     else mbarrier_arrive(shared + Shared::receive_full);
   }
-  LP_DEVICE void await_received(u32 use) const {
-    wait_barrier(launch, shared + Shared::receive_full, (QkvCut::halves ? use : use % kLayerUses - 1) & 1,
-                 kSitePartialsFull);
+  /// Sums are received in the uses of products that are cut.
+  template <class C> LP_DEVICE void await_received(u32 use) const {
+    constexpr u32 LAYER = QkvCut::halves + OCut::halves + DownCut::halves;
+    const u32 of = use % kLayerUses,
+              phase = use / kLayerUses * LAYER + (of > 0 && QkvCut::halves) + (of > 1 && OCut::halves);
+    wait_barrier(launch, shared + Shared::receive_full, phase & 1, kSitePartialsFull);
     __syncwarp();
   }
 };

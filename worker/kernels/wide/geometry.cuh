@@ -4,8 +4,9 @@
 // and each block sums half of K of all of them: so a block reads half of the activations. Gate/up and the LM head are
 // not cut: a block owns its tiles with all of K.
 //
-// In a group a rank has too few tiles of qkv for all pairs to own equally many. In groups of 8 and 16 a rank has one or
-// two leaves of o and down, so these are not cut.
+// Any number of leaves and of k16 steps of a leaf will do. Pairs own equally many tiles or not, some perhaps none. A
+// product is not cut where a pair owns more than eight tiles, or where it has a single leaf; in groups of 8 and 16 neither
+// are o and down, of which a rank has less than a group of leaves. A leaf's last stage, and its last slot of activations, may have fewer steps than the others.
 //
 // Leaves are added in the order of leaf_sum, of which blocks and warpgroups have runs. Runs of whole groups (a quarter
 // of the leaves) are simply added. Where a run is less, whoever has the first run of a group sends its sum to whoever
@@ -20,10 +21,11 @@ constexpr u32 kConsumerThreads = kConsumers * 32;
 // The other warps: weights and pages (two), activations, 1 / rms.
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
 constexpr u32 kThreads = 12 * 32;
-constexpr int kPairs = kBlocks / 2, kBlockHiddenTiles = kHiddenTiles / kBlocks;
-/// The residual stream: of the block's rows, runs of 8 for a lane; columns of a warp; rounds until it has all columns.
-constexpr int kHiddenChunks = kBlockHiddenTiles * 2, kHiddenColumns = 32 / kHiddenChunks;
-constexpr int kHiddenRounds = kConsumers * kHiddenColumns < kColumns ? kColumns / (kConsumers * kHiddenColumns) : 1;
+constexpr int kPairs = kBlocks / 2;
+/// The residual stream: runs of 8 of a block's rows, at most; warps that have a tile of it, 16 columns each; rounds until
+/// the warps have all of it.
+constexpr int kHiddenChunks = O::most_tiles * 2, kTileWarps = kColumns / 16;
+constexpr int kHiddenRounds = (O::most_tiles * kTileWarps + kConsumers - 1) / kConsumers;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
 /// Row tiles of a product that so many blocks next to each other own at most.
@@ -36,29 +38,28 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
   return most;
 }
 
-/// The shapes that wide passes take; others run 8 rows a pass. Also in worker/src/cuda/kernels/variants.rs.
-/// On one GPU a warp sums a tile of qkv, and a pair belongs to one KV head.
-constexpr bool kQkvFits = kRanks == 1 ? Qkv::tiles % kPairs == 0 && Qkv::tiles >= 2 * kPairs &&
-                                            Qkv::tiles <= 8 * kPairs && kQkvTiles % (Qkv::tiles / kPairs) == 0
-                                      : most_tiles<Qkv>(1) <= 4;
+/// The shapes that wide passes take; those of other models are matrix passes. Also in
+/// worker/src/cuda/kernels/variants.rs.
 constexpr bool kWideFits =
-    // The leaves of half of K are two groups.
-    kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16 &&
-    // Sums of squares of blocks are a subtree.
-    kBlocks >= 32 && (kBlocks & (kBlocks - 1)) == 0 &&
-    // A block owns so many tiles of the hidden state.
-    kHiddenTiles % kBlocks == 0 && kBlockHiddenTiles <= (kRanks > 1 ? 4 : 2) && kBlockHiddenTiles != 3 &&
-    // Stages do not cross leaves.
-    kHiddenSteps % 8 == 0 && O::leaf_steps % 4 == 0 && Down::leaf_steps % 4 == 0 && kQkvFits;
-static_assert(kWideFits,
-              "wide passes need 16 leaves in every product, 1 or 2 hidden tiles a block (of several ranks also 4), "
-              "leaves of a multiple of 4 k16 steps (8 of hidden), and 2 to 8 tiles of qkv of one KV head a pair (of "
-              "several ranks up to 4 a block)");
+    // Blocks form pairs, and each KV head has some.
+    kBlocks % 2 == 0 && kKvHeads <= kBlocks &&
+    // A warp sums a tile.
+    most_tiles<Qkv>(1) <= kConsumers && most_tiles<O>(1) <= kConsumers &&
+    // Of several ranks every block has a part in what they tell each other, o and down alike.
+    (kRanks == 1 || (kHiddenTiles >= kBlocks && (int)O::told == (int)Down::told &&
+                     (int)O::told_group == (int)Down::told_group));
+static_assert(kWideFits, "wide passes need an even number of blocks, at least as many as KV heads, and at most 8 row "
+                         "tiles of qkv, o and down each; of several ranks a hidden tile for each block, and as many "
+                         "leaves of o as of down in what ranks tell each other");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }
 /// Which half of K this block sums, and which of the pair's tiles it owns.
 LP_DEVICE u32 half() { return block_index() & 1; }
+
+/// The block's tiles of the hidden state.
+LP_DEVICE u32 first_hidden_tile() { return O::first_tile(block_index()); }
+LP_DEVICE int hidden_tiles() { return O::first_tile(block_index() + 1) - O::first_tile(block_index()); }
 
 // ---- stages and slots ----
 
@@ -72,12 +73,19 @@ LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
 }
 
-constexpr int power_of_two_below(int n) { return n < 2 ? 1 : 2 * power_of_two_below(n / 2); }
-/// The largest power of two of k16 steps, at most `most`, that divides a leaf.
-constexpr int stage_steps(int most, int leaf_steps) {
-  int steps = power_of_two_below(most);
-  while (leaf_steps % steps) steps /= 2;
-  return steps;
+/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
+/// where the weights of a slot are streamed sooner than that, and of several ranks, it has two.
+constexpr int group_slots(int slot_bytes) { return kRanks > 1 || slot_bytes < 16384 ? 2 : 1; }
+/// Steps of the parts of a leaf, at most `most` each, all but the last of equally many.
+constexpr int part_steps(int most, int leaf_steps) {
+  const int parts = (leaf_steps + most - 1) / most;
+  return (leaf_steps + parts - 1) / parts;
+}
+/// Parts of a leaf that a stage with room for `most` has: a power of two of them, so that groups do not cross stages.
+constexpr int stage_parts(int most, int part, int leaf_steps) {
+  int parts = 1;
+  while (2 * parts * part <= most && parts * part < leaf_steps) parts *= 2;
+  return parts;
 }
 
 /// Tiles next to each other in memory: first of them, among those of the stage, and how many (1 or 2; 0: none).
@@ -87,17 +95,19 @@ struct Unit {
 
 enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divide among them
 
-/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. HALVES false: not cut, a block
-/// owns its tiles with all of K. RUN: k16 steps of a leaf, or a divisor of them.
-template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> struct Cut {
+/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. `halves` false: not cut, a block
+/// owns its tiles with all of K.
+template <class PRODUCT> struct Cut {
   using P = PRODUCT;
   // even: all pairs own equally many tiles.
-  static constexpr bool halves = HALVES, even = P::tiles % kPairs == 0 && !P::together;
+  static constexpr bool halves = P::leaves > 1 && P::leaves >= P::group && most_tiles<P>(2) <= kConsumers,
+                        even = P::tiles % kPairs == 0 && !P::together;
   static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
   static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1),
                        odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
-  static constexpr int tiles = HALVES ? pair_tiles : odd_tiles;            // of a stage
-  static constexpr int block_leaves = HALVES ? P::leaves / 2 : P::leaves;  // of a block
+  static constexpr bool all_on = (int)P::tiles >= (halves ? kPairs : kBlocks) && !P::together;
+  static constexpr int tiles = halves ? pair_tiles : odd_tiles;            // of a stage
+  static constexpr int block_leaves = halves ? P::leaves / 2 : P::leaves;  // of a block
   static constexpr Split split = tiles > 4          ? Split::kTiles
                                  : block_leaves > 1 ? Split::kLeaves
                                                     : Split::kColumns;
@@ -108,29 +118,33 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   /// Sums of a warp: one, or, of less than a group, each leaf, since one is added after the other to what lies before.
   static constexpr int parts = leaves < P::group ? leaves : 1;
   /// The blocks of the pair have the two halves of a group.
-  static constexpr bool chained = HALVES && block_leaves < P::group;
+  static constexpr bool chained = halves && block_leaves < P::group;
   static_assert(!chained || 2 * block_leaves == P::group, "a pair has a group");
-  static constexpr int steps = stage_steps((int)kStageBytes / (ways * tiles * kFragment), RUN);  // of each way, a stage
-  static constexpr int input_steps = (int)kInputSteps / ways;                                    // of each way, a slot
+  // Of each way: k16 steps of a slot, of a stage, and of products that are under way together.
+  static constexpr int input_steps = part_steps((int)kInputSteps / ways, P::leaf_steps);
+  static constexpr int stage_slots =
+      stage_parts((int)kStageBytes / (ways * tiles * kFragment), input_steps, P::leaf_steps);
+  static constexpr int steps = stage_slots * input_steps;
+  static constexpr int most_group_slots = group_slots(ways * tiles * input_steps * kFragment),
+                       group_steps = (stage_slots < most_group_slots ? stage_slots : most_group_slots) * input_steps;
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
   static constexpr int odd_units = (odd_tiles + unit_tiles - 1) / unit_tiles;
-  static constexpr int units = !HALVES ? odd_units
+  static constexpr int units = !halves ? odd_units
                                : even  ? (even_tiles + unit_tiles - 1) / unit_tiles + odd_units
                                        : pair_tiles / unit_tiles + 1;
-  static_assert(RUN % input_steps == 0 && steps >= 4, "a leaf is whole stages and slots");
 
   /// First tile of the stage in the product, and how many the stage has.
   LP_DEVICE static int first_tile() {
-    if constexpr (even && HALVES) return (int)pair() * pair_tiles;
-    else return P::first_tile(HALVES ? (int)pair() * 2 : block_index());
+    if constexpr (even && halves) return (int)pair() * pair_tiles;
+    else return P::first_tile(halves ? (int)pair() * 2 : block_index());
   }
   LP_DEVICE static int stage_tiles() {
-    if constexpr (even && HALVES) return pair_tiles;
-    else return HALVES ? owned(0) + owned(1) : owned(half());
+    if constexpr (even && halves) return pair_tiles;
+    else return halves ? owned(0) + owned(1) : owned(half());
   }
   /// Whether the block has a part in the product.
-  LP_DEVICE static bool on() { return even || stage_tiles() > 0; }
-  LP_DEVICE static int first_leaf() { return HALVES ? (int)half() * block_leaves : 0; }
+  LP_DEVICE static bool on() { return even || all_on || stage_tiles() > 0; }
+  LP_DEVICE static int first_leaf() { return halves ? (int)half() * block_leaves : 0; }
   /// Tiles that block `of` of the pair owns, and the first of them.
   LP_DEVICE static int owned(u32 of) {
     if constexpr (even) return of ? odd_tiles : even_tiles;
@@ -139,25 +153,20 @@ template <class PRODUCT, bool HALVES = true, int RUN = PRODUCT::leaf_steps> stru
   LP_DEVICE static int first_owned(u32 of) { return of ? owned(0) : 0; }
   LP_DEVICE static int units_of(int tiles) { return (tiles + unit_tiles - 1) / unit_tiles; }
   LP_DEVICE static Unit unit_of(int tile) {
-    const bool odd = HALVES && tile >= owned(0);
-    const int run = odd ? owned(0) : 0, length = HALVES ? owned(odd) : stage_tiles(),
+    const bool odd = halves && tile >= owned(0);
+    const int run = odd ? owned(0) : 0, length = halves ? owned(odd) : stage_tiles(),
               first = (tile - run) / unit_tiles * unit_tiles;
     return Unit{run + first, unit_tiles == 2 && first + 1 < length ? 2 : 1};
   }
   LP_DEVICE static Unit unit(int index) {
-    const int even_units = HALVES ? units_of(owned(0)) : 0,
-              tile = HALVES && index >= even_units ? owned(0) + unit_tiles * (index - even_units) : unit_tiles * index;
+    const int even_units = halves ? units_of(owned(0)) : 0,
+              tile = halves && index >= even_units ? owned(0) + unit_tiles * (index - even_units) : unit_tiles * index;
     return tile < stage_tiles() ? unit_of(tile) : Unit{0, 0};
   }
 };
 using QkvCut = Cut<Qkv>;
-constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
-/// o and down differ in nothing but the length of a leaf: who streams one can stream the other.
-constexpr int kResidualRun = common_divisor(O::leaf_steps, Down::leaf_steps);
-using OCut = Cut<O, (O::leaves >= O::group), kResidualRun>;
-using DownCut = Cut<Down, (Down::leaves >= Down::group), kResidualRun>;
-static_assert((int)O::tiles == (int)Down::tiles && (int)O::leaves == (int)Down::leaves && OCut::steps == DownCut::steps,
-              "both add to the residual");
+using OCut = Cut<O>;
+using DownCut = Cut<Down>;
 
 /// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, THIN, where there are
 /// so few that half of the warps would idle, a tile. Passes of some units, which read x once each.
@@ -166,11 +175,19 @@ template <class PRODUCT, bool THIN = false> struct Own {
   static constexpr bool thin = THIN;
   static constexpr int warp_tiles = THIN ? 1 : 2;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
-  static constexpr int pass_units = most_units < 8 ? most_units : 8;
+  static constexpr int pass_units = part_steps(kConsumers, most_units);
   static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
   static_assert(!THIN || pass_units <= 2, "the tiles of a pass are a warpgroup's");
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
-  static constexpr int steps = stage_steps(kStageBytes / (pass_units * 2 * kFragment), P::leaf_steps);  // a stage
+  // k16 steps of a slot, of a stage, and of products that are under way together. THIN: a stage has whole slots, else a
+  // slot whole stages; of those with both tiles and all columns in a warp there are registers for five steps.
+  static constexpr int room = (int)kStageBytes / (pass_units * 2 * kFragment);
+  static constexpr int most_steps = !split_columns && room > 5 ? 5 : room < (int)kInputSteps ? room : (int)kInputSteps;
+  static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps);
+  static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
+  static constexpr int input_steps = THIN ? part : parts * part, steps = THIN ? parts * part : part;
+  static constexpr int most_group_slots = group_slots(pass_units * 2 * part * kFragment),
+                       group_steps = THIN && parts > 1 ? most_group_slots * part : part;
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
@@ -192,7 +209,7 @@ template <class PRODUCT, bool THIN = false> struct Own {
 /// by it, the rest is written before a counter that its readers wait for.
 struct Words {
   static constexpr u64 counter = 128;                                             // bytes from one counter to the next
-  // A counter for each leaf of K: a 16th of the blocks writes it.
+  // A counter for each leaf of K, of the row tiles that are written of it.
   static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;
   static constexpr u64 activation_ready = mlp_x_ready + 16 * counter;
   static constexpr u64 queries_ready = activation_ready + 16 * counter;           // one a KV head: its q, k and v
@@ -206,10 +223,10 @@ struct Words {
   static constexpr u64 queries = activation + (u64)Down::steps * kStepBytes;
   // [kv head][tile of its query heads and of k][column] f32 (kQkNorm)
   static constexpr u64 squares = queries + (u64)kHeads * kDimTiles * kStepBytes;
-  // [x, MLP's x][block][column] f32: squares of a block's rows
+  // [x, MLP's x][hidden tile][column] f32: squares of its rows
   static constexpr u64 sums = squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;
   // [x, MLP's x][column] (tag << 32 | 1 / rms)
-  static constexpr u64 inverse = sums + 2ull * kBlocks * kColumns * 4;
+  static constexpr u64 inverse = sums + 2ull * kHiddenTiles * kColumns * 4;
   // [block][column] (token << 32 | logit)
   static constexpr u64 best = inverse + 2ull * kColumns * 8;
   // u32: whether the host wants the launch to end.
@@ -220,6 +237,10 @@ struct Words {
 };
 LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) {
   return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16;
+}
+/// Of the block's first hidden tile, of the sums of squares of x (norm 0) or the MLP's x (1).
+LP_DEVICE u64 squares_byte(int norm) {
+  return Words::sums + (u64)(norm * kHiddenTiles + first_hidden_tile()) * kColumns * 4;
 }
 LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) {
   return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4;

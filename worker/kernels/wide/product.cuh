@@ -24,44 +24,69 @@ template <class C> LP_DEVICE Place place_of() {
                                     : 0};
 }
 
-/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
-/// where weights are streamed sooner than that, of several ranks, it has two.
-constexpr int kGroupSlots = kRanks > 1 ? 2 : 1;
-/// k16 steps of a group, which stages and slots of so many have in common.
-constexpr int group_steps(int stage, int slot) { return stage < kGroupSlots * slot ? stage : kGroupSlots * slot; }
-
-/// One leaf of a warp's tile, k16 steps ascending from zero, in groups.
-template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
-  constexpr int N = C::columns, SLOT = C::input_steps;
-  constexpr int STEPS = group_steps(C::steps, SLOT);
-  constexpr int SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) sum[i] = 0;
+/// Where a group of products finds its operands: the stage, and the slots that it begins or is within.
+template <int SLOTS> struct Operands {
   u32 stage = 0, input[SLOTS] = {};
+};
+/// Slots that a group of STEPS touches.
+template <class C, int STEPS = C::group_steps>
+constexpr int kSlots = STEPS > C::input_steps ? (STEPS + C::input_steps - 1) / C::input_steps : 1;
+
+/// A group: k16 steps k to k + STEPS of a leaf, for TILES tiles whose fragments `fragment(stage, step, tile)` loads. It
+/// begins with a slot or lies within one; `input`: byte of the warp's columns in it.
+template <class C, int STEPS, int TILES, class FRAGMENT>
+LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 input, const FRAGMENT& fragment,
+                        float (*sum)[C::columns / 2]) {
+  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>;
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++)
+    if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
+  if (k % C::steps == 0) at.stage = consumer.wait();
+  Quad a[STEPS][TILES];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++) a[i][t] = fragment(at.stage, k % C::steps + i, t);
+  u64 operand[SLOTS];
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(at.input[s] + k % SLOT * kStepBytes);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < STEPS; i++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      wgmma<N>(sum[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+  wgmma_finish();
+#pragma unroll
+  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
+  const bool ends = k + STEPS == C::P::leaf_steps;
+  if ((k + STEPS) % C::steps == 0 || ends) consumer.release();
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++)
+    if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
+}
+/// One leaf of TILES tiles, k16 steps ascending from zero, in groups, the last one perhaps of fewer steps.
+template <class C, int TILES, class FRAGMENT>
+LP_DEVICE void multiply_leaf(Consumer& consumer, u32 input, const FRAGMENT& fragment, float (*sum)[C::columns / 2]) {
+  constexpr int STEPS = C::group_steps, LEAF = C::P::leaf_steps, WHOLE = LEAF / STEPS * STEPS;
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int i = 0; i < C::columns / 2; i++) sum[t][i] = 0;
+  Operands<kSlots<C>> at;
 #pragma unroll 1
-  for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++)
-      if (k % SLOT == 0) input[s] = consumer.wait_input(s) + place.input;
-    if (k % C::steps == 0) stage = consumer.wait() + place.fragments;
-    Quad a[STEPS];
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
-      a[i] = place.on ? load_shared_16(stage + (k % C::steps + i) * place.stride) : Quad{0, 0, 0, 0};
-    u64 operand[SLOTS];
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(input[s] + k % SLOT * kStepBytes);
-    pin<N / 2>(sum);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) wgmma<N>(sum, a[i], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
-    wgmma_finish();
-    pin<N / 2>(sum);
-    if ((k + STEPS) % C::steps == 0) consumer.release();
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++)
-      if ((k + STEPS) % SLOT == 0) consumer.release_input();
-  }
+  for (int k = 0; k < WHOLE; k += STEPS) multiply<C, STEPS, TILES>(consumer, at, k, input, fragment, sum);
+  if constexpr (WHOLE < LEAF) multiply<C, LEAF - WHOLE, TILES>(consumer, at, WHOLE, input, fragment, sum);
+}
+
+/// One leaf of a warp's tile.
+template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
+  const auto fragment = [&](u32 stage, int step, int) {
+    return place.on ? load_shared_16(stage + place.fragments + step * place.stride) : Quad{0, 0, 0, 0};
+  };
+  multiply_leaf<C, 1>(consumer, place.input, fragment, reinterpret_cast<float(*)[C::columns / 2]>(sum));
 }
 /// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
 /// runs once a layer comes from far away.
@@ -101,11 +126,13 @@ template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& pl
 /// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of
 /// fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
-  constexpr int R = C::columns / 2, T = C::warp_tiles, SLOT = (int)kInputSteps,
-                STEPS = C::thin ? group_steps(C::steps, SLOT) : 4, SLOTS = STEPS > SLOT ? STEPS / SLOT : 1;
+  constexpr int R = C::columns / 2, T = C::warp_tiles;
   const u32 stride = width * kFragment, second = width == 2 ? kFragment : 0,
             fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16 + (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
+  const auto fragment = [&](u32 stage, int step, int t) {
+    return width > 0 ? load_shared_16(stage + fragments + step * stride + t * second) : Quad{0, 0, 0, 0};
+  };
 #pragma unroll
   for (int t = 0; t < T; t++)
 #pragma unroll
@@ -113,43 +140,7 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
 #pragma unroll 1
   for (int n = 0; n < C::P::leaves; n++) {
     float leaf[T][R];
-#pragma unroll
-    for (int t = 0; t < T; t++)
-#pragma unroll
-      for (int i = 0; i < R; i++) leaf[t][i] = 0;
-    u32 stage = 0, input[SLOTS] = {};
-#pragma unroll 1
-    for (int k = 0; k < C::P::leaf_steps; k += STEPS) {
-#pragma unroll
-      for (int s = 0; s < SLOTS; s++)
-        if (k % SLOT == 0) input[s] = consumer.wait_input(s) + columns;
-      if (k % C::steps == 0) stage = consumer.wait() + fragments;
-      Quad a[STEPS][T];
-#pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        const u32 from = stage + (k % C::steps + i) * stride;
-#pragma unroll
-        for (int t = 0; t < T; t++) a[i][t] = width > 0 ? load_shared_16(from + t * second) : Quad{0, 0, 0, 0};
-      }
-      u64 operand[SLOTS];
-#pragma unroll
-      for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(input[s] + k % SLOT * kStepBytes);
-#pragma unroll
-      for (int t = 0; t < T; t++) pin<R>(leaf[t]);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int t = 0; t < T; t++)
-          wgmma<C::columns>(leaf[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
-      wgmma_finish();
-#pragma unroll
-      for (int t = 0; t < T; t++) pin<R>(leaf[t]);
-      if ((k + STEPS) % C::steps == 0) consumer.release();
-#pragma unroll
-      for (int s = 0; s < SLOTS; s++)
-        if ((k + STEPS) % SLOT == 0) consumer.release_input();
-    }
+    multiply_leaf<C, T>(consumer, columns, fragment, leaf);
 #pragma unroll
     for (int i = 0; i < R; i++)
 #pragma unroll

@@ -42,7 +42,7 @@ LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
 
 /// A lane sends 8 rows of a column: three words of fp32, for each part that a rank tells, or two of bf16.
 constexpr u32 kSumWords = 3, kXWords = 2, kParts = O::told;
-static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down::told_group, "both have 16 leaves");
+static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down::told_group, "ranks are told of both alike");
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
 
@@ -98,7 +98,7 @@ struct Ranks {
     hear_parts<0, kRanks * kParts>(told, chunk, column, on && has(column) && column < launch.row_count, own, sum, tag);
   }
 
-  /// 8 rows of x of a column that it has, with the sum of squares of all the block's, to all others.
+  /// 8 rows of x of a column that it has, with the sum of squares of their tile, to all others.
   LP_DEVICE void tell_x(u32 told, u32 chunk, u32 column, const u32* x, float squares, u32 tag) const {
     if (column >= launch.row_count) return;
     const u64 at = Inbox::x_word(told, (chunk * kColumns + column) * kXWords);
@@ -110,13 +110,14 @@ struct Ranks {
     }
   }
   /// x of the columns that others have, into `x`, and their sums of squares, for the readers on this GPU. All consumers
-  /// call it. Columns that nobody sends are zero.
+  /// call it. Columns that nobody sends are zero. sums: of the block's first tile.
   LP_DEVICE void hear_x(u32 told, u8* x, u8* sums, u32 tag) const {
     constexpr u32 WORDS = kHiddenChunks * kColumns * kXWords, EACH = (WORDS + kConsumerThreads - 1) / kConsumerThreads;
     const u32 thread = thread_index();
     const u8* base = launch.inbox[own()] + Inbox::x_word(told, thread);
     const auto column = [&](u32 j) { return (j * kConsumerThreads + thread) / kXWords % kColumns; };
-    const auto on = [&](u32 j) { return j * kConsumerThreads + thread < WORDS && !has(column(j)); };
+    const u32 words_here = hidden_tiles() * 2 * kColumns * kXWords;
+    const auto on = [&](u32 j) { return j * kConsumerThreads + thread < words_here && !has(column(j)); };
     Quad words[EACH] = {};
     const auto missing = [&](u32 j) {
       return on(j) && column(j) < launch.row_count && words[j].z != tag ? j * kConsumerThreads * 16 + 8 : kThere;
@@ -131,9 +132,9 @@ struct Ranks {
     for (u32 j = 0; j < EACH; j++) {
       const u32 word = j * kConsumerThreads + thread, half = word % kXWords, chunk = word / kXWords / kColumns;
       if (!on(j)) continue;
-      store_relaxed_8(x + vector_byte(rank_block() * kBlockHiddenTiles + (chunk >> 1), column(j), chunk & 1) + half * 8,
-                      words[j].x, words[j].y);
-      if (chunk == 0 && half == 0) store_relaxed_u32(sums + column(j) * 4, words[j].w);
+      store_relaxed_8(x + vector_byte(first_hidden_tile() + (chunk >> 1), column(j), chunk & 1) + half * 8, words[j].x,
+                      words[j].y);
+      if (chunk % 2 == 0 && half == 0) store_relaxed_u32(sums + (chunk / 2 * kColumns + column(j)) * 4, words[j].w);
     }
   }
 

@@ -9,12 +9,12 @@ namespace wide {
 /// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
 constexpr u32 kAhead = 4, kAheadClocks = 2000;
 
-/// A lane's part of stages: if it is `on`, it copies `bytes` of each to offset `to`, one stage's behind the other's in
-/// memory.
+/// A lane's part of stages: of each leaf's k16 steps `steps` a stage, of the last one perhaps fewer. If it is `on`, it
+/// copies its `width` tiles of each to offset `to`; they lie behind each other in memory.
 struct Run {
   bool on;
   const u8* from;
-  u32 to, bytes, stages;
+  u32 to, width, steps, leaf_steps, leaves;
 };
 
 /// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every
@@ -59,27 +59,37 @@ struct Producer {
     issued++;
   }
   LP_DEVICE void stream(const Run& run) {
+    const u8* from = run.from;
+    u32 left = run.leaves * run.leaf_steps;
 #pragma unroll 1
-    for (u32 i = 0; i < run.stages; i++)
-      issue(run.on, run.from + (u64)i * run.bytes, run.to, run.bytes, run.stages - 1 - i);
+    for (u32 leaf = 0; leaf < run.leaves; leaf++)
+#pragma unroll 1
+      for (u32 k = 0; k < run.leaf_steps; k += run.steps) {
+        const u32 steps = run.leaf_steps - k < run.steps ? run.leaf_steps - k : run.steps,
+                  bytes = steps * run.width * kFragment;
+        left -= steps;
+        issue(run.on, from, run.to, bytes, left / run.steps);
+        from += bytes;
+      }
   }
   /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
-  template <class C> LP_DEVICE static Run run(const u8* product, int leaf_steps) {
+  template <class C> LP_DEVICE static Run run(const u8* product) {
+    using P = typename C::P;
+    if (!C::on()) return Run{};
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
-    const u8* from = product + ((u64)(C::first_tile() + unit.first) * (leaf_steps * C::P::leaves) +
-                                leaf * leaf_steps * unit.width) *
-                                   kFragment;
+    const u8* from =
+        product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * kFragment;
     return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment),
-               (u32)(C::steps * unit.width * kFragment), (u32)(C::leaves * leaf_steps / C::steps)};
+               (u32)unit.width, (u32)C::steps, (u32)P::leaf_steps, (u32)C::leaves};
   }
   /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
   template <class C> LP_DEVICE static Run own_run(const u8* product, int pass) {
     using P = typename C::P;
     const int width = C::width(pass, lane());
     const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
-    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)(C::steps * width * kFragment),
-               (u32)(P::steps / C::steps)};
+    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)width, (u32)C::steps, (u32)P::leaf_steps,
+               (u32)P::leaves};
   }
 
  private:
@@ -100,7 +110,9 @@ struct Input {
   LP_DEVICE Input(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
   /// Input of the pair's tiles of a product: this block's leaves. count: of counters, one a leaf, or one for all.
-  template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site, int leaf_steps) {
+  template <class C> LP_DEVICE void stream(u64 vector, u64 counters, u32 count, u32 target, u32 site) {
+    constexpr int LEAF = C::P::leaf_steps;
+    if (!C::on()) return;
     ready = 0;
 #pragma unroll 1
     for (int n = 0; n < C::leaves; n++) {
@@ -108,8 +120,8 @@ struct Input {
       for (int way = 0; way < C::ways; way++)
         await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
 #pragma unroll 1
-      for (int k = 0; k < leaf_steps; k += C::input_steps)
-        copy<C::ways>(vector + (u64)((leaf + (int)lane() * C::leaves) * leaf_steps + k) * kStepBytes);
+      for (int k = 0; k < LEAF; k += C::input_steps)
+        copy<C>(vector + (u64)((leaf + (int)lane() * C::leaves) * LEAF + k) * kStepBytes, LEAF - k, C::ways);
     }
   }
   /// Input of the block's own tiles: all of it, once a pass.
@@ -117,9 +129,12 @@ struct Input {
     using P = typename C::P;
     ready = 0;
     for (int pass = 0; pass < C::passes(); pass++)
-      for (int k = 0; k < P::steps; k += kInputSteps) {
-        await(counters, kMaxLeaves, k / P::leaf_steps, target, site);
-        copy<1>(vector + (u64)k * kStepBytes);
+#pragma unroll 1
+      for (int leaf = 0; leaf < P::leaves; leaf++) {
+        await(counters, P::leaves, leaf, target, site);
+#pragma unroll 1
+        for (int k = 0; k < P::leaf_steps; k += C::input_steps)
+          copy<C>(vector + (u64)(leaf * P::leaf_steps + k) * kStepBytes, P::leaf_steps - k, 1);
       }
   }
 
@@ -139,17 +154,20 @@ struct Input {
     fence_async_global();
     __syncwarp();
   }
-  /// Fills the next slot, in as many copies as WAYS, each from its lane's offset in the words.
-  template <int WAYS> LP_DEVICE void copy(u64 from) {
-    constexpr u32 bytes = kInputSteps * kStepBytes;
-    const u32 slot = filled % kInputSlots, full = shared + Shared::input_full + 8 * slot;
+  /// Fills the next slot, in as many copies as there are ways, each from its lane's offset in the words. left: k16 steps
+  /// of the leaf.
+  template <class C> LP_DEVICE void copy(u64 from, int left, u32 ways) {
+    constexpr u32 WAY = C::input_steps * kStepBytes;
+    static_assert(C::input_steps <= (int)kInputSteps, "a slot has room for a part");
+    const u32 slot = filled % kInputSlots, full = shared + Shared::input_full + 8 * slot,
+              bytes = left < C::input_steps ? left * kStepBytes : WAY;
     if (lane() == 0) {
       wait_barrier(launch, shared + Shared::input_empty + 8 * slot, filled / kInputSlots & 1 ^ 1, kSiteInputEmpty);
-      mbarrier_expect(full, bytes);
+      mbarrier_expect(full, ways * bytes);
     }
     __syncwarp();
-    if (lane() < WAYS)
-      bulk_load(shared + Shared::input + slot * bytes + lane() * (bytes / WAYS), launch.words + from, bytes / WAYS,
+    if (lane() < ways)
+      bulk_load(shared + Shared::input + slot * (kInputSteps * kStepBytes) + lane() * WAY, launch.words + from, bytes,
                 full, policy_evict_last());
     __syncwarp();
     filled++;

@@ -16,7 +16,7 @@ use super::kernels::compile::{Compiler, Resources};
 use super::kernels::kernel::Kernel;
 use super::kernels::matrix::Matrix;
 use super::kernels::sources::{HEADERS, SOURCES};
-use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, matrices_of, variants_of};
+use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, matrix_of, variants_of};
 use super::launches::engine::{Engine, Ties};
 use super::launches::looped_decoder::LoopedDecoder;
 use super::launches::pools::Memory;
@@ -115,9 +115,9 @@ pub fn load_with(
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
-    let (kernels, matrices, sampler) = kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
+    let (kernels, matrix, sampler) = kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
 
-    let mut memory = Memory::plan(&layout, request, max_context, &kernels, &matrices, &sampler);
+    let mut memory = Memory::plan(&layout, request, max_context, &kernels, matrix.as_ref(), &sampler);
     memory.fit(request, &gpu)?;
     let source: &dyn Source = match (&model.checkpoint, &options.random) {
         (Some(checkpoint), _) => &Mapped(checkpoint),
@@ -140,7 +140,7 @@ pub fn load_with(
 
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
-    notes.push(describe(&gpu, &compiler, &layout, &kernels, &matrices));
+    notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
         notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());
     }
@@ -180,7 +180,7 @@ pub fn load_with(
         vocab_size: config.vocab_size,
         window: config.sliding_window,
     });
-    let mut launcher = Engine::new(memory.sizes, kernels, matrices, loop_mode, sampler, weights, pools)?;
+    let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;
     launcher.ties = ties;
     if let Some(gauge) = &options.gauge {
         let cache = Cache::from_environment();
@@ -233,38 +233,38 @@ fn kernels(
     request: &LoadRequest,
     (loop_mode, max_context): (LoopMode, usize),
     options: &Options,
-) -> Result<(Vec<Kernel>, Vec<Matrix>, SamplerKernel), CudaError> {
+) -> Result<(Vec<Kernel>, Option<Matrix>, SamplerKernel), CudaError> {
     let defines = &options.defines;
     let (begun, cache) = (Instant::now(), Cache::from_environment());
-    let matrices = matrices_of(layout, request.max_batch_tokens);
+    let matrix = matrix_of(layout, request.max_batch_tokens);
     if let Err(problem) = check_wide(layout) {
-        let instead = if matrices.is_empty() { "passes of 8" } else { "matrix passes" };
+        let instead = if matrix.is_some() { "matrix passes" } else { "passes of 8" };
         tracing::info!("9 to 64 rows are {instead}: the kernel for them does not take this model ({problem})");
     }
     let vocab_size = layout.plan().config.vocab_size;
     let in_mode = |variant: Variant| variant.in_mode(loop_mode, false).unwrap_or(variant);
     let variants: Vec<_> = variants_of(layout).into_iter().map(in_mode).collect();
-    let most_rows = variants.iter().chain(&matrices).map(Variant::columns).max().unwrap_or(1);
+    let most_rows = variants.iter().chain(&matrix).map(Variant::columns).max().unwrap_or(1);
     // Ranks on one GPU leave room for each other: they wait for each other.
     let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
     let room = (request.max_slots, KvLayout::pages_for(max_context), blocks);
-    let (kernels, matrices, sampler) = std::thread::scope(|scope| {
+    let (kernels, matrix, sampler) = std::thread::scope(|scope| {
         let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
-        let loading_matrices = scope.spawn(|| {
-            load_all(&matrices, |variant| {
-                let matrix = Matrix::load(gpu, compiler, &cache, layout, variant, room, defines)?;
-                tell(&title(variant), matrix.cached, begun.elapsed(), matrix.resources);
-                Ok(matrix)
-            })
-        });
+        let load_matrix = |variant| {
+            let matrix = Matrix::load(gpu, compiler, &cache, layout, variant, room, defines)?;
+            let what = format!("{} of {} columns", variant.name(), variant.columns());
+            tell(&what, matrix.cached, begun.elapsed(), matrix.resources);
+            Ok(matrix)
+        };
+        let loading_matrix = scope.spawn(move || matrix.map(load_matrix).transpose());
         let sampler = SamplerKernel::load(gpu, compiler, &cache, vocab_size, most_rows, blocks);
         if let Ok(sampler) = &sampler {
             tell("sampler", sampler.cached, begun.elapsed(), sampler.resources);
         }
         let kernels = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        (kernels, loading_matrices.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), sampler)
+        (kernels, loading_matrix.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), sampler)
     });
-    let loaded = (kernels?, matrices?, sampler?);
+    let loaded = (kernels?, matrix?, sampler?);
     tracing::info!("kernels ready in {:.2} s", begun.elapsed().as_secs_f64());
     Ok(loaded)
 }
@@ -279,30 +279,22 @@ fn load_kernels(
     defines: &[(&'static str, u64)],
 ) -> Result<Vec<Kernel>, CudaError> {
     let begun = Instant::now();
-    load_all(variants, |variant| {
-        let kernel = Kernel::load(gpu, compiler, cache, layout, variant, defines)?;
-        tell(&title(variant), kernel.cached, begun.elapsed(), kernel.resources);
-        Ok(kernel)
-    })
-}
-
-/// What `load` makes of each variant, all at the same time.
-fn load_all<T: Send>(
-    variants: &[Variant],
-    load: impl Fn(Variant) -> Result<T, CudaError> + Sync,
-) -> Result<Vec<T>, CudaError> {
     std::thread::scope(|scope| {
-        let load = &load;
-        let loading: Vec<_> = variants.iter().map(|variant| scope.spawn(move || load(*variant))).collect();
+        let load = |variant: &Variant| {
+            let variant = *variant;
+            scope.spawn(move || {
+                let kernel = Kernel::load(gpu, compiler, cache, layout, variant, defines)?;
+                let what = format!("{} of {} columns", variant.name(), variant.columns());
+                tell(&what, kernel.cached, begun.elapsed(), kernel.resources);
+                Ok(kernel)
+            })
+        };
+        let loading: Vec<_> = variants.iter().map(load).collect();
         loading
             .into_iter()
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
     })
-}
-
-fn title(variant: Variant) -> String {
-    format!("{} of {} columns", variant.name(), variant.columns())
 }
 
 fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) {
@@ -316,10 +308,10 @@ fn tell(what: &str, cached: bool, took: Duration, resources: Option<Resources>) 
     );
 }
 
-fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel], matrices: &[Matrix]) -> String {
+fn describe(gpu: &Gpu, compiler: &Compiler, layout: &Layout, kernels: &[Kernel], matrix: Option<&Matrix>) -> String {
     let facts = &gpu.facts;
     let resources = kernels.iter().filter_map(|kernel| kernel.resources);
-    let resources = resources.chain(matrices.iter().filter_map(|matrix| matrix.resources));
+    let resources = resources.chain(matrix.and_then(|matrix| matrix.resources));
     let spilled: u32 = resources.map(|of| of.spilled).sum();
     format!(
         "GPU {}: {}, {} blocks on {} multiprocessors, driver for CUDA {}.{}, NVRTC {}, {spilled} bytes of registers \

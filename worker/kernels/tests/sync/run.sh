@@ -54,15 +54,27 @@ noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"
 noticed "steps that end before all have begun them" behind "data race"
-sums() { # RANKS COLUMNS HIDDEN
-    build sums sums.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_RANKS="$1" -DLP_COLUMNS="$2" -DLP_HIDDEN="$3" \
-        -DLP_HEADS=$((32 / $1)) -DLP_KV_HEADS=$(($1 < 8 ? 8 / $1 : 1)) -DLP_HEAD_DIM=128 \
-        -DLP_INTERMEDIATE=$((4096 / $1)) -DLP_BLOCKS=128
-    "$out/sums"
+sums() { # RANKS COLUMNS HIDDEN [HEADS KV_HEADS HEAD_DIM INTERMEDIATE BLOCKS PAIR...]
+    local ranks=$1 columns=$2 hidden=$3 heads=${4:-32} kv=${5:-8} dim=${6:-128} intermediate=${7:-4096} blocks=${8:-128}
+    for pair in "${@:9}"; do
+        build sums sums.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_RANKS="$ranks" -DLP_COLUMNS="$columns" \
+            -DLP_HIDDEN="$hidden" -DLP_HEADS=$((heads / ranks)) -DLP_KV_HEADS=$((ranks < kv ? kv / ranks : 1)) \
+            -DLP_HEAD_DIM="$dim" -DLP_INTERMEDIATE=$((intermediate / ranks)) -DLP_BLOCKS="$blocks" -DLP_PAIR="$pair"
+        "$out/sums"
+    done
 }
+whole=(32 8 128 4096 128 3)
 for ranks in 1 2 4 8 16; do
-    sums "$ranks" 8 4096
-    sums "$ranks" 32 4096
+    sums "$ranks" 8 4096 "${whole[@]}"
+    sums "$ranks" 32 4096 "${whole[@]}"
 done
-sums 8 1 4096    # pairs of rows a word
-sums 4 64 8192   # a warp a tile
+sums 8 1 4096 "${whole[@]}"    # pairs of rows a word
+sums 4 64 8192 "${whole[@]}"   # a warp a tile
+# Wide passes of pairs that own unequally much: pairs with the most and the fewest tiles.
+sums 1 64 3072 24 8 128 8192 128 2 3
+sums 1 32 2560 32 8 128 9728 120 1 2
+sums 2 64 3072 24 8 128 8192 128 3
+sums 1 32 896 14 2 64 4864 128 1 2    # two leaves of o; blocks without a tile of it
+sums 1 32 576 9 3 64 1536 128 1 3     # o is not cut; four leaves of hidden
+sums 1 64 3584 28 4 128 18944 128 5   # leaves of 14, 56 and 74 steps
+sums 1 32 5120 40 8 128 13824 120 7   # a warp a tile of o and down

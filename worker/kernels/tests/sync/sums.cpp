@@ -177,7 +177,8 @@ inline void store_shared_16(u32 address, const float* v) { std::memcpy(shared_by
 inline u64 wgmma_operand(u32) { return 0; }
 inline u64 wgmma_operand(u64, u32) { return 0; }
 inline void wgmma_fence() {}
-inline void wgmma_finish() {}
+inline void wgmma_commit() {}
+template <int GROUPS> void wgmma_wait() {}
 template <int N> void pin(float*) {}
 /// The leaf that the lane's next products are of, and how many k16 steps of it have been.
 struct Work {
@@ -193,7 +194,7 @@ template <int N> void wgmma(float* c, const Quad&, u64) {
 }
 namespace wide {
 struct Consumer {
-  u32 wait() const { return 0; }
+  u32 wait(u32 = 0) const { return 0; }
   u32 wait_input(u32 = 0) const { return 0; }
   void release() const {}
   void release_input() const {}
@@ -207,7 +208,7 @@ struct Consumer {
 
 using namespace wide;
 
-constexpr u32 kPair = 3;
+constexpr u32 kPair = LP_PAIR;
 
 /// A product of the pair, as Team does it, up to the receive buffer.
 template <class C> void sum_product(const Launch& launch, Receive& receive, u32 use, u32 product) {
@@ -242,7 +243,6 @@ int main() {
     for (u32 q = 0; q < kRanks; q++) launch.inbox[q] = inboxes[q].at();
     return launch;
   };
-  constexpr u32 kChunkThreads = kHiddenChunks * kColumns;
   for (u32 rank = 0; rank < kRanks; rank++) {
     std::barrier<> first(kConsumerThreads), second(kConsumerThreads);
     block_barriers[0] = &first, block_barriers[1] = &second;
@@ -258,7 +258,7 @@ int main() {
       const auto residual = [&](auto cut, u32 use, u32 product, u32 told) {
         using C = decltype(cut);
         sum_product<C>(launch, receive, use, product);
-        for (u32 at = thread_index(); at < kChunkThreads; at += kConsumerThreads) {
+        for (u32 at = thread_index(); at < (u32)hidden_tiles() * 2 * kColumns; at += kConsumerThreads) {
           const u32 chunk = at / kColumns, column = at % kColumns;
           float(*parts)[8] = own_parts(rank, product, chunk, column);
           for (u32 p = 0; p < kParts; p++) {
@@ -299,12 +299,13 @@ int main() {
       for (u32 chunk = 0; chunk < (u32)kHiddenChunks; chunk++)
         for (u32 product = 4 * (kLayersHere - 1) + 1; product % 4 != 3; product++) {
           blockIdx.x = kPair * 2 + b;
+          if (chunk >= (u32)hidden_tiles() * 2) continue;
           const Launch launch = launch_of(rank_of_column(column));
           float sum[8];
           Ranks{launch}.hear_sums(product % 4 - kOutProduct, chunk, column, true,
                                   own_parts(launch.rank, product, chunk, column), sum, product + 1);
           for (u32 i = 0; i < 8; i++)
-            check(sum[i], 0, product, O::leaves * kRanks,
+            check(sum[i], 0, product, (product % 4 == kOutProduct ? O::leaves : Down::leaves) * kRanks,
                   O::first_tile(rank_block()) * 16 + chunk * 8 + i, column);
         }
 #endif

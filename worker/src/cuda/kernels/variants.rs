@@ -5,9 +5,10 @@ use super::items::Bounds;
 use super::sources::{HEADERS, SOURCES, UNLOOPED_SOURCE};
 use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
+use crate::cuda::weights::panel::Panel;
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{Backend, MAX_LEAVES, ModelPlan, ROW_TILE};
+use crate::plan::{Backend, ModelPlan};
 
 /// One kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +28,7 @@ pub struct Width {
     pub columns: usize,
     /// What a pass takes, however many of its columns are used. Only ratios count: they differ little between models.
     pub time_us: u32,
-    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of the widest matrix passes, which leave out
-    /// the others.
+    /// What each begun block of [`TOKEN_BLOCK`] rows takes beside: 0 but of matrix passes, which leave out the others.
     pub block_us: u32,
     /// What else a pass has room for; `None`: for whatever its rows are.
     pub bounds: Option<Bounds>,
@@ -77,15 +77,14 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
-/// Matrix passes whose tiles are of fewer tokens, for models without wide passes. Times are those of 8 layers of Llama
-/// 3.2 3B, 1.14 and 1.29 ms, scaled so that its passes of eight, 0.63 ms, take what 8B's do.
-const SMALL_MATRICES: [Width; 2] = [Width::fixed(32, 6570), Width::fixed(64, 7430)];
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
-/// Rows that the widest matrix passes compute together.
+/// Rows that matrix passes compute together.
 pub const TOKEN_BLOCK: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
+/// Row tiles of q, k and v, o, or down that a block owns in wide passes: a warp has one.
+const MOST_TILES: usize = 8;
 /// Query heads of a KV head are columns of one tensor-core product.
 const MAX_QUERIES_PER_KV: usize = 8;
 
@@ -132,41 +131,35 @@ fn queries_per_kv(config: &ModelConfig, ranks: usize) -> Option<usize> {
 /// # Errors
 /// The condition that is not met.
 pub fn check_wide(layout: &Layout) -> Result<(), String> {
-    let [qkv, out, gate_up, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
-    let (blocks, pairs) = (layout.blocks(), layout.blocks() / 2);
-    let (c, ranks) = (&layout.plan().config, layout.plan().tensor_parallel);
-    let group_tiles = (c.num_heads / c.num_kv_heads + 2) * c.head_dim / ROW_TILE;
-    let pair_tiles = qkv.tiles / pairs.max(1);
-    let owned: &[usize] = if ranks > 1 { &[1, 2, 4] } else { &[1, 2] };
-    let qkv_rule = match ranks {
-        1 => (
-            qkv.tiles.is_multiple_of(pairs.max(1))
-                && (2..=8).contains(&pair_tiles)
-                && group_tiles.is_multiple_of(pair_tiles),
-            format!("{pairs} pairs of blocks do not own 2 to 8 of {} row tiles each, of one KV head", qkv.tiles),
-        ),
-        _ => {
-            let most = (0..blocks).map(|block| qkv.tiles_of(block, blocks).len()).max().unwrap_or(0);
-            (most <= 4, format!("a block owns {most} row tiles of q, k and v, more than 4"))
+    let [qkv, out, _, down] = LAYER_PRODUCTS.map(|product| layout.panel(product));
+    let (blocks, kv_heads) = (layout.blocks(), layout.rank().kv_heads.len());
+    if !blocks.is_multiple_of(2) {
+        return Err(format!("{blocks} blocks are no pairs"));
+    }
+    if blocks < kv_heads {
+        return Err(format!("{blocks} blocks are fewer than {kv_heads} KV heads"));
+    }
+    for (name, panel) in [("q, k and v", &qkv), ("o and down", &out)] {
+        let most = (0..blocks).map(|block| panel.tiles_of(block, blocks).len()).max().unwrap_or(0);
+        if most > MOST_TILES {
+            return Err(format!("one of {blocks} blocks owns {most} row tiles of {name}, over {MOST_TILES}"));
         }
+    }
+    if layout.ranks() == 1 {
+        return Ok(());
+    }
+    if out.tiles < blocks {
+        return Err(format!("{} row tiles are not one for each of {blocks} blocks", out.tiles));
+    }
+    // What a rank tells of an output: its sum, or, of less than a group, its leaves.
+    let told = |panel: &Panel| {
+        let group = (panel.k.count / 4).max(1);
+        if panel.leaves < group { (panel.leaves, group) } else { (1, 1) }
     };
-    let rules = [
-        (
-            [qkv, out, down].iter().all(|panel| panel.k.count == MAX_LEAVES),
-            format!("products of {}, {} and {} leaves are not of {MAX_LEAVES}", qkv.k.count, out.k.count, down.k.count),
-        ),
-        (blocks >= 32 && blocks.is_power_of_two(), format!("{blocks} blocks are not a power of two from 32 on")),
-        (
-            owned.iter().any(|owned| out.tiles == owned * blocks),
-            format!("{blocks} blocks do not own {owned:?} of {} row tiles each", out.tiles),
-        ),
-        (
-            gate_up.steps().is_multiple_of(8) && out.steps().is_multiple_of(4) && down.steps().is_multiple_of(4),
-            format!("leaves of {}, {} and {} steps of 16", gate_up.steps(), out.steps(), down.steps()),
-        ),
-        qkv_rule,
-    ];
-    rules.into_iter().find(|(met, _)| !met).map_or(Ok(()), |(_, problem)| Err(problem))
+    match told(&out) == told(&down) {
+        true => Ok(()),
+        false => Err(format!("ranks have {} leaves of o and {} of down", out.leaves, down.leaves)),
+    }
 }
 
 /// Why there are no matrix passes of a model, or a rank of one.
@@ -186,22 +179,16 @@ pub fn variants_of(layout: &Layout) -> Vec<Variant> {
     VARIANTS.into_iter().filter(|variant| variant.check(layout).is_ok()).collect()
 }
 
-/// The variants of matrix passes for a model whose steps have up to `most_rows` rows, by columns ascending: of those
-/// steps that the others do not hold. None if they do not take the model.
-pub fn matrices_of(layout: &Layout, most_rows: usize) -> Vec<Variant> {
-    let mut held = variants_of(layout).iter().map(Variant::columns).max().unwrap_or(0);
+/// The variant of matrix passes for a model whose steps have up to `most_rows` rows; `None` where passes of the others
+/// hold every step, or they do not take the model.
+pub fn matrix_of(layout: &Layout, most_rows: usize) -> Option<Variant> {
+    let held = variants_of(layout).iter().map(Variant::columns).max();
     let columns = most_rows.next_multiple_of(TOKEN_BLOCK).min(MATRIX_COLUMNS);
     // A line by the times of prompts, 6.1, 12.9 and 47 ms of 128, 512 and 2048 rows. Decoding rows take longer, as they
     // have K and V of their own.
-    let largest = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
-    let widths = SMALL_MATRICES.into_iter().chain([largest]);
-    let variants = widths.map(|width| Variant { width, design: Design::Matrix, traced: false });
-    let needed = |variant: &Variant| {
-        let holds_more = held < most_rows && held < variant.columns();
-        held = held.max(if holds_more { variant.columns() } else { 0 });
-        holds_more
-    };
-    variants.filter(|variant| variant.check(layout).is_ok()).filter(needed).collect()
+    let width = Width { block_us: 2800, ..Width::fixed(columns, 4000) };
+    let variant = Variant { width, design: Design::Matrix, traced: false };
+    (held < Some(most_rows) && variant.check(layout).is_ok()).then_some(variant)
 }
 
 impl Variant {
@@ -315,24 +302,26 @@ mod tests {
         let llama_8b = of(4096, 32, 8, 128, 14_336, 128_256);
         let taken = [
             llama_8b.clone(),
-            // Mistral 7B, Qwen 3 8B, Llama 3.2 1B.
-            of(4096, 32, 8, 128, 14_336, 32_768),
+            // Qwen 3 8B, Llama 3.2 1B and 3B, Qwen 2.5 0.5B and 7B, SmolLM2 135M, Qwen 3 32B.
             of(4096, 32, 8, 128, 12_288, 151_936),
             of(2048, 32, 8, 64, 8192, 128_256),
+            of(3072, 24, 8, 128, 8192, 128_256),
+            of(896, 14, 2, 64, 4864, 151_936),
+            of(3584, 28, 4, 128, 18_944, 152_064),
+            of(576, 9, 3, 64, 1536, 49_152),
+            of(5120, 64, 8, 128, 25_600, 151_936),
         ];
         for config in &taken {
             assert_eq!(refusal(config, None), None, "{config:?}");
         }
+        assert_eq!(refusal(&llama_8b, Some(132)), None);
         let refused = |config: &ModelConfig, blocks, why: &str| {
             let problem = refusal(config, blocks).expect("wide passes do not take it");
             assert!(problem.contains(why), "{problem}");
         };
-        refused(&llama_8b, Some(132), "132 blocks are not a power of two");
-        refused(&llama_8b, Some(64), "64 blocks do not own [1, 2] of 256");
-        // Llama 3.2 3B, Qwen 2.5 7B, Llama 3.1 70B.
-        refused(&of(3072, 24, 8, 128, 8192, 128_256), None, "16, 8 and 16 leaves");
-        refused(&of(3584, 28, 4, 128, 18_944, 152_064), None, "16, 4 and 16 leaves");
-        refused(&of(8192, 64, 8, 128, 28_672, 128_256), None, "of 512 row tiles");
+        refused(&llama_8b, Some(127), "127 blocks are no pairs");
+        refused(&llama_8b, Some(6), "fewer than 8 KV heads");
+        refused(&llama_8b, Some(32), "owns 12 row tiles of q, k and v, over 8");
     }
 
     #[test]
@@ -343,11 +332,11 @@ mod tests {
             ..config(heads, 8, intermediate, 128_256)
         };
         let all = &[1, 8, 32, 64][..];
-        // Llama 3.1 8B and 70B, Llama 3.2 3B.
-        for (config, expected) in
-            [(of(4096, 32, 14_336), all), (of(8192, 64, 28_672), all), (of(3072, 24, 8192), &all[..2])]
-        {
+        // Llama 3.1 8B and 70B, Llama 3.2 3B: of 8 ranks one has one leaf of o and two of down, half a group.
+        for config in [of(4096, 32, 14_336), of(8192, 64, 28_672), of(3072, 24, 8192)] {
             for layout in [2, 4, 8, 16].into_iter().flat_map(|ranks| group(&config, ranks, 128)) {
+                let narrow_alone = config.num_heads == 24 && layout.plan().tensor_parallel >= 8;
+                let expected = if narrow_alone { &all[..2] } else { all };
                 let columns: Vec<_> = variants_of(&layout).iter().map(Variant::columns).collect();
                 assert_eq!(columns, expected, "{:?} ranks", layout.plan().tensor_parallel);
                 let added = Gauge::new(&[LoopMode::On, LoopMode::Off, LoopMode::Overlapped]).variants(&layout);
@@ -407,40 +396,37 @@ mod tests {
         }
     }
 
-    /// A benchmark's kernels, too, are only those that take the model: others do not compile.
+    /// A benchmark's kernels, too, are only those that take the model: others do not compile. On an odd number of blocks
+    /// there are no wide ones.
     #[test]
     fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
-        let adds = |hidden_size, intermediate| {
-            let config =
-                ModelConfig { hidden_size, head_dim: 128, ..config(hidden_size / 128, 8, intermediate, 128_256) };
-            let layout = layout(&padded(&config), 1);
-            let layout = Layout::new(layout.plan(), 0, best_blocks(layout.plan(), SMS), config.head_dim);
+        let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
+        let adds = |blocks| {
+            let layout = layout(&padded(&config), blocks);
             let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
             let added = Gauge::new(&modes).variants(&layout);
             assert!(added.iter().any(|variant| variant.unlooped().is_some()));
             added.iter().filter(|variant| variant.columns() > 8).count()
         };
-        assert_eq!((adds(4096, 14_336), adds(3072, 8192)), (2, 0), "two that note times, and none at 3B's size");
+        assert_eq!((adds(128), adds(127)), (2, 0), "two that note times, and none on an odd number of blocks");
     }
 
     #[test]
     fn steps_that_other_passes_do_not_hold_have_matrix_passes() {
-        let columns = |layout: &Layout, most_rows| -> Vec<usize> {
-            matrices_of(layout, most_rows).iter().map(Variant::columns).collect()
-        };
+        let columns = |layout: &Layout, most_rows| matrix_of(layout, most_rows).map(|variant| variant.columns());
         let llama_8b = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
-        let [wide, narrow] = [&llama_8b, &config(8, 4, 384, 768)].map(|config| layout(config, 128));
-        assert!(columns(&wide, 64).is_empty());
-        for (most_rows, expected) in [(65, 128), (500, 512), (2048, 2048), (8192, 2048)] {
-            assert_eq!(columns(&wide, most_rows), [expected]);
-        }
-        assert_eq!([8, 9, 33].map(|rows| columns(&narrow, rows).len()), [0, 1, 2]);
-        assert_eq!(columns(&narrow, 2048), [32, 64, 2048]);
+        let [wide, narrow] = [128, 127].map(|blocks| layout(&llama_8b, blocks));
+        assert_eq!([64, 65, 500, 2048, 8192].map(|rows| columns(&wide, rows)), [0, 128, 512, 2048, 2048].map(some));
+        assert_eq!([8, 9].map(|rows| columns(&narrow, rows)), [0, 128].map(some));
         for rank in [2, 4, 8, 16].map(|ranks| group(&llama_8b, ranks, 128).remove(0)) {
-            assert_eq!(columns(&rank, 512).last(), Some(&512));
+            assert_eq!(columns(&rank, 512), Some(512));
         }
         // One k16 step of down.
-        assert!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64).is_empty());
+        assert_eq!(columns(&group(&config(16, 16, 256, 768), 16, 8)[0], 64), None);
+    }
+
+    fn some(columns: usize) -> Option<usize> {
+        (columns > 0).then_some(columns)
     }
 
     #[test]

@@ -114,8 +114,8 @@ pub struct Engine {
     sizes: Sizes,
     /// By columns, ascending.
     kernels: Vec<Kernel>,
-    /// For passes that none of them holds. By columns, ascending.
-    matrices: Vec<Matrix>,
+    /// For passes that none of them holds.
+    matrix: Option<Matrix>,
     /// Matrix passes compute whatever they can.
     #[cfg(test)]
     pub(in crate::cuda) matrix_only: bool,
@@ -161,7 +161,7 @@ impl Engine {
     pub fn new(
         sizes: Sizes,
         kernels: Vec<Kernel>,
-        matrices: Vec<Matrix>,
+        matrix: Option<Matrix>,
         loop_mode: LoopMode,
         sampler: Sampler,
         weights: Weights,
@@ -169,7 +169,7 @@ impl Engine {
     ) -> Result<Self, CudaError> {
         let gpu = kernels[0].gpu().clone();
         let widths = kernels.iter().map(|kernel| kernel.variant.width);
-        let widths: Vec<Width> = widths.chain(matrices.iter().map(|matrix| matrix.width)).collect();
+        let widths: Vec<Width> = widths.chain(matrix.as_ref().map(|matrix| matrix.width)).collect();
         let passes = Passes::new(&widths, sizes.max_batch_tokens);
         let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
@@ -184,7 +184,7 @@ impl Engine {
             stream: Stream::new(&gpu)?,
             sizes,
             kernels,
-            matrices,
+            matrix,
             #[cfg(test)]
             matrix_only: false,
             loop_mode,

@@ -88,7 +88,7 @@ impl Memory {
         request: &LoadRequest,
         max_context: usize,
         kernels: &[Kernel],
-        matrices: &[Matrix],
+        matrix: Option<&Matrix>,
         sampler: &SamplerKernel,
     ) -> Self {
         let c = &layout.plan().config;
@@ -97,12 +97,12 @@ impl Memory {
         let visible = c.sliding_window.map_or(slot_pages, |window| slot_pages.min(KvLayout::pages_for(window) + 1));
         let words: Vec<u64> = kernels.iter().map(|kernel| kernel.words_bytes(layout, visible)).collect();
         let columns = kernels.iter().map(|kernel| kernel.variant.columns()).max().unwrap_or(1);
-        let columns = matrices.iter().map(|matrix| matrix.bounds.samples).fold(columns, usize::max);
+        let columns = matrix.map_or(columns, |matrix| columns.max(matrix.bounds.samples));
         // A launch has a row at least.
         let row_words = kernels.iter().filter_map(|kernel| kernel.deal).map(|deal| deal.most_words(1, visible));
         let item_words = request.max_batch_tokens * row_words.max().unwrap_or(0);
         let matrix_words = Bounds::most_words(request.max_batch_tokens, visible) * MATRIX_STEPS_AHEAD as usize;
-        let item_words = if matrices.is_empty() { item_words } else { item_words.max(matrix_words) };
+        let item_words = matrix.map_or(item_words, |_| item_words.max(matrix_words));
         let sizes = Sizes {
             rank: request.rank,
             ranks: request.tensor_parallel,
@@ -120,8 +120,7 @@ impl Memory {
         let [kv_page, k_scale_page] = page_bytes(layout);
         let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
-        // Their passes follow each other, and each fills anew what it reads.
-        let matrix = matrices.iter().map(Matrix::memory_bytes).max().unwrap_or(0);
+        let matrix = matrix.map_or(0, Matrix::memory_bytes);
         let inbox = match sizes.ranks {
             1 => InboxPlan::default(),
             _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), matrix, logits),

@@ -13,7 +13,7 @@ use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Resources};
 use crate::cuda::kernels::matrix;
 use crate::cuda::kernels::variants::{
-    Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrices_of, variants_of,
+    Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrix_of, variants_of,
 };
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::weights::heads::padded;
@@ -72,23 +72,18 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
-        if let Err(problem) = check_wide(&layout) {
-            eprintln!("{name}, {blocks} blocks: narrow passes alone: {problem}");
-            // The kernel knows the same rule.
-            let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
-            assert!(refused.contains("wide passes need"), "{name}: {refused}");
-        }
+        check_wide(&layout).unwrap_or_else(|problem| panic!("{name}: {problem}"));
         let job = |variant: Variant| {
             let most = if name == Shape::B3.name() && variant.columns() == 8 { B3_SPILLS } else { 0 };
             (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
         };
-        jobs.extend(variants_of(&layout).into_iter().chain(matrices_of(&layout, 2048)).map(job));
+        jobs.extend(variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)).map(job));
     }
     for (shape, ranks, [one, eight]) in GROUPS {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
-        for variant in variants_of(&layout).into_iter().chain(matrices_of(&layout, 2048)) {
+        for variant in variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)) {
             let most = match variant.columns() {
                 1 => one,
                 8 => eight,
@@ -98,8 +93,13 @@ fn every_shape_compiles_and_its_resources_are_told() {
             jobs.push((name, variant, layout.clone(), most));
         }
     }
-    let wide = jobs.iter().filter(|(_, variant, ..)| variant.design == Design::Wide).count();
-    assert_eq!(wide, 3 * 2 + 5 * 2, "two widths of 1b, llama-1b and 8b, and of ranks of 8b and 70b");
+    // The kernel knows the same rule.
+    for blocks in [127, 32] {
+        let layout = layout(&Shape::B8.config(), blocks);
+        check_wide(&layout).unwrap_err();
+        let refused = compiler.build(&VARIANTS[2].program(&layout), &cache).unwrap_err().to_string();
+        assert!(refused.contains("wide passes need"), "{blocks} blocks: {refused}");
+    }
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {

@@ -12,7 +12,7 @@ use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Program};
 use crate::cuda::kernels::launch::{Launch, Row};
 use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::kernels::sources::HEADERS;
-use crate::cuda::kernels::variants::{VARIANTS, matrices_of};
+use crate::cuda::kernels::variants::{VARIANTS, matrix_of};
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::sampler::launch::{RowLogprobs, RowSampling, SamplerLaunch};
 use crate::cuda::weights::heads::padded;
@@ -176,7 +176,7 @@ fn structs_have_the_same_fields_at_the_same_places() {
     let includes = includes.map(|name| format!("#include \"{name}\"\n")).concat();
     let text = format!("{includes}using matrix::Pass;\n{}", pass_struct());
     let layout = group(&llama_8b(), 1, 128).remove(0);
-    let defines = matrices_of(&layout, 2048).pop().expect("it has matrix passes").program(&layout).defines;
+    let defines = matrix_of(&layout, 2048).expect("it has matrix passes").program(&layout).defines;
     built(&compiler, &Program { defines, ..checked_program(&HEADERS, &text) }).unwrap();
 }
 

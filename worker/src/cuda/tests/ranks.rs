@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::gpu::{REQUIRE_GPU, choosy_requests, gpu, load_rank, request, yields};
 use super::plans::{Request, plans};
-use super::wide::{llama_1b, random, swapped};
+use super::wide::{llama_1b, llama_3b, random, swapped};
 use crate::batch::Plan;
 use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::weights::layout::tests::llama_70b;
@@ -165,9 +165,10 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
     assert!(plain.0 != swapped.0);
 }
 
-/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first model is one that
-/// wide passes take on half of a GPU's blocks, too. Of the second, as wide as 70b, it does on a whole GPU, of four with
-/// three tiles of gate and up each; one GPU alone has narrow passes for it, so that both kinds are compared.
+/// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first two models are such
+/// that ranks on half of a GPU's blocks have wide passes, too, of the second with uneven shares. Of the third, as wide as
+/// 70b, ranks on whole GPUs have them, of four with three tiles of gate and up each. One GPU alone has an odd number of
+/// blocks, so narrow passes, so that both kinds are compared.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {
@@ -181,7 +182,7 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
         *request = Request { prompt: request.prompt.clone(), max_tokens: request.max_tokens, ..choosy };
     }
     let wide_hidden = ModelConfig { num_layers: 1, vocab_size: 2048, intermediate_size: 12_288, ..llama_70b() };
-    for (config, shared) in [(llama_1b(), 2), (wide_hidden, 1)] {
+    for (config, shared) in [(llama_1b(), 2), (llama_3b(), 2), (wide_hidden, 1)] {
         let config = ModelConfig { max_positions: 2048, ..config };
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let groups = [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)];
@@ -189,8 +190,9 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
         let mut whole = None;
         for (ranks, chunk, steps, eager) in groups {
             let plans_of = |chunk, steps| plans(&requests, chunk, 512, steps);
+            let narrow = Options { blocks: Some(127), ..options.clone() };
             let whole =
-                whole.get_or_insert_with(|| yields(load_rank(&one, &options), plans_of(512, 40), requests.len(), true));
+                whole.get_or_insert_with(|| yields(load_rank(&one, &narrow), plans_of(512, 40), requests.len(), true));
             let group = group(&one, ranks, &Way { options: options.clone(), ..Way::default() });
             assert_eq!(group[0].decoder.launcher.passes().columns(), 64, "{ranks} ranks");
             let got = group_yields(group, &plans_of(chunk, steps), requests.len(), eager);

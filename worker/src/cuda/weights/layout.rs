@@ -232,7 +232,7 @@ pub(crate) mod tests {
         for product in PRODUCTS {
             let panel = layout.panel(product);
             let mean = panel.bytes() as f64 / 128.0;
-            assert!(panel.largest_share(128) as f64 / mean < 1.01, "{product:?}");
+            assert!(panel.largest_share(128, 1) as f64 / mean < 1.01, "{product:?}");
         }
     }
 

@@ -137,9 +137,10 @@ impl Panel {
         })
     }
 
-    /// Bytes of the largest share of a block.
-    pub fn largest_share(&self, blocks: usize) -> usize {
-        (0..blocks).map(|block| self.share(block, blocks)).max().unwrap_or(0)
+    /// Bytes of the largest share of so many blocks next to each other.
+    pub fn largest_share(&self, blocks: usize, together: usize) -> usize {
+        let share = |first: usize| (first..(first + together).min(blocks)).map(|block| self.share(block, blocks)).sum();
+        (0..blocks).step_by(together).map(share).max().unwrap_or(0)
     }
 }
 

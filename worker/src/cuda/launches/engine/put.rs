@@ -77,7 +77,7 @@ impl Engine {
         }
         let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= rows);
         assert!(
-            kernel.is_some() || self.matrices.iter().any(|matrix| matrix.width.columns >= rows),
+            kernel.is_some() || self.matrix.is_some(),
             "passes are chosen so that a kernel holds their {rows} rows"
         );
         kernel
@@ -221,8 +221,7 @@ impl Engine {
     /// steps that are in the stream together take turns in the words from `first` on.
     #[allow(unsafe_code)]
     fn put_matrix(&mut self, launch: Launch, pass: Pass, rows: Range<usize>, first: usize) -> Result<(), CudaError> {
-        let matrix = self.matrices.iter().find(|matrix| matrix.width.columns >= rows.len());
-        let matrix = matrix.expect("matrix passes, as none of the kernels holds the rows");
+        let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
         let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tile_rows);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
         let Items { tiles, spans, merges, samples } = &items;

@@ -226,7 +226,7 @@ static void start(const void* kernel, u32 threads, u32 shared, void** parameters
 static void attend(const Candidate& by, u32 layer) {
   void* parameters[] = {&launch, &pass, &layer};
   start(by.spans, by.threads, by.shared, parameters);
-  if (pass.merge_count) start(by.merge, by.merge_threads, 0, parameters);
+  if (pass.merge_count && by.merge) start(by.merge, by.merge_threads, 0, parameters);
 }
 static void project_layer(u32 layer) {
   void* parameters[] = {&launch, &weights, &layer};
@@ -318,7 +318,7 @@ static void print_trace(const Candidate& by) {
   const u32 blocks = multiprocessors / 4 * 4, sets = 2;
   std::vector<long long> all(blocks * sets * 4, 0);
   CHECK(cudaMemset(launch.trace, 0, all.size() * 8));
-  project_layer(1), attend(by, 1), keep_layer(1);
+  for (u32 layer = 0; layer < 2; layer++) project_layer(layer), attend(by, layer), keep_layer(layer);
   CHECK(cudaMemcpy(all.data(), launch.trace, all.size() * 8, cudaMemcpyDeviceToHost));
   // Begin of a block, when its consumers may go on, when the first page is there, when its last item is over.
   static const char* const names[] = {"begun", "go", "first", "ended"};
@@ -396,6 +396,7 @@ int main(int count, char** arguments) {
   CHECK(cudaFuncSetAttribute((const void*)behind, cudaFuncAttributeMaxDynamicSharedMemorySize, kStandInShared));
   const u64 kv = (u64)kLayers * kMostPages * kKvHeads * kPageBytes, scales = kv / kPageBytes * kPage;
   launch.kv = allocate<u8>(kv), launch.k_scale = allocate<float>(scales), launch.words = allocate<u8>(Memory::bytes);
+  CHECK(cudaMemset(launch.words, 0, Memory::bytes));
   fill<<<4096, 256>>>((u16*)launch.kv, kv / 2, 5, 0);
   fill<<<1024, 256>>>((u16*)launch.k_scale, scales * 2, 6, 2);
   weights = allocate<u8>(std::max<u64>(Qkv::bytes, O::bytes));

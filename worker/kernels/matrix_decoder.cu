@@ -2,7 +2,7 @@
 // looped_decoder.cu bit by bit.
 //
 // A launch may begin while the one before it ends (programmatic dependent launch). Until it has waited for that one it
-// reads nothing but weights, and writes nothing.
+// reads nothing but weights and what no launch of the pass writes (attend_spans.cuh), and writes nothing.
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"
 #include "layout/shape.cuh"

@@ -64,7 +64,11 @@ struct SpanItems {
   }
 };
 
-/// The pages of the set's items.
+/// The pages of the set's items. Until a row's own page, where the row writes, it does not wait for the launch before:
+/// nobody writes the pages before that one while the pass runs. Launches before the pass are over when it begins, as
+/// its first one does not overlap. In the pass the row is alone of its sequence; qkv and head_norms write K, V and
+/// scales where rows are, and beyond, and no sequence has a page of another (batch.rs refuses such grants). Items, rows
+/// and page table are there before the pass; `choose` writes rows behind its other launches.
 LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u32 set, SpanRing& ring) {
   const u32 lane = lane_index();
   const u64 policy = policy_evict_first();
@@ -74,6 +78,8 @@ LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u
                ? load_constant_u32(launch.page_table + item.slot * launch.page_stride + item.first + lane)
                : 0;
   };
+  bool waited = false;
+  fence_async_global();  // qkv writes pages as threads do
   SpanItem item;
   bool any = items.next(item);
   u32 entry = any ? entries(item) : 0;
@@ -86,6 +92,11 @@ LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u
     for (u32 at = item.first; at <= item.last; at++, ring.next()) {
       const u32 page = shuffle(entry, at - item.first),
                 groups = at == item.position / kPage ? item.position % kPage / 8 + 1 : kPage / 8;  // that are begun
+      if (!waited && at == item.position / kPage) {
+        wait_launch_before();
+        fence_async_global();
+        waited = true;
+      }
       if (lane == 0)
         ring.fill(launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head), groups * kGroupBytes,
                   page_scales(launch, layer, page, item.kv_head), policy);
@@ -309,6 +320,8 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
   SpanQueries queries, next;
   SpanShare share;
   bool any = items.next(item);
+  // Without items too: who waits for this launch waits for all before it.
+  wait_launch_before();
   if (any) queries.load(launch, item);
 #pragma unroll 1
   while (any) {
@@ -345,11 +358,9 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
   }
   __syncthreads();
   launch_dependents();
-  wait_launch_before();
   if (warp >= kSpanWarps) {
     lower_registers<56>();
     if (set >= kSpanSets) return;
-    fence_async_global();  // qkv wrote pages as threads do
     stream_spans(launch, pass, layer, set, ring);
     return;
   }

@@ -1,0 +1,41 @@
+// What attend.cu times: the kernels of matrix/attend_spans.cuh.
+#pragma once
+#ifndef LP_LAYERS
+#define LP_LAYERS 8
+#define LP_HIDDEN 4096
+#define LP_HEADS 32
+#define LP_KV_HEADS 8
+#define LP_HEAD_DIM 128
+#define LP_INTERMEDIATE 14336
+#define LP_VOCAB 128256
+#define LP_QKV_BIAS 0
+#define LP_QK_NORM 0
+#define LP_TIED 0
+#define LP_WINDOW 0
+#define LP_EPS 925353388
+#define LP_BLOCKS 128
+#define LP_COLUMNS 512
+#endif
+#include <cmath>
+#include <cstdio>
+#include <cuda_runtime.h>
+#include <vector>
+#include "ptx/ptx.cuh"
+#include "ptx/wgmma.cuh"
+#include "layout/shape.cuh"
+#include "layout/launch.cuh"
+#include "layout/page.cuh"
+#include "matrix/layout.cuh"
+#include "ops/best.cuh"
+#include "ops/softmax.cuh"
+#include "matrix/attend_tiles.cuh"
+#include "matrix/attend_spans.cuh"
+
+/// Kernels that are timed beside each other. Without `merge`, `spans` merges by itself.
+struct Candidate {
+  const char* name;
+  const void *spans, *merge;
+  unsigned threads, shared, merge_threads;
+  bool right, traced;  // whether it computes at all; writes Launch::trace
+};
+std::vector<Candidate>& candidates();

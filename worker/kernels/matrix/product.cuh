@@ -55,7 +55,7 @@ template <class P, Cut CUT> struct Ring {
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
   static constexpr u32 a_full = kRingSlots * kSlotBytes, a_empty = a_full + 8 * a_slots;  // mbarriers
   static constexpr u32 b_full = a_empty + 8 * a_slots, b_empty = b_full + 8 * b_slots;
-  // [slot of A] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
+  // [slot of A] u32: bit kStageSteps * i if row tiles i and i + 1 have come together, [k16 step][tile].
   static constexpr u32 units = b_empty + 8 * b_slots;
   static constexpr u32 bytes = units + 4 * a_slots;
 };
@@ -145,8 +145,9 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE void begin(bool paired) {
     wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot()), warp = warp_index(),
-              second = units << 1 >> warp & 1, lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
-    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + ((units >> warp & 1) | second);
+              first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
+              lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
+    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + (first | second);
     // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
     a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
   }
@@ -330,39 +331,41 @@ template <Cut CUT> struct Exchange {
   }
 };
 
-/// Fills A. `tiles`: see Tiles; begun while the launch before runs.
+/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a k16 step of a row tile, the first one
+/// all of them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
 template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
   using R = Ring<P, CUT>;
   static_assert(P::steps > 1, "units are told apart by where they lie");
-  const u32 lane = lane_index();
+  static_assert(kGroupTiles * kStageSteps == 32, "a lane for each fragment");
+  const u32 lane = lane_index(), place = lane / kStageSteps;
+  const int own = lane % kStageSteps;
   const u64 once = policy_evict_first();
   Turn<R::a_slots> turn;
   turn.word = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
-    const u32 tile = of.group * kGroupTiles + lane;
-    const bool on = lane < kGroupTiles && tile < P::tiles;
-    const u32 word = on ? load_constant_u32(tiles + tile) : 0, next = __shfl_down_sync(kAllLanes, word, 1);
-    const bool first = on && lane + 1 < kGroupTiles && word & 1 && next == word + 2;
-    const u32 units = __ballot_sync(kAllLanes, first), tile_count = __popc(__ballot_sync(kAllLanes, on));
-    const bool mine = on && !(units << 1 >> lane & 1) && (!of.paired || lane / 4 == blockIdx.x % 2);
+    const u32 tile = of.group * kGroupTiles + place;
+    const bool on = tile < P::tiles;
+    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = kFragment << (word & 1),
+              next = __shfl_down_sync(kAllLanes, word, kStageSteps);
+    const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
+    const u32 units = __ballot_sync(kAllLanes, first),
+              tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
+    const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
     const u8* from = weights + (u64)(word >> 1) * kFragment;
-    const auto load = [&](u32 to, u32 step, u32 bytes, u32 full) {
-      const u8* at = from + (u64)step * kFragment;
-      if (of.paired) bulk_load_pair(to, at, bytes, full);
-      else if (blocks == 1) bulk_load(to, at, bytes, full, once);
-      else bulk_load(to, at, bytes, full);
-    };
     each_stage<P, CUT>([&](int step, int steps) {
       wait_phase(shared + R::a_empty + 8 * turn.slot(), turn.phase());
-      const u32 to = shared + turn.slot() * kSlotBytes + lane * kTileBytes, full = shared + R::a_full + 8 * turn.slot();
+      const u32 to = shared + turn.slot() * kSlotBytes + lane * kFragment, full = shared + R::a_full + 8 * turn.slot();
       if (lane == 0) {
         store_shared_u32(shared + R::units + 4 * turn.slot(), units);
         mbarrier_expect(full, tile_count * steps * kFragment);
       }
-      if (mine && first) load(to, 2 * step, steps * 2 * kFragment, full);
-      else if (mine && !(word & 1)) load(to, step, steps * kFragment, full);
-      else if (mine)
-        for (int i = 0; i < steps; i++) load(to + i * kFragment, 2 * (step + i), kFragment, full);
+      if (mine && own < (whole ? 1 : steps)) {
+        const u8* at = from + (u64)(step + own) * stride;
+        const u32 bytes = whole ? steps * stride : kFragment;
+        if (of.paired) bulk_load_pair(to, at, bytes, full);
+        else if (blocks == 1) bulk_load(to, at, bytes, full, once);
+        else bulk_load(to, at, bytes, full);
+      }
       turn.next();
     });
   });

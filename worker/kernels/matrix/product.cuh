@@ -62,15 +62,11 @@ template <class P, Cut CUT> struct Ring {
 constexpr u32 kProductBytes = Ring<GateUp, Cut::kPair>::bytes;  // of any product
 static_assert(Ring<GateUp, Cut::kPair>::sums == 0 && kProductBytes <= 227 * 1024, "shared memory of a block");
 
-/// A slot, and the phase of its barriers: one register, for consumers have none to spare.
+/// A slot, and the phase of its barriers.
 template <u32 SLOTS> struct Turn {
-  u32 word = 0;  // slot << 1 | phase
-  LP_DEVICE u32 slot() const { return word >> 1; }
-  LP_DEVICE u32 phase() const { return word & 1; }
-  LP_DEVICE u32 before() const { return (slot() == 0 ? SLOTS : slot()) - 1; }
+  u32 slot = 0, phase = 0;
   LP_DEVICE void next() {
-    word += 2;
-    if (word >= 2 * SLOTS) word = word - 2 * SLOTS ^ 1;
+    if (++slot == SLOTS) slot = 0, phase ^= 1;
   }
 };
 LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
@@ -99,12 +95,11 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
   }
 #pragma unroll 1
   for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
-    // Anew for each, as consumers have no registers for it.
-    const u32 side = blockIdx.x % 2, all = unknown(blocks), pairs = all / 2, shared = GROUPS * pairs;
-    if (unit >= shared + (all % 2 ? (GROUPS + 1) / 2 : 0)) return;
+    const u32 side = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs;
+    if (unit >= shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0)) return;
     const bool paired = unit < shared;
     const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
-    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : all - 1, paired, unit});
+    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : blocks - 1, paired, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps).
@@ -143,8 +138,8 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE Consumer(u32 shared) : shared(shared) {}
   /// Before a tile.
   LP_DEVICE void begin(bool paired) {
-    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
-    const u32 units = load_shared_u32(shared + R::units + 4 * a.slot()), warp = warp_index(),
+    wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
+    const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
               first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
               lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
     fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + (first | second);
@@ -153,8 +148,8 @@ template <class P, Cut CUT> struct Consumer {
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
   LP_DEVICE u32 wait() {
-    wait_phase(shared + R::b_full + 8 * b.slot(), b.phase());
-    return shared + R::b + b.slot() * kSlotBytes;
+    wait_phase(shared + R::b_full + 8 * b.slot, b.phase);
+    return shared + R::b + b.slot * kSlotBytes;
   }
   LP_DEVICE void release(u32 slot) {
     if (lane_index() == 0) mbarrier_arrive(shared + R::b_empty + 8 * slot);
@@ -162,17 +157,17 @@ template <class P, Cut CUT> struct Consumer {
   /// After a stage of the epilogue.
   LP_DEVICE void done() {
     __syncwarp();
-    release(b.slot());
+    release(b.slot);
     b.next();
   }
   /// Fragments of the next stage of A, whose slot is free then.
   LP_DEVICE void fetch(Quad* to) {
-    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
-    const u32 at = (fragments & ~1u) + a.slot() * kSlotBytes, stride = kFragment << (fragments & 1);
+    wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
+    const u32 at = (fragments & ~1u) + a.slot * kSlotBytes, stride = kFragment << (fragments & 1);
 #pragma unroll
     for (int i = 0; i < kStageSteps; i++) to[i] = load_shared_16(at + i * stride);
     __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
-    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot());
+    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);
     a.next();
   }
   template <int STEPS> LP_DEVICE void multiply(float* sum, const Quad* of, u32 add) {
@@ -189,9 +184,11 @@ template <class P, Cut CUT> struct Consumer {
     constexpr int FULL = P::leaf_steps / kStageSteps, REST = P::leaf_steps % kStageSteps;
     constexpr bool kOdd = (FULL + (REST > 0)) % 2;  // the last stage's fragments are in `first`
     Quad second[kStageSteps];
+    u32 before = 0;
     const auto ended = [&](bool any) {  // the products of the stage before
       wgmma_wait<1>();
-      if (any) release(b.before());
+      if (any) release(before);
+      before = b.slot;
       b.next();
     };
     pin<kAccumulators>(sum);
@@ -216,7 +213,7 @@ template <class P, Cut CUT> struct Consumer {
     }
     if (kOdd && more) fetch(second);
     wgmma_wait<0>();
-    release(b.before());
+    release(before);
     if (kOdd && more)
 #pragma unroll
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
@@ -341,7 +338,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   const int own = lane % kStageSteps;
   const u64 once = policy_evict_first();
   Turn<R::a_slots> turn;
-  turn.word = 1;
+  turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const u32 tile = of.group * kGroupTiles + place;
     const bool on = tile < P::tiles;
@@ -353,10 +350,10 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
     const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
     const u8* from = weights + (u64)(word >> 1) * kFragment;
     each_stage<P, CUT>([&](int step, int steps) {
-      wait_phase(shared + R::a_empty + 8 * turn.slot(), turn.phase());
-      const u32 to = shared + turn.slot() * kSlotBytes + lane * kFragment, full = shared + R::a_full + 8 * turn.slot();
+      wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
+      const u32 to = shared + turn.slot * kSlotBytes + lane * kFragment, full = shared + R::a_full + 8 * turn.slot;
       if (lane == 0) {
-        store_shared_u32(shared + R::units + 4 * turn.slot(), units);
+        store_shared_u32(shared + R::units + 4 * turn.slot, units);
         mbarrier_expect(full, tile_count * steps * kFragment);
       }
       if (mine && own < (whole ? 1 : steps)) {
@@ -379,12 +376,12 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
                                                                    const E& epilogue) {
   using R = Ring<P, CUT>;
   Turn<R::b_slots> turn;
-  turn.word = 1;
+  turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const u8* from = vectors + (u64)of.block * P::steps * kStepBytes;
     const auto fill = [&](const auto& load) {
-      wait_phase(shared + R::b_empty + 8 * turn.slot(), turn.phase());
-      load(shared + R::b + turn.slot() * kSlotBytes, shared + R::b_full + 8 * turn.slot());
+      wait_phase(shared + R::b_empty + 8 * turn.slot, turn.phase);
+      load(shared + R::b + turn.slot * kSlotBytes, shared + R::b_full + 8 * turn.slot);
       turn.next();
     };
     each_stage<P, CUT>([&](int step, int steps) {

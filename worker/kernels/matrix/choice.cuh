@@ -28,7 +28,7 @@ struct Choose : HeadEpilogue {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     normalize<kRuns>(consumer.wait(), sum);
     consumer.done();
-    if (tile >= Head::tiles) return;
+    if (!any_lane(tile < Head::tiles)) return;
     constexpr int OF_LANE = kTokens / 4;  // columns: i is column i / 2 * 8 + 2 t + i % 2
     const u32 lane = lane_index(), place = own_rank(launch) * kHeadTiles + tile, id = place * 16 + (lane >> 2);
     // A row beyond the vocabulary is never the best: there is one before it that is as good.

@@ -3,6 +3,9 @@
 //
 // An epilogue has stages of B's ring behind those of a tile. `fetch` fills stage `stage` at address `to` with what
 // `finish` needs for `token`, a tile's first, and those behind it; `full` counts the bytes.
+//
+// What depends on a warp's row tile is asked of any_lane. Its lanes agree, but movmatrix under a condition that the
+// compiler cannot tell to be uniform costs even the products' loop its uniform registers.
 #pragma once
 
 namespace matrix {
@@ -76,7 +79,7 @@ template <int RUNS> struct Join {
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       const u32 at = consumer.wait() + thread_index() * 16;
-      if (tile < kHiddenTiles) {
+      if (any_lane(tile < kHiddenTiles)) {
         add_residual(at, sum + run * kRunValues);
         publish_hidden(launch, tile, token + run * kRunTokens, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16),
                        sum + run * kRunValues);
@@ -116,7 +119,7 @@ struct Activate {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     normalize<kRuns>(consumer.wait(), sum);
     consumer.done();
-    if (tile >= GateUp::tiles) return;
+    if (!any_lane(tile < GateUp::tiles)) return;
     const u32 lane = lane_index(), k = gate_up_k(tile, (lane & 3) * 2);
     u8* to = launch.words + Memory::activation +
              vector_byte(Down::steps, tile / 2, token + (lane >> 2), k / 8) + k % 8 * 2;
@@ -175,14 +178,14 @@ template <int RUNS> struct Project {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     const u32 at = consumer.wait();
     normalize<RUNS>(at, sum);
-    if (tile < Qkv::tiles) {
+    if (any_lane(tile < Qkv::tiles)) {
       const u32 head = tile % kQkvTiles / kDimTiles, piece = tile % kDimTiles, kv_head = tile / kQkvTiles;
       if constexpr (kQkvBias) add_bias(tile, sum);
-      if (head <= kQueriesPerKv) {
+      if (any_lane(head <= kQueriesPerKv)) {
         const u32 query_head = head < kQueriesPerKv ? kv_head * kQueriesPerKv + head : kHeads + kv_head;
         if constexpr (kQkNorm) weigh(head == kQueriesPerKv, query_head, piece, token, sum);
         turn_tile(at, piece, sum);
-        if (head < kQueriesPerKv) write_queries(query_head, piece, token, sum);
+        if (any_lane(head < kQueriesPerKv)) write_queries(query_head, piece, token, sum);
         else write_keys(at, kv_head, piece, sum);
       } else {
         write_values(at, kv_head, piece, sum);

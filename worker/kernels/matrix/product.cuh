@@ -55,22 +55,18 @@ template <class P, Cut CUT> struct Ring {
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
   static constexpr u32 a_full = kRingSlots * kSlotBytes, a_empty = a_full + 8 * a_slots;  // mbarriers
   static constexpr u32 b_full = a_empty + 8 * a_slots, b_empty = b_full + 8 * b_slots;
-  // [slot of A] u32: bit i if row tiles i and i + 1 have come together, [k16 step][tile].
+  // [slot of A] u32: bit kStageSteps * i if row tiles i and i + 1 have come together, [k16 step][tile].
   static constexpr u32 units = b_empty + 8 * b_slots;
   static constexpr u32 bytes = units + 4 * a_slots;
 };
 constexpr u32 kProductBytes = Ring<GateUp, Cut::kPair>::bytes;  // of any product
 static_assert(Ring<GateUp, Cut::kPair>::sums == 0 && kProductBytes <= 227 * 1024, "shared memory of a block");
 
-/// A slot, and the phase of its barriers: one register, for consumers have none to spare.
+/// A slot, and the phase of its barriers.
 template <u32 SLOTS> struct Turn {
-  u32 word = 0;  // slot << 1 | phase
-  LP_DEVICE u32 slot() const { return word >> 1; }
-  LP_DEVICE u32 phase() const { return word & 1; }
-  LP_DEVICE u32 before() const { return (slot() == 0 ? SLOTS : slot()) - 1; }
+  u32 slot = 0, phase = 0;
   LP_DEVICE void next() {
-    word += 2;
-    if (word >= 2 * SLOTS) word = word - 2 * SLOTS ^ 1;
+    if (++slot == SLOTS) slot = 0, phase ^= 1;
   }
 };
 LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
@@ -99,12 +95,11 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
   }
 #pragma unroll 1
   for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
-    // Anew for each, as consumers have no registers for it.
-    const u32 side = blockIdx.x % 2, all = unknown(blocks), pairs = all / 2, shared = GROUPS * pairs;
-    if (unit >= shared + (all % 2 ? (GROUPS + 1) / 2 : 0)) return;
+    const u32 side = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs;
+    if (unit >= shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0)) return;
     const bool paired = unit < shared;
     const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
-    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : all - 1, paired, unit});
+    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : blocks - 1, paired, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps).
@@ -143,17 +138,18 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE Consumer(u32 shared) : shared(shared) {}
   /// Before a tile.
   LP_DEVICE void begin(bool paired) {
-    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
-    const u32 units = load_shared_u32(shared + R::units + 4 * a.slot()), warp = warp_index(),
-              second = units << 1 >> warp & 1, lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
-    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + ((units >> warp & 1) | second);
+    wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
+    const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
+              first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
+              lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
+    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + (first | second);
     // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
     a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
   LP_DEVICE u32 wait() {
-    wait_phase(shared + R::b_full + 8 * b.slot(), b.phase());
-    return shared + R::b + b.slot() * kSlotBytes;
+    wait_phase(shared + R::b_full + 8 * b.slot, b.phase);
+    return shared + R::b + b.slot * kSlotBytes;
   }
   LP_DEVICE void release(u32 slot) {
     if (lane_index() == 0) mbarrier_arrive(shared + R::b_empty + 8 * slot);
@@ -161,17 +157,17 @@ template <class P, Cut CUT> struct Consumer {
   /// After a stage of the epilogue.
   LP_DEVICE void done() {
     __syncwarp();
-    release(b.slot());
+    release(b.slot);
     b.next();
   }
   /// Fragments of the next stage of A, whose slot is free then.
   LP_DEVICE void fetch(Quad* to) {
-    wait_phase(shared + R::a_full + 8 * a.slot(), a.phase());
-    const u32 at = (fragments & ~1u) + a.slot() * kSlotBytes, stride = kFragment << (fragments & 1);
+    wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
+    const u32 at = (fragments & ~1u) + a.slot * kSlotBytes, stride = kFragment << (fragments & 1);
 #pragma unroll
     for (int i = 0; i < kStageSteps; i++) to[i] = load_shared_16(at + i * stride);
     __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
-    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot());
+    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);
     a.next();
   }
   template <int STEPS> LP_DEVICE void multiply(float* sum, const Quad* of, u32 add) {
@@ -188,9 +184,11 @@ template <class P, Cut CUT> struct Consumer {
     constexpr int FULL = P::leaf_steps / kStageSteps, REST = P::leaf_steps % kStageSteps;
     constexpr bool kOdd = (FULL + (REST > 0)) % 2;  // the last stage's fragments are in `first`
     Quad second[kStageSteps];
+    u32 before = 0;
     const auto ended = [&](bool any) {  // the products of the stage before
       wgmma_wait<1>();
-      if (any) release(b.before());
+      if (any) release(before);
+      before = b.slot;
       b.next();
     };
     pin<kAccumulators>(sum);
@@ -215,7 +213,7 @@ template <class P, Cut CUT> struct Consumer {
     }
     if (kOdd && more) fetch(second);
     wgmma_wait<0>();
-    release(b.before());
+    release(before);
     if (kOdd && more)
 #pragma unroll
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
@@ -330,39 +328,41 @@ template <Cut CUT> struct Exchange {
   }
 };
 
-/// Fills A. `tiles`: see Tiles; begun while the launch before runs.
+/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a k16 step of a row tile, the first one
+/// all of them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
 template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
   using R = Ring<P, CUT>;
   static_assert(P::steps > 1, "units are told apart by where they lie");
-  const u32 lane = lane_index();
+  static_assert(kGroupTiles * kStageSteps == 32, "a lane for each fragment");
+  const u32 lane = lane_index(), place = lane / kStageSteps;
+  const int own = lane % kStageSteps;
   const u64 once = policy_evict_first();
   Turn<R::a_slots> turn;
-  turn.word = 1;
+  turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
-    const u32 tile = of.group * kGroupTiles + lane;
-    const bool on = lane < kGroupTiles && tile < P::tiles;
-    const u32 word = on ? load_constant_u32(tiles + tile) : 0, next = __shfl_down_sync(kAllLanes, word, 1);
-    const bool first = on && lane + 1 < kGroupTiles && word & 1 && next == word + 2;
-    const u32 units = __ballot_sync(kAllLanes, first), tile_count = __popc(__ballot_sync(kAllLanes, on));
-    const bool mine = on && !(units << 1 >> lane & 1) && (!of.paired || lane / 4 == blockIdx.x % 2);
+    const u32 tile = of.group * kGroupTiles + place;
+    const bool on = tile < P::tiles;
+    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = kFragment << (word & 1),
+              next = __shfl_down_sync(kAllLanes, word, kStageSteps);
+    const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
+    const u32 units = __ballot_sync(kAllLanes, first),
+              tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
+    const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
     const u8* from = weights + (u64)(word >> 1) * kFragment;
-    const auto load = [&](u32 to, u32 step, u32 bytes, u32 full) {
-      const u8* at = from + (u64)step * kFragment;
-      if (of.paired) bulk_load_pair(to, at, bytes, full);
-      else if (blocks == 1) bulk_load(to, at, bytes, full, once);
-      else bulk_load(to, at, bytes, full);
-    };
     each_stage<P, CUT>([&](int step, int steps) {
-      wait_phase(shared + R::a_empty + 8 * turn.slot(), turn.phase());
-      const u32 to = shared + turn.slot() * kSlotBytes + lane * kTileBytes, full = shared + R::a_full + 8 * turn.slot();
+      wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
+      const u32 to = shared + turn.slot * kSlotBytes + lane * kFragment, full = shared + R::a_full + 8 * turn.slot;
       if (lane == 0) {
-        store_shared_u32(shared + R::units + 4 * turn.slot(), units);
+        store_shared_u32(shared + R::units + 4 * turn.slot, units);
         mbarrier_expect(full, tile_count * steps * kFragment);
       }
-      if (mine && first) load(to, 2 * step, steps * 2 * kFragment, full);
-      else if (mine && !(word & 1)) load(to, step, steps * kFragment, full);
-      else if (mine)
-        for (int i = 0; i < steps; i++) load(to + i * kFragment, 2 * (step + i), kFragment, full);
+      if (mine && own < (whole ? 1 : steps)) {
+        const u8* at = from + (u64)(step + own) * stride;
+        const u32 bytes = whole ? steps * stride : kFragment;
+        if (of.paired) bulk_load_pair(to, at, bytes, full);
+        else if (blocks == 1) bulk_load(to, at, bytes, full, once);
+        else bulk_load(to, at, bytes, full);
+      }
       turn.next();
     });
   });
@@ -376,12 +376,12 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
                                                                    const E& epilogue) {
   using R = Ring<P, CUT>;
   Turn<R::b_slots> turn;
-  turn.word = 1;
+  turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const u8* from = vectors + (u64)of.block * P::steps * kStepBytes;
     const auto fill = [&](const auto& load) {
-      wait_phase(shared + R::b_empty + 8 * turn.slot(), turn.phase());
-      load(shared + R::b + turn.slot() * kSlotBytes, shared + R::b_full + 8 * turn.slot());
+      wait_phase(shared + R::b_empty + 8 * turn.slot, turn.phase);
+      load(shared + R::b + turn.slot * kSlotBytes, shared + R::b_full + 8 * turn.slot);
       turn.next();
     };
     each_stage<P, CUT>([&](int step, int steps) {

@@ -12,12 +12,12 @@
 
 namespace matrix {
 
-constexpr int kTokens = kColumns < 128 ? kColumns : 128;  // of a block of tokens: columns of a product's tile
-constexpr u32 kStepBytes = kTokens * 32;                  // of a k16 step of a block's activations
-constexpr u64 kResidualBytes = kTokens * 512;             // of a block's residual, 128 hidden rows
+constexpr int kTokens = 128;                   // of a block of tokens: columns of a product's tile
+constexpr u32 kStepBytes = kTokens * 32;       // of a k16 step of a block's activations
+constexpr u64 kResidualBytes = kTokens * 512;  // of a block's residual, 128 hidden rows
 constexpr int kMostSamples = kColumns < 512 ? kColumns : 512;  // rows of a pass that sample
 constexpr int kMostSpans = 4096;                               // spans of a pass that are merged (per KV head)
-static_assert(kTokens % 32 == 0 && kColumns % kTokens == 0, "whole blocks of tokens, and whole runs of 32");
+static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr u32 kVocabTiles = kRanks * kHeadTiles;    // of 16 vocabulary rows
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
@@ -70,7 +70,7 @@ struct Memory {
   // Of a unit of a product whose K is cut (product.cuh): sums that its blocks tell each other, and [2] u32 that count
   // who has come, zeroed by `embed`.
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
-  static constexpr u64 unit_sums = kTokens == 64 ? 24 * 16384 : 12 * 16384;
+  static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
   // Of several ranks: [part] what this rank has summed of o or of down, as the residual, and before the first layer the
   // embeddings, [token][hidden] bf16.

@@ -6,8 +6,7 @@
 // Cut::kHalves, teams of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
 // four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
 // Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
-// tokens, of tiles of 32 or 64 tokens two of the eight row tiles. Sums go through memory: of clusters of four a GPU can
-// have 30 at once, of teams 33.
+// tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
 // 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs, in
@@ -38,9 +37,7 @@ static_assert(kStageSteps * kStepBytes <= kSlotBytes && kRunBytes == kSlotBytes,
 enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
-/// Passes of fewer runs than there are parts: a part finishes all runs of its share of a tile's rows instead.
-template <Cut CUT> constexpr bool kByRows = kRuns < kParts<CUT>;
-template <Cut CUT> constexpr int kFinished = kByRows<CUT> ? kRuns : kRuns / kParts<CUT>;
+template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
 /// Blocks of a team, which work on the same unit, and those of them that are a cluster.
 template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
 template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
@@ -73,9 +70,6 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
-
-/// In place of a row tile that a warp does not finish.
-constexpr u32 kNoTile = ~0u;
 
 /// The part of K that this block sums.
 template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
@@ -287,26 +281,19 @@ template <Cut CUT> struct Exchange {
     for (int j = 0; j < kValues / 4; j++) store_floats(at + j * kGroup, sum + 4 * j);
   }
   /// (g0 + g1) + (g2 + g3) of what this block finishes, the first kValues of `sum`, out of each block's sums of its
-  /// groups. Whether this warp has any of it.
-  LP_DEVICE static bool add_up(u8* words, u32 unit, float* sum) {
+  /// groups.
+  LP_DEVICE static void add_up(u8* words, u32 unit, float* sum) {
     const u32 own = part_of_k<CUT>();
-    if constexpr (kByRows<CUT>) {
-      const u32 part = warp_index() / (kConsumers / kAll);
-      if (part != own) tell(words, unit, part, sum);
-      meet(words, unit);
-      if (part != own) return false;
-    } else {
 #pragma unroll
-      for (u32 to = 0; to < kAll; to++)
-        if (to != own) tell(words, unit, to, sum + to * kValues);
-      // Its own to the front.
+    for (u32 to = 0; to < kAll; to++)
+      if (to != own) tell(words, unit, to, sum + to * kValues);
+    // Its own to the front.
 #pragma unroll
-      for (u32 part = 1; part < kAll; part++)
-        if (part == own)
+    for (u32 part = 1; part < kAll; part++)
+      if (part == own)
 #pragma unroll
-          for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
-      meet(words, unit);
-    }
+        for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
+    meet(words, unit);
     const u8* from = told(words, unit, own);
     Quad others[kAll - 1][kValues / 4];
 #pragma unroll
@@ -324,7 +311,6 @@ template <Cut CUT> struct Exchange {
         for (int i = 0; i < 4; i++) sum[4 * j + i] += pair[i];
       }
     }
-    return true;
   }
 };
 
@@ -368,9 +354,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   });
 }
 /// The first token of a tile that this block finishes.
-template <Cut CUT> LP_DEVICE u32 first_token() {
-  return kByRows<CUT> ? 0 : part_of_k<CUT>() * kFinished<CUT> * kRunTokens;
-}
+template <Cut CUT> LP_DEVICE u32 first_token() { return part_of_k<CUT>() * kFinished<CUT> * kRunTokens; }
 /// Fills B, and the stages of the epilogue, whose `fetch` gets the stage's index, its address and its barrier.
 template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, const u8* vectors, u32 blocks,
                                                                    const E& epilogue) {
@@ -439,13 +423,10 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
           consumer.sum_tile(sum);
           epilogue.finish(consumer, tile(), token(), sum, part);
         }
-      } else if constexpr (CUT == Cut::kPair) {
-        consumer.sum_tile(sum);
-        epilogue.finish(consumer, tile(), token(), sum);
       } else {
         consumer.sum_tile(sum);
-        const bool finishes = Exchange<CUT>::add_up(words, of.unit, sum);
-        epilogue.finish(consumer, finishes ? tile() : kNoTile, token(), sum);
+        if constexpr (CUT != Cut::kPair) Exchange<CUT>::add_up(words, of.unit, sum);
+        epilogue.finish(consumer, tile(), token(), sum);
       }
     });
   }

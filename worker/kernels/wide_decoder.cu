@@ -161,7 +161,8 @@ LP_DEVICE void find_norms(const Launch& launch, u32 shared) {
   }
 }
 
-/// The consumer warps' walk.
+/// The consumer warps' walk. What depends on a warp's tile is asked of any_lane: its lanes agree, but movmatrix or a
+/// shuffle under a condition that the compiler cannot tell to be uniform costs the products their uniform registers.
 struct Team {
   const Launch& launch;
   const u32 shared;
@@ -231,7 +232,7 @@ struct Team {
 #pragma unroll
       for (int t = 0; t < GateUpOwn::warp_tiles; t++) {
         const int tile = GateUpOwn::thin ? GateUpOwn::second() : t;  // of the unit
-        if (tile < width)
+        if (any_lane(tile < width))
           write_activation(launch, shared, GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile,
                            first_column<GateUpOwn>(), sum[t]);
       }
@@ -254,7 +255,7 @@ struct Team {
       float sum[2][HeadOwn::columns / 2];
       const int unit = HeadOwn::unit(), width = HeadOwn::width(pass, unit);
       sum_unit<HeadOwn>(consumer, unit, width, sum);
-      if (width > 0)
+      if (any_lane(width > 0))
         choice.offer(HeadOwn::first_tile() + 2 * (pass * HeadOwn::pass_units + unit), width, first_column<HeadOwn>(),
                      sum);
     }

@@ -131,7 +131,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
     const u32 page = item.begin + i, base = page * kPage;
-    if (page % kSpanShares != number) {
+    if (any_lane(page % kSpanShares != number)) {
       consumer.wait();
       if (i + 1 == item.pages) landed();
       consumer.release();
@@ -190,7 +190,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
     const AttentionItem item = items.next();
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
-    if (alone && set() != turn % kSets) {
+    if (any_lane(alone && set() != turn % kSets)) {
       consumer.skip(item.pages);
       others = true;
       continue;

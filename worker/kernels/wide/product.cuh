@@ -47,9 +47,9 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 
   for (int i = 0; i < STEPS; i++)
 #pragma unroll
     for (int t = 0; t < TILES; t++) a[i][t] = fragment(at.stage, k % C::steps + i, t);
-  u64 operand[SLOTS];
+  u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
 #pragma unroll
-  for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(at.input[s] + k % SLOT * kStepBytes);
+  for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
 #pragma unroll
   for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
   wgmma_fence();

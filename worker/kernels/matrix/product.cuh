@@ -177,6 +177,9 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE void chain(float* sum, Quad* first, bool more) {
     constexpr int FULL = P::leaf_steps / kStageSteps, REST = P::leaf_steps % kStageSteps;
     constexpr bool kOdd = (FULL + (REST > 0)) % 2;  // the last stage's fragments are in `first`
+    // Stages of the loop. It is left behind a `second` where shorter ones follow, or the compiler runs all products one
+    // by one.
+    constexpr int LOOP = REST > 0 ? FULL / 2 * 2 : FULL;
     Quad second[kStageSteps];
     u32 before = 0;
     const auto ended = [&](bool any) {  // the products of the stage before
@@ -186,18 +189,22 @@ template <class P, Cut CUT> struct Consumer {
       b.next();
     };
     pin<kAccumulators>(sum);
-    if constexpr (FULL > 0) {
+    if constexpr (LOOP > 0) {
 #pragma unroll 1
       for (int stage = 1;; stage += 2) {
         multiply<kStageSteps>(sum, first, stage > 1);
         ended(stage > 1);
-        if (stage == FULL) break;
+        if (stage == LOOP) break;
         fetch(second);
         multiply<kStageSteps>(sum, second, 1);
         ended(true);
-        if (REST > 0 || more || stage + 1 < FULL) fetch(first);
-        if (stage + 1 == FULL) break;
+        if (REST > 0 || more || stage + 1 < LOOP) fetch(first);
+        if (stage + 1 == LOOP) break;
       }
+    }
+    if constexpr (LOOP < FULL) {
+      multiply<kStageSteps>(sum, first, LOOP > 0);
+      ended(LOOP > 0);
     }
     if constexpr (REST > 0) {
       if constexpr (!kOdd) fetch(second);

@@ -58,7 +58,8 @@ struct Memory {
   // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four
   // as an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
   static constexpr u64 residual = query_inverse + (u64)(kQkNorm ? kHeads : 0) * kColumns * 4;
-  static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * kResidualBytes;  // [hidden tile][token] f32
+  // [hidden tile][token] f32
+  static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * kResidualBytes;
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
@@ -85,7 +86,8 @@ struct Memory {
 
 /// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
 LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
-  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 + tile % 8 * 512;
+  return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 +
+         tile % 8 * 512;
 }
 
 /// Byte of the best of a row tile of the vocabulary.

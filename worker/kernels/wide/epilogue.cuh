@@ -97,7 +97,8 @@ struct Hidden {
   Quad gamma[kHiddenRounds];
 
   LP_DEVICE Hidden(const Launch& launch) : launch(launch), ranks{launch} {}
-  /// A warp has a tile's rows of 16 columns, groups of 8 that are two apart (Receive): half of the lanes the upper rows.
+  /// A warp has a tile's rows of 16 columns, groups of 8 that are two apart (Receive); half of its lanes have the upper
+  /// rows.
   LP_DEVICE static int place(int round) { return round * kConsumers + warp_index(); }
   LP_DEVICE static int tile(int round) { return place(round) / kTileWarps; }  // of the block's
   LP_DEVICE static int upper() { return lane_index() >> 4; }

@@ -5,8 +5,9 @@
 // not cut: a block owns its tiles with all of K.
 //
 // Any number of leaves and of k16 steps of a leaf will do. Pairs own equally many tiles or not, some perhaps none. A
-// product is not cut where a pair owns more than eight tiles, or where it has a single leaf; in groups of 8 and 16 neither
-// are o and down, of which a rank has less than a group of leaves. A leaf's last stage, and its last slot of activations, may have fewer steps than the others.
+// product is not cut where a pair owns more than eight tiles, or where it has a single leaf; in groups of 8 and 16
+// neither are o and down, of which a rank has less than a group of leaves. A leaf's last stage, and its last slot of
+// activations, may have fewer steps than the others.
 //
 // Leaves are added in the order of leaf_sum, of which blocks and warpgroups have runs. Runs of whole groups (a quarter
 // of the leaves) are simply added. Where a run is less, whoever has the first run of a group sends its sum to whoever
@@ -22,8 +23,8 @@ constexpr u32 kConsumerThreads = kConsumers * 32;
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
 constexpr u32 kThreads = 12 * 32;
 constexpr int kPairs = kBlocks / 2;
-/// The residual stream: runs of 8 of a block's rows, at most; warps that have a tile of it, 16 columns each; rounds until
-/// the warps have all of it.
+/// The residual stream: runs of 8 of a block's rows, at most; warps that have a tile of it, 16 columns each; rounds
+/// until the warps have all of it.
 constexpr int kHiddenChunks = O::most_tiles * 2, kTileWarps = kColumns / 16;
 constexpr int kHiddenRounds = (O::most_tiles * kTileWarps + kConsumers - 1) / kConsumers;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
@@ -95,8 +96,8 @@ struct Unit {
 
 enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divide among them
 
-/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. `halves` false: not cut, a block
-/// owns its tiles with all of K.
+/// How a product that a pair owns lies on its blocks and warps: a warp sums a row tile. `halves` false: not cut, a
+/// block owns its tiles with all of K.
 template <class PRODUCT> struct Cut {
   using P = PRODUCT;
   // even: all pairs own equally many tiles.

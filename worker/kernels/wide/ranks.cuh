@@ -42,7 +42,8 @@ LP_DEVICE u32 rank_of_column(u32 column) { return column / kRankColumns; }
 
 /// A lane sends 8 rows of a column: three words of fp32, for each part that a rank tells, or two of bf16.
 constexpr u32 kSumWords = 3, kXWords = 2, kParts = O::told;
-static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down::told_group, "ranks are told of both alike");
+static_assert((int)O::told == (int)Down::told && (int)O::told_group == (int)Down::told_group,
+              "ranks are told of both alike");
 
 enum Told : u32 { kToldOut, kToldDown, kTold };  // sums, and the x that follows them
 

@@ -154,8 +154,8 @@ struct Input {
     fence_async_global();
     __syncwarp();
   }
-  /// Fills the next slot, in as many copies as there are ways, each from its lane's offset in the words. left: k16 steps
-  /// of the leaf.
+  /// Fills the next slot, in as many copies as there are ways, each from its lane's offset in the words. left: k16
+  /// steps of the leaf.
   template <class C> LP_DEVICE void copy(u64 from, int left, u32 ways) {
     constexpr u32 WAY = C::input_steps * kStepBytes;
     static_assert(C::input_steps <= (int)kInputSteps, "a slot has room for a part");

@@ -177,8 +177,7 @@ inline void store_shared_16(u32 address, const float* v) { std::memcpy(shared_by
 inline u64 wgmma_operand(u32) { return 0; }
 inline u64 wgmma_operand(u64, u32) { return 0; }
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int GROUPS> void wgmma_wait() {}
+inline void wgmma_finish() {}
 template <int N> void pin(float*) {}
 /// The leaf that the lane's next products are of, and how many k16 steps of it have been.
 struct Work {
@@ -194,7 +193,7 @@ template <int N> void wgmma(float* c, const Quad&, u64) {
 }
 namespace wide {
 struct Consumer {
-  u32 wait(u32 = 0) const { return 0; }
+  u32 wait() const { return 0; }
   u32 wait_input(u32 = 0) const { return 0; }
   void release() const {}
   void release_input() const {}

@@ -247,9 +247,9 @@ struct Team {
     reached(launch, step, warp_index(), layer, 9);
   }
   LP_DEVICE bool head(u32 step, const Choice& choice) {
-    choice.clear();
     reached(launch, step, warp_index(), kLayers, 0);
     wait_norm(0, x_generation(step, kLayers));
+    choice.clear();  // all have published x, so the peer has received the sums that lay there
 #pragma unroll 1
     for (int pass = 0; pass < HeadOwn::passes(); pass++) {
       float sum[2][HeadOwn::columns / 2];

@@ -1,6 +1,6 @@
-// Exchanges. Over the chip by counters: a block stores, then adds one to a counter; readers wait for generation x
-// writers. One buffer an exchange suffices, because who reads it in a phase has a part in what every writer of its next
-// use waits for (../narrow/words.cuh). Within a pair by bulk copies from shared memory to shared memory, whose bytes
+// Exchanges. Over the chip by counters: a block stores, then adds how many row tiles it has stored; readers wait for
+// generation x tiles. One buffer an exchange suffices, because every layer all blocks, those without tiles, too, publish
+// outputs_ready behind all that they read of the layer before, and every writer waits for what follows that. Within a pair by bulk copies from shared memory to shared memory, whose bytes
 // complete the receiver's barrier, so that nobody needs a fence at cluster scope.
 #pragma once
 

@@ -39,6 +39,8 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
   return most;
 }
 
+/// Tiles of sums that a block has room for (Shared::receive).
+constexpr int kSumTiles = 8;
 /// The shapes that wide passes take; those of other models are matrix passes. Also in
 /// worker/src/cuda/kernels/variants.rs.
 constexpr bool kWideFits =
@@ -46,11 +48,13 @@ constexpr bool kWideFits =
     kBlocks % 2 == 0 && kKvHeads <= kBlocks &&
     // A warp sums a tile.
     most_tiles<Qkv>(1) <= kConsumers && most_tiles<O>(1) <= kConsumers &&
+    // There is room for what is told of each.
+    (int)O::told * most_tiles<O>(1) <= kSumTiles &&
     // Of several ranks every block has a part in what they tell each other, o and down alike.
     (kRanks == 1 || (kHiddenTiles >= kBlocks && (int)O::told == (int)Down::told &&
                      (int)O::told_group == (int)Down::told_group));
 static_assert(kWideFits, "wide passes need an even number of blocks, at least as many as KV heads, and at most 8 row "
-                         "tiles of qkv, o and down each; of several ranks a hidden tile for each block, and as many "
+                         "tiles of qkv, o and down each, of what ranks tell leaf by leaf 4; of several ranks a hidden tile for each block, and as many "
                          "leaves of o as of down in what ranks tell each other");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
@@ -101,8 +105,9 @@ enum class Split { kTiles, kLeaves, kColumns };  // what the two warpgroups divi
 template <class PRODUCT> struct Cut {
   using P = PRODUCT;
   // even: all pairs own equally many tiles.
-  static constexpr bool halves = P::leaves > 1 && P::leaves >= P::group && most_tiles<P>(2) <= kConsumers,
-                        even = P::tiles % kPairs == 0 && !P::together;
+  static constexpr bool halves = P::leaves > 1 && P::leaves >= P::group && most_tiles<P>(2) <= kConsumers &&
+                                 2 * most_tiles<P>(1) <= kSumTiles,
+                        even = P::tiles % kPairs == 0 && !P::together && tiles_of<P>(0) <= tiles_of<P>(1);
   static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
   static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1),
                        odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
@@ -144,7 +149,7 @@ template <class PRODUCT> struct Cut {
     else return halves ? owned(0) + owned(1) : owned(half());
   }
   /// Whether the block has a part in the product.
-  LP_DEVICE static bool on() { return even || all_on || stage_tiles() > 0; }
+  LP_DEVICE static bool on() { return (even && halves) || all_on || stage_tiles() > 0; }
   LP_DEVICE static int first_leaf() { return halves ? (int)half() * block_leaves : 0; }
   /// Tiles that block `of` of the pair owns, and the first of them.
   LP_DEVICE static int owned(u32 of) {

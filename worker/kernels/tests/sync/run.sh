@@ -78,3 +78,4 @@ sums 1 32 896 14 2 64 4864 128 1 2    # two leaves of o; blocks without a tile o
 sums 1 32 576 9 3 64 1536 128 1 3     # o is not cut; four leaves of hidden
 sums 1 64 3584 28 4 128 18944 128 5   # leaves of 14, 56 and 74 steps
 sums 1 32 5120 40 8 128 13824 120 7   # a warp a tile of o and down
+sums 16 32 12288 96 8 128 28672 128 3 # the first block of a pair has more of qkv than the second

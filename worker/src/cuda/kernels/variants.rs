@@ -145,17 +145,21 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
             return Err(format!("one of {blocks} blocks owns {most} row tiles of {name}, over {MOST_TILES}"));
         }
     }
+    // What a rank tells of an output: its sum, or, of less than a group, its leaves.
+    let told = |panel: &Panel| {
+        let group = (panel.k.count / 4).max(1);
+        if panel.leaves < group { (panel.leaves, group) } else { (1, 1) }
+    };
+    let most_told = told(&out).0 * (0..blocks).map(|block| out.tiles_of(block, blocks).len()).max().unwrap_or(0);
+    if most_told > MOST_TILES {
+        return Err(format!("one of {blocks} blocks tells {most_told} tiles of sums of o, over {MOST_TILES}"));
+    }
     if layout.ranks() == 1 {
         return Ok(());
     }
     if out.tiles < blocks {
         return Err(format!("{} row tiles are not one for each of {blocks} blocks", out.tiles));
     }
-    // What a rank tells of an output: its sum, or, of less than a group, its leaves.
-    let told = |panel: &Panel| {
-        let group = (panel.k.count / 4).max(1);
-        if panel.leaves < group { (panel.leaves, group) } else { (1, 1) }
-    };
     match told(&out) == told(&down) {
         true => Ok(()),
         false => Err(format!("ranks have {} leaves of o and {} of down", out.leaves, down.leaves)),
@@ -322,6 +326,10 @@ mod tests {
         refused(&llama_8b, Some(127), "127 blocks are no pairs");
         refused(&llama_8b, Some(6), "fewer than 8 KV heads");
         refused(&llama_8b, Some(32), "owns 12 row tiles of q, k and v, over 8");
+        // Ranks of eight of Llama 3.1 70B on the 114 multiprocessors of an H100 PCIe.
+        let rank = group(&of(8192, 64, 8, 128, 28_672, 128_256), 8, 114).swap_remove(0);
+        let problem = check_wide(&rank).expect_err("there is no room for two leaves of five tiles");
+        assert!(problem.contains("tells 10 tiles of sums of o"), "{problem}");
     }
 
     #[test]

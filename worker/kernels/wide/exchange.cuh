@@ -1,7 +1,8 @@
 // Exchanges. Over the chip by counters: a block stores, then adds how many row tiles it has stored; readers wait for
-// generation x tiles. One buffer an exchange suffices, because every layer all blocks, those without tiles, too, publish
-// outputs_ready behind all that they read of the layer before, and every writer waits for what follows that. Within a pair by bulk copies from shared memory to shared memory, whose bytes
-// complete the receiver's barrier, so that nobody needs a fence at cluster scope.
+// generation x tiles. One buffer an exchange suffices, because every layer all blocks, those without tiles, too,
+// publish outputs_ready behind all that they read of the layer before, and every writer waits for what follows that.
+// Within a pair by bulk copies from shared memory to shared memory, whose bytes complete the receiver's barrier, so
+// that nobody needs a fence at cluster scope.
 #pragma once
 
 namespace wide {

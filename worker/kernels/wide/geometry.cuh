@@ -54,9 +54,9 @@ constexpr bool kWideFits =
     (kRanks == 1 || (kHiddenTiles >= kBlocks && (int)O::told == (int)Down::told &&
                      (int)O::told_group == (int)Down::told_group));
 static_assert(kWideFits,
-              "wide passes need an even number of blocks, at least as many as KV heads, and at most 8 row tiles of qkv, o "
-              "and down each, of what ranks tell leaf by leaf 4; of several ranks a hidden tile for each block, and as "
-              "many leaves of o as of down in what ranks tell each other");
+              "wide passes need an even number of blocks, at least as many as KV heads, and at most 8 row tiles of qkv "
+              "and of o and down, of what ranks tell leaf by leaf 4; of several ranks a hidden tile for each block, "
+              "and as many leaves of o as of down in what ranks tell each other");
 
 LP_DEVICE u32 block_index() { return unknown(rank_block()); }
 LP_DEVICE u32 pair() { return block_index() >> 1; }

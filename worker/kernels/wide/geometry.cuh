@@ -112,6 +112,7 @@ template <class PRODUCT> struct Cut {
   static constexpr int pair_tiles = even ? P::tiles / kPairs : most_tiles<P>(2);       // at most, like all that follow
   static constexpr int even_tiles = even ? pair_tiles / 2 : most_tiles<P>(1),
                        odd_tiles = even ? pair_tiles - even_tiles : even_tiles;
+  // Whether every pair, or block, has tiles.
   static constexpr bool all_on = (int)P::tiles >= (halves ? kPairs : kBlocks) && !P::together;
   static constexpr int tiles = halves ? pair_tiles : odd_tiles;            // of a stage
   static constexpr int block_leaves = halves ? P::leaves / 2 : P::leaves;  // of a block
@@ -150,7 +151,7 @@ template <class PRODUCT> struct Cut {
     else return halves ? owned(0) + owned(1) : owned(half());
   }
   /// Whether the block has a part in the product.
-  LP_DEVICE static bool on() { return (even && halves) || all_on || stage_tiles() > 0; }
+  LP_DEVICE static bool on() { return all_on || stage_tiles() > 0; }
   LP_DEVICE static int first_leaf() { return halves ? (int)half() * block_leaves : 0; }
   /// Tiles that block `of` of the pair owns, and the first of them.
   LP_DEVICE static int owned(u32 of) {

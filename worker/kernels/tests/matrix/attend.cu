@@ -5,6 +5,7 @@
 // who reads them too early shows.
 #include "tests/matrix/attend.cuh"
 #include "tests/matrix/fill.cuh"
+#include "tests/matrix/timing.cuh"
 #include <algorithm>
 #include <cstdlib>
 
@@ -241,25 +242,7 @@ static void forget_all() {
   CHECK(cudaMemset(launch.words + Memory::attention_out, 0xff, kOutBytes));
   CHECK(cudaDeviceSynchronize());
 }
-template <class F> static float microseconds(const F& work) {
-  static cudaEvent_t begun, ended;
-  if (!begun) {
-    CHECK(cudaEventCreate(&begun));
-    CHECK(cudaEventCreate(&ended));
-  }
-  std::vector<float> times;
-  for (int i = 0; i < 9; i++) {
-    CHECK(cudaEventRecord(begun));
-    work();
-    CHECK(cudaEventRecord(ended));
-    CHECK(cudaEventSynchronize(ended));
-    float ms;
-    CHECK(cudaEventElapsedTime(&ms, begun, ended));
-    times.push_back(ms * 1000);
-  }
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
+template <class F> static float microseconds(const F& work) { return milliseconds<9>(work) * 1000; }
 
 constexpr u32 kMostRows = 512, kStride = 80, kMostPages = 6144;
 /// Rows at these positions, each alone of its sequence; pages in order, or anywhere. Bytes of K and V that are read.

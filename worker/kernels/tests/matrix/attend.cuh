@@ -2,20 +2,9 @@
 #pragma once
 #ifndef LP_LAYERS
 #define LP_LAYERS 8
-#define LP_HIDDEN 4096
-#define LP_HEADS 32
-#define LP_KV_HEADS 8
-#define LP_HEAD_DIM 128
-#define LP_INTERMEDIATE 14336
-#define LP_VOCAB 128256
-#define LP_QKV_BIAS 0
-#define LP_QK_NORM 0
-#define LP_TIED 0
-#define LP_WINDOW 0
-#define LP_EPS 925353388
-#define LP_BLOCKS 128
 #define LP_COLUMNS 512
 #endif
+#include "tests/matrix/shape.cuh"
 #include <cmath>
 #include <cstdio>
 #include <cuda_runtime.h>

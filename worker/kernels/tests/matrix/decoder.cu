@@ -4,20 +4,9 @@
 // Products are checked on the inputs that the kernels themselves have written, sums by chains of mma.sync.
 #ifndef LP_LAYERS
 #define LP_LAYERS 32
-#define LP_HIDDEN 4096
-#define LP_HEADS 32
-#define LP_KV_HEADS 8
-#define LP_HEAD_DIM 128
-#define LP_INTERMEDIATE 14336
-#define LP_VOCAB 128256
-#define LP_QKV_BIAS 0
-#define LP_QK_NORM 0
-#define LP_TIED 0
-#define LP_WINDOW 0
-#define LP_EPS 925353388
-#define LP_BLOCKS 128
 #define LP_COLUMNS 2048
 #endif
+#include "tests/matrix/shape.cuh"
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +14,7 @@
 #include <vector>
 #include "matrix_decoder.cu"
 #include "tests/matrix/fill.cuh"
+#include "tests/matrix/timing.cuh"
 
 using namespace matrix;
 enum What { kHiddenState, kX, kSquares, kInverse, kQueries, kPages, kRest, kHeadSquares, kActivation, kLogits,
@@ -380,25 +370,8 @@ static bool check(u32 rows, Cut cut) {
   if (good) printf("%u rows%s: all bits as expected\n", rows, kCuts[(int)cut]);
   return good;
 }
-template <class F> static float milliseconds(const F& work) {
-  cudaEvent_t begun, ended;
-  CHECK(cudaEventCreate(&begun));
-  CHECK(cudaEventCreate(&ended));
-  std::vector<float> times;
-  for (int i = 0; i < 7; i++) {
-    CHECK(cudaEventRecord(begun));
-    work();
-    CHECK(cudaEventRecord(ended));
-    CHECK(cudaEventSynchronize(ended));
-    float ms;
-    CHECK(cudaEventElapsedTime(&ms, begun, ended));
-    times.push_back(ms);
-  }
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
 template <class P> static void time_product(const char* name, Kernel kernel, u32 columns) {
-  const float ms = milliseconds([&] {
+  const float ms = milliseconds<7>([&] {
     for (u32 layer = 0; layer < kLayers; layer++) start(kernel, layer);
   });
   printf("  %-12s %8.3f ms of %d layers, %5.0f TFLOP/s\n", name, ms, kLayers,
@@ -407,7 +380,7 @@ template <class P> static void time_product(const char* name, Kernel kernel, u32
 static void time_all(u32 rows, Cut cut) {
   make_rows(rows);
   printf("%u rows%s\n", rows, kCuts[(int)cut]);
-  const float ms = milliseconds([&] {
+  const float ms = milliseconds<7>([&] {
     start(matrix_embed, 0, false);
     for (u32 layer = 0; layer < kLayers; layer++) {
       start(matrix_norms, 0, false);
@@ -430,8 +403,8 @@ static void time_head(u32 samples) {
   std::vector<u32> all(samples);
   for (u32 i = 0; i < samples; i++) all[i] = i % launch.row_count;
   pass.samples = upload(all), pass.sample_count = samples, pass.next = nullptr;
-  const float logits = milliseconds([] { start(matrix_head, 0); });
-  const float chosen = milliseconds([] {
+  const float logits = milliseconds<7>([] { start(matrix_head, 0); });
+  const float chosen = milliseconds<7>([] {
     start(matrix_head_choose, 0);
     start(matrix_choose, 0, false);
   });

@@ -15,10 +15,10 @@ const POSITIONS: usize = 512;
 /// How many thread blocks stream any rank of a model best: memory is shared evenly among them, so the time of a phase
 /// is that of the block with the most bytes; in wide passes, of what pairs own, of the pair with the most, and of
 /// attention of the block with the most rows of a KV head. Narrow and wide passes count alike. In a group narrow passes
-/// do not count: there the ring evens out what blocks have of a layer (70b on four GPUs: the fullest of 128 blocks has 6 %
-/// more than the mean, of 132 1 %; a step of 8 rows takes no longer on 128). Fewer than nine tenths of the SMs cannot
-/// ask for enough at a time; of a group's rank, whose rings have to last while it waits for others, all but a few take
-/// part. Before that it counts how many kernels take them: wide ones take an even number.
+/// do not count: there the ring evens out what blocks have of a layer (70b on four GPUs: the fullest of 128 blocks has
+/// 6 % more than the mean, of 132 1 %; a step of 8 rows takes no longer on 128). Fewer than nine tenths of the SMs
+/// cannot ask for enough at a time; of a group's rank, whose rings have to last while it waits for others, all but a few
+/// take part. Before that it counts how many kernels take them: wide ones take an even number.
 pub fn best_blocks(plan: &ModelPlan, sms: usize) -> usize {
     let panel = |product| (product, Panel::of(plan, &plan.rank(0), product));
     let layer = LAYER_PRODUCTS.map(|product| (panel(product), plan.config.num_layers));
@@ -64,8 +64,8 @@ mod tests {
 
     #[test]
     fn blocks_and_pairs_have_even_shares() {
-        // Of 192 row tiles of o and down 64 pairs of blocks own three each; of 120 blocks none owns more than two, either,
-        // which is the smaller loss in narrow passes, but in wide ones some pairs have four.
+        // Of 192 row tiles of o and down 64 pairs of blocks own three each. Of 120 blocks none owns more than two,
+        // either, which is the smaller loss in narrow passes, but in wide ones some pairs have four.
         let config = Shape::B3.config();
         let of = |ranks| best_blocks(group(&config, ranks, 1)[0].plan(), SMS);
         assert_eq!([1, 2, 4].map(of), [128, 128, 128]);

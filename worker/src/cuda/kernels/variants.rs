@@ -83,7 +83,8 @@ const MATRIX_COLUMNS: usize = 2048;
 pub const TOKEN_BLOCK: usize = 128;
 /// Widest head; narrower ones are padded to this or half of it.
 const MAX_HEAD_DIM: usize = 128;
-/// Row tiles of q, k and v, o, or down that a block owns in wide passes: a warp has one.
+/// Row tiles of q, k and v, o, or down that a block owns in wide passes, for a warp has one, and whose sums it has room
+/// for.
 const MOST_TILES: usize = 8;
 /// Query heads of a KV head are columns of one tensor-core product.
 const MAX_QUERIES_PER_KV: usize = 8;
@@ -139,8 +140,9 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
     if blocks < kv_heads {
         return Err(format!("{blocks} blocks are fewer than {kv_heads} KV heads"));
     }
-    for (name, panel) in [("q, k and v", &qkv), ("o and down", &out)] {
-        let most = (0..blocks).map(|block| panel.tiles_of(block, blocks).len()).max().unwrap_or(0);
+    let [most_qkv, most_out] =
+        [&qkv, &out].map(|panel| (0..blocks).map(|block| panel.tiles_of(block, blocks).len()).max().unwrap_or(0));
+    for (name, most) in [("q, k and v", most_qkv), ("o and down", most_out)] {
         if most > MOST_TILES {
             return Err(format!("one of {blocks} blocks owns {most} row tiles of {name}, over {MOST_TILES}"));
         }
@@ -150,7 +152,7 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
         let group = (panel.k.count / 4).max(1);
         if panel.leaves < group { (panel.leaves, group) } else { (1, 1) }
     };
-    let most_told = told(&out).0 * (0..blocks).map(|block| out.tiles_of(block, blocks).len()).max().unwrap_or(0);
+    let most_told = told(&out).0 * most_out;
     if most_told > MOST_TILES {
         return Err(format!("one of {blocks} blocks tells {most_told} tiles of sums of o, over {MOST_TILES}"));
     }
@@ -404,8 +406,8 @@ mod tests {
         }
     }
 
-    /// A benchmark's kernels, too, are only those that take the model: others do not compile. On an odd number of blocks
-    /// there are no wide ones.
+    /// A benchmark's kernels, too, are only those that take the model: others do not compile. On an odd number of
+    /// blocks there are no wide ones.
     #[test]
     fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
         let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };

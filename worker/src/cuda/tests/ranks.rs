@@ -166,9 +166,9 @@ fn two_leaves_in_each_others_place_do_touch_a_groups_bits() {
 }
 
 /// Passes of every width: 40 rows that decode, prompts beside them, some of them sampled. The first two models are such
-/// that ranks on half of a GPU's blocks have wide passes, too, of the second with uneven shares. Of the third, as wide as
-/// 70b, ranks on whole GPUs have them, of four with three tiles of gate and up each. One GPU alone has an odd number of
-/// blocks, so narrow passes, so that both kinds are compared.
+/// that ranks on half of a GPU's blocks have wide passes, too, of the second with uneven shares. Of the third, as wide
+/// as 70b, ranks on whole GPUs have them, of four with three tiles of gate and up each. One GPU alone has an odd number
+/// of blocks, so narrow passes, so that both kinds are compared.
 #[test]
 fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
     if !gpu() {

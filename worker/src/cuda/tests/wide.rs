@@ -45,7 +45,7 @@ fn with_features() -> ModelConfig {
     ModelConfig { qkv_bias: true, qk_norm: true, sliding_window: Some(300), ..llama_8b() }
 }
 
-/// Llama 3.2 3B's layers: pairs of blocks own unequally much.
+/// Llama 3.2 3B's layers: a pair's blocks own unequally much, of ranks pairs, too.
 pub(super) fn llama_3b() -> ModelConfig {
     ModelConfig {
         hidden_size: 3072,
@@ -55,7 +55,7 @@ pub(super) fn llama_3b() -> ModelConfig {
     }
 }
 
-/// Qwen 3 4B's: leaves of 10 and of 38 k16 steps, norms of heads.
+/// Qwen 3 4B's: pairs that own unequally much, leaves of 10 and of 38 k16 steps, norms of heads.
 fn qwen3_4b() -> ModelConfig {
     let shape = crate::plan::tests::config(32, 8, 9728, VOCAB);
     ModelConfig { hidden_size: 2560, head_dim: 128, qk_norm: true, max_positions: CONTEXT, ..shape }

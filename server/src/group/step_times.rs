@@ -17,18 +17,21 @@ const PROMPT_STEP: Duration = Duration::from_millis(500);
 /// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
 /// weights.
 const MIN_PROMPT_ROWS: u32 = 64;
-/// Twice the rows in a step are worth the wait of those who decode if they bring so many times the rows a second: while
-/// few rows of prompts wait, if the rate grows more than the step does; while many do, if it grows at all.
-const WORTH_CALM: f64 = std::f64::consts::SQRT_2;
-const WORTH_CROWDED: f64 = 1.05;
-/// How many times that are known of more rows are looked at. While many rows wait, all: one that was disturbed would
-/// hide the others for good, as no step of its size would be run to show it.
-const AHEAD_CALM: usize = 1;
-const AHEAD_CROWDED: usize = KNOTS.len();
-/// Rows that the CPU backend computes together.
-const PANEL_ROWS: u32 = 16;
+/// Beside sequences that decode a step may be of a size that brings at least so much of the best rate of prompts' rows:
+/// the first such is for few prompts.
+const CALM: f64 = 0.6;
+/// A larger size is used for more prompts if it brings rows at no less than this of the rate of smaller ones. Passes
+/// compute blocks of rows in rounds, so that some sizes bring fewer.
+const ALIKE: f64 = 0.97;
+/// A size is not used if a larger one takes no longer than so many times as long.
+const NEARLY: f64 = 1.15;
+/// A step of twice the rows takes at most so many times as long as two.
+const UNEVEN: f64 = 1.25;
+/// In so many steps the time of a size that was not used goes most of the way to the best that is plausible, so that it
+/// is tried again: it may have been disturbed.
+const FORGET: f64 = 1024.0;
 /// Numbers of rows of which times are kept; others lie between.
-pub(super) const KNOTS: [u32; 11] = [1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
+const KNOTS: [u32; 14] = [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
 /// How far a time that is kept follows a new one, and how many times as long or short that may be.
 const FOLLOW: f64 = 0.125;
 const FOLLOW_MOST: f64 = 4.0;
@@ -48,11 +51,13 @@ pub(super) struct StepTimes {
     decode: Curve,
     /// Steps with rows of prompts, by all their rows.
     mixed: Curve,
+    /// Rows that decoded in the newest step.
+    decoding: u32,
     /// The newest steps: times over what was expected.
     delays: VecDeque<f64>,
     /// Rows that a step may have at all.
     max_rows: u32,
-    /// Steps are no larger than is worth it, where sequences decode beside.
+    /// Steps have sizes that are worth it, where sequences decode beside.
     is_thrifty: bool,
     /// What a step should take at most where sequences decode.
     itl_target: Option<Duration>,
@@ -65,6 +70,7 @@ impl StepTimes {
         Self {
             decode: Curve::default(),
             mixed: Curve::default(),
+            decoding: 0,
             delays: VecDeque::new(),
             max_rows: u32::MAX,
             is_thrifty,
@@ -88,12 +94,18 @@ impl StepTimes {
         if rows == 0 {
             return;
         }
+        self.decoding = step.decode_rows;
         let curve = if step.prompt_rows > 0 { &mut self.mixed } else { &mut self.decode };
         if self.delays.len() == REMEMBERED {
             self.delays.pop_front();
         }
         self.delays.push_back(curve.at(rows).map_or(1.0, |expected| time / expected));
+        let before = curve.known().find(|&(knot, _)| knot == rows);
         curve.follow(rows, time);
+        if step.prompt_rows > 0 {
+            let change = before.and_then(|(_, before)| Some(self.mixed.at(rows)? - before)).unwrap_or(0.0);
+            self.mixed.follow_beside(rows, change, self.decode.at(1).unwrap_or(0.0));
+        }
     }
 
     /// What a step of `rows` rows should take at most; `None` before any was timed.
@@ -114,13 +126,34 @@ impl StepTimes {
     /// How many rows a step with prompts should have.
     pub(super) fn rows(&self) -> StepRows {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);
-        let within = |limit| self.mixed.rows_within(limit).unwrap_or(0);
-        let alone = within(PROMPT_STEP).clamp(least, self.max_rows);
-        let worth = |gain, ahead| self.mixed.worth(gain, ahead).filter(|_| self.is_thrifty).unwrap_or(u32::MAX);
-        let most = self.itl_target.map_or(alone, |target| within(target).min(alone));
-        let [calm, crowded] = [worth(WORTH_CALM, AHEAD_CALM), worth(WORTH_CROWDED, AHEAD_CROWDED)];
-        StepRows { calm: most.min(calm), crowded: most.min(crowded), alone, least }
+        let most = KNOTS.into_iter().filter(|rows| (least..self.max_rows).contains(rows)).chain(Some(self.max_rows));
+        let within = |limit: Duration, sizes: Vec<(u32, f64)>| {
+            let within = |&(_, time): &(u32, f64)| time <= limit.as_secs_f64();
+            sizes.into_iter().filter(within).collect::<Vec<_>>()
+        };
+        let all = within(PROMPT_STEP, most.filter_map(|rows| Some((rows, self.mixed.at(rows)?))).collect());
+        let alone = all.last().map_or(least, |&(rows, _)| rows);
+        let beside = within(self.itl_target.unwrap_or(PROMPT_STEP), all);
+        let beside =
+            if self.is_thrifty { worth(&beside, self.decoding) } else { beside.last().copied().into_iter().collect() };
+        StepRows { sizes: beside.into_iter().map(|(rows, _)| rows).collect(), alone, least }
     }
+}
+
+/// The sizes, with their times, that are worth it where `decoding` sequences decode beside; of sizes that ascend.
+fn worth(sizes: &[(u32, f64)], decoding: u32) -> Vec<(u32, f64)> {
+    let rate = |&(rows, time): &(u32, f64)| f64::from(rows.saturating_sub(decoding)) / time;
+    let mut worth: Vec<(u32, f64)> = Vec::new();
+    let mut best = 0.0;
+    for (index, size) in sizes.iter().enumerate() {
+        let is_outdone = sizes[index + 1..].iter().any(|&(_, time)| time <= NEARLY * size.1);
+        if rate(size) >= ALIKE * best && !is_outdone {
+            best = rate(size).max(best);
+            worth.push(*size);
+        }
+    }
+    worth.retain(|size| rate(size) >= CALM * best);
+    worth
 }
 
 /// Times of steps by their rows, in seconds: at the [`KNOTS`] that are known, ascending.
@@ -150,62 +183,50 @@ impl Curve {
         self.known().next_back().is_some_and(|(knot, _)| rows <= knot)
     }
 
-    /// Follows a step of `rows` rows that took `time`.
+    /// What a step of `rows` rows says of other sizes, where its own is expected to take `change` longer now. Half of that
+    /// is put down to what all share, such as rows that decode at long contexts. And others are expected to take less and
+    /// less until they are tried: down to rows at the best rate that is known, in no less than `least`, the time of a
+    /// single row.
+    fn follow_beside(&mut self, rows: u32, change: f64, mut least: f64) {
+        let row = self.known().map(|(knot, time)| time / f64::from(knot)).fold(f64::INFINITY, f64::min);
+        for (time, knot) in self.times.iter_mut().zip(KNOTS) {
+            let Some(time) = time else { continue };
+            if knot != rows {
+                *time += change / 2.0;
+                *time -= (*time - row * f64::from(knot)).max(0.0) / FORGET;
+            }
+            *time = time.max(least);
+            least = *time;
+        }
+    }
+
+    /// Follows a step of `rows` rows that took `time`. Passes compute whole blocks of rows: between two knots a time is
+    /// a bound of theirs, and no more.
     fn follow(&mut self, rows: u32, time: f64) {
-        let expected = self.at(rows);
-        let above = KNOTS.iter().position(|&knot| knot >= rows).unwrap_or(KNOTS.len() - 1);
-        let below = if KNOTS[above] > rows { above.saturating_sub(1) } else { above };
-        let share = share(rows, KNOTS[below], KNOTS[above]);
-        let knots = [(below, 1.0 - share), (above, share)];
-        for (knot, weight) in knots.into_iter().take(if below == above { 1 } else { 2 }) {
-            self.times[knot] = match (self.times[knot], expected) {
-                (Some(known), Some(expected)) => {
-                    let change = (time / expected).clamp(1.0 / FOLLOW_MOST, FOLLOW_MOST) - 1.0;
-                    Some(known * (1.0 + FOLLOW * weight * change))
+        let above = KNOTS.partition_point(|&knot| knot < rows).min(KNOTS.len() - 1);
+        let at_knot = KNOTS[above] <= rows;
+        let below = if at_knot { above } else { above.saturating_sub(1) };
+        let next = self.times[below + 1..].iter().copied().flatten().next().unwrap_or(f64::INFINITY);
+        for knot in [above, below].into_iter().take(if at_knot { 1 } else { 2 }) {
+            let time_of_knot = &mut self.times[knot];
+            *time_of_knot = match *time_of_knot {
+                Some(known) if at_knot || (knot == above) == (time > known) => {
+                    let change = (time / known).clamp(1.0 / FOLLOW_MOST, FOLLOW_MOST) - 1.0;
+                    Some(known * (1.0 + FOLLOW * change))
                 }
-                _ => {
-                    let most = self.times[knot..].iter().copied().flatten().next().unwrap_or(f64::INFINITY);
-                    Some((time * (units(KNOTS[knot]) / units(rows)).max(1.0)).min(most))
-                }
+                None => Some((time * (units(KNOTS[knot]) / units(rows)).max(1.0)).min(next)),
+                known => known,
             };
         }
-        // Steps of fewer rows take no more time, and steps of more no less: what was seen last is right.
+        // Steps of fewer rows take no more time, steps of more no less, and hardly more than several that have as many:
+        // what was seen last is right.
         let [low, high] = [below, above].map(|knot| self.times[knot].unwrap_or(time));
         self.times[..below].iter_mut().flatten().for_each(|time| *time = time.min(low));
-        self.times[above..].iter_mut().flatten().for_each(|time| *time = time.max(low).max(high));
-    }
-
-    /// How many rows a step of `limit` has, as far as is known: at least.
-    fn rows_within(&self, limit: Duration) -> Option<u32> {
-        let limit = limit.as_secs_f64();
-        let (last, time) = self.known().next_back()?;
-        if time <= limit {
-            let rows = units(last) * limit / time - ROWS_OF_A_UNIT;
-            return Some(whole_panels(rows));
+        let (high, of_high) = (high.max(low), f64::from(KNOTS[above]));
+        for (time, knot) in self.times.iter_mut().zip(KNOTS).skip(above) {
+            let most = if knot == KNOTS[above] { high } else { UNEVEN * high * f64::from(knot) / of_high };
+            *time = time.map(|time| time.clamp(high, most));
         }
-        let mut above = (last, time);
-        for (knot, time) in self.known().rev() {
-            if time <= limit {
-                let rows = f64::from(knot) + f64::from(above.0 - knot) * (limit - time) / (above.1 - time);
-                return Some(whole_panels(rows));
-            }
-            above = (knot, time);
-        }
-        Some(0)
-    }
-
-    /// The rows of a step from which on twice as many bring less than `gain` times the rows a second, four times as
-    /// many less than its square and so on, as far as `ahead` knots go; `None` if that is not known.
-    fn worth(&self, gain: f64, ahead: usize) -> Option<u32> {
-        let known: Vec<(u32, f64)> = self.known().filter(|&(rows, _)| rows >= 64).collect();
-        (1..known.len()).find_map(|next| {
-            let (rows, time) = known[next - 1];
-            let is_worth = |&(more, its): &(u32, f64)| {
-                let times = f64::from(more) / f64::from(rows);
-                times * time / its >= gain.powf(times.log2())
-            };
-            (!known[next..].iter().take(ahead).any(is_worth)).then_some(rows)
-        })
     }
 }
 
@@ -219,10 +240,6 @@ fn share(rows: u32, below: u32, above: u32) -> f64 {
         true => (f64::from(rows.max(below)) - f64::from(below)) / f64::from(above - below),
         false => 0.0,
     }
-}
-
-fn whole_panels(rows: f64) -> u32 {
-    rows as u32 / PANEL_ROWS * PANEL_ROWS
 }
 
 #[cfg(test)]
@@ -251,14 +268,27 @@ mod tests {
         times
     }
 
-    /// An 8B model on an H200, in microseconds.
+    /// Rows and microseconds of steps with prompts of an 8B model on an H200.
+    const MIXED: [(u32, u64); 9] = [
+        (64, 4900),
+        (128, 6500),
+        (256, 8700),
+        (512, 13_500),
+        (1024, 24_700),
+        (2048, 48_600),
+        (384, 13_000),
+        (768, 22_200),
+        (1536, 36_600),
+    ];
+
+    /// That model.
     fn timed(itl_target: Option<Duration>) -> StepTimes {
         let mut times = StepTimes::new(true, itl_target);
         times.set_max_rows(2048);
         for (rows, us) in [(1, 3400), (8, 3600), (32, 4400), (64, 5200), (128, 6400), (256, 9500), (512, 15_000)] {
             times.observe(&step(rows, 0, Duration::from_micros(us)));
         }
-        for (rows, us) in [(64, 5300), (128, 6500), (256, 10_000), (512, 13_000), (1024, 24_000), (2048, 46_000)] {
+        for (rows, us) in MIXED {
             times.observe(&step(0, rows, Duration::from_micros(us)));
         }
         times
@@ -277,7 +307,7 @@ mod tests {
         assert_eq!(times(Duration::from_secs(2)).limit(512, FLOOR, CAP), CAP);
         // One step that took ten times as long: others may.
         let mut times = timed(None);
-        assert_eq!(times.expected(2048), Some(MS(46)));
+        assert!(times.expected(2048) < Some(MS(60)), "{:?}", times.expected(2048));
         times.observe(&step(1, 0, MS(34)));
         assert!(times.expected(2048) > Some(MS(450)), "{:?}", times.expected(2048));
         (0..64).for_each(|_| times.observe(&step(1, 0, Duration::from_micros(3400))));
@@ -285,40 +315,52 @@ mod tests {
     }
 
     #[test]
-    fn steps_beside_sequences_that_decode_are_as_large_as_is_worth_it() {
-        // From 128 to 256 rows 30 % more rows a second, from 512 to 1024 8 %, from there to 2048 4 %.
-        let rows = StepRows { calm: 128, crowded: 1024, alone: 2048, least: 64 };
+    fn steps_beside_sequences_that_decode_have_sizes_that_are_worth_it() {
+        // 128 rows bring less than half of the best rate; 384 take nearly as long as 512; of 768 a second brings fewer
+        // than of 512.
+        let rows = StepRows { sizes: vec![256, 512, 1024, 1536, 2048], alone: 2048, least: 64 };
         assert_eq!(timed(None).rows(), rows);
         let mut given = timed(None);
         given.is_thrifty = false;
-        assert_eq!(given.rows(), StepRows { calm: 2048, crowded: 2048, ..rows }, "as many as were asked for");
+        assert_eq!(given.rows(), StepRows { sizes: vec![2048], ..rows }, "as many as were asked for");
+        assert_eq!(unknown().rows(), StepRows { sizes: vec![], alone: 64, least: 64 });
     }
 
     /// Others had the machine while steps of one size were timed.
     #[test]
     fn a_time_that_was_disturbed_bounds_no_step_for_good() {
         let truth = timed(None);
-        for disturbed in [128, 256, 512, 1024] {
+        let of = |rows| Duration::from_secs_f64(truth.mixed.at(rows).unwrap());
+        for disturbed in [128, 256, 512, 1024, 2048] {
             let mut times = timed(None);
             times.mixed = Curve::default();
-            for rows in [64, 128, 256, 512, 1024, 2048] {
-                let slower = if rows == disturbed { 4.0 } else { 1.0 };
-                let time = Duration::from_secs_f64(slower * truth.mixed.at(rows).unwrap());
-                times.observe(&step(0, rows, time));
+            for (rows, _) in MIXED {
+                times.observe(&step(0, rows, of(rows) * if rows == disturbed { 4 } else { 1 }));
             }
-            for _ in 0..200 {
-                let rows = times.rows().crowded;
-                times.observe(&step(64, rows - 64, Duration::from_secs_f64(truth.mixed.at(rows).unwrap())));
+            // Few rows of prompts wait, and many.
+            for turn in 0..2000 {
+                let sizes = times.rows().sizes;
+                let rows = sizes[turn % sizes.len()];
+                times.observe(&step(14, rows - 14, of(rows)));
             }
-            assert!(times.rows().crowded >= 1024, "{disturbed} rows: {:?}", times.mixed);
+            let rows = times.rows();
+            assert_eq!(rows.sizes[0], 256, "{disturbed} rows: {:?}", times.mixed);
+            assert!(rows.sizes.contains(&512) && rows.sizes.last() >= Some(&1024), "{disturbed} rows: {rows:?}");
         }
     }
 
     #[test]
     fn the_target_bounds_steps_beside_sequences_that_decode() {
-        for (target, calm, crowded) in [(8, 128, 176), (13, 128, 512), (20, 128, 832), (100, 128, 1024), (4, 0, 0)] {
+        for (target, sizes) in [
+            (4, &[][..]),
+            (8, &[64, 128][..]),
+            (12, &[128, 256]),
+            (14, &[256, 512]),
+            (30, &[256, 512, 1024]),
+            (100, &[256, 512, 1024, 1536, 2048]),
+        ] {
             let rows = timed(Some(MS(target))).rows();
-            assert_eq!(rows, StepRows { calm, crowded, alone: 2048, least: 64 }, "{target} ms");
+            assert_eq!(rows, StepRows { sizes: sizes.into(), alone: 2048, least: 64 }, "{target} ms");
         }
     }
 
@@ -326,7 +368,7 @@ mod tests {
     fn prompts_have_as_many_rows_as_half_a_second_computes() {
         // Microseconds of a step without rows, and of a row, on a machine that others use in between: a 1B model on two
         // cores, an 8B model on a GPU.
-        for (base, row, quiet, busy) in [(60_000, 6600, 64, 64), (60_000, 2000, 208, 64), (4000, 300, 512, 320)] {
+        for (base, row, quiet, busy) in [(60_000, 6600, 64, 64), (60_000, 2000, 128, 64), (4000, 300, 512, 256)] {
             let mut times = unknown();
             let mut run = |slower: u64| {
                 let rows = times.rows().alone;
@@ -335,7 +377,7 @@ mod tests {
             };
             for (slower, wanted) in [(1, quiet), (5, busy), (1, quiet)] {
                 let rows = (0..200).map(|_| run(slower)).last().unwrap();
-                assert!(rows.abs_diff(wanted) <= 16, "{rows} rows in place of {wanted}");
+                assert_eq!(rows, wanted, "microseconds {base} and {row}, {slower} times");
             }
         }
         let mut times = unknown();
@@ -347,14 +389,33 @@ mod tests {
 
     #[test]
     fn what_was_timed_follows_what_is_seen() {
-        let mut times = timed(Some(MS(20)));
-        // Long contexts: steps of 800 rows take twice as long now.
-        for _ in 0..100 {
-            let rows = times.rows().crowded;
-            times.observe(&step(64, rows - 64, Duration::from_micros(2 * (2000 + 22 * u64::from(rows)))));
+        let mut times = timed(Some(MS(30)));
+        let mut run = |slower: u32| {
+            for turn in 0..1000 {
+                let sizes = times.rows().sizes;
+                let rows = sizes[turn % sizes.len()];
+                let time = MIXED.iter().find(|(of, _)| *of == rows).map(|&(_, us)| Duration::from_micros(us));
+                times.observe(&step(14, rows - 14, slower * time.unwrap()));
+            }
+            (times.rows().sizes.last().copied(), times.decode.at(64))
+        };
+        // Long contexts: steps take twice as long, and are shorter again.
+        let decode = Some(5.2e-3);
+        assert_eq!(run(2), (Some(512), decode), "steps that only decode are another matter");
+        assert_eq!(run(1), (Some(1024), decode));
+    }
+
+    #[test]
+    fn a_time_between_two_sizes_bounds_theirs() {
+        let mut curve = Curve::default();
+        MIXED.into_iter().for_each(|(rows, us)| curve.follow(rows, us as f64 / 1e6));
+        // Blocks of 128 rows: 600 take as long as 640, 150 as 256.
+        for _ in 0..50 {
+            curve.follow(600, 20e-3);
+            curve.follow(150, 8.7e-3);
         }
-        let rows = times.rows().crowded;
-        assert!((320..=384).contains(&rows), "{rows} rows");
-        assert_eq!(times.decode.at(64), Some(5.2e-3), "steps that only decode are another matter");
+        assert_eq!([128, 256, 512, 768].map(|rows| curve.at(rows)), [6.5e-3, 8.7e-3, 13.5e-3, 22.2e-3].map(Some));
+        (0..200).for_each(|_| curve.follow(600, 24e-3));
+        assert!(curve.at(768) > Some(23.9e-3) && curve.at(512) == Some(13.5e-3), "{curve:?}");
     }
 }

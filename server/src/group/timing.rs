@@ -21,7 +21,7 @@ const PROMPT_RUNS: u32 = 2;
 const FIRST_SEQUENCE: u64 = 1 << 63;
 
 /// What is timed, in this order, as far as the time for it goes.
-const PROBES: [Probe; 13] = [
+const PROBES: [Probe; 16] = [
     Probe::Decode(1),
     Probe::Prompt(64),
     Probe::Decode(8),
@@ -35,6 +35,9 @@ const PROBES: [Probe; 13] = [
     Probe::Prompt(1024),
     Probe::Decode(512),
     Probe::Prompt(2048),
+    Probe::Prompt(384),
+    Probe::Prompt(768),
+    Probe::Prompt(1536),
 ];
 
 /// Steps of so many rows.

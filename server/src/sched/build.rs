@@ -29,13 +29,15 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// A plan would change something: a slot to release, a sequence to admit, prompt tokens to compute, or the steps of
-    /// the plans already sent are about to run out.
+    /// A plan would change something: a sequence to admit, prompt tokens to compute, slots to release and nobody who goes
+    /// on, or the steps of the plans already sent are about to run out.
     fn wants_plan(&self) -> bool {
         // Half a plan is left when the next one is sent, so that the loop never waits for the server; and of plans of a
         // single step, one more than the one that may be running.
         let enough = (self.limits.steps_per_plan / 2).max(2);
-        !self.releases.is_empty()
+        // A new plan ends the launch under way. For a slot to release alone it does so where nobody goes on.
+        let releases = !self.releases.is_empty() && self.running.is_empty();
+        releases
             || self.prompts > 0
             || self.has_to_stand_aside()
             || self.admissible().is_some()
@@ -58,7 +60,8 @@ impl Scheduler {
             .filter(|(_, running)| !running.decodes())
             .map(|(turn, running)| (turn.id, running.slot, running.prompt_left()))
             .collect();
-        let waiting = prompts.iter().map(|&(.., left)| u64::from(left)).sum();
+        let waiting = self.running().filter(|(_, running)| !running.decodes());
+        let waiting = waiting.map(|(_, running)| u64::from(running.prefill_end)).sum();
         let mut budget = self.step_rows.of_prompts(decoding, waiting).min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];
         let left = prompts.iter().map(|&(.., left)| left).enumerate();

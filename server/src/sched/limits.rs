@@ -1,7 +1,8 @@
 //! The bounds of the scheduler, and which of them cannot work.
 
-/// A step takes one of so many shares of the rows of prompts that wait.
-const SHARES: u64 = 4;
+/// A step takes one of so many shares of the prompts that are not computed to their end, of all their tokens: a prompt
+/// that is alone takes as many steps at most, none of which is larger for that than it has to be.
+const SHARES: u64 = 12;
 
 /// Bounds of the scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,12 +95,10 @@ pub struct GroupShape {
 }
 
 /// How many rows a step with prompts should have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepRows {
-    /// In all, where sequences decode beside prompts of which few rows wait.
-    pub calm: u32,
-    /// In all at most, where sequences decode beside, however many rows of prompts wait.
-    pub crowded: u32,
+    /// In all, where sequences decode beside: the sizes that are worth their time, ascending.
+    pub sizes: Vec<u32>,
     /// Where none decodes.
     pub alone: u32,
     /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
@@ -107,15 +106,20 @@ pub struct StepRows {
 }
 
 impl StepRows {
-    /// Rows of prompts beside `decoding` rows, where `waiting` rows of prompts wait.
+    /// Rows of prompts beside `decoding` rows, where prompts of `waiting` tokens in all are not computed to their end.
     ///
     /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
-    /// second: a step takes its share of what waits, and grows with it.
+    /// second: a step takes its share of the prompts, and half of its rows at least are theirs.
     pub(super) fn of_prompts(&self, decoding: u32, waiting: u64) -> u32 {
-        let share = u32::try_from(waiting / SHARES).unwrap_or(u32::MAX);
-        let rows = match decoding {
-            0 => self.alone,
-            _ => share.saturating_add(decoding).max(self.calm).min(self.crowded).saturating_sub(decoding),
+        let rows = match (decoding, self.sizes.last()) {
+            (0, _) => self.alone,
+            (_, None) => 0,
+            (_, Some(&most)) => {
+                let wanted = u64::from(decoding) + waiting / SHARES;
+                let with_room = self.sizes.partition_point(|&rows| rows / 2 < decoding);
+                let of_share = self.sizes.partition_point(|&rows| u64::from(rows) <= wanted).saturating_sub(1);
+                self.sizes.get(with_room.max(of_share)).unwrap_or(&most).saturating_sub(decoding)
+            }
         };
         rows.max(self.least)
     }
@@ -124,6 +128,6 @@ impl StepRows {
 impl Default for StepRows {
     /// No bound but that of any step.
     fn default() -> Self {
-        Self { calm: u32::MAX, crowded: u32::MAX, alone: u32::MAX, least: 1 }
+        Self { sizes: vec![u32::MAX], alone: u32::MAX, least: 1 }
     }
 }

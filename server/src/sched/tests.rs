@@ -188,17 +188,20 @@ impl Run {
         let prompts: u32 = plan.prefill.iter().map(|chunk| chunk.len).sum();
         let is_prompt = |slot: &&u32| plan.prefill.iter().any(|chunk| chunk.slot == **slot);
         let decoding = (plan.decode.len() - plan.decode.iter().filter(is_prompt).count()) as u32;
-        let StepRows { crowded, alone, least, .. } = self.rows;
-        let most = if decoding == 0 { alone } else { crowded.saturating_sub(decoding) };
-        assert!(prompts <= most.max(least), "{prompts} rows of prompts beside {decoding}, {:?}", self.rows);
+        let StepRows { sizes, alone, least } = &self.rows;
+        let most = sizes.last().map_or(0, |rows| rows.saturating_sub(decoding));
+        let most = if decoding == 0 { *alone } else { most };
+        assert!(prompts <= most.max(*least), "{prompts} rows of prompts beside {decoding}, {:?}", self.rows);
         assert!(prompts + decoding <= self.scene.shape.max_batch_tokens, "a step holds {prompts} and {decoding} rows");
         assert!(prompts > 0 || self.scheduler.prompts == 0, "prompts stand still");
     }
 
     fn bound_rows(&mut self) {
         let mut rows = || self.rng.below(20) as u32;
-        self.rows = StepRows { calm: rows(), crowded: rows(), alone: rows(), least: 1 + rows() / 4 };
-        self.scheduler.limit_step_rows(self.rows);
+        let mut sizes: Vec<u32> = (0..rows() % 4).map(|_| rows()).collect();
+        sizes.sort_unstable();
+        self.rows = StepRows { sizes, alone: rows(), least: 1 + rows() / 4 };
+        self.scheduler.limit_step_rows(self.rows.clone());
     }
 
     fn submit(&mut self) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use looplane_proto::worker::v1::Plan;
 use tokio::time::{Instant, sleep};
 
 use super::super::fault::Fault;
@@ -99,6 +100,7 @@ impl Supervisor {
                 }
                 if let Some(step) = self.delivery.outcome(outcome)? {
                     let (decode_rows, prompt_rows) = (step.decode_rows as u32, step.prompt_rows as u32);
+                    tracing::trace!(decode_rows, prompt_rows, us = step.time.as_micros(), "step");
                     self.times.observe(&StepTime { decode_rows, prompt_rows, time: step.time });
                     self.delivery.limit_step_rows(self.times.rows());
                 }
@@ -110,7 +112,10 @@ impl Supervisor {
 
     fn send_plans(&mut self, link: &Link) -> Result<(), Fault> {
         while let Some(plan) = self.delivery.next_plan() {
-            tracing::trace!(?plan, "plan");
+            let Plan { version, admit, prefill, decode, release, .. } = &plan;
+            let prompt_rows = prefill.iter().map(|chunk| chunk.len).sum::<u32>();
+            let (admit, decode, release) = (admit.len(), decode.len(), release.len());
+            tracing::trace!(version, admit, prompt_rows, decode, release, "plan");
             for (rank, plans) in link.plans.iter().enumerate() {
                 let refused = |_| Fault::broken_stream(rank, "does not take its plans");
                 plans.try_send(plan.clone()).map_err(refused)?;

@@ -342,7 +342,7 @@ fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
     let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
     let shape = shape(&limits, 4000);
     let mut scheduler = scheduler(limits, 4000);
-    scheduler.limit_step_rows(StepRows { calm: 16, crowded: 40, alone: 48, least: 8 });
+    scheduler.limit_step_rows(StepRows { sizes: vec![16, 40], alone: 48, least: 8 });
     let mut worker = FakeWorker::new(shape);
     // Some decode all the time, and as many short ones come as may.
     let decoding: Vec<u64> = (0..4).map(|seed| submit(&mut scheduler, seed, 1, 900).unwrap()).collect();
@@ -371,25 +371,57 @@ fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
 
 #[test]
 fn the_owner_bounds_the_rows_of_steps_with_prompts() {
-    let limits = Limits { max_slots: 8, max_batch_tokens: 64, plans_ahead: 9, ..Limits::default() };
-    let mut scheduler = scheduler(limits, 400);
-    let rows = StepRows { calm: 10, crowded: 30, alone: 40, least: 3 };
-    scheduler.limit_step_rows(rows);
+    let limits = Limits { max_slots: 8, max_batch_tokens: 128, plans_ahead: 99, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 600);
+    let rows = StepRows { sizes: vec![10, 30, 50], alone: 40, least: 3 };
+    scheduler.limit_step_rows(rows.clone());
     submit(&mut scheduler, 1, 40, 9).unwrap();
     assert_eq!(prompt_rows(&mut scheduler), [(0, 40)], "nobody decodes");
-    submit(&mut scheduler, 2, 149, 9).unwrap();
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "many rows wait, and one decodes");
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]);
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 22)], "a quarter of 91 rows");
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 17)]);
-    scheduler.limit_step_rows(StepRows { calm: 20, ..rows });
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 19)], "few rows wait");
-    scheduler.limit_step_rows(StepRows { crowded: 1, ..rows });
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 3)], "prompts go on, too");
-    submit(&mut scheduler, 3, 200, 9).unwrap();
+    submit(&mut scheduler, 2, 348, 9).unwrap();
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "a twelfth of the prompt and the row that decodes");
+    (0..10).for_each(|_| assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "of all of it, whatever is left"));
+    submit(&mut scheduler, 3, 240, 9).unwrap();
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29), (2, 20)], "two wait");
+    scheduler.limit_step_rows(StepRows { sizes: vec![1], ..rows.clone() });
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 3)], "prompts go on, too");
+    scheduler.limit_step_rows(StepRows { sizes: vec![], ..rows.clone() });
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 3)]);
+    scheduler.limit_step_rows(StepRows { sizes: vec![3, 7], ..rows.clone() });
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 5)], "half of a step is of prompts");
     scheduler.limit_step_rows(StepRows::default());
-    let all: u32 = prompt_rows(&mut scheduler).into_iter().map(|(_, rows)| rows).sum();
-    assert_eq!(all, 63, "no step has more than the group can take");
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 126)], "no step has more than the group can take");
+}
+
+#[test]
+fn nobody_who_goes_on_is_interrupted_for_a_slot_that_is_free() {
+    let limits = Limits { max_slots: 3, steps_per_plan: 8, ..Limits::default() };
+    let shape = shape(&limits, 100);
+    let mut scheduler = scheduler(limits, 100);
+    let mut worker = FakeWorker::new(shape);
+    for output in [3, 20] {
+        submit(&mut scheduler, 1, 1, output).unwrap();
+    }
+    // Until `steps` steps were run; the plan that is sent then, if there is one.
+    let mut run = |scheduler: &mut Scheduler, steps: u32| {
+        let mut plans = Vec::new();
+        for _ in 0..steps {
+            while let Some(plan) = scheduler.next_plan() {
+                plans.push((plan.admit.len(), plan.release.clone(), plan.decode.len()));
+                worker.receive(plan);
+            }
+            scheduler.apply(Event::Outcome(worker.run(u64::MAX).unwrap()), &mut Vec::new());
+        }
+        plans
+    };
+    assert_eq!(run(&mut scheduler, 4), [(2, vec![], 2)], "the first ended a step before");
+    assert_eq!(run(&mut scheduler, 2), [(0, vec![0], 1)], "half of the plan is left");
+    submit(&mut scheduler, 3, 1, 1).unwrap();
+    assert_eq!(run(&mut scheduler, 1), [(1, vec![], 2)]);
+    submit(&mut scheduler, 4, 1, 1).unwrap();
+    assert_eq!(run(&mut scheduler, 1), [(1, vec![0], 2)], "with the next that comes");
+    let last = run(&mut scheduler, 12);
+    assert!(last[..last.len() - 1].iter().all(|(admit, ..)| *admit == 0), "{last:?}");
+    assert_eq!(scheduler.next_plan().map(|plan| plan.release), Some(vec![1]), "nobody goes on");
 }
 
 #[test]

@@ -342,7 +342,7 @@ impl Launcher for Engine {
         self.put(rows, steps, sampled).map_err(|error| self.failed(error))
     }
 
-    fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault> {
+    fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault> {
         if self.chain.as_ref().is_some_and(|chain| step >= chain.steps) {
             return Ok(false);
         }
@@ -353,7 +353,13 @@ impl Launcher for Engine {
         if !self.has_step(ticket, step) && !ended() {
             self.pace();
         }
-        let found = self.wait_until(|| self.has_step(ticket, step) || ended(), self.sizes.wait_limit)?;
+        let reached = || {
+            if superseded() {
+                self.mailbox.stop();
+            }
+            self.has_step(ticket, step) || ended()
+        };
+        let found = self.wait_until(reached, self.sizes.wait_limit)?;
         if !self.has_step(ticket, step) {
             let run = self.mailbox.steps_run();
             if !found && run == 0 {

@@ -36,8 +36,9 @@ pub trait Launcher: Send {
     /// none is under way. `sampled`: the sampler draws, not the decoder.
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
 
-    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before.
-    fn wait_step(&mut self, launch: usize, step: u32) -> Result<bool, Fault>;
+    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before. Asks it to
+    /// end soon once `superseded` is true.
+    fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault>;
 
     /// Asks the launch under way to end soon.
     fn stop(&mut self);
@@ -146,7 +147,9 @@ impl<L: Launcher> LoopedDecoder<L> {
         let mut stopped = false;
         for step in 0..steps {
             // Rows end, and none comes back: the tokens of steps that only the kernel runs are of no use.
-            if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step)? {
+            let version = self.batch.version();
+            let superseded = || plans.newest() > version;
+            if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step, &superseded)? {
                 break;
             }
             let batch_step = self.batch.step();
@@ -155,7 +158,7 @@ impl<L: Launcher> LoopedDecoder<L> {
                 slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.logprobs(slot))).collect();
             let now = Instant::now();
             self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
-            if !stopped && plans.newest() > self.batch.version() {
+            if !stopped && superseded() {
                 // Steps that run before the kernel sees it still count.
                 self.launcher.stop();
                 stopped = true;

@@ -371,7 +371,7 @@ fn chain(model: &mut Model, rows: &[ChainRow], steps: u32, stop: Option<usize>, 
     let engine = &mut model.decoder.decoder.launcher;
     let launch = engine.launch(&launched, steps, sampled).unwrap_or_else(|fault| panic!("{fault}"));
     let mut all: Vec<Vec<u32>> = Vec::new();
-    while engine.wait_step(launch, all.len() as u32).unwrap_or_else(|fault| panic!("{fault}")) {
+    while engine.wait_step(launch, all.len() as u32, &|| false).unwrap_or_else(|fault| panic!("{fault}")) {
         let step = all.len() as u32;
         all.push((0..rows.len()).map(|row| engine.sampled(launch, step, row, false).token).collect());
         if stop == Some(step as usize) {

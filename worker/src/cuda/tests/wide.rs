@@ -217,7 +217,7 @@ impl Model {
         let engine = &mut self.decoder.decoder.launcher;
         let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));
         for step in 0..steps {
-            assert!(engine.wait_step(launch, step).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
+            assert!(engine.wait_step(launch, step, &|| false).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
         }
         engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
         let token = |step, column| engine.sampled(launch, step, column, false).token;

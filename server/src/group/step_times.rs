@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::sched::StepRows;
+use crate::sched::{StepRows, StepSize};
 
 /// A step is late after this many times what it should take.
 const LATE: u32 = 4;
@@ -17,14 +17,6 @@ const PROMPT_STEP: Duration = Duration::from_millis(500);
 /// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
 /// weights.
 const MIN_PROMPT_ROWS: u32 = 64;
-/// Beside sequences that decode a step may be of a size that brings at least so much of the best rate of prompts' rows:
-/// the first such is for few prompts.
-const CALM: f64 = 0.6;
-/// A larger size is used for more prompts if it brings rows at no less than this of the rate of smaller ones. Passes
-/// compute blocks of rows in rounds, so that some sizes bring fewer.
-const ALIKE: f64 = 0.97;
-/// A size is not used if a larger one takes no longer than so many times as long.
-const NEARLY: f64 = 1.15;
 /// A step of twice the rows takes at most so many times as long as two.
 const UNEVEN: f64 = 1.25;
 /// In so many steps the time of a size that was not used goes most of the way to the best that is plausible, so that it
@@ -51,13 +43,11 @@ pub(super) struct StepTimes {
     decode: Curve,
     /// Steps with rows of prompts, by all their rows.
     mixed: Curve,
-    /// Rows that decoded in the newest step.
-    decoding: u32,
     /// The newest steps: times over what was expected.
     delays: VecDeque<f64>,
     /// Rows that a step may have at all.
     max_rows: u32,
-    /// Steps have sizes that are worth it, where sequences decode beside.
+    /// Steps may be smaller than they can, where sequences decode beside.
     is_thrifty: bool,
     /// What a step should take at most where sequences decode.
     itl_target: Option<Duration>,
@@ -70,7 +60,6 @@ impl StepTimes {
         Self {
             decode: Curve::default(),
             mixed: Curve::default(),
-            decoding: 0,
             delays: VecDeque::new(),
             max_rows: u32::MAX,
             is_thrifty,
@@ -94,7 +83,6 @@ impl StepTimes {
         if rows == 0 {
             return;
         }
-        self.decoding = step.decode_rows;
         let curve = if step.prompt_rows > 0 { &mut self.mixed } else { &mut self.decode };
         if self.delays.len() == REMEMBERED {
             self.delays.pop_front();
@@ -127,33 +115,16 @@ impl StepTimes {
     pub(super) fn rows(&self) -> StepRows {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);
         let most = KNOTS.into_iter().filter(|rows| (least..self.max_rows).contains(rows)).chain(Some(self.max_rows));
-        let within = |limit: Duration, sizes: Vec<(u32, f64)>| {
-            let within = |&(_, time): &(u32, f64)| time <= limit.as_secs_f64();
-            sizes.into_iter().filter(within).collect::<Vec<_>>()
+        let size = |rows| Some(StepSize { rows, time: Duration::from_secs_f64(self.mixed.at(rows)?) });
+        let mut sizes: Vec<StepSize> = most.filter_map(size).filter(|size| size.time <= PROMPT_STEP).collect();
+        let alone = sizes.last().map_or(least, |size| size.rows);
+        sizes.retain(|size| self.itl_target.is_none_or(|target| size.time <= target));
+        let sizes = match (self.is_thrifty, sizes.last()) {
+            (false, Some(&most)) => vec![most],
+            _ => sizes,
         };
-        let all = within(PROMPT_STEP, most.filter_map(|rows| Some((rows, self.mixed.at(rows)?))).collect());
-        let alone = all.last().map_or(least, |&(rows, _)| rows);
-        let beside = within(self.itl_target.unwrap_or(PROMPT_STEP), all);
-        let beside =
-            if self.is_thrifty { worth(&beside, self.decoding) } else { beside.last().copied().into_iter().collect() };
-        StepRows { sizes: beside.into_iter().map(|(rows, _)| rows).collect(), alone, least }
+        StepRows { sizes, alone, least }
     }
-}
-
-/// The sizes, with their times, that are worth it where `decoding` sequences decode beside; of sizes that ascend.
-fn worth(sizes: &[(u32, f64)], decoding: u32) -> Vec<(u32, f64)> {
-    let rate = |&(rows, time): &(u32, f64)| f64::from(rows.saturating_sub(decoding)) / time;
-    let mut worth: Vec<(u32, f64)> = Vec::new();
-    let mut best = 0.0;
-    for (index, size) in sizes.iter().enumerate() {
-        let is_outdone = sizes[index + 1..].iter().any(|&(_, time)| time <= NEARLY * size.1);
-        if rate(size) >= ALIKE * best && !is_outdone {
-            best = rate(size).max(best);
-            worth.push(*size);
-        }
-    }
-    worth.retain(|size| rate(size) >= CALM * best);
-    worth
 }
 
 /// Times of steps by their rows, in seconds: at the [`KNOTS`] that are known, ascending.
@@ -314,15 +285,19 @@ mod tests {
         assert!(times.expected(2048) < Some(MS(50)), "{:?}", times.expected(2048));
     }
 
+    fn rows_of(rows: &StepRows) -> Vec<u32> {
+        rows.sizes.iter().map(|size| size.rows).collect()
+    }
+
     #[test]
-    fn steps_beside_sequences_that_decode_have_sizes_that_are_worth_it() {
-        // 128 rows bring less than half of the best rate; 384 take nearly as long as 512; of 768 a second brings fewer
-        // than of 512.
-        let rows = StepRows { sizes: vec![256, 512, 1024, 1536, 2048], alone: 2048, least: 64 };
-        assert_eq!(timed(None).rows(), rows);
+    fn steps_have_the_sizes_that_were_timed() {
+        let rows = timed(None).rows();
+        let sizes = vec![64, 128, 256, 384, 512, 768, 1024, 1536, 2048];
+        assert_eq!((rows_of(&rows), rows.alone, rows.least), (sizes, 2048, 64));
+        assert!(rows.sizes[2].time.abs_diff(Duration::from_micros(8700)) < Duration::from_micros(50), "{rows:?}");
         let mut given = timed(None);
         given.is_thrifty = false;
-        assert_eq!(given.rows(), StepRows { sizes: vec![2048], ..rows }, "as many as were asked for");
+        assert_eq!(rows_of(&given.rows()), [2048], "as many as were asked for");
         assert_eq!(unknown().rows(), StepRows { sizes: vec![], alone: 64, least: 64 });
     }
 
@@ -337,15 +312,16 @@ mod tests {
             for (rows, _) in MIXED {
                 times.observe(&step(0, rows, of(rows) * if rows == disturbed { 4 } else { 1 }));
             }
-            // Few rows of prompts wait, and many.
+            // Whichever size is taken.
             for turn in 0..2000 {
                 let sizes = times.rows().sizes;
-                let rows = sizes[turn % sizes.len()];
+                let rows = sizes[turn % sizes.len()].rows;
                 times.observe(&step(14, rows - 14, of(rows)));
             }
-            let rows = times.rows();
-            assert_eq!(rows.sizes[0], 256, "{disturbed} rows: {:?}", times.mixed);
-            assert!(rows.sizes.contains(&512) && rows.sizes.last() >= Some(&1024), "{disturbed} rows: {rows:?}");
+            for rows in [128, 256, 512, 1024] {
+                let (time, truth) = (times.mixed.at(rows).unwrap(), truth.mixed.at(rows).unwrap());
+                assert!((time / truth - 1.0).abs() < 0.05, "{disturbed}: {rows} rows {time}, not {truth}");
+            }
         }
     }
 
@@ -353,14 +329,13 @@ mod tests {
     fn the_target_bounds_steps_beside_sequences_that_decode() {
         for (target, sizes) in [
             (4, &[][..]),
-            (8, &[64, 128][..]),
-            (12, &[128, 256]),
-            (14, &[256, 512]),
-            (30, &[256, 512, 1024]),
-            (100, &[256, 512, 1024, 1536, 2048]),
+            (8, &[64, 128]),
+            (12, &[64, 128, 256]),
+            (14, &[64, 128, 256, 384, 512]),
+            (100, &[64, 128, 256, 384, 512, 768, 1024, 1536, 2048]),
         ] {
             let rows = timed(Some(MS(target))).rows();
-            assert_eq!(rows, StepRows { sizes: sizes.into(), alone: 2048, least: 64 }, "{target} ms");
+            assert_eq!((rows_of(&rows), rows.alone, rows.least), (sizes.to_vec(), 2048, 64), "{target} ms");
         }
     }
 
@@ -393,11 +368,11 @@ mod tests {
         let mut run = |slower: u32| {
             for turn in 0..1000 {
                 let sizes = times.rows().sizes;
-                let rows = sizes[turn % sizes.len()];
+                let rows = sizes[turn % sizes.len()].rows;
                 let time = MIXED.iter().find(|(of, _)| *of == rows).map(|&(_, us)| Duration::from_micros(us));
                 times.observe(&step(14, rows - 14, slower * time.unwrap()));
             }
-            (times.rows().sizes.last().copied(), times.decode.at(64))
+            (times.rows().sizes.last().map(|size| size.rows), times.decode.at(64))
         };
         // Long contexts: steps take twice as long, and are shorter again.
         let decode = Some(5.2e-3);

@@ -31,7 +31,7 @@ use std::ops::Range;
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
 
 pub use events::{Action, Blame, Event};
-pub use limits::{GroupShape, Limits, LimitsError, StepRows};
+pub use limits::{GroupShape, Limits, LimitsError, StepRows, StepSize};
 use pages::PagePool;
 use pipeline::Pipeline;
 pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};

@@ -5,11 +5,12 @@ mod cost;
 mod rules;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use looplane_proto::worker::v1::{Finish, Outcome, Plan};
 
 use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
-use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, StepRows};
+use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, StepRows, StepSize};
 
 /// What one run tries.
 #[derive(Debug, Clone)]
@@ -189,7 +190,7 @@ impl Run {
         let is_prompt = |slot: &&u32| plan.prefill.iter().any(|chunk| chunk.slot == **slot);
         let decoding = (plan.decode.len() - plan.decode.iter().filter(is_prompt).count()) as u32;
         let StepRows { sizes, alone, least } = &self.rows;
-        let most = sizes.last().map_or(0, |rows| rows.saturating_sub(decoding));
+        let most = sizes.last().map_or(0, |size| size.rows.saturating_sub(decoding));
         let most = if decoding == 0 { *alone } else { most };
         assert!(prompts <= most.max(*least), "{prompts} rows of prompts beside {decoding}, {:?}", self.rows);
         assert!(prompts + decoding <= self.scene.shape.max_batch_tokens, "a step holds {prompts} and {decoding} rows");
@@ -200,6 +201,8 @@ impl Run {
         let mut rows = || self.rng.below(20) as u32;
         let mut sizes: Vec<u32> = (0..rows() % 4).map(|_| rows()).collect();
         sizes.sort_unstable();
+        let size = |rows| StepSize { rows, time: Duration::from_millis(u64::from(5 + rows)) };
+        let sizes = sizes.into_iter().map(size).collect();
         self.rows = StepRows { sizes, alone: rows(), least: 1 + rows() / 4 };
         self.scheduler.limit_step_rows(self.rows.clone());
     }

@@ -215,8 +215,28 @@ struct TileRow {
   }
 };
 
+/// The turns of a block's two warpgroups, where both have rows: one puts its products behind each other while the other
+/// computes weights. Otherwise products of both take turns in the tensor cores, and both wait for the last.
+struct TileTurns {
+  u32 group;
+  bool on;
+
+  LP_DEVICE static constexpr u32 barrier(u32 group) { return 1 + group; }
+  /// By all consumers, once a launch: the first warpgroup begins.
+  LP_DEVICE static void begin(u32 group) {
+    if (group == 1) barrier_arrive(barrier(0), kTileConsumers);
+  }
+  LP_DEVICE void wait() const {
+    if (on) barrier_sync(barrier(group), kTileConsumers);
+  }
+  LP_DEVICE void pass() const {
+    if (on) barrier_arrive(barrier(1 - group), kTileConsumers);
+  }
+};
+
 LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, const TileItem& item) {
   const u32 t = thread_index() & 3, group = thread_index() / 128;
+  const TileTurns turns{group, item.rows > kTileTokens};
   u32 position[2];
   float scale[2] = {kScoreScale, kScoreScale};
   Quad q[kDimTiles];
@@ -256,7 +276,9 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
     for (u32 j = 0; j < kDimTiles; j++) wgmma<64>(score, q[j], page_operand(page, j * 256, 128, kGroupBytes), j > 0);
     wgmma_commit();
   };
+  turns.wait();
   scores();
+  turns.pass();
   bool span_begun = false, row_begun = false;
   After after;
 #pragma unroll 1
@@ -310,6 +332,8 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
       for (u32 r = 0; r < 2; r++) leaf[l][r] = (s[2 * r] + s[4 + 2 * r]) + (s[2 * r + 1] + s[5 + 2 * r]);
       weight[l] = Quad{bf16_pair(s[0], s[1]), bf16_pair(s[2], s[3]), bf16_pair(s[4], s[5]), bf16_pair(s[6], s[7])};
     }
+    turns.wait();
+    pin<8>(leaf[0]);  // of scores, which the next page's products write
     pin<kTileOut>(part);
     wgmma_fence();
 #pragma unroll
@@ -317,21 +341,28 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
       wgmma<kHeadDim>(part, weight[l], page_operand(page, kGroupV + l * 2 * kGroupBytes, kGroupBytes, 128), l > 0);
     wgmma_commit();
     ring.next();
-    // The products run.
-    sum.scale(keep);
+    // While the products run.
+    const auto add_weights = [&] {
+      turns.pass();
+      sum.scale(keep);
 #pragma unroll
-    for (u32 r = 0; r < 2; r++) {
+      for (u32 r = 0; r < 2; r++) {
 #pragma unroll
-      for (u32 l = 0; l < 4; l++) {
-        leaf[l][r] += shuffle_xor(leaf[l][r], 1);
-        leaf[l][r] += shuffle_xor(leaf[l][r], 2);
+        for (u32 l = 0; l < 4; l++) {
+          leaf[l][r] += shuffle_xor(leaf[l][r], 1);
+          leaf[l][r] += shuffle_xor(leaf[l][r], 2);
+        }
+        sum.total[r] = fmaf(factor[r], ((leaf[0][r] + leaf[1][r]) + leaf[2][r]) + leaf[3][r], sum.total[r]);
       }
-      sum.total[r] = fmaf(factor[r], ((leaf[0][r] + leaf[1][r]) + leaf[2][r]) + leaf[3][r], sum.total[r]);
-    }
+    };
     if (after != After::kAll) {
       scores();
+      add_weights();
       wgmma_wait<1>();
-    } else wgmma_wait<0>();
+    } else {
+      add_weights();
+      wgmma_wait<0>();
+    }
     if (lane_index() == 0) mbarrier_arrive(empty);
     pin<kTileOut>(part);
 #pragma unroll
@@ -409,6 +440,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
     return;
   }
   raise_registers<240>();
+  TileTurns::begin(threadIdx.x / 128);
   TileItems items{launch, pass};
 #pragma unroll 1
   for (TileItem item; items.next(item);) {

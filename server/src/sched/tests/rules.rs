@@ -1,11 +1,14 @@
 //! Each rule of the scheduler by itself.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use looplane_proto::worker::v1::Outcome;
 
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
-use crate::sched::{Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, StepRows, SubmitError};
+use crate::sched::{
+    Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, StepRows, StepSize, SubmitError,
+};
 
 fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
     let shape = shape(&limits, kv_pages);
@@ -342,7 +345,7 @@ fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
     let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
     let shape = shape(&limits, 4000);
     let mut scheduler = scheduler(limits, 4000);
-    scheduler.limit_step_rows(StepRows { sizes: vec![16, 40], alone: 48, least: 8 });
+    scheduler.limit_step_rows(StepRows { sizes: sizes([(16, 10), (40, 12)]), alone: 48, least: 8 });
     let mut worker = FakeWorker::new(shape);
     // Some decode all the time, and as many short ones come as may.
     let decoding: Vec<u64> = (0..4).map(|seed| submit(&mut scheduler, seed, 1, 900).unwrap()).collect();
@@ -369,27 +372,52 @@ fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
     assert!((1600 / 36..=1600 / 18 + 4).contains(&steps), "{steps} steps");
 }
 
+/// Rows and milliseconds of steps.
+fn sizes<const N: usize>(sizes: [(u32, u64); N]) -> Vec<StepSize> {
+    sizes.map(|(rows, ms)| StepSize { rows, time: Duration::from_millis(ms) }).into()
+}
+
 #[test]
 fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     let limits = Limits { max_slots: 8, max_batch_tokens: 128, plans_ahead: 99, ..Limits::default() };
     let mut scheduler = scheduler(limits, 600);
-    let rows = StepRows { sizes: vec![10, 30, 50], alone: 40, least: 3 };
+    let rows = StepRows { sizes: sizes([(30, 10)]), alone: 40, least: 3 };
     scheduler.limit_step_rows(rows.clone());
     submit(&mut scheduler, 1, 40, 9).unwrap();
     assert_eq!(prompt_rows(&mut scheduler), [(0, 40)], "nobody decodes");
     submit(&mut scheduler, 2, 348, 9).unwrap();
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "a twelfth of the prompt and the row that decodes");
-    (0..10).for_each(|_| assert_eq!(prompt_rows(&mut scheduler), [(1, 29)], "of all of it, whatever is left"));
+    (0..11).for_each(|_| assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]));
     submit(&mut scheduler, 3, 240, 9).unwrap();
-    assert_eq!(prompt_rows(&mut scheduler), [(1, 29), (2, 20)], "two wait");
-    scheduler.limit_step_rows(StepRows { sizes: vec![1], ..rows.clone() });
+    assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]);
+    scheduler.limit_step_rows(StepRows { sizes: sizes([(1, 10)]), ..rows.clone() });
     assert_eq!(prompt_rows(&mut scheduler), [(2, 3)], "prompts go on, too");
-    scheduler.limit_step_rows(StepRows { sizes: vec![], ..rows.clone() });
+    scheduler.limit_step_rows(StepRows { sizes: vec![], ..rows });
     assert_eq!(prompt_rows(&mut scheduler), [(2, 3)]);
-    scheduler.limit_step_rows(StepRows { sizes: vec![3, 7], ..rows.clone() });
-    assert_eq!(prompt_rows(&mut scheduler), [(2, 5)], "half of a step is of prompts");
     scheduler.limit_step_rows(StepRows::default());
     assert_eq!(prompt_rows(&mut scheduler), [(2, 126)], "no step has more than the group can take");
+}
+
+#[test]
+fn steps_are_as_large_as_those_who_wait_need() {
+    // An 8B model on an H200.
+    let sizes = [(64, 5), (128, 7), (256, 9), (384, 13), (512, 14), (768, 23), (1024, 25), (1536, 37), (2048, 49)];
+    let sizes = self::sizes(sizes);
+    let rows = StepRows { sizes, alone: 2048, least: 64 };
+    for (decoding, waiting, wanted, why) in [
+        (0, 9000, 2048, "nobody decodes"),
+        (1, 1, 256, "128 rows would bring less than 0.6 of the best rate"),
+        (14, 6000, 256, "are computed within 250 ms"),
+        (14, 8000, 512, "are not, but in steps of 512; 384 take nearly as long"),
+        (14, 9000, 1024, "nor in these; larger ones bring hardly more rows a second"),
+        (14, 60_000, 1024, "whatever waits"),
+        (60, 100, 512, "of 256 rows a second fewer are of prompts now"),
+        (230, 100, 1024, "of 512 by far fewer"),
+        (230, 60_000, 1536, "rows that decode cost less in larger steps"),
+        (1100, 60_000, 2048, "half of no step is for prompts"),
+        (2040, 60_000, 2104, "prompts go on, too"),
+    ] {
+        assert_eq!(rows.of_prompts(decoding, waiting), wanted - decoding, "{decoding} decode, {waiting} wait: {why}");
+    }
 }
 
 #[test]

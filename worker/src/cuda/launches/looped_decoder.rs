@@ -36,8 +36,8 @@ pub trait Launcher: Send {
     /// none is under way. `sampled`: the sampler draws, not the decoder.
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
 
-    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before. Asks it to
-    /// end soon once `superseded` is true.
+    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before. May ask it
+    /// to end soon once `superseded` is true.
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault>;
 
     /// Asks the launch under way to end soon.

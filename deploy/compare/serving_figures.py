@@ -4,7 +4,9 @@
     python3 serving_figures.py --tp 4 -- --itl-target-ms 12        # a group of 4; options of the server behind --
 
 Needs a GPU that holds the model and, to make it up, torch and safetensors. Rows name the length of a prompt, that of an
-answer and the streams; each is measured for --seconds, after as many requests as there are streams.
+answer and the streams; each is measured for --seconds, after as many requests as there are streams. These begin in step
+and drift apart, so that tokens a second swing; beside them stands what follows from mean times: in a closed loop
+streams times the tokens of an answer over the time of one.
 """
 
 import argparse
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("--looplane", type=Path, default=LOOPLANE, help="the binary to measure")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm/looplane-8b"),
                         help="where the checkpoint is written (16 GB)")
-    parser.add_argument("--seconds", type=float, default=10, help="a row is measured for so long (default: 10)")
+    parser.add_argument("--seconds", type=float, default=15, help="a row is measured for so long (default: 15)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--rows", nargs="*", help="rows to measure, as 1024:128:16 (default: all)")
     parser.add_argument("options", nargs="*", help="of the server, behind --")
@@ -45,14 +47,17 @@ def main() -> None:
         subprocess.run([sys.executable, HERE / "random_model.py", "8b", args.dir], check=True)
     name = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
                           capture_output=True, text=True).stdout.splitlines()[0]
-    print(f"{args.tp} x {name}, {datetime.date.today()}\n\n| prompt -> answer, streams | tokens/s | must | vLLM 0.24 | "
-          "ITL mean / p99, ms | first token, median, ms |\n|---|---|---|---|---|---|", flush=True)
+    print(f"{args.tp} x {name}, {datetime.date.today()}\n\n| prompt -> answer, streams | tokens/s | by times | must | "
+          "vLLM 0.24 | ITL mean / p99, ms | first token, median, ms |\n|---|---|---|---|---|---|---|", flush=True)
     with Server(args.looplane, "--model", args.dir, "--device", "cuda", "--tp", args.tp, *args.options):
         for prompt, answer, streams in rows:
             of = loadtest(args, prompt, answer, streams)
             must, vllm = ROWS.get((prompt, answer, streams), (None, None)) if args.tp == 1 else (None, None)
-            print(f"| {prompt} -> {answer}, {streams} | {of['output_throughput']:.0f} | {must or ''} | {vllm or ''} | "
-                  f"{of['mean_itl_ms']:.2f} / {of['p99_itl_ms']:.1f} | {of['median_ttft_ms']:.0f} |", flush=True)
+            answer_s = (of["mean_ttft_ms"] + (answer - 1) * of["mean_itl_ms"]) / 1e3
+            by_times = streams * answer / answer_s
+            print(f"| {prompt} -> {answer}, {streams} | {of['output_throughput']:.0f} | {by_times:.0f} | "
+                  f"{must or ''} | {vllm or ''} | {of['mean_itl_ms']:.2f} / {of['p99_itl_ms']:.1f} | "
+                  f"{of['median_ttft_ms']:.0f} |", flush=True)
 
 
 def loadtest(args: argparse.Namespace, prompt: int, answer: int, streams: int) -> dict:

@@ -54,8 +54,8 @@ pub(super) struct StepTimes {
 }
 
 impl StepTimes {
-    /// Nothing was timed yet. `is_thrifty`: beside sequences that decode, steps are only as large as brings more rows a
-    /// second. `itl_target`: what such a step should take at most.
+    /// Nothing was timed yet. `is_thrifty`: beside sequences that decode, steps may be smaller than they can.
+    /// `itl_target`: what such a step should take at most.
     pub(super) fn new(is_thrifty: bool, itl_target: Option<Duration>) -> Self {
         Self {
             decode: Curve::default(),
@@ -155,15 +155,15 @@ impl Curve {
     }
 
     /// What a step of `rows` rows says of other sizes, where its own is expected to take `change` longer now. Half of that
-    /// is put down to what all share, such as rows that decode at long contexts. And others are expected to take less and
-    /// less until they are tried: down to rows at the best rate that is known, in no less than `least`, the time of a
-    /// single row.
+    /// is put down to what all share, such as rows that decode at long contexts, but no other moves further than by a
+    /// step of its own. And others are expected to take less and less until they are tried: down to rows at the best rate
+    /// that is known, in no less than `least`, the time of a single row.
     fn follow_beside(&mut self, rows: u32, change: f64, mut least: f64) {
         let row = self.known().map(|(knot, time)| time / f64::from(knot)).fold(f64::INFINITY, f64::min);
         for (time, knot) in self.times.iter_mut().zip(KNOTS) {
             let Some(time) = time else { continue };
             if knot != rows {
-                *time += change / 2.0;
+                *time += (change / 2.0).clamp(-FOLLOW * *time, FOLLOW * *time);
                 *time -= (*time - row * f64::from(knot)).max(0.0) / FORGET;
             }
             *time = time.max(least);

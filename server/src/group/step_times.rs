@@ -114,9 +114,9 @@ impl StepTimes {
     /// How many rows a step with prompts should have.
     pub(super) fn rows(&self) -> StepRows {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);
-        let most = KNOTS.into_iter().filter(|rows| (least..self.max_rows).contains(rows)).chain(Some(self.max_rows));
+        let rows = KNOTS.into_iter().filter(|rows| (least..self.max_rows).contains(rows)).chain(Some(self.max_rows));
         let size = |rows| Some(StepSize { rows, time: Duration::from_secs_f64(self.mixed.at(rows)?) });
-        let mut sizes: Vec<StepSize> = most.filter_map(size).filter(|size| size.time <= PROMPT_STEP).collect();
+        let mut sizes: Vec<StepSize> = rows.filter_map(size).filter(|size| size.time <= PROMPT_STEP).collect();
         let alone = sizes.last().map_or(least, |size| size.rows);
         sizes.retain(|size| self.itl_target.is_none_or(|target| size.time <= target));
         let sizes = match (self.is_thrifty, sizes.last()) {

@@ -35,9 +35,9 @@ impl Scheduler {
         // Half a plan is left when the next one is sent, so that the loop never waits for the server; and of plans of a
         // single step, one more than the one that may be running.
         let enough = (self.limits.steps_per_plan / 2).max(2);
-        // A new plan ends the launch under way. For a slot to release alone it does so where nobody goes on.
-        let releases = !self.releases.is_empty() && self.running.is_empty();
-        releases
+        // A new plan ends the launch under way: not for a slot to release alone, while others go on.
+        let has_to_release = !self.releases.is_empty() && self.running.is_empty();
+        has_to_release
             || self.prompts > 0
             || self.has_to_stand_aside()
             || self.admissible().is_some()
@@ -60,8 +60,8 @@ impl Scheduler {
             .filter(|(_, running)| !running.decodes())
             .map(|(turn, running)| (turn.id, running.slot, running.prompt_left()))
             .collect();
-        let waiting = self.running().filter(|(_, running)| !running.decodes());
-        let waiting = waiting.map(|(_, running)| u64::from(running.prefill_end)).sum();
+        let begun = self.running().filter(|(_, running)| !running.decodes());
+        let waiting = begun.map(|(_, running)| u64::from(running.prefill_end)).sum();
         let mut budget = self.step_rows.of_prompts(decoding, waiting).min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];
         let left = prompts.iter().map(|&(.., left)| left).enumerate();

@@ -21,6 +21,7 @@ mod pipeline;
 mod request;
 mod room;
 mod sequence;
+mod step_rows;
 #[cfg(test)]
 mod tests;
 mod trial;
@@ -31,11 +32,12 @@ use std::ops::Range;
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
 
 pub use events::{Action, Blame, Event};
-pub use limits::{GroupShape, Limits, LimitsError, StepRows, StepSize};
+pub use limits::{GroupShape, Limits, LimitsError};
 use pages::PagePool;
 use pipeline::Pipeline;
 pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 use sequence::{Phase, Running, Sequence, Turn};
+pub use step_rows::{StepRows, StepSize};
 use trial::Trials;
 
 /// The owner of all sequences of a model replica.

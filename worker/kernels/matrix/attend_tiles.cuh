@@ -216,7 +216,7 @@ struct TileRow {
 };
 
 /// The turns of a block's two warpgroups, where both have rows: one puts its products behind each other while the other
-/// computes weights. Otherwise products of both take turns in the tensor cores, and both wait for the last.
+/// computes weights. Otherwise the tensor cores run products of both by pieces, and both wait for the last.
 struct TileTurns {
   u32 group;
   bool on;

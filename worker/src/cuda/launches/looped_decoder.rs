@@ -144,11 +144,11 @@ impl<L: Launcher> LoopedDecoder<L> {
         let launch = self.launcher.launch(&rows, steps, self.sampled(0..rows.len()))?;
         // Slots ascend.
         let row_of = |slot| rows.binary_search_by_key(&slot, |row| row.slot).expect("a decoding row, since none joins");
+        let version = self.batch.version();
+        let superseded = || plans.newest() > version;
         let mut stopped = false;
         for step in 0..steps {
             // Rows end, and none comes back: the tokens of steps that only the kernel runs are of no use.
-            let version = self.batch.version();
-            let superseded = || plans.newest() > version;
             if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step, &superseded)? {
                 break;
             }

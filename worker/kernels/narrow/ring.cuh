@@ -4,8 +4,8 @@
 // common ring needs about 430 clocks a chunk).
 //
 // Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one before it in its
-// ring has landed; the rest of the ring holds landed data. A paced stream has fewer bytes in flight: its rings form
-// groups, and at any time the rings of one group have none.
+// ring has landed; the rest of the ring holds landed data. A paced stream has fewer of its bytes in flight: its rings
+// form groups, and at any time the rings of one group have none of them.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then
 // prefetches later weights into L2, in small pieces: once the consumers go on, the ring fills faster from L2 than from

@@ -220,21 +220,26 @@ struct Copies {
     u32 to;
     const u8* from;
     u32 bytes, barrier, asked;  // when: `lanes_met`
+    u32 stream;
   };
   std::mutex lock;
   std::condition_variable more;
   std::deque<Copy> queue;
-  std::atomic<u32> under_way{0};
+  std::atomic<u32> under_way[64] = {};  // of each stream
   bool over = false;
   void run() {
+    u32 seed = 7;
     while (true) {
       Copy copy;
       {
         std::unique_lock held(lock);
         more.wait(held, [&] { return over || !queue.empty(); });
         if (queue.empty()) return;
-        copy = queue.front();
-        queue.pop_front();
+        // They land in any order.
+        seed = seed * 1664525u + 1013904223u;
+        const auto next = queue.begin() + (seed >> 16) % queue.size();
+        copy = *next;
+        queue.erase(next);
       }
       // Not before all lanes have been where one asked for it, so what may be in flight together is; they may be
       // through with everything.
@@ -242,18 +247,22 @@ struct Copies {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       stumble();
       std::memcpy(shared_bytes + copy.to, copy.from, copy.bytes);
-      under_way--;
+      under_way[copy.stream]--;
       mbarrier_change(copy.barrier, 0, -(long long)copy.bytes);
     }
   }
 };
 inline Copies copies;
-/// Most copies that were under way when this thread began one.
+/// Which of the block's streams this thread is in, counted from its first.
+inline thread_local u32 stream_of_lane = 0;
+/// Most copies of the thread's stream that were under way when it began one. What the stream before it had is left out:
+/// it may have been paced otherwise.
 inline thread_local u32 most_under_way = 0;
+inline void begin_stream() { stream_of_lane++, most_under_way = 0; }
 inline void bulk_load(u32 to, const u8* from, u32 bytes, u32 barrier, u64) {
   std::lock_guard held(copies.lock);
-  most_under_way = std::max(most_under_way, ++copies.under_way);
-  copies.queue.push_back({to, from, bytes, barrier, lanes_met});
+  most_under_way = std::max(most_under_way, ++copies.under_way[stream_of_lane]);
+  copies.queue.push_back({to, from, bytes, barrier, lanes_met, stream_of_lane});
   copies.more.notify_one();
 }
 

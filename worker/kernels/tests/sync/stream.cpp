@@ -17,7 +17,8 @@
 
 using namespace narrow;
 
-constexpr int kRounds = 6;  // layers
+constexpr int kRounds = 6;  // layers, of four streams each
+static_assert(4 * kRounds < std::size(decltype(copies.under_way){}), "a count for each stream");
 
 template <class P> int sets() { return (P::first_tile(blockIdx.x + 1) - P::first_tile(blockIdx.x) + 1) / 2; }
 
@@ -80,14 +81,16 @@ int main() {
       Producer stream(launch, 0);
       for (int round = 0; round < kRounds; round++) {
         stream.look_ahead<Qkv>(weights.data(), 1);
-        most_under_way = 0;
+        begin_stream();
         stream.stream<Qkv, kQuarters>(weights.data());
         crowded += most_under_way > kRings / 4 * 3;
         stream.look_ahead<GateUp>(weights.data() + kGateUpOffset, 0);
-        most_under_way = 0;
+        begin_stream();
         stream.stream<O, 2>(weights.data() + kOOffset);
         crowded += most_under_way > kRings / 2;
+        begin_stream();
         stream.stream<GateUp, kQuarters, Shared::slots>(weights.data() + kGateUpOffset);
+        begin_stream();
         stream.stream<Down>(weights.data() + kDownOffset);
       }
       for (const auto& [from, bytes] : ahead) {

@@ -239,7 +239,7 @@ fn respond(event: ChoiceEvent, prompt_tokens: u32, with_logprobs: bool) -> Gener
                 FinishReason::Stop => ProtoFinish::Stop,
                 FinishReason::Length => ProtoFinish::Length,
             };
-            Event::Finished(Finished { reason: reason.into(), prompt_tokens, completion_tokens })
+            Event::Finished(Finished { reason: reason.into(), prompt_tokens, completion_tokens, cached_tokens: 0 })
         }
     };
     GenerateResponse { event: Some(event) }

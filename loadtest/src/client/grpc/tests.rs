@@ -62,8 +62,12 @@ impl Inference for Mock {
             Fault::EndEarly(code) => steps.push((end, Err(Status::new(code, "rank 1 is gone")))),
             Fault::NoEvent => steps.push((end, Ok(GenerateResponse { event: None }))),
             Fault::None | Fault::Refuse(_) => {
-                let finished =
-                    Finished { reason: FinishReason::Length.into(), prompt_tokens, completion_tokens: tokens };
+                let finished = Finished {
+                    reason: FinishReason::Length.into(),
+                    prompt_tokens,
+                    completion_tokens: tokens,
+                    cached_tokens: 0,
+                };
                 steps.push((end, event(Event::Finished(finished))));
             }
         }

@@ -94,6 +94,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "MIB", env = "LOOPLANE_KV_MEMORY_MIB")]
     pub kv_memory_mib: Option<u32>,
 
+    /// Whether prompts that begin as others did take over their KV pages: the tokens are the same
+    #[arg(long, value_enum, value_name = "MODE", default_value_t = PrefixCache::On, env = "LOOPLANE_PREFIX_CACHE")]
+    pub prefix_cache: PrefixCache,
+
     /// Bound on prompt and output of one sequence in tokens; 0: the model's own
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_MAX_CONTEXT")]
     pub max_context: u32,
@@ -169,6 +173,15 @@ pub enum LoopMode {
     On,
     /// A launch for each phase of each layer, in a CUDA graph, for passes of up to 8 rows; wider ones have none and
     /// keep their loop.
+    Off,
+}
+
+/// Whether prompts that begin as others did take over their KV pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PrefixCache {
+    /// Full pages that no sequence holds are kept until the memory is needed.
+    On,
+    /// Every prompt is computed whole.
     Off,
 }
 
@@ -255,6 +268,7 @@ impl ServeArgs {
                     steps_per_plan: self.steps_per_plan,
                     max_waiting_requests: self.max_queued_requests,
                     max_waiting_tokens: self.max_queued_tokens,
+                    prefix_cache: self.prefix_cache == PrefixCache::On,
                     ..Limits::default()
                 },
                 kv_pages: self.kv_pages,

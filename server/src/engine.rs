@@ -22,6 +22,11 @@ pub fn client_logprob(logprob: f32) -> f32 {
 /// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SequenceEvent {
+    /// The prompt was computed; once, before the first token.
+    Prompt {
+        /// Tokens of it that were not computed, since cached pages held them.
+        cached_tokens: u32,
+    },
     /// The next token.
     Token(GeneratedToken),
     /// The end.
@@ -135,10 +140,13 @@ impl SequenceStream {
     /// The next event; `None` after the last, or if the engine is gone.
     pub async fn next(&mut self) -> Option<SequenceEvent> {
         let event = self.events.recv().await;
-        self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
-        if !self.ended {
-            self.taken += 1;
-            self.all_taken.inc();
+        match event {
+            Some(SequenceEvent::Prompt { .. }) => {}
+            Some(SequenceEvent::Token(_)) => {
+                self.taken += 1;
+                self.all_taken.inc();
+            }
+            _ => self.ended = true,
         }
         event
     }

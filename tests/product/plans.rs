@@ -2,6 +2,7 @@
 //! sequence gets its tokens. Random runs with preemption, cancels and lost groups; a failure prints its seed.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
@@ -57,6 +58,7 @@ fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
         stop_tokens: vec![STOP],
         sampling,
         logprobs: None,
+        cache_salt: Arc::default(),
     }
 }
 
@@ -172,6 +174,7 @@ fn run(seed: u64) -> usize {
         }
         for action in actions {
             match action {
+                Action::Prompt { .. } => {}
                 Action::Token { sequence, token } => seen.get_mut(&sequence).unwrap().tokens.push(token.id),
                 Action::Finished { sequence, .. } => seen.get_mut(&sequence).unwrap().ended = true,
                 other => panic!("{other:?}"),

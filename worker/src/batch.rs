@@ -15,6 +15,7 @@
 //!
 //! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
 
+mod pages;
 mod plan;
 mod slot;
 
@@ -23,6 +24,7 @@ use std::ops::Range;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::{RowInput, Sampled};
 
+use pages::Pages;
 pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
 pub use slot::Slot;
 
@@ -107,8 +109,7 @@ pub enum Boundary {
 pub struct Batch {
     limits: Limits,
     slots: Vec<Slot>,
-    /// Slot that holds each page, or `FREE_PAGE`.
-    page_holders: Vec<u32>,
+    pages: Pages,
     version: u64,
     steps: u32,
     /// Steps of the plan that were computed.
@@ -117,9 +118,6 @@ pub struct Batch {
     step: Step,
     finished: Vec<Option<Finish>>,
 }
-
-/// Marks a page that no slot holds.
-const FREE_PAGE: u32 = u32::MAX;
 
 impl Batch {
     /// An empty batch: no plan applied, every slot and page free.
@@ -142,7 +140,7 @@ impl Batch {
         Self {
             limits,
             slots: (0..max_slots).map(|_| Slot::new(max_context, longest)).collect(),
-            page_holders: vec![FREE_PAGE; kv_pages],
+            pages: Pages::new(kv_pages),
             version: 0,
             steps: 0,
             steps_run: 0,
@@ -240,6 +238,12 @@ impl Batch {
         for &slot in &plan.decode {
             self.schedule_decode(slot)?;
         }
+        for (slot, sequence) in (0..).zip(&self.slots).filter(|(_, sequence)| sequence.scheduled_rows() > 0) {
+            let shared = sequence.pages_to_write().iter().find(|&&page| self.pages.is_shared(page));
+            if let Some(&page) = shared {
+                return Err(PlanFault::PageShared { version, slot, page });
+            }
+        }
         let rows: u64 = self.slots.iter().map(|s| s.scheduled_rows() as u64).sum();
         if rows > self.limits.max_batch_tokens as u64 {
             return Err(PlanFault::TooManyRows { version, rows, limit: self.limits.max_batch_tokens });
@@ -257,7 +261,7 @@ impl Batch {
         assert!(!self.step.rows.is_empty(), "a step was completed that had no rows");
         assert_eq!(sampled.len(), self.step.samples.len(), "samples of step {} of {}", self.step.number, self.version);
         for segment in &self.step.segments {
-            self.slots[segment.slot as usize].advance(segment.rows.len());
+            self.slots[segment.slot as usize].advance(segment.rows.len(), &mut self.pages);
         }
         self.finished.clear();
         for (&row, sampled) in self.step.samples.iter().zip(sampled) {
@@ -289,9 +293,7 @@ impl Batch {
         if !sequence.is_busy() {
             return Err(PlanFault::SlotFree { version, slot, what: "released" });
         }
-        for &page in sequence.pages() {
-            self.page_holders[page as usize] = FREE_PAGE;
-        }
+        sequence.pages().iter().for_each(|&page| self.pages.let_go(page));
         sequence.clear();
         Ok(())
     }
@@ -317,17 +319,20 @@ impl Batch {
             return Err(PlanFault::SlotFree { version, slot, what: "granted pages" });
         }
         for &page in &grant.pages {
-            let Some(holder) = self.page_holders.get_mut(page as usize) else {
+            if !self.pages.hold(page) {
                 return Err(PlanFault::PageRange { version, slot, page, limit: self.limits.kv_pages });
-            };
-            if *holder != FREE_PAGE {
-                return Err(PlanFault::PageHeld { version, slot, page, holder: *holder });
-            }
-            *holder = slot;
-            if !sequence.push_page(page) {
-                return Err(PlanFault::TooManyPages { version, slot, context: self.limits.max_context });
             }
         }
+        let first = grant.first as usize;
+        if first + grant.pages.len() > sequence.max_pages() {
+            return Err(PlanFault::TooManyPages { version, slot, context: self.limits.max_context });
+        }
+        sequence.put_pages(first, &grant.pages, &mut self.pages).map_err(|problem| PlanFault::Grant {
+            version,
+            slot,
+            first: grant.first,
+            problem,
+        })?;
         Ok(())
     }
 
@@ -337,7 +342,7 @@ impl Batch {
         if !sequence.is_busy() {
             return Err(PlanFault::SlotFree { version, slot, what: "prefilled" });
         }
-        sequence.schedule_chunk(chunk).map_err(|problem| PlanFault::Chunk {
+        sequence.schedule_chunk(chunk, &self.pages).map_err(|problem| PlanFault::Chunk {
             version,
             slot,
             start: chunk.start,

@@ -104,7 +104,7 @@ pub fn plan(plan: v1::Plan) -> Result<Plan, PlanFault> {
         steps: plan.steps,
         release: plan.release,
         admit: admit.collect::<Result<_, _>>()?,
-        grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, pages: g.pages }).collect(),
+        grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, first: g.first, pages: g.pages }).collect(),
         prefill: plan.prefill.into_iter().map(|c| PrefillChunk { slot: c.slot, start: c.start, len: c.len }).collect(),
         decode: plan.decode,
     })

@@ -36,6 +36,8 @@ pub enum ChoiceEvent {
         reason: FinishReason,
         /// All tokens generated, the stop token or the tokens of a stop text included.
         completion_tokens: u32,
+        /// Tokens of the prompt that were not computed: they were cached.
+        cached_tokens: u32,
     },
 }
 
@@ -51,6 +53,7 @@ pub struct Choice {
     /// The end, known but not yet told.
     finish: Option<FinishReason>,
     completion_tokens: u32,
+    cached_tokens: u32,
     record: Arc<Record>,
     /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
     /// after an error of one are not taken for the client's going away.
@@ -67,7 +70,17 @@ impl Choice {
         given_up: CancellationToken,
     ) -> Self {
         let stream = Some(stream);
-        Self { index, stream, output, stop_tokens, finish: None, completion_tokens: 0, record, given_up }
+        Self {
+            index,
+            stream,
+            output,
+            stop_tokens,
+            finish: None,
+            completion_tokens: 0,
+            cached_tokens: 0,
+            record,
+            given_up,
+        }
     }
 
     /// What becomes known next; `None` after the end or an error.
@@ -75,8 +88,8 @@ impl Choice {
         loop {
             if let Some(reason) = self.finish.take() {
                 self.record.finished(reason);
-                let completion_tokens = self.completion_tokens;
-                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens }));
+                let Self { completion_tokens, cached_tokens, .. } = *self;
+                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens }));
             }
             let stream = self.stream.as_mut()?;
             let event = tokio::select! {
@@ -102,6 +115,10 @@ impl Choice {
 
     fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {
         match event {
+            Some(SequenceEvent::Prompt { cached_tokens }) => {
+                self.cached_tokens = cached_tokens;
+                Ok(Piece::default())
+            }
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
                 self.record.token();

@@ -24,7 +24,7 @@ const CAUGHT_UP: usize = 8;
 /// The delivery's end of a sequence.
 #[derive(Debug)]
 struct OwnedStream {
-    /// Room for every token and the end, so that sending never waits.
+    /// Room for every event, so that sending never waits.
     events: mpsc::Sender<SequenceEvent>,
     life: Life,
 }
@@ -147,7 +147,7 @@ impl Delivery {
             requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
         let numbers = self.scheduler.submit(requests)?;
         let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
-            let (events, receiver) = mpsc::channel(max_tokens + 2);
+            let (events, receiver) = mpsc::channel(max_tokens + 3);
             let life = Life::new(prompt_tokens, submitted);
             self.streams.insert(sequence, OwnedStream { events, life });
             let stream = SequenceStream::new(sequence, receiver, self.commands.clone());
@@ -248,6 +248,9 @@ impl Delivery {
         let (mut result, now) = (Ok(()), Instant::now());
         for action in actions.drain(..) {
             match action {
+                Action::Prompt { sequence, cached_tokens } => {
+                    self.send(sequence, SequenceEvent::Prompt { cached_tokens }, now);
+                }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),
                 Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason), now),
@@ -262,6 +265,10 @@ impl Delivery {
     fn send(&mut self, sequence: u64, event: SequenceEvent, now: Instant) {
         let Some(stream) = self.streams.get_mut(&sequence) else { return };
         let ended = match &event {
+            SequenceEvent::Prompt { cached_tokens } => {
+                stream.life.prompt(*cached_tokens, now, &self.metrics);
+                None
+            }
             SequenceEvent::Token(_) => {
                 stream.life.token(now, &self.metrics);
                 None
@@ -269,7 +276,7 @@ impl Delivery {
             SequenceEvent::Finished(reason) => Some(Ended::from(*reason)),
             SequenceEvent::Failed(_) => Some(Ended::Error),
         };
-        // A reader that went away cancels by itself; the channel has room for every token and the end.
+        // A reader that went away cancels by itself; the channel has room for every event.
         let sent = stream.events.try_send(event);
         debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
         if let Some(how) = ended {

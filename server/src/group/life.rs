@@ -30,22 +30,24 @@ impl Life {
         }
     }
 
+    /// Its prompt was computed, but for so many tokens.
+    pub(super) fn prompt(&mut self, cached_tokens: u32, now: Instant, metrics: &EngineMetrics) {
+        metrics.first_token.observe(now - self.submitted);
+        metrics.prefill_time.observe(now - self.admitted.unwrap_or(self.submitted));
+        metrics.prompt_tokens.inc_by(self.prompt_tokens);
+        metrics.request_prompt_tokens.observe_count(self.prompt_tokens);
+        metrics.prefix_cache_queries.inc_by(self.prompt_tokens);
+        metrics.prefix_cache_hits.inc_by(cached_tokens.into());
+    }
+
     /// It got a token.
     pub(super) fn token(&mut self, now: Instant, metrics: &EngineMetrics) {
         self.generated += 1;
-        match &mut self.tokens {
-            Some((_, newest)) => {
-                metrics.inter_token.observe(now - *newest);
-                *newest = now;
-            }
-            None => {
-                self.tokens = Some((now, now));
-                metrics.first_token.observe(now - self.submitted);
-                metrics.prefill_time.observe(now - self.admitted.unwrap_or(self.submitted));
-                metrics.prompt_tokens.inc_by(self.prompt_tokens);
-                metrics.request_prompt_tokens.observe_count(self.prompt_tokens);
-            }
+        let (_, newest) = self.tokens.get_or_insert((now, now));
+        if self.generated > 1 {
+            metrics.inter_token.observe(now - *newest);
         }
+        *newest = now;
     }
 
     /// It is over. One that did not come to its end says nothing of how long that takes.

@@ -135,6 +135,7 @@ impl World {
             max_waiting_requests: 1 + rng.below(8),
             max_waiting_tokens: 8 + rng.below(30),
             suspect_after: 2,
+            prefix_cache: rng.below(2) == 0,
         };
         let page_positions = 1 + rng.below(4) as u32;
         let kv_pages = 17_u32.div_ceil(page_positions) + rng.below(20) as u32;
@@ -185,6 +186,7 @@ impl World {
     fn act(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
+                Action::Prompt { .. } => {}
                 Action::Token { sequence, token } => {
                     let seen = self.seen.get_mut(&sequence).expect("a token for a sequence of the front end's");
                     assert!(!seen.ended, "a token after the end of {sequence}");

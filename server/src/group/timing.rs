@@ -116,7 +116,11 @@ impl Probe {
         };
         for (slot, length) in (0..).zip(lengths) {
             plan.admit.push(admit(slot, shape.first_version, length, max_tokens));
-            plan.grants.push(PageGrant { slot, pages: free.by_ref().take(pages(&length) as usize).collect() });
+            plan.grants.push(PageGrant {
+                slot,
+                first: 0,
+                pages: free.by_ref().take(pages(&length) as usize).collect(),
+            });
             plan.prefill.push(PrefillChunk { slot, start: 0, len: length });
         }
         Some(plan)

@@ -39,6 +39,7 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
         logit_bias: request.logit_bias.iter().map(|(token, bias)| (u64::from(*token), f64::from(*bias))).collect(),
         stop: request.stop,
         ignore_eos: request.ignore_eos,
+        cache_salt: Some(request.cache_salt).filter(|salt| !salt.is_empty()),
         logprobs_field: "top_logprobs",
         logprobs: request.logprobs.then_some(i64::from(request.top_logprobs)),
         ..RawRequest::new(field, input)

@@ -139,7 +139,9 @@ async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> R
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
-    let usage = Usage::new(request.prompt_tokens(), completion_tokens);
+    let firsts = wholes.iter().filter(|whole| is_first(whole.index, request.choices));
+    let cached_tokens = firsts.map(|whole| u64::from(whole.cached_tokens)).sum();
+    let usage = Usage::new(request.prompt_tokens(), cached_tokens, completion_tokens);
     let bytes = wholes.iter().map(|whole| whole.output.text.len()).sum::<usize>()
         + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
     let body = frontend.compute(bytes, move || writer.whole(&wholes, usage)).await?;
@@ -159,13 +161,18 @@ async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
                 whole.output.text.push_str(&piece.text);
                 whole.output.tokens.extend(piece.tokens);
             }
-            ChoiceEvent::Finished { reason, completion_tokens } => {
+            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens } => {
                 whole.finish = Some(reason);
-                whole.completion_tokens = completion_tokens;
+                (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
         }
     }
     Ok(whole)
+}
+
+/// Whether a choice is the first of its prompt, whose tokens `usage` counts once.
+fn is_first(index: u32, choices_each: u32) -> bool {
+    index % choices_each == 0
 }
 
 fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {
@@ -184,7 +191,10 @@ struct EventStream {
     choices: SelectAll<BoxStream<'static, (u32, Result<ChoiceEvent, GenerateError>)>>,
     /// Written, not yet sent: the opening chunks, or at most the last two.
     ready: VecDeque<String>,
+    /// Of each prompt.
+    choices_each: u32,
     prompt_tokens: u64,
+    cached_tokens: u64,
     completion_tokens: u64,
     ended: bool,
     metrics: FrontMetrics,
@@ -202,7 +212,9 @@ impl EventStream {
             ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
             writer,
             choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
+            choices_each: request.choices,
             prompt_tokens: request.prompt_tokens(),
+            cached_tokens: 0,
             completion_tokens: 0,
             ended: false,
             metrics,
@@ -223,8 +235,11 @@ impl EventStream {
                         self.ready.push_back(self.writer.delta(index, &piece));
                     }
                 }
-                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens }))) => {
+                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens }))) => {
                     self.completion_tokens += u64::from(completion_tokens);
+                    if is_first(index, self.choices_each) {
+                        self.cached_tokens += u64::from(cached_tokens);
+                    }
                     self.ready.push_back(self.writer.finish(index, reason));
                 }
                 // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
@@ -235,7 +250,8 @@ impl EventStream {
                     self.ended = true;
                 }
                 None => {
-                    self.ready.extend(self.writer.usage(Usage::new(self.prompt_tokens, self.completion_tokens)));
+                    let usage = Usage::new(self.prompt_tokens, self.cached_tokens, self.completion_tokens);
+                    self.ready.extend(self.writer.usage(usage));
                     self.ready.push_back("[DONE]".into());
                     self.ended = true;
                 }

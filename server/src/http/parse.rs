@@ -116,6 +116,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.frequency_penalty = fields.number("frequency_penalty")?;
     raw.repetition_penalty = fields.number("repetition_penalty")?;
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
+    raw.cache_salt = fields.string("cache_salt")?;
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }

@@ -37,11 +37,21 @@ pub(super) struct Usage {
     prompt_tokens: u64,
     completion_tokens: u64,
     total_tokens: u64,
+    prompt_tokens_details: PromptTokensDetails,
+}
+
+/// What became of a prompt's tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+struct PromptTokensDetails {
+    /// Not computed, since the prefix cache held them.
+    cached_tokens: u64,
 }
 
 impl Usage {
-    pub(super) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
-        Self { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+    pub(super) fn new(prompt_tokens: u64, cached_tokens: u64, completion_tokens: u64) -> Self {
+        let (total_tokens, prompt_tokens_details) =
+            (prompt_tokens + completion_tokens, PromptTokensDetails { cached_tokens });
+        Self { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }
 }
 
@@ -52,6 +62,7 @@ pub(super) struct WholeChoice {
     pub(super) output: Piece,
     pub(super) finish: Option<FinishReason>,
     pub(super) completion_tokens: u32,
+    pub(super) cached_tokens: u32,
 }
 
 #[derive(Serialize)]

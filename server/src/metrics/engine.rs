@@ -129,6 +129,7 @@ pub struct EngineMetrics {
     waiting: Gauge<u64, AtomicU64>,
     kv_usage: Gauge<f64, AtomicU64>,
     kv_pages_used: Gauge<u64, AtomicU64>,
+    kv_pages_cached: Gauge<u64, AtomicU64>,
     kv_pages: Gauge<u64, AtomicU64>,
     /// Bytes of the KV cache of all ranks.
     pub kv_bytes: Gauge<u64, AtomicU64>,
@@ -140,6 +141,10 @@ pub struct EngineMetrics {
     ended: [Counter; Ended::ALL.len()],
     /// Tokens of prompts, counted with the first token that follows them.
     pub prompt_tokens: Counter,
+    /// Tokens of prompts that the prefix cache was asked for.
+    pub prefix_cache_queries: Counter,
+    /// Those of them that it held.
+    pub prefix_cache_hits: Counter,
     /// Tokens that readers took: what `usage` tells clients, summed up.
     pub generation_tokens: Counter,
     /// Tokens of a prompt.
@@ -182,6 +187,7 @@ impl Default for EngineMetrics {
             waiting: Gauge::default(),
             kv_usage: Gauge::default(),
             kv_pages_used: Gauge::default(),
+            kv_pages_cached: Gauge::default(),
             kv_pages: Gauge::default(),
             kv_bytes: Gauge::default(),
             stream_bytes: Gauge::default(),
@@ -189,6 +195,8 @@ impl Default for EngineMetrics {
             finished,
             ended,
             prompt_tokens: Counter::default(),
+            prefix_cache_queries: Counter::default(),
+            prefix_cache_hits: Counter::default(),
             generation_tokens: Counter::default(),
             request_prompt_tokens: Histogram::new(TOKENS),
             request_generation_tokens: Histogram::new(TOKENS),
@@ -217,6 +225,7 @@ impl EngineMetrics {
         self.running.set(load.running);
         self.waiting.set(load.waiting);
         self.kv_pages_used.set(load.kv_pages_used);
+        self.kv_pages_cached.set(load.kv_pages_cached);
         self.kv_pages.set(load.kv_pages);
         self.kv_usage.set(load.kv_pages_used as f64 / load.kv_pages.max(1) as f64);
         // The scheduler counts them; this only follows.
@@ -259,6 +268,8 @@ impl EngineMetrics {
         let r = registry;
         r.register("kv_cache_usage_perc", "Share of the KV pages that sequences hold, 0 to 1", self.kv_usage.clone());
         r.register("kv_cache_pages_used", "KV pages that sequences hold", self.kv_pages_used.clone());
+        let help = "KV pages that nobody holds, kept for prompts that begin with the same: taken when memory is needed";
+        r.register("kv_cache_pages_cached", help, self.kv_pages_cached.clone());
         r.register("kv_cache_pages", "KV pages of the group", self.kv_pages.clone());
         r.register("kv_cache_size_bytes", "KV cache of all ranks", self.kv_bytes.clone());
         r.register("weight_stream_bytes", "Weights that a pass streams, of all ranks", self.stream_bytes.clone());
@@ -286,7 +297,11 @@ impl EngineMetrics {
         r.register("num_requests_waiting", "Sequences that wait for a slot", self.waiting.clone());
         let help = "Sequences that ended, by reason (abort: the client went away; error: the server gave it up)";
         r.register("request_success", help, self.finished.clone());
-        r.register("prompt_tokens", "Tokens of prompts that were computed", self.prompt_tokens.clone());
+        r.register("prompt_tokens", "Tokens of prompts, those that were cached included", self.prompt_tokens.clone());
+        let help = "Tokens of prompts that the prefix cache was asked for";
+        r.register("prefix_cache_queries", help, self.prefix_cache_queries.clone());
+        let help = "Tokens of prompts that were not computed, since the prefix cache held them";
+        r.register("prefix_cache_hits", help, self.prefix_cache_hits.clone());
         r.register(
             "generation_tokens",
             "Tokens generated, as clients are told in usage",

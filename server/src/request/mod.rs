@@ -1,6 +1,6 @@
 //! From a raw request, as HTTP or gRPC read it, to a valid one, or to an error that names the field.
 
-use std::ops::RangeInclusive;
+use std::{ops::RangeInclusive, sync::Arc};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
@@ -30,6 +30,8 @@ pub const MAX_STOP_BYTES: usize = 1024;
 pub const MAX_TOP_LOGPROBS: u64 = 20;
 /// Tokens with a bias of their own.
 pub const MAX_LOGIT_BIAS: usize = 1024;
+/// Bytes of a cache salt.
+pub const MAX_SALT_BYTES: usize = 1024;
 
 /// What to go on from.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,6 +85,8 @@ pub struct RawRequest {
     pub logprobs_field: &'static str,
     /// Report log-probabilities, and of so many most likely tokens.
     pub logprobs: Option<i64>,
+    /// KV pages are shared with requests of the same salt alone.
+    pub cache_salt: Option<String>,
 }
 
 impl RawRequest {
@@ -108,6 +112,7 @@ impl RawRequest {
             ignore_eos: false,
             logprobs_field: "logprobs",
             logprobs: None,
+            cache_salt: None,
         }
     }
 }
@@ -129,6 +134,8 @@ pub struct ValidRequest {
     pub logprobs: Option<u32>,
     /// Texts that end the output, none empty.
     pub stop: Vec<String>,
+    /// As in [`SequenceRequest`].
+    pub cache_salt: Arc<str>,
 }
 
 /// One prompt of a valid request.
@@ -157,6 +164,7 @@ impl ValidRequest {
                     stop_tokens: self.stop_tokens.clone(),
                     sampling,
                     logprobs: self.logprobs,
+                    cache_salt: self.cache_salt.clone(),
                 };
                 (request, prompt.start)
             })

@@ -1,8 +1,10 @@
 //! Every rule for a request's values, each with the range in its error.
 
+use std::sync::Arc;
+
 use super::{
-    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_BYTES,
-    MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, chat, draw_seed,
+    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
+    MAX_STOP_BYTES, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, chat, draw_seed,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -27,6 +29,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     };
     let min_tokens = integer("min_tokens", raw.min_tokens.unwrap_or(0), 0, i64::from(u32::MAX))? as u32;
     check_stops(&raw.stop)?;
+    let cache_salt = cache_salt(raw.cache_salt)?;
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -46,7 +49,8 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         valid_prompts.push(ValidPrompt { tokens, max_tokens, start });
     }
     let stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
-    Ok(ValidRequest { prompts: valid_prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop: raw.stop })
+    let (prompts, stop) = (valid_prompts, raw.stop);
+    Ok(ValidRequest { prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop, cache_salt })
 }
 
 fn sampling(raw: &RawRequest, model: &ModelInfo, text: &Text) -> Result<SamplingParams, RequestError> {
@@ -73,6 +77,17 @@ fn sampling(raw: &RawRequest, model: &ModelInfo, text: &Text) -> Result<Sampling
         repetition_penalty,
         logit_bias: logit_bias(&raw.logit_bias, model)?,
     })
+}
+
+/// Left out: that of all requests without one, the empty text.
+fn cache_salt(salt: Option<String>) -> Result<Arc<str>, RequestError> {
+    match salt {
+        Some(salt) if !(1..=MAX_SALT_BYTES).contains(&salt.len()) => {
+            let message = format!("its {} bytes are not in [1, {MAX_SALT_BYTES}]", salt.len());
+            Err(RequestError::field("cache_salt", FieldError::Value, message))
+        }
+        salt => Ok(salt.unwrap_or_default().into()),
+    }
 }
 
 /// A number in [low, high], as the worker's type. NaN is in no range.
@@ -294,6 +309,8 @@ mod tests {
             (RawRequest { logprobs: Some(21), logprobs_field: "top_logprobs", ..raw() }, "top_logprobs"),
             (RawRequest { stop: vec![String::new()], ..raw() }, "stop"),
             (RawRequest { stop: vec!["x".into(); 17], ..raw() }, "stop"),
+            (RawRequest { cache_salt: Some(String::new()), ..raw() }, "cache_salt"),
+            (RawRequest { cache_salt: Some("s".repeat(1025)), ..raw() }, "cache_salt"),
             (RawRequest { logit_bias: vec![(768, 1.0)], ..raw() }, "logit_bias"),
             (RawRequest { logit_bias: vec![(1, 1.0), (1, 2.0)], ..raw() }, "logit_bias"),
             (RawRequest { logit_bias: vec![(5, -101.0)], ..raw() }, "logit_bias.5"),

@@ -55,13 +55,9 @@ impl Scheduler {
             return Vec::new();
         }
         let decoding = (self.running.len() - self.prompts) as u32;
-        let prompts: Vec<(u64, u32, u32)> = self
-            .running()
-            .filter(|(_, running)| !running.decodes())
-            .map(|(turn, running)| (turn.id, running.slot, running.prompt_left()))
-            .collect();
-        let begun = self.running().filter(|(_, running)| !running.decodes());
-        let waiting = begun.map(|(_, running)| u64::from(running.prefill_end)).sum();
+        let prompts = self.prompts_to_compute();
+        let begun = prompts.iter().map(|&(_, slot, _)| self.slot(slot));
+        let waiting = begun.map(|running| u64::from(running.prefill_end - running.reused)).sum();
         let mut budget = self.step_rows.of_prompts(decoding, waiting).min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];
         let left = prompts.iter().map(|&(.., left)| left).enumerate();

@@ -71,26 +71,23 @@ impl Scheduler {
         let Some(pool) = &self.pages else {
             return hold(self.sequences.is_empty(), "nothing is queued before the first group");
         };
-        let mut owned = vec![false; pool.total() as usize];
-        let mut own = |page: u32| {
-            let first = owned.get_mut(page as usize).is_some_and(|owned| !std::mem::replace(owned, true));
-            hold(first, "every page is free or has one owner")
-        };
-        pool.free_pages().iter().try_for_each(|&page| own(page))?;
+        let mut held = vec![0; pool.total() as usize];
         for sequence in self.sequences.values() {
             let below_limit = sequence.generated.len() < sequence.request.max_tokens as usize;
             hold(below_limit, "a sequence with all its tokens has ended")?;
             hold(pool.pages_for(sequence.positions()) <= pool.total(), "every sequence fits the cache")?;
         }
         for (_, running) in self.running() {
-            running.pages.iter().try_for_each(|&page| own(page))?;
+            running.pages.iter().for_each(|&page| held[page as usize] += 1);
             hold(running.prefilled <= running.prefill_end, "no prompt token is computed twice")?;
             let prompt = pool.covers(running.pages.len(), u64::from(running.prefill_end) - 1);
             hold(prompt, "a sequence in a slot has pages for its prompt")?;
             hold(running.pages.len() as u64 <= pool.pages_for(running.positions), "no page beyond the last position")?;
-            hold(running.granted <= running.pages.len(), "only pages of its own are granted to a slot")?;
+            hold(running.granted <= running.pages.len(), "only pages that a slot holds are granted to it")?;
+            let cached = running.computed() / u64::from(pool.page_positions());
+            hold(running.cached as u64 <= cached, "only full pages are cached")?;
         }
-        hold(owned.iter().all(|&owned| owned), "no page is lost")
+        pool.check(&held).map_err(|invariant| format!("broken invariant: {invariant}"))
     }
 }
 

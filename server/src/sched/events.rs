@@ -29,6 +29,13 @@ pub enum Event {
 /// What the owner of the scheduler has to do.
 #[derive(Debug, PartialEq)]
 pub enum Action {
+    /// The prompt of a sequence was computed: its first token follows.
+    Prompt {
+        /// The sequence's number.
+        sequence: u64,
+        /// Tokens of the prompt that were not computed, since cached pages held them.
+        cached_tokens: u32,
+    },
     /// The next token of a sequence.
     Token {
         /// Its number.

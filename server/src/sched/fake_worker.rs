@@ -3,6 +3,7 @@
 //! therefore shows in the tokens. Panics where a plan breaks the protocol.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan, SampledToken};
 
@@ -16,7 +17,15 @@ pub(crate) const VOCAB: u64 = 1000;
 pub(crate) fn request(seed: u64, prompt: u32, max_tokens: u32, stop_tokens: Vec<u32>) -> SequenceRequest {
     let sampling = SamplingParams { seed, ..SamplingParams::greedy() };
     let prompt = (0..prompt).map(|i| (mix(seed ^ u64::from(i) << 40) % VOCAB) as u32).collect();
-    SequenceRequest { prompt, max_tokens, min_tokens: 2, stop_tokens, sampling, logprobs: None }
+    SequenceRequest {
+        prompt,
+        max_tokens,
+        min_tokens: 2,
+        stop_tokens,
+        sampling,
+        logprobs: None,
+        cache_salt: Arc::default(),
+    }
 }
 
 /// The tokens that a request has to get, by definition.
@@ -85,8 +94,10 @@ impl Shape {
 pub(crate) struct FakeWorker {
     shape: Shape,
     slots: BTreeMap<u32, Slot>,
-    /// [kv_pages * page_positions]: the token at a position, and whose it is.
-    kv: Vec<Option<(u64, u32)>>,
+    /// [kv_pages * page_positions]: the token at a position.
+    kv: Vec<Option<u32>>,
+    /// Slots that hold each page.
+    holders: Vec<u32>,
     plan: Option<Plan>,
     /// Steps of `plan` that were run; `None` once it is over.
     step: Option<u32>,
@@ -97,7 +108,9 @@ pub(crate) struct FakeWorker {
 impl FakeWorker {
     pub(crate) fn new(shape: Shape) -> Self {
         let kv = vec![None; (shape.kv_pages * shape.page_positions) as usize];
-        Self { shape, slots: BTreeMap::new(), kv, plan: None, step: None, held: VecDeque::new(), last_version: 0 }
+        let holders = vec![0; shape.kv_pages as usize];
+        let (slots, held) = (BTreeMap::new(), VecDeque::new());
+        Self { shape, slots, kv, holders, plan: None, step: None, held, last_version: 0 }
     }
 
     /// A plan arrived.
@@ -164,7 +177,8 @@ impl FakeWorker {
     fn take_over(&mut self, plan: Plan) {
         assert!(plan.steps > 0);
         for slot in &plan.release {
-            self.slots.remove(slot).expect("a released slot is in use");
+            let slot = self.slots.remove(slot).expect("a released slot is in use");
+            slot.pages.iter().for_each(|&page| self.let_go(page));
         }
         for admit in &plan.admit {
             assert!(admit.slot < self.shape.max_slots && !admit.tokens.is_empty());
@@ -174,13 +188,14 @@ impl FakeWorker {
         }
         for grant in &plan.grants {
             assert!(!grant.pages.is_empty() && grant.pages.iter().all(|&page| page < self.shape.kv_pages));
-            self.slots.get_mut(&grant.slot).expect("pages go to a slot in use").pages.extend(&grant.pages);
+            grant.pages.iter().for_each(|&page| self.holders[page as usize] += 1);
+            let slot = self.slots.get_mut(&grant.slot).expect("pages go to a slot in use");
+            let (first, end) = (grant.first as usize, grant.first as usize + grant.pages.len());
+            assert!(first <= slot.pages.len(), "pages follow each other");
+            let replaced: Vec<u32> =
+                slot.pages.splice(first..end.min(slot.pages.len()), grant.pages.iter().copied()).collect();
+            replaced.into_iter().for_each(|page| self.let_go(page));
         }
-        let mut owned: Vec<u32> = self.slots.values().flat_map(|slot| slot.pages.clone()).collect();
-        let pages = owned.len();
-        owned.sort_unstable();
-        owned.dedup();
-        assert_eq!(owned.len(), pages, "a page has two owners");
         for &slot in &plan.decode {
             let completes = plan.prefill.iter().any(|c| c.slot == slot && c.start + c.len == self.prompt(slot));
             assert!(completes || self.slots[&slot].computed >= self.prompt(slot), "slot {slot} decodes too early");
@@ -194,13 +209,42 @@ impl FakeWorker {
     }
 
     fn prefill(&mut self, slot: u32, start: u32, len: u32) -> Option<SampledToken> {
-        assert_eq!(self.slots[&slot].computed, start, "chunks follow each other");
+        self.skip(slot, start);
         assert!(len > 0 && start + len <= self.prompt(slot), "a chunk ends with the prompt");
         for _ in 0..len {
             assert!(self.has_page(slot), "position {} of slot {slot} has no page", self.slots[&slot].computed);
             self.write(slot);
         }
         (start + len == self.prompt(slot)).then(|| self.sample(slot))
+    }
+
+    /// What lies before `start` was computed for the slot, or is in its pages already.
+    fn skip(&mut self, number: u32, start: u32) {
+        let slot = &self.slots[&number];
+        if start > slot.computed {
+            let positions = self.shape.page_positions;
+            assert!(start % positions == 0 && slot.computed % positions == 0, "whole pages are skipped");
+            assert!((start / positions) as usize <= slot.pages.len(), "skipped pages are granted");
+        }
+        assert!(slot.computed <= start, "chunks follow each other");
+        self.slots.get_mut(&number).expect("the slot was read above").computed = start;
+    }
+
+    /// Nobody may read a page any more that is not full, once nobody holds it.
+    fn let_go(&mut self, page: u32) {
+        self.holders[page as usize] -= 1;
+        if self.holders[page as usize] == 0 && self.kv(page).contains(&None) {
+            self.poison(page);
+        }
+    }
+
+    fn poison(&mut self, page: u32) {
+        self.kv(page).fill(None);
+    }
+
+    fn kv(&mut self, page: u32) -> &mut [Option<u32>] {
+        let positions = self.shape.page_positions as usize;
+        &mut self.kv[page as usize * positions..][..positions]
     }
 
     fn decode(&mut self, slot: u32) -> Option<SampledToken> {
@@ -222,21 +266,21 @@ impl FakeWorker {
 
     fn write(&mut self, slot: u32) {
         let slot = &self.slots[&slot];
-        let entry = (slot.admit.sequence, slot.tokens[slot.computed as usize]);
+        let (number, token) = (slot.admit.slot, slot.tokens[slot.computed as usize]);
+        let page = slot.pages[(slot.computed / self.shape.page_positions) as usize];
+        assert_eq!(self.holders[page as usize], 1, "page {page} is written by slot {number}, and held by others");
         let at = self.at(slot, slot.computed);
-        self.kv[at] = Some(entry);
-        let number = slot.admit.slot;
+        if slot.computed % self.shape.page_positions == 0 {
+            self.poison(page);
+        }
+        self.kv[at] = Some(token);
         self.slots.get_mut(&number).expect("the slot was read above").computed += 1;
     }
 
     fn sample(&mut self, slot: u32) -> SampledToken {
         let state = &self.slots[&slot];
         let context: Vec<u32> = (0..state.computed)
-            .map(|position| {
-                let (sequence, token) = self.kv[self.at(state, position)].expect("every earlier position was computed");
-                assert_eq!(sequence, state.admit.sequence, "position {position} was overwritten");
-                token
-            })
+            .map(|position| self.kv[self.at(state, position)].expect("every earlier position was computed"))
             .collect();
         let token = next_token(&context);
         let state = self.slots.get_mut(&slot).expect("the slot was read above");

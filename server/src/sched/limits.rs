@@ -18,6 +18,8 @@ pub struct Limits {
     pub max_waiting_tokens: u64,
     /// Losses of the group after which a sequence that was computed each time is a suspect, and computed alone.
     pub suspect_after: u32,
+    /// Full KV pages are found again by what they hold.
+    pub prefix_cache: bool,
 }
 
 impl Default for Limits {
@@ -30,6 +32,7 @@ impl Default for Limits {
             max_waiting_requests: 1024,
             max_waiting_tokens: 1 << 20,
             suspect_after: 2,
+            prefix_cache: true,
         }
     }
 }

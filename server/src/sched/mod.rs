@@ -18,6 +18,7 @@ pub(crate) mod fake_worker;
 mod limits;
 mod pages;
 mod pipeline;
+mod prefix;
 mod request;
 mod room;
 mod sequence;
@@ -89,6 +90,8 @@ pub struct Load {
     pub waiting: u64,
     /// KV pages that sequences hold.
     pub kv_pages_used: u64,
+    /// KV pages that nobody holds, with tokens that a prompt may begin with: they can be taken at any time.
+    pub kv_pages_cached: u64,
     /// KV pages of the group; 0 before there is one.
     pub kv_pages: u64,
     /// Times a sequence gave up its slot, so far: for want of pages, to others while its reader was behind, or for a trial.
@@ -138,7 +141,9 @@ impl Scheduler {
             let id = self.next_sequence;
             self.next_sequence += 1;
             self.fresh_tokens += request.prompt.len() as u64;
-            self.sequences.insert(id, Sequence::new(request));
+            let mut sequence = Sequence::new(request);
+            self.extend_keys(&mut sequence);
+            self.sequences.insert(id, sequence);
             self.queue.insert(Turn { behind: false, id });
             self.fresh.insert(id);
         }
@@ -185,6 +190,7 @@ impl Scheduler {
             running: self.running.len() as u64,
             waiting: (self.queue.len() + self.leaving.len()) as u64,
             kv_pages_used: kv_pages - self.pages.as_ref().map_or(0, PagePool::available),
+            kv_pages_cached: self.pages.as_ref().map_or(0, PagePool::idle),
             kv_pages,
             preemptions: self.preemptions,
         }
@@ -269,7 +275,15 @@ impl Scheduler {
         // The cache of a group that came back may be smaller than what was promised at submission.
         let needs = self.sequences.iter().map(|(&id, sequence)| (id, pages.pages_for(sequence.positions())));
         let too_large: Vec<(u64, u64)> = needs.filter(|&(_, needed)| needed > pages.total()).collect();
-        self.pages = Some(pages);
+        let page_positions = self.pages.replace(pages).map(|before| before.page_positions());
+        if page_positions.is_some_and(|before| before != shape.page_positions) {
+            let mut sequences = std::mem::take(&mut self.sequences);
+            sequences.values_mut().for_each(|sequence| {
+                sequence.keys.clear();
+                self.extend_keys(sequence);
+            });
+            self.sequences = sequences;
+        }
         self.pipeline = Pipeline::new(shape.first_version);
         self.slots = (0..shape.max_slots).map(|_| None).collect();
         self.free_slots = (0..shape.max_slots).rev().collect();
@@ -347,11 +361,19 @@ impl Scheduler {
         }
         sequence.generated.push(token.token);
         let is_cleared = sequence.is_cleared();
+        let pages = self.pages.as_mut().expect("a group that is up has pages");
+        if self.limits.prefix_cache {
+            sequence.extend_keys(pages.page_positions());
+        }
         if let Some(running) = slot.and_then(|slot| self.slots[slot as usize].as_mut()) {
             running.tokens += 1;
+            running.publish(sequence, pages);
         }
         // Nobody reads what the group proves itself with.
         let is_read = self.trials.self_test != Some(id);
+        if is_read && sequence.generated.len() == 1 {
+            actions.push(Action::Prompt { sequence: id, cached_tokens: sequence.cached_tokens });
+        }
         if is_read {
             let top = token.top.iter().map(|entry| (entry.token, entry.logprob)).collect();
             let token = GeneratedToken { id: token.token, logprob: token.logprob, top };
@@ -401,7 +423,14 @@ impl Scheduler {
         self.prompts -= usize::from(!running.decodes());
         self.releases.push(slot);
         self.free_slots.push(slot);
-        self.pages.as_mut().expect("a sequence runs on pages of the pool").give_back(running.pages);
+        let pages = self.pages.as_mut().expect("a sequence runs on pages of the pool");
+        running.pages.into_iter().rev().for_each(|page| pages.let_go(page));
+    }
+
+    fn extend_keys(&self, sequence: &mut Sequence) {
+        if let Some(pages) = self.pages.as_ref().filter(|_| self.limits.prefix_cache) {
+            sequence.extend_keys(pages.page_positions());
+        }
     }
 
     /// Steps that the newest plan still guarantees to the sequences that decode; 0 if the loop may have come to rest.

@@ -2,6 +2,7 @@
 //! engine's seam.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 /// How a token is drawn; meanings and ranges as in worker/v1 `Sampling`.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,6 +59,8 @@ pub struct SequenceRequest {
     pub sampling: SamplingParams,
     /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
     pub logprobs: Option<u32>,
+    /// KV pages are shared with sequences of the same salt alone. Changes no token.
+    pub cache_salt: Arc<str>,
 }
 
 impl SequenceRequest {

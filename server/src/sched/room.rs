@@ -17,6 +17,7 @@ impl Scheduler {
         if self.has_to_make_way() {
             while self.admissible().is_none() {
                 let last = self.last_running().expect("once all whose readers are behind have left, another may enter");
+                debug_assert!(last.behind, "nobody makes way whose reader keeps up");
                 self.preempt(last, plan);
             }
         }
@@ -64,8 +65,8 @@ impl Scheduler {
         running.grow(self.pipeline.plans_since(running.decodes_from), pages)
     }
 
-    /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step, and
-    /// one for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of
+    /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step that
+    /// it does not share, and one for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of
     /// them, if nothing else runs.
     pub(super) fn admissible(&self) -> Option<Turn> {
         if self.trials.is_on() {
@@ -76,8 +77,9 @@ impl Scheduler {
         }
         let turn = self.queue.first().copied().filter(|turn| !self.is_overtaking(turn))?;
         let pages = self.pages.as_ref()?;
-        let room = self.pages_to_enter(turn) + self.running.len() as u64 <= pages.available();
-        (room && !self.free_slots.is_empty()).then_some(turn)
+        let needed = self.pages_to_enter(turn) + self.running.len() as u64;
+        let has_room = || needed <= pages.available() || needed - self.shared_pages(turn, pages) <= pages.available();
+        (!self.free_slots.is_empty() && has_room()).then_some(turn)
     }
 
     /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
@@ -90,8 +92,9 @@ impl Scheduler {
             return false;
         }
         let behind = self.running.range(Turn { behind: true, id: 0 }..).map(|(_, &slot)| self.slot(slot));
-        let (count, their_pages) =
-            behind.fold((0, 0), |(count, pages), running| (count + 1, pages + running.pages.len() as u64));
+        // Pages that others hold, too, stay theirs.
+        let own = |running: &Running| running.pages.iter().filter(|&&page| !pages.is_shared(page)).count() as u64;
+        let (count, their_pages) = behind.fold((0, 0), |(count, pages), running| (count + 1, pages + own(running)));
         let others = self.running.len() as u64 - count;
         self.pages_to_enter(first) + others <= pages.available() + their_pages
     }
@@ -120,6 +123,7 @@ impl Scheduler {
     fn admit(&mut self, turn: Turn, plan: &mut Plan) {
         self.queue.remove(&turn);
         let slot = self.free_slots.pop().expect("an admissible sequence finds a free slot");
+        let pages = self.pages.as_mut().expect("a group that is up has pages");
         let sequence = self.sequences.get_mut(&turn.id).expect("the queue names known sequences");
         if self.fresh.remove(&turn.id) {
             self.fresh_tokens -= sequence.request.prompt.len() as u64;
@@ -127,7 +131,8 @@ impl Scheduler {
         plan.admit.push(sequence.admit(turn.id, slot));
         sequence.phase = Phase::Running { slot };
         let mut running = Running::new(slot, sequence);
-        let covered = running.grow(1, self.pages.as_mut().expect("a group that is up has pages"));
+        running.reuse(sequence, pages);
+        let covered = running.grow(1, pages);
         debug_assert!(covered, "an admissible sequence finds its pages");
         self.slots[slot as usize] = Some(running);
         self.running.insert(turn, slot);
@@ -150,9 +155,15 @@ impl Scheduler {
                 plan.decode.push(slot);
                 is_short = is_short || !running.grow(ahead, pages);
             }
-            if running.granted < running.pages.len() {
-                plan.grants.push(PageGrant { slot, pages: running.pages[running.granted..].to_vec() });
-                running.granted = running.pages.len();
+            // Of a prompt those that are filled by now: of the others, somebody else may fill the same before.
+            let due = match running.decodes() {
+                true => running.pages.len(),
+                false => pages.pages_for(running.prefilled.into()) as usize,
+            };
+            if running.granted < due {
+                let (first, pages) = (running.granted as u32, running.pages[running.granted..due].to_vec());
+                plan.grants.push(PageGrant { slot, first, pages });
+                running.granted = due;
             }
         }
         decode

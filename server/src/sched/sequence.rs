@@ -1,8 +1,13 @@
 //! One sequence in the scheduler's hands: what was asked, what came out so far, and where it is.
 
+use std::borrow::Cow;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use looplane_proto::worker::v1::{Admit, LogitBias, Sampling};
 
-use super::pages::PagePool;
+use super::pages::{Content, PagePool};
+#[cfg(test)]
+use super::prefix::{SABOTAGE, Sabotage};
 use super::request::SequenceRequest;
 
 /// A sequence from its submission to its end.
@@ -11,6 +16,10 @@ pub(super) struct Sequence {
     pub(super) request: SequenceRequest,
     /// Tokens that came back, in order; they outlive preemption and the loss of the group.
     pub(super) generated: Vec<u32>,
+    /// Of each page that its tokens fill, as [`Content::key`]; none without a prefix cache.
+    pub(super) keys: Vec<u64>,
+    /// Tokens of the prompt that were not computed before the first token came: cached pages held them.
+    pub(super) cached_tokens: u32,
     pub(super) phase: Phase,
     /// Times the group was lost while it computed this sequence, since the sequence was last cleared of it.
     pub(super) losses: u32,
@@ -45,12 +54,16 @@ pub(super) struct Running {
     pub(super) slot: u32,
     /// Page i holds positions i * page_positions and up.
     pub(super) pages: Vec<u32>,
-    /// How many of them plans granted.
+    /// How many of them, from the first on, others find by what they hold.
+    pub(super) cached: usize,
+    /// How many of them, from the first on, plans granted.
     pub(super) granted: usize,
     /// Tokens given at admission: positions that are computed as a prompt.
     pub(super) prefill_end: u32,
-    /// Positions of them that plans were sent for.
+    /// Positions of them that plans were sent for, or that cached pages hold.
     pub(super) prefilled: u32,
+    /// Those of them that cached pages held.
+    pub(super) reused: u32,
     /// The first plan in which the sequence decodes; it does in all that follow. 0 while prompt is left.
     pub(super) decodes_from: u64,
     /// As [`Sequence::len`].
@@ -66,9 +79,11 @@ impl Running {
         Self {
             slot,
             pages: Vec::new(),
+            cached: 0,
             granted: 0,
             prefill_end: tokens as u32,
             prefilled: 0,
+            reused: 0,
             decodes_from: 0,
             tokens,
             positions,
@@ -83,6 +98,12 @@ impl Running {
     /// Positions of the prompt that plans are yet to be sent for.
     pub(super) fn prompt_left(&self) -> u32 {
         self.prefill_end - self.prefilled
+    }
+
+    /// Positions that are computed before any plan that is sent from now on.
+    pub(super) fn computed(&self) -> u64 {
+        // The newest token is yet to be computed.
+        if self.decodes() { (self.tokens - 1).max(self.prefill_end.into()) } else { self.prefilled.into() }
     }
 
     /// The position that is computed `ahead` tokens after the next, or the sequence's last.
@@ -112,6 +133,8 @@ impl Sequence {
         Self {
             request,
             generated: Vec::new(),
+            keys: Vec::new(),
+            cached_tokens: 0,
             phase: Phase::Waiting,
             losses: 0,
             tokens_since_loss: 0,
@@ -134,7 +157,44 @@ impl Sequence {
         Turn { behind: self.reader_behind, id }
     }
 
-    /// The message that brings the sequence into `slot`, to be computed from its first position.
+    /// Keys of the pages that its tokens fill by now.
+    pub(super) fn extend_keys(&mut self, page_positions: u32) {
+        while (self.keys.len() as u64 + 1) * u64::from(page_positions) <= self.len() {
+            let mut hasher = DefaultHasher::new();
+            match self.keys.last() {
+                Some(before) => before.hash(&mut hasher),
+                None => self.request.cache_salt.hash(&mut hasher),
+            }
+            self.page_tokens(self.keys.len(), page_positions).hash(&mut hasher);
+            self.keys.push(hasher.finish());
+        }
+    }
+
+    /// What its page number `index` holds once it is full, behind the cached page `before`; `None` if its tokens do not
+    /// fill it yet.
+    pub(super) fn content(&self, index: usize, before: Option<u32>, page_positions: u32) -> Option<Content<'_>> {
+        let (key, tokens) = (*self.keys.get(index)?, self.page_tokens(index, page_positions));
+        Some(Content { key, before, salt: &self.request.cache_salt, tokens })
+    }
+
+    fn page_tokens(&self, index: usize, page_positions: u32) -> Cow<'_, [u32]> {
+        let (begin, prompt) = (index * page_positions as usize, &self.request.prompt);
+        let end = begin + page_positions as usize;
+        #[cfg(test)]
+        if SABOTAGE.get() == Sabotage::ForgetToken {
+            let known = prompt.iter().chain(&self.generated).copied();
+            return known.skip(begin).take(page_positions as usize - 1).chain([0]).collect();
+        }
+        if end <= prompt.len() {
+            prompt[begin..end].into()
+        } else if begin >= prompt.len() {
+            self.generated[begin - prompt.len()..end - prompt.len()].into()
+        } else {
+            [&prompt[begin..], &self.generated[..end - prompt.len()]].concat().into()
+        }
+    }
+
+    /// The message that brings the sequence into `slot`, to be computed from its first position that no cached page holds.
     pub(super) fn admit(&self, id: u64, slot: u32) -> Admit {
         let request = &self.request;
         let sampling = &request.sampling;

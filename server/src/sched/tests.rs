@@ -2,6 +2,7 @@
 //! seed.
 
 mod cost;
+mod prefix;
 mod rules;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -26,6 +27,8 @@ struct Scene {
     losses: u64,
     /// The same: how many change the bounds on rows of steps with prompts.
     bounds: u64,
+    /// The same, of the sequences that arrive: how many begin as an earlier one does, its answer perhaps included.
+    alike: u64,
     /// Each group after a loss has a shape of its own.
     is_reshaped: bool,
 }
@@ -41,6 +44,7 @@ impl Scene {
             max_waiting_requests: 1000,
             max_waiting_tokens: 100_000,
             suspect_after: 1000,
+            prefix_cache: rng.below(4) > 0,
         };
         let page_positions = 1 + rng.below(5) as u32;
         let (max_prompt, max_output) = (1 + rng.below(20), 1 + rng.below(24));
@@ -57,6 +61,7 @@ impl Scene {
             cancels: 0,
             losses: 0,
             bounds: 0,
+            alike: rng.below(1000),
             is_reshaped: false,
         }
     }
@@ -87,6 +92,7 @@ impl Rng {
 #[derive(Debug, Default)]
 struct Seen {
     request: Option<SequenceRequest>,
+    cached_tokens: Option<u32>,
     tokens: Vec<u32>,
     finish: Option<FinishReason>,
     cancelled: bool,
@@ -147,6 +153,11 @@ impl Run {
         assert_eq!(tokens, wanted, "every token that somebody wants is handed on");
         for action in actions {
             match action {
+                Action::Prompt { sequence, cached_tokens } => {
+                    let seen = self.seen.get_mut(&sequence).unwrap();
+                    assert!(seen.cached_tokens.is_none() && seen.tokens.is_empty(), "said once, and first");
+                    seen.cached_tokens = Some(cached_tokens);
+                }
                 Action::Token { sequence, token } => {
                     let seen = self.seen.get_mut(&sequence).unwrap();
                     assert!(!seen.cancelled && seen.finish.is_none(), "a token after the end of {sequence}");
@@ -212,9 +223,24 @@ impl Run {
         let prompt = 1 + self.rng.below(self.scene.max_prompt) as u32;
         let output = 1 + self.rng.below(self.scene.max_output) as u32;
         let stop = (0..self.rng.below(60)).map(|i| (i * 7) as u32).collect();
-        let request = request(self.rng.below(1 << 50), prompt, output, stop);
+        let mut request = request(self.rng.below(1 << 50), prompt, output, stop);
+        if self.rng.chance(self.scene.alike) && sequence > 1 {
+            self.begin_alike(&mut request);
+        }
         self.seen.insert(sequence, Seen { request: Some(request.clone()), ..Seen::default() });
         assert_eq!(self.scheduler.submit(vec![request]), Ok(sequence..sequence + 1));
+    }
+
+    /// The request begins as an earlier one does, with its answer behind it: all of that, or a part.
+    fn begin_alike(&mut self, request: &mut SequenceRequest) {
+        let earlier = &self.seen[&(1 + self.rng.below(self.seen.len() as u64))];
+        let tokens = [&earlier.request.as_ref().unwrap().prompt[..], &earlier.tokens].concat();
+        let shared = if self.rng.chance(500) { tokens.len() } else { self.rng.below(tokens.len() as u64) as usize };
+        request.prompt.splice(0..0, tokens[..shared].iter().copied());
+        request.prompt.truncate(self.scene.max_prompt as usize);
+        if self.rng.chance(100) {
+            request.cache_salt = "salt".into();
+        }
     }
 
     fn lose_group(&mut self) {
@@ -295,6 +321,11 @@ impl Run {
             assert!(rounds < bound, "no end after {rounds} rounds: {:?}", self.scheduler);
         }
         for (sequence, seen) in &self.seen {
+            assert_eq!(
+                seen.cached_tokens.is_some(),
+                !seen.tokens.is_empty(),
+                "sequence {sequence}: told of its prompt"
+            );
             let (tokens, finish) = expected(seen.request.as_ref().unwrap());
             if seen.cancelled {
                 assert!(tokens.starts_with(&seen.tokens), "sequence {sequence} got {:?} of {tokens:?}", seen.tokens);

@@ -6,6 +6,7 @@
 //! A loss during that time has one possible cause, which fails; everybody else waits and loses nothing.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use super::request::{SamplingParams, SequenceRequest};
 use super::sequence::{Sequence, Turn};
@@ -139,7 +140,8 @@ impl Scheduler {
         let max_tokens = (CLEARED_AFTER + 1).min(pages.positions().min(u64::from(u32::MAX)) as u32);
         let sampling = SamplingParams::greedy();
         let (prompt, stop_tokens) = (vec![0], Vec::new());
-        let request = SequenceRequest { prompt, max_tokens, min_tokens: 0, stop_tokens, sampling, logprobs: None };
+        let (min_tokens, logprobs, cache_salt) = (0, None, Arc::default());
+        let request = SequenceRequest { prompt, max_tokens, min_tokens, stop_tokens, sampling, logprobs, cache_salt };
         let id = self.next_sequence;
         self.next_sequence += 1;
         self.sequences.insert(id, Sequence::new(request));

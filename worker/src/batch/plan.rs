@@ -45,11 +45,14 @@ pub struct Admit {
     pub logprobs: Option<u32>,
 }
 
-/// Appends pages to the sequence in `slot`.
+/// Gives the sequence in `slot` pages, perhaps for others that hold the same. Several may hold a page that none of them
+/// writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageGrant {
     /// The slot.
     pub slot: u32,
+    /// Index of the first of `pages` in the page table, at most its length.
+    pub first: u32,
     /// Pages of the pool.
     pub pages: Vec<u32>,
 }
@@ -59,7 +62,8 @@ pub struct PageGrant {
 pub struct PrefillChunk {
     /// The slot.
     pub slot: u32,
-    /// First position: where the chunk before ended.
+    /// First position: where the chunk before ended, or, both at borders of pages, one behind it. The pages between are
+    /// full already, of the same tokens.
     pub start: u32,
     /// Positions, at least 1.
     pub len: u32,
@@ -144,17 +148,27 @@ pub enum PlanFault {
         /// Pages of the pool.
         limit: usize,
     },
-    /// A page that a slot holds already.
-    #[error("plan {version}: slot {slot} is granted page {page}, which slot {holder} holds")]
-    PageHeld {
+    /// A page that several slots hold, and one of them is to write.
+    #[error("plan {version}: slot {slot} writes page {page}, which other slots hold, too")]
+    PageShared {
         /// The plan.
         version: u64,
         /// The slot.
         slot: u32,
         /// The page.
         page: u32,
-        /// Who holds it.
-        holder: u32,
+    },
+    /// Pages that do not follow those that the slot has, or take the place of one that holds something else.
+    #[error("plan {version}: slot {slot} is granted pages from number {first} on: {problem}")]
+    Grant {
+        /// The plan.
+        version: u64,
+        /// The slot.
+        slot: u32,
+        /// Index of the first page.
+        first: u32,
+        /// What is wrong, with numbers.
+        problem: String,
     },
     /// More pages than the longest sequence needs.
     #[error("plan {version}: slot {slot} is granted more pages than a context of {context} positions needs")]

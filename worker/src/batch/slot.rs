@@ -1,5 +1,6 @@
 //! One slot of the batch: the tokens, pages and progress of the sequence in it.
 
+use super::pages::Pages;
 use super::{Admit, Finish, PrefillChunk, Row};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
@@ -140,16 +141,29 @@ impl Slot {
         self.sampling = Some(admit.sampling.clone());
     }
 
-    /// False if the sequence has all the pages it can need.
-    pub(super) fn push_page(&mut self, page: u32) -> bool {
-        let room = self.pages.len() < self.max_pages;
-        if room {
-            self.pages.push(page);
-        }
-        room
+    /// Pages that the longest sequence needs.
+    pub(super) fn max_pages(&self) -> usize {
+        self.max_pages
     }
 
-    pub(super) fn schedule_chunk(&mut self, chunk: &PrefillChunk) -> Result<(), String> {
+    /// Takes pages, which are held already, from number `first` of its table on, and lets go of what was there.
+    pub(super) fn put_pages(&mut self, first: usize, granted: &[u32], pages: &mut Pages) -> Result<(), String> {
+        if first > self.pages.len() {
+            return Err(format!("it has {}", self.pages.len()));
+        }
+        let (computed, replaced) = (self.computed / PAGE_POSITIONS, (self.pages.len() - first).min(granted.len()));
+        for (index, (before, &page)) in (first..).zip(self.pages[first..].iter_mut().zip(granted)) {
+            if *before != page && (index >= computed || !pages.is_full(page)) {
+                return Err(format!("page {page} is not one as full as page {before}"));
+            }
+            pages.let_go(std::mem::replace(before, page));
+        }
+        self.pages.extend_from_slice(&granted[replaced..]);
+        Ok(())
+    }
+
+    /// The slot's next positions, which pages hold already, are skipped up to the chunk's first.
+    pub(super) fn schedule_chunk(&mut self, chunk: &PrefillChunk, pages: &Pages) -> Result<(), String> {
         let (start, len) = (chunk.start as usize, chunk.len as usize);
         let end = start + len;
         if self.chunk > 0 {
@@ -158,7 +172,8 @@ impl Slot {
         if len == 0 {
             return Err("it is empty".into());
         }
-        if start != self.computed {
+        let at_borders = start.is_multiple_of(PAGE_POSITIONS) && self.computed.is_multiple_of(PAGE_POSITIONS);
+        if start != self.computed && (start < self.computed || !at_borders) {
             return Err(format!("{} positions have been computed", self.computed));
         }
         if end > self.admitted_tokens {
@@ -167,6 +182,11 @@ impl Slot {
         if KvLayout::pages_for(end) > self.pages.len() {
             return Err(format!("the slot has {} pages of {PAGE_POSITIONS} positions", self.pages.len()));
         }
+        let skipped = &self.pages[self.computed / PAGE_POSITIONS..start / PAGE_POSITIONS];
+        if let Some(page) = skipped.iter().find(|&&page| !pages.is_full(page)) {
+            return Err(format!("page {page}, which it skips, is not full"));
+        }
+        self.computed = start;
         self.chunk = len;
         Ok(())
     }
@@ -210,9 +230,18 @@ impl Slot {
         longest.saturating_sub(2).min((self.pages.len() * PAGE_POSITIONS).saturating_sub(1))
     }
 
-    /// `rows` more positions have been computed.
-    pub(super) fn advance(&mut self, rows: usize) {
+    /// Pages that the positions computed next lie in.
+    pub(super) fn pages_to_write(&self) -> &[u32] {
+        &self.pages[(self.computed / PAGE_POSITIONS).min(self.pages.len())..]
+    }
+
+    /// `rows` more positions have been computed, and their pages written.
+    pub(super) fn advance(&mut self, rows: usize, pages: &mut Pages) {
+        let first = self.computed / PAGE_POSITIONS;
         self.computed += rows;
+        for index in first..KvLayout::pages_for(self.computed) {
+            pages.fill(self.pages[index], (self.computed - index * PAGE_POSITIONS).min(PAGE_POSITIONS));
+        }
     }
 
     /// Takes a sampled token and says whether the sequence ends with it.

@@ -27,7 +27,7 @@ fn first_plan() -> Plan {
         version: 1,
         steps: 8,
         admit: vec![admit(1, &[10, 11, 12], 5)],
-        grants: vec![PageGrant { slot: 1, pages: vec![3] }],
+        grants: vec![PageGrant { slot: 1, first: 0, pages: vec![3] }],
         prefill: vec![PrefillChunk { slot: 1, start: 0, len: 3 }],
         decode: vec![1],
         ..Plan::default()
@@ -132,7 +132,7 @@ fn a_slot_without_a_page_sits_out_until_it_is_granted_one() {
     batch.apply(&plan).unwrap();
     batch.complete(&sampled(&[20]));
     assert_eq!(batch.boundary(1), Boundary::Idle, "position 64 has no page");
-    let grant = vec![PageGrant { slot: 1, pages: vec![0] }];
+    let grant = vec![PageGrant { slot: 1, first: 1, pages: vec![0] }];
     batch.apply(&Plan { version: 2, steps: 1, grants: grant, decode: vec![1], ..Plan::default() }).unwrap();
     assert_eq!(rows(&batch), [(1, 20, 64, true)]);
     assert_eq!(batch.slot(1).pages(), [3, 0]);
@@ -147,7 +147,7 @@ fn chunks_and_decodes_mix_in_slot_order() {
         version: 2,
         steps: 3,
         admit: vec![admit(0, &[30, 31, 32, 33], 5), admit(2, &[40], 5)],
-        grants: vec![PageGrant { slot: 2, pages: vec![4] }, PageGrant { slot: 0, pages: vec![5] }],
+        grants: vec![PageGrant { slot: 2, first: 0, pages: vec![4] }, PageGrant { slot: 0, first: 0, pages: vec![5] }],
         prefill: vec![PrefillChunk { slot: 2, start: 0, len: 1 }, PrefillChunk { slot: 0, start: 0, len: 2 }],
         decode: vec![2, 1],
         ..Plan::default()
@@ -173,7 +173,7 @@ fn a_preempted_sequence_comes_back_with_what_it_generated() {
         steps: 4,
         release: vec![1],
         admit: vec![back],
-        grants: vec![PageGrant { slot: 3, pages: vec![3] }],
+        grants: vec![PageGrant { slot: 3, first: 0, pages: vec![3] }],
         prefill: vec![PrefillChunk { slot: 3, start: 0, len: 5 }],
         decode: vec![3],
     };
@@ -187,9 +187,44 @@ fn a_preempted_sequence_comes_back_with_what_it_generated() {
 }
 
 #[test]
+fn sequences_that_begin_alike_share_full_pages() {
+    let mut batch = Batch::new(LIMITS);
+    let (prompt, len) = (vec![9; PAGE_POSITIONS + 1], PAGE_POSITIONS as u32);
+    let mut begin = |version, slot, pages: Vec<u32>, start, release| {
+        let plan = Plan {
+            version,
+            steps: 1,
+            release,
+            admit: vec![admit(slot, &prompt, 50)],
+            grants: vec![PageGrant { slot, first: 0, pages: pages.clone() }],
+            prefill: vec![PrefillChunk { slot, start, len: len + 1 - start }],
+            ..Plan::default()
+        };
+        batch.apply(&plan).unwrap();
+        assert_eq!(batch.step().rows.first().map(|row| (row.slot, row.position)), Some((slot, start)));
+        assert_eq!((batch.step().rows.len() as u32, batch.slot(slot).pages()), (len + 1 - start, &pages[..]));
+        batch.complete(&sampled(&[20]));
+    };
+    begin(1, 1, vec![3, 0], 0, vec![]);
+    // Beside the first.
+    begin(2, 2, vec![3, 5], len, vec![]);
+    // On its own, and after all others.
+    begin(3, 3, vec![6, 7], 0, vec![]);
+    begin(4, 0, vec![3, 4], len, vec![1, 2]);
+    let grant = |slot, first, page| vec![PageGrant { slot, first, pages: vec![page] }];
+    // What was computed twice is kept once: page 6 is free then.
+    let plan = |version, grants| Plan { version, steps: 1, grants, ..Plan::default() };
+    batch.apply(&plan(5, grant(3, 0, 3))).unwrap();
+    assert_eq!(batch.slot(3).pages(), [3, 7]);
+    let next = Plan { decode: vec![3], ..plan(6, grant(3, 2, 6)) };
+    batch.apply(&next).unwrap();
+    assert_eq!(batch.slot(3).pages(), [3, 7, 6]);
+}
+
+#[test]
 fn every_broken_rule_is_named() {
     type Edit = fn(&mut Plan);
-    let edits: [(&str, Edit); 26] = [
+    let edits: [(&str, Edit); 31] = [
         ("plan 4 came where plan 2 follows", |p| p.version = 4),
         ("plan 1 came where plan 2 follows", |p| p.version = 1),
         ("plan 2: steps is 0", |p| p.steps = 0),
@@ -197,7 +232,9 @@ fn every_broken_rule_is_named() {
         ("slot 9 of 4", |p| p.release = vec![9]),
         ("slot 0 is released, but it is free", |p| p.release = vec![0]),
         ("slot 1 is released, but it is free", |p| (p.release, p.decode) = (vec![1, 1], vec![])),
-        ("slot 0 is granted pages, but it is free", |p| p.grants = vec![PageGrant { slot: 0, pages: vec![] }]),
+        ("slot 0 is granted pages, but it is free", |p| {
+            p.grants = vec![PageGrant { slot: 0, first: 0, pages: vec![] }]
+        }),
         ("slot 0 is prefilled, but it is free", |p| p.prefill = vec![PrefillChunk { slot: 0, start: 0, len: 1 }]),
         ("slot 0 is decoded, but it is free", |p| p.decode = vec![0]),
         ("slot 1, which sequence 101 holds", |p| p.admit = vec![admit(1, &[1], 1)]),
@@ -208,9 +245,30 @@ fn every_broken_rule_is_named() {
         ("1 of at most 1 tokens", |p| p.admit = vec![Admit { prompt_tokens: 1, ..admit(2, &[1, 2], 1) }]),
         ("0 of at most 0 tokens", |p| p.admit = vec![admit(2, &[1], 0)]),
         ("token 100 is not in a vocabulary of 100", |p| p.admit = vec![admit(2, &[100], 1)]),
-        ("page 12 of 12", |p| p.grants = vec![PageGrant { slot: 1, pages: vec![12] }]),
-        ("page 3, which slot 1 holds", |p| p.grants = vec![PageGrant { slot: 1, pages: vec![3] }]),
-        ("more pages than a context of 256", |p| p.grants = vec![PageGrant { slot: 1, pages: vec![0, 1, 2, 4] }]),
+        ("page 12 of 12", |p| p.grants = vec![PageGrant { slot: 1, first: 0, pages: vec![12] }]),
+        ("slot 1 writes page 3, which other slots hold", |p| {
+            p.grants = vec![PageGrant { slot: 1, first: 1, pages: vec![3] }]
+        }),
+        ("from number 2 on: it has 1", |p| p.grants = vec![PageGrant { slot: 1, first: 2, pages: vec![4] }]),
+        ("page 4 is not one as full as page 3", |p| p.grants = vec![PageGrant { slot: 1, first: 0, pages: vec![4] }]),
+        ("slot 2 writes page 3, which other slots hold", |p| {
+            p.admit = vec![admit(2, &[1], 1)];
+            p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![3] }];
+            (p.prefill, p.decode) = (vec![PrefillChunk { slot: 2, start: 0, len: 1 }], vec![]);
+        }),
+        ("slot 2, chunk of 1 from position 64: page 3, which it skips, is not full", |p| {
+            p.admit = vec![admit(2, &[1; 65], 1)];
+            p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![3, 4] }];
+            p.prefill = vec![PrefillChunk { slot: 2, start: 64, len: 1 }];
+        }),
+        ("slot 2, chunk of 1 from position 63: 0 positions have been computed", |p| {
+            p.admit = vec![admit(2, &[1; 65], 1)];
+            p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![4, 5] }];
+            p.prefill = vec![PrefillChunk { slot: 2, start: 63, len: 1 }];
+        }),
+        ("more pages than a context of 256", |p| {
+            p.grants = vec![PageGrant { slot: 1, first: 0, pages: vec![3, 0, 1, 2, 4] }]
+        }),
         ("3 positions have been computed", |p| p.prefill = vec![PrefillChunk { slot: 1, start: 0, len: 1 }]),
         ("3 tokens were given", |p| p.prefill = vec![PrefillChunk { slot: 1, start: 3, len: u32::MAX }]),
         ("it is empty", |p| p.prefill = vec![PrefillChunk { slot: 1, start: 3, len: 0 }]),
@@ -230,7 +288,7 @@ fn every_broken_rule_is_named() {
         version: 1,
         steps: 1,
         admit: vec![admit(0, &vec![1; 200], 1)],
-        grants: vec![PageGrant { slot: 0, pages: vec![0, 1] }],
+        grants: vec![PageGrant { slot: 0, first: 0, pages: vec![0, 1] }],
         prefill: vec![PrefillChunk { slot: 0, start: 0, len }],
         ..Plan::default()
     };
@@ -326,8 +384,9 @@ impl Scheduler {
         let known = self.slots[slot as usize].as_mut().unwrap();
         let most = KvLayout::pages_for(LIMITS.max_context) - known.pages.len();
         let pages = self.free_pages.split_off(self.free_pages.len() - wanted.min(most).min(self.free_pages.len()));
+        let first = known.pages.len() as u32;
         known.pages.extend(&pages);
-        plan.grants.push(PageGrant { slot, pages });
+        plan.grants.push(PageGrant { slot, first, pages });
         let missing = known.admitted.saturating_sub(known.computed);
         let paged = known.pages.len() * PAGE_POSITIONS - known.computed.min(known.pages.len() * PAGE_POSITIONS);
         let most = missing.min(*room).min(paged);

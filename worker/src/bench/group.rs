@@ -172,7 +172,7 @@ impl Group {
             if start == 0 {
                 plan.admit.push(self.admission(slot, context, max_tokens));
                 let pages = slot * self.pages_a_slot..(slot + 1) * self.pages_a_slot;
-                plan.grants.push(PageGrant { slot, pages: pages.collect() });
+                plan.grants.push(PageGrant { slot, first: 0, pages: pages.collect() });
             }
             self.run(plan, 1)?;
         }

@@ -208,7 +208,7 @@ fn admit_plan(steps: u32, max_tokens: u32) -> v1::Plan {
         version: 1,
         steps,
         admit: vec![admit],
-        grants: vec![v1::PageGrant { slot: 0, pages: (0..8).collect() }],
+        grants: vec![v1::PageGrant { slot: 0, first: 0, pages: (0..8).collect() }],
         prefill: vec![v1::PrefillChunk { slot: 0, start: 0, len: 2 }],
         decode: vec![0],
         ..Default::default()
@@ -352,7 +352,7 @@ async fn a_full_outcome_channel_holds_the_decoder_and_loses_nothing() {
 #[tokio::test]
 async fn a_wrong_plan_ends_the_worker_with_its_reason() {
     let mut bad_page = decode_plan(2, 1);
-    bad_page.grants = vec![v1::PageGrant { slot: 0, pages: vec![3] }];
+    bad_page.grants = vec![v1::PageGrant { slot: 0, first: 0, pages: vec![3] }];
     let mut no_sampling = admit_plan(1, 4);
     no_sampling.admit[0].sampling = None;
     for (plans, says) in [

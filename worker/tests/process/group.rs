@@ -131,7 +131,7 @@ fn plans() -> Vec<Plan> {
             version: 1,
             steps: 1,
             admit: vec![Admit { slot: 1, ..admit }],
-            grants: vec![PageGrant { slot: 1, pages: vec![2] }],
+            grants: vec![PageGrant { slot: 1, first: 0, pages: vec![2] }],
             prefill: chunk(0, 4),
             ..Default::default()
         },

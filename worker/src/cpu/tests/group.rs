@@ -189,7 +189,7 @@ fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
                     logprobs: Some(0),
                 });
                 next_page -= pages;
-                plan.grants.push(PageGrant { slot, pages: (next_page..next_page + pages).rev().collect() });
+                plan.grants.push(PageGrant { slot, first: 0, pages: (next_page..next_page + pages).rev().collect() });
             }
         }
         let mut room = 512 - wave.len();

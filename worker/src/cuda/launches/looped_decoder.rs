@@ -5,7 +5,6 @@
 //! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit
 //! and nothing more the decoder draws, else the sampler does.
 
-use std::collections::HashMap;
 use std::time::Instant;
 
 use super::passes::Passes;
@@ -107,12 +106,8 @@ impl<L: Launcher> LoopedDecoder<L> {
         for admit in &plan.admit {
             self.launcher.admit(admit.slot, self.batch.slot(admit.slot))?;
         }
-        // From the last on: pages of later grants of a slot are behind those of earlier ones.
-        let mut ends = HashMap::new();
-        for grant in plan.grants.iter().rev() {
-            let end = ends.entry(grant.slot).or_insert_with(|| self.batch.slot(grant.slot).pages().len());
-            *end -= grant.pages.len();
-            self.launcher.write_pages(grant.slot, *end, &grant.pages)?;
+        for grant in &plan.grants {
+            self.launcher.write_pages(grant.slot, grant.first as usize, &grant.pages)?;
         }
         Ok(())
     }

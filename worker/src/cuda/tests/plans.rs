@@ -78,7 +78,7 @@ pub fn plans(requests: &[Request], chunk: usize, rows: usize, steps: u32) -> Vec
                 let pages: Vec<u32> = (top..top + request.pages()).rev().collect();
                 let (first, rest) = pages.split_at(1);
                 for pages in [first, rest] {
-                    plan.grants.push(PageGrant { slot: slot as u32, pages: pages.to_vec() });
+                    plan.grants.push(PageGrant { slot: slot as u32, first: 0, pages: pages.to_vec() });
                 }
             }
         }
@@ -459,7 +459,7 @@ fn a_newer_plan_ends_a_launch_and_a_slot_changes_hands() {
     all.push(next(Plan {
         release: vec![0],
         admit: vec![requests[2].admit(0, 2)],
-        grants: vec![PageGrant { slot: 0, pages }],
+        grants: vec![PageGrant { slot: 0, first: 0, pages }],
         prefill: vec![PrefillChunk { slot: 0, start: 0, len: 60 }],
         decode: vec![1],
         ..Plan::default()

@@ -1,0 +1,121 @@
+//! What several sequences begin with is computed once. Full pages of prompts and answers can be found by what they hold
+//! for as long as nobody else needs the memory; a sequence takes over those that hold the beginning of its own tokens.
+//!
+//! A page can be found once the plan that fills it is built: plans are applied in order, so whoever finds it reads it
+//! later. Sequences that come together wait for each other's pages rather than compute them twice.
+//! K and V of a position have the same bits whoever computed them, beside whatever else: a hit changes no token.
+
+use std::collections::HashSet;
+
+use super::Scheduler;
+use super::pages::PagePool;
+use super::sequence::{Running, Sequence, Turn};
+
+impl Running {
+    /// Takes over the cached pages that hold what comes next. At least one token is left to compute: its row samples.
+    pub(super) fn reuse(&mut self, sequence: &Sequence, pool: &mut PagePool) {
+        while self.is_at_border(pool)
+            && let Some(page) = find(sequence, &self.pages[..self.cached], self.prefill_end, pool)
+        {
+            pool.hold(page);
+            self.put_cached(page, pool);
+            self.prefilled += pool.page_positions();
+            self.reused += pool.page_positions();
+        }
+    }
+
+    /// Lets others find the pages that are full before any plan that is yet to be built. Where another sequence was
+    /// first to compute the same, its page takes the place of this one's with the next plan.
+    pub(super) fn publish(&mut self, sequence: &Sequence, pool: &mut PagePool) {
+        let computed = self.computed();
+        #[cfg(test)]
+        let computed = computed + u64::from(SABOTAGE.get() == Sabotage::PublishEarly);
+        while computed >= (self.cached as u64 + 1) * u64::from(pool.page_positions())
+            && let before = self.cached.checked_sub(1).map(|last| self.pages[last])
+            && let Some(content) = sequence.content(self.cached, before, pool.page_positions())
+            && let Some(cached) = pool.publish(self.pages[self.cached], content)
+        {
+            self.put_cached(cached, pool);
+        }
+    }
+
+    /// A page that it holds and others find comes next.
+    fn put_cached(&mut self, page: u32, pool: &mut PagePool) {
+        match self.pages.get_mut(self.cached) {
+            None => self.pages.push(page),
+            Some(own) if *own == page => {}
+            Some(own) => {
+                pool.let_go(std::mem::replace(own, page));
+                self.granted = self.granted.min(self.cached);
+            }
+        }
+        self.cached += 1;
+    }
+
+    /// All its positions lie in full pages that can be found.
+    fn is_at_border(&self, pool: &PagePool) -> bool {
+        u64::from(self.prefilled) == self.cached as u64 * u64::from(pool.page_positions())
+    }
+}
+
+/// The cached page that comes next in a sequence of whose tokens the pages `cached` hold the first, and `end` are to be
+/// computed; none if it would hold the last of them.
+fn find(sequence: &Sequence, cached: &[u32], end: u32, pool: &PagePool) -> Option<u32> {
+    let after = (cached.len() as u64 + 1) * u64::from(pool.page_positions());
+    let content = sequence.content(cached.len(), cached.last().copied(), pool.page_positions())?;
+    pool.find(&content).filter(|_| after < u64::from(end))
+}
+
+impl Scheduler {
+    /// Of the pages that hold the beginning of a sequence that waits, those that others hold: they take no room.
+    pub(super) fn shared_pages(&self, turn: Turn, pool: &PagePool) -> u64 {
+        let sequence = &self.sequences[&turn.id];
+        let mut pages = Vec::new();
+        while let Some(page) = find(sequence, &pages, sequence.len() as u32, pool) {
+            pages.push(page);
+        }
+        pages.into_iter().take_while(|&page| pool.is_held(page)).count() as u64
+    }
+
+    /// The prompts that rows of the plan's first step may go to, first come first: number, slot and tokens left. Each has
+    /// taken over what plans before this one fill; one whose next page a sequence before it is about to fill is left out.
+    pub(super) fn prompts_to_compute(&mut self) -> Vec<(u64, u32, u32)> {
+        let pool = self.pages.as_mut().expect("a sequence runs on pages of the pool");
+        let (mut prompts, mut being_filled) = (Vec::with_capacity(self.prompts), HashSet::new());
+        for (turn, &slot) in &self.running {
+            let running = self.slots[slot as usize].as_mut().expect("running names slots in use");
+            let sequence = self.sequences.get_mut(&turn.id).expect("running names known sequences");
+            running.publish(sequence, pool);
+            if running.decodes() {
+                continue;
+            }
+            running.reuse(sequence, pool);
+            if sequence.generated.is_empty() {
+                sequence.cached_tokens = running.reused;
+            }
+            let next = (running.prefilled / pool.page_positions()) as usize;
+            let is_first = sequence.keys.get(next).is_none_or(|key| being_filled.insert(*key));
+            let can_reuse = pool.pages_for(running.prefill_end.into()) > next as u64 + 1;
+            if is_first || !can_reuse || !running.is_at_border(pool) {
+                prompts.push((turn.id, slot, running.prompt_left()));
+            }
+        }
+        prompts
+    }
+}
+
+/// What tests have to notice.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sabotage {
+    None,
+    /// Pages are told apart by all tokens but their last.
+    ForgetToken,
+    /// Pages are found a position before they are full.
+    PublishEarly,
+}
+
+#[cfg(test)]
+thread_local! {
+    pub(super) static SABOTAGE: std::cell::Cell<Sabotage> = const { std::cell::Cell::new(Sabotage::None) };
+}

@@ -22,7 +22,7 @@ pub fn client_logprob(logprob: f32) -> f32 {
 /// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SequenceEvent {
-    /// The prompt was computed; once, before the first token.
+    /// The prompt was computed; once, before the first token. [`SequenceStream`] keeps it.
     Prompt {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
@@ -114,6 +114,7 @@ pub struct SequenceStream {
     /// Tokens that the reader took, and of all readers.
     taken: u64,
     all_taken: Counter,
+    cached_tokens: u32,
     ended: bool,
     because: Unwanted,
 }
@@ -122,8 +123,8 @@ impl SequenceStream {
     /// Made by the engine. `events` has room for every token the sequence may generate and its end, so the engine never
     /// waits for a slow reader and the buffer is bounded by `max_tokens`.
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
-        let (taken, all_taken) = (0, Counter::default());
-        Self { id, events, commands, taken, all_taken, ended: false, because: Unwanted::Abandoned }
+        let (all_taken, because) = (Counter::default(), Unwanted::Abandoned);
+        Self { id, events, commands, taken: 0, all_taken, cached_tokens: 0, ended: false, because }
     }
 
     /// Counts every token that the reader takes in `counter`, too: what clients are told of is what is counted.
@@ -137,16 +138,22 @@ impl SequenceStream {
         self.id
     }
 
-    /// The next event; `None` after the last, or if the engine is gone.
+    /// Tokens of the prompt that were not computed, since cached pages held them; known with the first token.
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached_tokens
+    }
+
+    /// The next token or the end; `None` after it, or if the engine is gone.
     pub async fn next(&mut self) -> Option<SequenceEvent> {
-        let event = self.events.recv().await;
-        match event {
-            Some(SequenceEvent::Prompt { .. }) => {}
-            Some(SequenceEvent::Token(_)) => {
-                self.taken += 1;
-                self.all_taken.inc();
-            }
-            _ => self.ended = true,
+        let mut event = self.events.recv().await;
+        if let Some(SequenceEvent::Prompt { cached_tokens }) = event {
+            self.cached_tokens = cached_tokens;
+            event = self.events.recv().await;
+        }
+        self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
+        if !self.ended {
+            self.taken += 1;
+            self.all_taken.inc();
         }
         event
     }

@@ -11,6 +11,7 @@ mod golden;
 mod loadtest;
 mod metrics;
 mod plans;
+mod prefix_cache;
 mod process;
 mod refusals;
 #[path = "../../server/tests/common/scrape.rs"]

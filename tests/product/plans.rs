@@ -118,7 +118,8 @@ struct Seen {
     cancelled: bool,
 }
 
-fn run(seed: u64) -> usize {
+/// How often sequences were computed again, and the tokens of prompts that were cached.
+fn run(seed: u64) -> (usize, u64) {
     println!("seed {seed}");
     let mut rng = Rng(seed);
     let max_slots = 1 + rng.below(5) as u32;
@@ -143,14 +144,21 @@ fn run(seed: u64) -> usize {
     let mut worker = group();
     let mut events = VecDeque::from([ready()]);
     let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();
-    let mut admissions = 0;
+    let (mut admissions, mut cached) = (0, 0);
     let mut up = false;
     let sequences = 1 + rng.below(12);
     for round in 0.. {
         assert!(round < 100_000, "no end");
         let arrived = seen.len() as u64;
         if up && arrived < sequences && rng.below(4) == 0 {
-            let request = request(&mut rng, max_context);
+            let mut request = request(&mut rng, max_context);
+            // Some begin as an earlier one did, and its answer.
+            if arrived > 0 && rng.below(2) == 0 {
+                let earlier = &seen[&(1 + rng.below(arrived))];
+                let tokens = [&earlier.request.as_ref().unwrap().prompt[..], &earlier.tokens].concat();
+                let shared = tokens.len().min(request.prompt.len());
+                request.prompt[..shared].copy_from_slice(&tokens[..shared]);
+            }
             let number = arrived + 1;
             seen.insert(number, Seen { request: Some(request.clone()), ..Seen::default() });
             assert_eq!(scheduler.submit(vec![request]), Ok(number..number + 1));
@@ -174,7 +182,7 @@ fn run(seed: u64) -> usize {
         }
         for action in actions {
             match action {
-                Action::Prompt { .. } => {}
+                Action::Prompt { cached_tokens, .. } => cached += u64::from(cached_tokens),
                 Action::Token { sequence, token } => seen.get_mut(&sequence).unwrap().tokens.push(token.id),
                 Action::Finished { sequence, .. } => seen.get_mut(&sequence).unwrap().ended = true,
                 other => panic!("{other:?}"),
@@ -199,11 +207,13 @@ fn run(seed: u64) -> usize {
             seen.tokens
         );
     }
-    admissions.saturating_sub(seen.len())
+    (admissions.saturating_sub(seen.len()), cached)
 }
 
 #[test]
 fn the_batch_takes_every_plan() {
-    let again: usize = (0..200).map(run).sum();
+    let (again, cached): (Vec<usize>, Vec<u64>) = (0..200).map(run).unzip();
+    let (again, cached): (usize, u64) = (again.iter().sum(), cached.iter().sum());
     assert!(again > 100, "only {again} sequences were computed again");
+    assert!(cached > 10_000, "only {cached} tokens were cached");
 }

@@ -115,10 +115,6 @@ impl Choice {
 
     fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {
         match event {
-            Some(SequenceEvent::Prompt { cached_tokens }) => {
-                self.cached_tokens = cached_tokens;
-                Ok(Piece::default())
-            }
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
                 self.record.token();
@@ -137,6 +133,8 @@ impl Choice {
                 self.end(if stopped { FinishReason::Stop } else { reason });
                 Ok(piece)
             }
+            // The stream keeps it.
+            Some(SequenceEvent::Prompt { .. }) => Ok(Piece::default()),
             Some(SequenceEvent::Failed(why)) => Err(self.give_up(GenerateError::Failed(why))),
             None => Err(self.give_up(GenerateError::Failed("the engine ended".into()))),
         }
@@ -158,6 +156,7 @@ impl Choice {
 
     fn let_go(&mut self, because: Unwanted) {
         if let Some(stream) = self.stream.take() {
+            self.cached_tokens = stream.cached_tokens();
             stream.let_go(because);
         }
     }

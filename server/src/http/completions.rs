@@ -172,7 +172,7 @@ async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
 
 /// Whether a choice is the first of its prompt, whose tokens `usage` counts once.
 fn is_first(index: u32, choices_each: u32) -> bool {
-    index % choices_each == 0
+    index.is_multiple_of(choices_each)
 }
 
 fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {

@@ -29,8 +29,8 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// A plan would change something: a sequence to admit, prompt tokens to compute, slots to release and nobody who goes
-    /// on, or the steps of the plans already sent are about to run out.
+    /// A plan would change something: a sequence to admit, prompt tokens to compute, slots to release and nobody who
+    /// goes on, or the steps of the plans already sent are about to run out.
     fn wants_plan(&self) -> bool {
         // Half a plan is left when the next one is sent, so that the loop never waits for the server; and of plans of a
         // single step, one more than the one that may be running.

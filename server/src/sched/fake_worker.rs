@@ -223,7 +223,10 @@ impl FakeWorker {
         let slot = &self.slots[&number];
         if start > slot.computed {
             let positions = self.shape.page_positions;
-            assert!(start % positions == 0 && slot.computed % positions == 0, "whole pages are skipped");
+            assert!(
+                start.is_multiple_of(positions) && slot.computed.is_multiple_of(positions),
+                "whole pages are skipped"
+            );
             assert!((start / positions) as usize <= slot.pages.len(), "skipped pages are granted");
         }
         assert!(slot.computed <= start, "chunks follow each other");
@@ -270,7 +273,7 @@ impl FakeWorker {
         let page = slot.pages[(slot.computed / self.shape.page_positions) as usize];
         assert_eq!(self.holders[page as usize], 1, "page {page} is written by slot {number}, and held by others");
         let at = self.at(slot, slot.computed);
-        if slot.computed % self.shape.page_positions == 0 {
+        if slot.computed.is_multiple_of(self.shape.page_positions) {
             self.poison(page);
         }
         self.kv[at] = Some(token);

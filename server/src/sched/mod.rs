@@ -94,7 +94,8 @@ pub struct Load {
     pub kv_pages_cached: u64,
     /// KV pages of the group; 0 before there is one.
     pub kv_pages: u64,
-    /// Times a sequence gave up its slot, so far: for want of pages, to others while its reader was behind, or for a trial.
+    /// Times a sequence gave up its slot, so far: for want of pages, to others while its reader was behind, or for a
+    /// trial.
     pub preemptions: u64,
 }
 

@@ -172,8 +172,8 @@ impl PagePool {
     }
 
     /// Lets others find a page that is full, or soon is: before any plan that is sent from now on. If its content was
-    /// cached before, returns the page that has it, which the caller holds from now on. `None`: it cannot be cached, for
-    /// its key stands for other content.
+    /// cached before, returns the page that has it, which the caller holds from now on. `None`: it cannot be cached,
+    /// for its key stands for other content.
     pub(super) fn publish(&mut self, page: u32, content: Content<'_>) -> Option<u32> {
         if let Some(before) = self.find(&content) {
             self.hold(before);

@@ -77,8 +77,9 @@ impl Scheduler {
         pages.into_iter().take_while(|&page| pool.is_held(page)).count() as u64
     }
 
-    /// The prompts that rows of the plan's first step may go to, first come first: number, slot and tokens left. Each has
-    /// taken over what plans before this one fill; one whose next page a sequence before it is about to fill is left out.
+    /// The prompts that rows of the plan's first step may go to, first come first: number, slot and tokens left. Each
+    /// has taken over what plans before this one fill; one whose next page a sequence before it is about to fill is
+    /// left out.
     pub(super) fn prompts_to_compute(&mut self) -> Vec<(u64, u32, u32)> {
         let pool = self.pages.as_mut().expect("a sequence runs on pages of the pool");
         let (mut prompts, mut being_filled) = (Vec::with_capacity(self.prompts), HashSet::new());

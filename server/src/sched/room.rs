@@ -66,8 +66,8 @@ impl Scheduler {
     }
 
     /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step that
-    /// it does not share, and one for each sequence that runs, so that it is not preempted at once. While there are suspects, the next of
-    /// them, if nothing else runs.
+    /// it does not share, and one for each sequence that runs, so that it is not preempted at once. While there are
+    /// suspects, the next of them, if nothing else runs.
     pub(super) fn admissible(&self) -> Option<Turn> {
         if self.trials.is_on() {
             // Nor is a step under way that may still compute one that was cancelled.

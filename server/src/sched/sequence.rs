@@ -194,7 +194,8 @@ impl Sequence {
         }
     }
 
-    /// The message that brings the sequence into `slot`, to be computed from its first position that no cached page holds.
+    /// The message that brings the sequence into `slot`, to be computed from its first position that no cached page
+    /// holds.
     pub(super) fn admit(&self, id: u64, slot: u32) -> Admit {
         let request = &self.request;
         let sampling = &request.sampling;

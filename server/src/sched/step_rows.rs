@@ -9,8 +9,8 @@ const PROMPT_WAIT: Duration = Duration::from_millis(250);
 const CALM: f64 = 0.6;
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;
-/// A size is not taken if a larger one, which takes at most so many times as long, brings so many times the rate. Passes
-/// compute blocks of rows in rounds of the device, so that some sizes fill none.
+/// A size is not taken if a larger one, which takes at most so many times as long, brings so many times the rate.
+/// Passes compute blocks of rows in rounds of the device, so that some sizes fill none.
 const HARDLY_LONGER: f64 = 1.25;
 const OUTDONE: f64 = 1.2;
 

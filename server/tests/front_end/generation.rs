@@ -36,7 +36,8 @@ fn events(body: &str) -> Vec<Value> {
 async fn a_streamed_chat_is_openais_to_the_byte() {
     let (server, mut script) = Server::start(options()).await;
     let request = chat(json!({"stream": true, "stream_options": {"include_usage": true}, "seed": 7}));
-    let (response, sequence) = tokio::join!(post(server.address, CHAT, &request), script.play(answer("Hé!")));
+    let events = [vec![SequenceEvent::Prompt { cached_tokens: 4 }], answer("Hé!")].concat();
+    let (response, sequence) = tokio::join!(post(server.address, CHAT, &request), script.play(events));
     assert_eq!(response.status, 200);
     assert_eq!(response.header("content-type"), Some("text/event-stream"));
     assert_eq!(response.header("cache-control"), Some("no-cache"));
@@ -63,7 +64,7 @@ async fn a_streamed_chat_is_openais_to_the_byte() {
         ),
         format!(
             "{start}],\"usage\":{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":5,\
-             \"total_tokens\":{}}}}}\n\n",
+             \"total_tokens\":{},\"prompt_tokens_details\":{{\"cached_tokens\":4}}}}}}\n\n",
             prompt_tokens + 5
         ),
         "data: [DONE]\n\n".into(),
@@ -105,7 +106,8 @@ async fn whole_responses_are_openais_to_the_byte() {
         "{{\"id\":\"ID\",\"object\":\"chat.completion\",\"created\":0,\"model\":\"tiny\",\
          \"system_fingerprint\":\"cpu-test\",\"choices\":[{{\"index\":0,\"message\":{{\"role\":\"assistant\",\
          \"content\":\"no\",\"refusal\":null}},\"logprobs\":null,\"finish_reason\":\"length\"}}],\
-         \"usage\":{{\"prompt_tokens\":{prompt},\"completion_tokens\":2,\"total_tokens\":{}}}}}",
+         \"usage\":{{\"prompt_tokens\":{prompt},\"completion_tokens\":2,\"total_tokens\":{},\
+         \"prompt_tokens_details\":{{\"cached_tokens\":0}}}}}}",
         prompt + 2
     );
     assert_eq!(response.normalised(), expected);
@@ -118,7 +120,8 @@ async fn whole_responses_are_openais_to_the_byte() {
     assert_eq!(sequence.prompt, [5, 6, 7]);
     let expected = "{\"id\":\"ID\",\"object\":\"text_completion\",\"created\":0,\"model\":\"tiny\",\
         \"system_fingerprint\":\"cpu-test\",\"choices\":[{\"text\":\"yes\",\"index\":0,\"logprobs\":null,\
-        \"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":4,\"total_tokens\":7}}";
+        \"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":4,\"total_tokens\":7,\
+        \"prompt_tokens_details\":{\"cached_tokens\":0}}}";
     assert_eq!(response.normalised(), expected);
 }
 

@@ -352,12 +352,12 @@ async fn a_full_outcome_channel_holds_the_decoder_and_loses_nothing() {
 #[tokio::test]
 async fn a_wrong_plan_ends_the_worker_with_its_reason() {
     let mut bad_page = decode_plan(2, 1);
-    bad_page.grants = vec![v1::PageGrant { slot: 0, first: 0, pages: vec![3] }];
+    bad_page.grants = vec![v1::PageGrant { slot: 0, first: 0, pages: vec![9] }];
     let mut no_sampling = admit_plan(1, 4);
     no_sampling.admit[0].sampling = None;
     for (plans, says) in [
         (vec![admit_plan(1, 9), decode_plan(3, 1)], "plan 3 came where plan 2 follows"),
-        (vec![admit_plan(1, 9), bad_page], "page 3, which slot 0 holds"),
+        (vec![admit_plan(1, 9), bad_page], "page 9 of 8"),
         (vec![no_sampling], "sampling is missing"),
     ] {
         let (worked, mut client) = Worked::joined(Script::Run).await;

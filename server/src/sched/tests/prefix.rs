@@ -165,7 +165,8 @@ fn sequences_that_come_together_compute_their_beginning_once() {
 
 #[test]
 fn a_sequence_that_was_preempted_finds_its_own_pages() {
-    // The two do not fit beside each other to their ends: the second gives way, and its pages stay until they are taken.
+    // The two do not fit beside each other to their ends: the second gives way, and its pages stay until they are
+    // taken.
     let mut group = Group::new(16, true);
     group.submit(&request(1, 16, 20, vec![]));
     group.submit(&request(2, 16, 20, vec![]));

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::gpu::{gpu, load_rank, request};
-use super::plans::{Request, drive, plans};
+use super::gpu::{gpu, load_rank, request, yields};
+use super::plans::{Request, alike, plans, sharing_plans};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
 use crate::cuda::Options;
 use crate::cuda::kernels::launch::Row;
@@ -16,7 +16,7 @@ use crate::cuda::launches::looped_decoder::Launcher;
 use crate::decoder::{Decoder, LoadRequest};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{ModelConfig, Tensor};
-use crate::sampling::{Sampled, SamplingParams};
+use crate::sampling::SamplingParams;
 
 /// Sequences of a test: more than other passes hold.
 const SLOTS: usize = 88;
@@ -318,13 +318,7 @@ fn plans_of_a_crowd_yield_what_each_request_yields_alone() {
     let run = |requests: &[Request], chunk: usize, steps: u32, eager: bool| {
         let slots = CROWD as usize;
         let decoder = load_rows(&config, random(&config), (slots, BATCH_TOKENS), false, Options::default());
-        let plans = plans(requests, chunk, BATCH_TOKENS, steps);
-        let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
-        let mut replies: Vec<Vec<Sampled>> = vec![Vec::new(); requests.len()];
-        for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
-            replies[token.sequence as usize].push(token.sampled);
-        }
-        replies
+        yields(decoder, plans(requests, chunk, BATCH_TOKENS, steps), requests.len(), eager)
     };
     let greedy: Vec<_> = (0..CROWD).map(|i| Request::greedy(&tokens(i, 1 + (i * 7 % 300) as usize), 20)).collect();
     for requests in [(0..CROWD).map(request).collect::<Vec<_>>(), greedy] {
@@ -335,6 +329,30 @@ fn plans_of_a_crowd_yield_what_each_request_yields_alone() {
         }
         for index in [0, 1, 2, 4, 77, 149] {
             assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");
+        }
+    }
+}
+
+/// Requests that begin behind the pages of another, and one whose pages give way to equal ones, beside rows that
+/// decode: each yields what it yields alone.
+#[test]
+fn sequences_that_share_pages_yield_what_they_yield_alone() {
+    if !gpu() {
+        return;
+    }
+    for config in [smol(), llama_3b()] {
+        for rows in [40, BATCH_TOKENS] {
+            let run = |requests: &[Request], plans| {
+                let options = Options { poison: true, ..Options::default() };
+                let decoder = load_rows(&config, random(&config), (7, BATCH_TOKENS), false, options);
+                yields(decoder, plans, requests.len(), true)
+            };
+            let requests = alike(7);
+            let shared = run(&requests, sharing_plans(&requests, 2, rows));
+            for (request, shared) in requests.iter().zip(&shared) {
+                let alone = std::slice::from_ref(request);
+                assert!(run(alone, plans(alone, 64, 64, 16))[0] == *shared, "{rows} rows");
+            }
         }
     }
 }

@@ -74,11 +74,11 @@ pub fn plans(requests: &[Request], chunk: usize, rows: usize, steps: u32) -> Vec
             for (slot, request) in requests.iter().enumerate() {
                 plan.admit.push(request.admit(slot as u32, slot as u64));
                 top -= request.pages();
-                // In two grants: pages are appended.
+                // In two grants.
                 let pages: Vec<u32> = (top..top + request.pages()).rev().collect();
                 let (first, rest) = pages.split_at(1);
-                for pages in [first, rest] {
-                    plan.grants.push(PageGrant { slot: slot as u32, first: 0, pages: pages.to_vec() });
+                for (first, pages) in [(0, first), (1, rest)] {
+                    plan.grants.push(PageGrant { slot: slot as u32, first, pages: pages.to_vec() });
                 }
             }
         }
@@ -97,6 +97,47 @@ pub fn plans(requests: &[Request], chunk: usize, rows: usize, steps: u32) -> Vec
         // A plan runs one step at least.
         decoding += u32::from(plan.prefill.is_empty());
         plans.push(plan);
+    }
+    plans
+}
+
+/// Plans that run all requests, a slot each, whose prompts begin with the same `shared` full pages. The first computes
+/// them. So does the second, which takes over those of the first then and gives its own back: later ones fill these.
+/// All others begin behind the pages of the first.
+pub fn sharing_plans(requests: &[Request], shared: usize, rows: usize) -> Vec<Plan> {
+    let (mut plans, mut free): (Vec<Plan>, Vec<u32>) = (Vec::new(), Vec::new());
+    let mut next_page = 0..requests.iter().map(Request::pages).sum();
+    let (mut first_pages, mut swap) = (Vec::new(), None);
+    for (slot, request) in (0..).zip(requests) {
+        let begun = if slot < 2 { 0 } else { shared };
+        let own: Vec<u32> = free.drain(..).chain(&mut next_page).take(request.pages() as usize - begun).collect();
+        let pages = [&first_pages[..begun], &own[..]].concat();
+        let mut start = (begun * PAGE_POSITIONS) as u32;
+        let mut plan = Plan { admit: vec![request.admit(slot, u64::from(slot))], ..Plan::default() };
+        plan.grants = swap.take().into_iter().chain([PageGrant { slot, first: 0, pages: pages.clone() }]).collect();
+        while start < request.prompt.len() as u32 {
+            let len = (request.prompt.len() as u32 - start).min((rows - requests.len()) as u32);
+            plan.prefill = vec![PrefillChunk { slot, start, len }];
+            start += len;
+            plan.decode = (0..slot + u32::from(start == request.prompt.len() as u32)).collect();
+            plan.steps = 1;
+            plan.version = plans.len() as u64 + 1;
+            plans.push(std::mem::take(&mut plan));
+        }
+        match slot {
+            0 => first_pages = pages[..shared].to_vec(),
+            1 => {
+                free = pages[..shared].to_vec();
+                swap = Some(PageGrant { slot, first: 0, pages: first_pages.clone() });
+            }
+            _ => {}
+        }
+    }
+    let longest = requests.iter().map(|request| request.max_tokens).max().unwrap_or(0);
+    for _ in 0..longest.div_ceil(16) {
+        let version = plans.len() as u64 + 1;
+        let decode = (0..requests.len() as u32).collect();
+        plans.push(Plan { version, steps: 16, decode, ..Plan::default() });
     }
     plans
 }
@@ -438,6 +479,29 @@ fn decoding_is_one_launch_whoever_draws() {
     for token in outcomes.iter().flat_map(|outcome| &outcome.tokens) {
         let logprob = (token.sequence == 1).then_some(-(token.sampled.token as f32));
         assert_eq!(token.sampled.logprob, logprob);
+    }
+}
+
+/// Requests whose prompts begin with the same two pages, and go on as they like.
+pub fn alike(count: usize) -> Vec<Request> {
+    let lengths = [200, 180, 129, 190, 150, 300, 170];
+    let requests = (0..).zip(lengths.into_iter().cycle()).take(count).map(|(index, len)| {
+        let mut request = request(index, len, 20 + 9 * index);
+        request.prompt[..128].copy_from_slice(&self::request(50, 128, 1).prompt);
+        request
+    });
+    requests.collect()
+}
+
+#[test]
+fn sequences_read_the_pages_of_others() {
+    let requests = alike(7);
+    for (widths, eager) in [(&WIDTHS, true), (&WIDTHS, false), (&MATRIX_WIDTHS, true)] {
+        let plans = sharing_plans(&requests, 2, BATCH_TOKENS);
+        let filled = |plan: &Plan| plan.grants.iter().any(|grant| grant.slot == 2 && grant.pages[2..].contains(&4));
+        assert!(plans.iter().any(filled), "a page that was given back is filled by another");
+        let (outcomes, _) = run_with(widths, &requests, plans, eager);
+        assert_eq!(replies(&outcomes, 7), requests.iter().map(expected).collect::<Vec<_>>());
     }
 }
 

@@ -215,5 +215,5 @@ fn the_batch_takes_every_plan() {
     let (again, cached): (Vec<usize>, Vec<u64>) = (0..200).map(run).unzip();
     let (again, cached): (usize, u64) = (again.iter().sum(), cached.iter().sum());
     assert!(again > 100, "only {again} sequences were computed again");
-    assert!(cached > 10_000, "only {cached} tokens were cached");
+    assert!(cached > 5000, "only {cached} tokens were cached");
 }

@@ -1,7 +1,8 @@
 //! The invariants of the scheduler, checked after each event in tests and debug builds.
 
 use super::Scheduler;
-use super::sequence::{Phase, Turn};
+use super::prefix::MOST_OVERTAKEN;
+use super::sequence::{Phase, Sequence, Turn};
 
 impl Scheduler {
     /// In debug builds, panics if the invariants do not hold.
@@ -33,6 +34,8 @@ impl Scheduler {
         hold(self.fresh.iter().all(waits), "what was never admitted waits")?;
         let fresh_tokens: u64 = self.fresh.iter().map(|id| self.sequences[id].request.prompt.len() as u64).sum();
         hold(self.fresh_tokens == fresh_tokens, "the prompt tokens that wait are counted")?;
+        let is_bounded = |sequence: &Sequence| sequence.overtaken <= MOST_OVERTAKEN;
+        hold(self.sequences.values().all(is_bounded), "nobody is overtaken more often than that")?;
         hold(self.fresh.len() as u64 <= self.limits.max_waiting_requests, "the queue is bounded")?;
         hold(self.trials.are_known(|id| self.sequences.contains_key(&id)), "suspects have not ended")?;
         let alone = self

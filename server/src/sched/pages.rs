@@ -164,6 +164,11 @@ impl PagePool {
         }
     }
 
+    /// Whether the content of a key is cached, or other content of the same key.
+    pub(super) fn may_hold(&self, key: u64) -> bool {
+        self.cached.contains_key(&key)
+    }
+
     /// The cached page that holds `content`.
     pub(super) fn find(&self, content: &Content<'_>) -> Option<u32> {
         let page = *self.cached.get(&content.key)?;

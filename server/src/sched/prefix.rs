@@ -11,6 +11,11 @@ use super::Scheduler;
 use super::pages::PagePool;
 use super::sequence::{Running, Sequence, Turn};
 
+/// How many of those that wait are asked whether they are cached.
+const LOOK_AHEAD: usize = 16;
+/// How often a sequence that waits is overtaken by one that is cached.
+pub(super) const MOST_OVERTAKEN: u32 = 8;
+
 impl Running {
     /// Takes over the cached pages that hold what comes next. At least one token is left to compute: its row samples.
     pub(super) fn reuse(&mut self, sequence: &Sequence, pool: &mut PagePool) {
@@ -67,6 +72,37 @@ fn find(sequence: &Sequence, cached: &[u32], end: u32, pool: &PagePool) -> Optio
 }
 
 impl Scheduler {
+    /// Who is admitted next: the first that waits, or one of the next few of which more is cached, before others need
+    /// the memory. Only those that were never admitted are overtaken, and each of them [`MOST_OVERTAKEN`] times at most.
+    pub(super) fn next_waiting(&self, pool: &PagePool) -> Option<Turn> {
+        let first = *self.queue.first()?;
+        let is_equal = |turn: &&Turn| turn.behind == first.behind && self.fresh.contains(&turn.id);
+        if !self.limits.prefix_cache || !self.leaving.is_empty() || !is_equal(&&first) {
+            return Some(first);
+        }
+        let (mut best, mut most_cached) = (first, 0);
+        for turn in self.queue.iter().take(LOOK_AHEAD).take_while(is_equal) {
+            let sequence = &self.sequences[&turn.id];
+            // The last token is computed; and where a page is cached, so are all before it.
+            let keys = &sequence.keys[..((sequence.len() - 1) / u64::from(pool.page_positions())) as usize];
+            let cached = keys.partition_point(|&key| pool.may_hold(key));
+            if cached > most_cached && 2 * cached >= keys.len() {
+                (best, most_cached) = (*turn, cached);
+            }
+            if sequence.overtaken >= MOST_OVERTAKEN {
+                break;
+            }
+        }
+        Some(best)
+    }
+
+    /// A sequence is admitted before all that wait in front of it.
+    pub(super) fn overtake(&mut self, turn: Turn) {
+        for earlier in self.queue.range(..turn) {
+            self.sequences.get_mut(&earlier.id).expect("the queue names known sequences").overtaken += 1;
+        }
+    }
+
     /// Of the pages that hold the beginning of a sequence that waits, those that others hold: they take no room.
     pub(super) fn shared_pages(&self, turn: Turn, pool: &PagePool) -> u64 {
         let sequence = &self.sequences[&turn.id];

@@ -65,7 +65,7 @@ impl Scheduler {
         running.grow(self.pipeline.plans_since(running.decodes_from), pages)
     }
 
-    /// The first of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step that
+    /// The next of the queue, if it may enter: a slot is free, and so are pages for its prompt and its first step that
     /// it does not share, and one for each sequence that runs, so that it is not preempted at once. While there are
     /// suspects, the next of them, if nothing else runs.
     pub(super) fn admissible(&self) -> Option<Turn> {
@@ -75,19 +75,23 @@ impl Scheduler {
             let next = self.trials.next().filter(|_| alone);
             return next.map(|id| self.sequences[&id].turn(id));
         }
-        let turn = self.queue.first().copied().filter(|turn| !self.is_overtaking(turn))?;
+        if self.free_slots.is_empty() {
+            return None;
+        }
         let pages = self.pages.as_ref()?;
+        let turn = self.next_waiting(pages).filter(|turn| !self.is_overtaking(turn))?;
         let needed = self.pages_to_enter(turn) + self.running.len() as u64;
         let has_room = || needed <= pages.available() || needed - self.shared_pages(turn, pages) <= pages.available();
-        (!self.free_slots.is_empty() && has_room()).then_some(turn)
+        has_room().then_some(turn)
     }
 
     /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
     pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
         let is_behind = self.last_running().is_some_and(|turn| turn.behind);
-        let first = self.queue.first().filter(|turn| !turn.behind && !self.is_overtaking(turn));
-        let (true, Some(&first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
+        let (true, Some(pages)) = (is_behind, &self.pages) else { return false };
+        let first = self.next_waiting(pages).filter(|turn| !turn.behind && !self.is_overtaking(turn));
+        let Some(first) = first else { return false };
         if self.trials.is_on() || self.admissible().is_some() {
             return false;
         }
@@ -121,6 +125,9 @@ impl Scheduler {
     }
 
     fn admit(&mut self, turn: Turn, plan: &mut Plan) {
+        if !self.trials.is_on() {
+            self.overtake(turn);
+        }
         self.queue.remove(&turn);
         let slot = self.free_slots.pop().expect("an admissible sequence finds a free slot");
         let pages = self.pages.as_mut().expect("a group that is up has pages");

@@ -20,6 +20,8 @@ pub(super) struct Sequence {
     pub(super) keys: Vec<u64>,
     /// Tokens of the prompt that were not computed before the first token came: cached pages held them.
     pub(super) cached_tokens: u32,
+    /// Times that a later sequence was admitted before it, as more of that was cached.
+    pub(super) overtaken: u32,
     pub(super) phase: Phase,
     /// Times the group was lost while it computed this sequence, since the sequence was last cleared of it.
     pub(super) losses: u32,
@@ -135,6 +137,7 @@ impl Sequence {
             generated: Vec::new(),
             keys: Vec::new(),
             cached_tokens: 0,
+            overtaken: 0,
             phase: Phase::Waiting,
             losses: 0,
             tokens_since_loss: 0,

@@ -163,6 +163,22 @@ fn sequences_that_come_together_compute_their_beginning_once() {
     );
 }
 
+/// One slot: whose beginning is cached goes first, but not before anybody for ever.
+#[test]
+fn what_is_cached_goes_first_within_a_bound() {
+    let limits = Limits { max_slots: 1, max_batch_tokens: 32, plans_ahead: 1, ..Limits::default() };
+    let shape = Shape { max_slots: 1, max_batch_tokens: 32, kv_pages: 20, page_positions: 4 };
+    let mut group = Group { scheduler: Scheduler::new(limits).unwrap(), worker: FakeWorker::new(shape.clone()) };
+    group.scheduler.apply(shape.ready(), &mut Vec::new());
+    let (cached, other) = (request(1, 20, 1, vec![]), request(2, 20, 1, vec![]));
+    group.submit(&cached);
+    let prompts = group.finish();
+    group.submit(&other);
+    (0..12).for_each(|_| group.submit(&cached));
+    let order: Vec<u64> = prompts.into_iter().chain(group.finish()).map(|(sequence, _)| sequence).collect();
+    assert_eq!(order, [1, 3, 4, 5, 6, 7, 8, 9, 10, 2, 11, 12, 13, 14]);
+}
+
 #[test]
 fn a_sequence_that_was_preempted_finds_its_own_pages() {
     // The two do not fit beside each other to their ends: the second gives way, and its pages stay until they are

@@ -193,7 +193,7 @@ impl Run {
             let is_cached = plan.prefill.iter().any(|chunk| chunk.slot == admit.slot && chunk.start > 0)
                 || self.scheduler.limits.prefix_cache && !plan.prefill.iter().any(|chunk| chunk.slot == admit.slot);
             let waits = |id: &u64| self.lives(*id) && !self.slots.values().any(|in_slot| in_slot == id);
-            let is_overtaken = |id: &u64| waits(id) && !(is_cached && !self.admitted.contains(id));
+            let is_overtaken = |id: &u64| waits(id) && (!is_cached || self.admitted.contains(id));
             let earlier = self.seen.keys().find(|&&id| id < admit.sequence && is_overtaken(&id));
             assert_eq!(earlier, None, "{} overtook it", admit.sequence);
         }

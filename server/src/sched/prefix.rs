@@ -32,16 +32,21 @@ impl Running {
     /// Lets others find the pages that are full before any plan that is yet to be built. Where another sequence was
     /// first to compute the same, its page takes the place of this one's with the next plan.
     pub(super) fn publish(&mut self, sequence: &Sequence, pool: &mut PagePool) {
-        let computed = self.computed();
-        #[cfg(test)]
-        let computed = computed + u64::from(SABOTAGE.get() == Sabotage::PublishEarly);
-        while computed >= (self.cached as u64 + 1) * u64::from(pool.page_positions())
+        while self.has_unpublished(pool)
             && let before = self.cached.checked_sub(1).map(|last| self.pages[last])
             && let Some(content) = sequence.content(self.cached, before, pool.page_positions())
             && let Some(cached) = pool.publish(self.pages[self.cached], content)
         {
             self.put_cached(cached, pool);
         }
+    }
+
+    /// A page is full that others cannot find yet.
+    fn has_unpublished(&self, pool: &PagePool) -> bool {
+        let computed = self.computed();
+        #[cfg(test)]
+        let computed = computed + u64::from(SABOTAGE.get() == Sabotage::PublishEarly);
+        computed >= (self.cached as u64 + 1) * u64::from(pool.page_positions())
     }
 
     /// A page that it holds and others find comes next.
@@ -72,28 +77,29 @@ fn find(sequence: &Sequence, cached: &[u32], end: u32, pool: &PagePool) -> Optio
 }
 
 impl Scheduler {
-    /// Who is admitted next: the first that waits, or one of the next few of which more is cached, before others need
-    /// the memory. Only those that were never admitted are overtaken, and each of them [`MOST_OVERTAKEN`] times at most.
-    pub(super) fn next_waiting(&self, pool: &PagePool) -> Option<Turn> {
+    /// Who is admitted before the first of the queue if it may enter: one of the next few of which more is cached, before
+    /// others need the memory. Only those that were never admitted are overtaken, and each of them [`MOST_OVERTAKEN`]
+    /// times at most.
+    pub(super) fn most_cached(&self, pool: &PagePool) -> Option<Turn> {
         let first = *self.queue.first()?;
         let is_equal = |turn: &&Turn| turn.behind == first.behind && self.fresh.contains(&turn.id);
         if !self.limits.prefix_cache || !self.leaving.is_empty() || !is_equal(&&first) {
-            return Some(first);
+            return None;
         }
-        let (mut best, mut most_cached) = (first, 0);
+        let (mut best, mut most_cached) = (None, 0);
         for turn in self.queue.iter().take(LOOK_AHEAD).take_while(is_equal) {
             let sequence = &self.sequences[&turn.id];
             // The last token is computed; and where a page is cached, so are all before it.
             let keys = &sequence.keys[..((sequence.len() - 1) / u64::from(pool.page_positions())) as usize];
             let cached = keys.partition_point(|&key| pool.may_hold(key));
             if cached > most_cached && 2 * cached >= keys.len() {
-                (best, most_cached) = (*turn, cached);
+                (best, most_cached) = (Some(*turn), cached);
             }
             if sequence.overtaken >= MOST_OVERTAKEN {
                 break;
             }
         }
-        Some(best)
+        best
     }
 
     /// A sequence is admitted before all that wait in front of it.
@@ -121,6 +127,9 @@ impl Scheduler {
         let (mut prompts, mut being_filled) = (Vec::with_capacity(self.prompts), HashSet::new());
         for (turn, &slot) in &self.running {
             let running = self.slots[slot as usize].as_mut().expect("running names slots in use");
+            if running.decodes() && !running.has_unpublished(pool) {
+                continue;
+            }
             let sequence = self.sequences.get_mut(&turn.id).expect("running names known sequences");
             running.publish(sequence, pool);
             if running.decodes() {

@@ -79,19 +79,20 @@ impl Scheduler {
             return None;
         }
         let pages = self.pages.as_ref()?;
-        let turn = self.next_waiting(pages).filter(|turn| !self.is_overtaking(turn))?;
-        let needed = self.pages_to_enter(turn) + self.running.len() as u64;
-        let has_room = || needed <= pages.available() || needed - self.shared_pages(turn, pages) <= pages.available();
-        has_room().then_some(turn)
+        let has_room = |turn: &Turn| {
+            let needed = self.pages_to_enter(*turn) + self.running.len() as u64;
+            needed <= pages.available() || needed - self.shared_pages(*turn, pages) <= pages.available()
+        };
+        let first = self.queue.first().copied().filter(|turn| !self.is_overtaking(turn));
+        self.most_cached(pages).into_iter().chain(first).find(has_room)
     }
 
     /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
     pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
         let is_behind = self.last_running().is_some_and(|turn| turn.behind);
-        let (true, Some(pages)) = (is_behind, &self.pages) else { return false };
-        let first = self.next_waiting(pages).filter(|turn| !turn.behind && !self.is_overtaking(turn));
-        let Some(first) = first else { return false };
+        let first = self.queue.first().filter(|turn| !turn.behind && !self.is_overtaking(turn));
+        let (true, Some(&first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
         if self.trials.is_on() || self.admissible().is_some() {
             return false;
         }

@@ -134,7 +134,8 @@ pub fn sharing_plans(requests: &[Request], shared: usize, rows: usize) -> Vec<Pl
         }
     }
     let longest = requests.iter().map(|request| request.max_tokens).max().unwrap_or(0);
-    for _ in 0..longest.div_ceil(16) {
+    // A plan runs one step at least.
+    for _ in 0..longest {
         let version = plans.len() as u64 + 1;
         let decode = (0..requests.len() as u32).collect();
         plans.push(Plan { version, steps: 16, decode, ..Plan::default() });

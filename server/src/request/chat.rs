@@ -134,7 +134,7 @@ mod tests {
             let prompt = prompt(&user(&[content]), "messages", CONTEXT, &text).unwrap();
             let special = text.tokenizer.special_tokens_in(&prompt);
             assert_eq!(special, [0, 2, 3, 4, 2, 3], "{content:?}: the template's own: {prompt}");
-            let ids = text.tokenizer.encode(&prompt, false).unwrap();
+            let ids = text.tokenizer.encode(&prompt, false, "").unwrap();
             let encoded: Vec<u32> = ids.into_iter().filter(|id| text.tokenizer.is_special(*id)).collect();
             assert_eq!(encoded, special, "{content:?}");
         }

@@ -33,7 +33,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
-    let prompts = prompts(raw.input, raw.input_field, model, text)?;
+    let prompts = prompts(raw.input, raw.input_field, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
         let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
         return Err(RequestError::field("n", FieldError::Value, message));
@@ -138,7 +138,13 @@ fn check_stops(stops: &[String]) -> Result<(), RequestError> {
 }
 
 /// Each prompt's tokens and where its output stands.
-fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
+fn prompts(
+    input: Input,
+    field: &str,
+    salt: &str,
+    model: &ModelInfo,
+    text: &Text,
+) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
     let wrong = |message: String| RequestError::field(field, FieldError::Value, message);
     let check_count = |count: usize| match count {
         0 => Err(wrong("must not be empty".into())),
@@ -152,7 +158,7 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
             }
             let prompt = chat::prompt(&messages, field, model.max_context, text)?;
             // The template has written the special tokens, the begin token included.
-            let tokens = encode(&prompt, false, field, text)?;
+            let tokens = encode(&prompt, false, salt, field, text)?;
             Ok(vec![(tokens, Start::Beginning)])
         }
         Input::Texts(texts) => {
@@ -166,7 +172,7 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
             if let Some(prompt_bytes) = texts.iter().map(String::len).find(|bytes| *bytes > max_bytes) {
                 return Err(RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context });
             }
-            let tokens = |prompt: &String| Ok((encode(prompt, true, field, text)?, Start::Middle));
+            let tokens = |prompt: &String| Ok((encode(prompt, true, salt, field, text)?, Start::Middle));
             texts.iter().map(tokens).collect()
         }
         Input::Tokens(lists) => {
@@ -184,9 +190,9 @@ fn prompts(input: Input, field: &str, model: &ModelInfo, text: &Text) -> Result<
     }
 }
 
-fn encode(prompt: &str, special: bool, field: &str, text: &Text) -> Result<Vec<u32>, RequestError> {
+fn encode(prompt: &str, special: bool, salt: &str, field: &str, text: &Text) -> Result<Vec<u32>, RequestError> {
     let wrong = |error: TextError| RequestError::field(field, FieldError::Value, error.to_string());
-    text.tokenizer.encode(prompt, special).map_err(wrong)
+    text.tokenizer.encode(prompt, special, salt).map_err(wrong)
 }
 
 /// How many tokens may follow this prompt.

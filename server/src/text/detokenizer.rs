@@ -170,7 +170,7 @@ mod tests {
         fn multi_byte_text_survives_in_increments(text in "\\PC{0,60}") {
             prop_assume!(!text.contains(char::REPLACEMENT_CHARACTER));
             let tokenizer = byte_level();
-            let ids = tokenizer.encode(&text, true).unwrap();
+            let ids = tokenizer.encode(&text, true, "").unwrap();
             let pieces = increments(&tokenizer, Start::Beginning, &ids);
             prop_assert_eq!(pieces.concat(), text);
             prop_assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)));

@@ -12,6 +12,7 @@ use serde_json::Value;
 mod defaults;
 mod detokenizer;
 mod output;
+mod segments;
 mod stops;
 mod template;
 mod time;
@@ -198,9 +199,9 @@ mod tests {
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>\
              <|start_header_id|>assistant<|end_header_id|>\n\n"
         );
-        let ids = text.tokenizer.encode(&prompt, false).unwrap();
+        let ids = text.tokenizer.encode(&prompt, false, "").unwrap();
         assert_eq!(ids.iter().filter(|id| **id == 0).count(), 1, "one BOS, the template's: {ids:?}");
-        assert_eq!(text.tokenizer.encode("Hi", true).unwrap()[0], 0);
+        assert_eq!(text.tokenizer.encode("Hi", true, "").unwrap()[0], 0);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType};
 
 use super::TextError;
+use super::segments::Segments;
 
 /// The mark that sentencepiece vocabularies write for a space.
 const SPACE_MARK: char = '\u{2581}';
@@ -14,6 +15,7 @@ const SPACE_MARK: char = '\u{2581}';
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    segments: Option<Segments>,
     /// Bytes of all tokens, by id, one after the other.
     bytes: Vec<u8>,
     /// Where in `bytes` each token ends; an id past the end stands for nothing.
@@ -71,8 +73,9 @@ impl Tokenizer {
         let (alphabet, leading_space) = read_decoder(&decoder)?;
         let byte_of = byte_level_table();
 
-        let mut tokenizer =
-            Self { inner, bytes: Vec::new(), ends: Vec::new(), special: Vec::new(), leading_space, max_token_bytes: 1 };
+        let segments = Segments::of(&inner);
+        let (bytes, ends, special) = (Vec::new(), Vec::new(), Vec::new());
+        let mut tokenizer = Self { inner, segments, bytes, ends, special, leading_space, max_token_bytes: 1 };
         let added = tokenizer.inner.get_added_tokens_decoder();
         for id in 0..vocab.values().max().map_or(0, |last| last + 1) {
             if let Some(token) = tokenizer.inner.id_to_token(id) {
@@ -94,13 +97,17 @@ impl Tokenizer {
     }
 
     /// Token ids of a text. `special`: with what the model expects around a plain text, such as a begin token. Control
-    /// tokens spelled out in the text are recognised either way, as Hugging Face's tokenizers do.
+    /// tokens spelled out in the text are recognised either way, as Hugging Face's tokenizers do. Long texts between
+    /// them are faster when they come again with the same `salt`.
     ///
     /// # Errors
     /// The tokenizer's own, on texts that it cannot represent.
-    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self.inner.encode_fast(text, special).map_err(|error| TextError::Encode(error.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+    pub fn encode(&self, text: &str, special: bool, salt: &str) -> Result<Vec<u32>, TextError> {
+        let ids = match &self.segments {
+            Some(segments) => segments.encode(&self.inner, text, special, salt),
+            None => self.inner.encode_fast(text, special).map(|encoding| encoding.get_ids().to_vec()),
+        };
+        ids.map_err(|error| TextError::Encode(error.to_string()))
     }
 
     /// The control tokens that a text holds, in order: found as [`Tokenizer::encode`] finds them, normaliser included,
@@ -242,7 +249,7 @@ mod tests {
         let tokenizer = with_decoder(serde_json::json!({"type": "ByteLevel", "add_prefix_space": true,
             "trim_offsets": true, "use_regex": true}))
         .unwrap();
-        assert_eq!(tokenizer.encode("abab", false).unwrap(), [0, 1, 0, 1]);
+        assert_eq!(tokenizer.encode("abab", false, "").unwrap(), [0, 1, 0, 1]);
     }
 
     #[test]

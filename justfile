@@ -35,6 +35,11 @@ serving-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/serving_figures.py {{ARGS}}
 
+# What the prefix cache is worth.
+prefix-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/prefix_figures.py {{ARGS}}
+
 # Steps and prompts of every published shape, as a table.
 shape-figures *ARGS:
     cargo build --release --workspace

@@ -48,14 +48,14 @@ def main() -> None:
             print(f"| {kind} | {tokens}, {cached} | {cold:.1f} | {statistics.median(ms for ms, *_ in again):.1f} |",
                   flush=True)
     print(f"\n| {args.streams} conversations of {args.turns} turns of {args.turn} tokens | first token, mean / p99, ms "
-          "| tokens/s |\n|---|---|---|", flush=True)
+          "| tokens/s | cached |\n|---|---|---|---|", flush=True)
     for mode in ("off", "on"):
         with Server(args.looplane, *options, "--prefix-cache", mode):
             of = report(args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "chat",
                         "--concurrency", args.streams, "--duration", f"{args.seconds}s", "--turns", args.turns,
                         "--prompt-tokens", args.turn, "--max-tokens", 64, "--ignore-eos", "--warmup", args.streams)
             print(f"| cache {mode} | {of['mean_ttft_ms']:.1f} / {of['p99_ttft_ms']:.1f} | "
-                  f"{of['output_throughput']:.0f} |", flush=True)
+                  f"{of['output_throughput']:.0f} | {100 * of['cached_input_share']:.0f} % |", flush=True)
 
 
 def prompts(tokens: int) -> list[tuple[str, object]]:

@@ -40,6 +40,12 @@ struct Delta {
 struct Usage {
     prompt_tokens: Option<u64>,
     completion_tokens: Option<u64>,
+    prompt_tokens_details: Option<PromptTokensDetails>,
+}
+
+#[derive(Deserialize)]
+struct PromptTokensDetails {
+    cached_tokens: Option<u64>,
 }
 
 impl<'a> Answer<'a> {
@@ -77,6 +83,8 @@ impl<'a> Answer<'a> {
         if let Some(usage) = chunk.usage {
             self.record.prompt_tokens = usage.prompt_tokens.or(self.record.prompt_tokens);
             self.record.completion_tokens = usage.completion_tokens.or(self.record.completion_tokens);
+            let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens);
+            self.record.cached_tokens = cached.or(self.record.cached_tokens);
         }
         Ok(())
     }
@@ -151,14 +159,15 @@ mod tests {
             r#"{"choices":[{"delta":{"tool_calls":[]}}]}"#,
             r#"{"choices":[{"text":"c"}]}"#,
             r#"{"choices":[{"delta":{},"finish_reason":"stop"}]}"#,
-            r#"{"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":9,"total_tokens":13}}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":9,"total_tokens":13,
+                "prompt_tokens_details":{"cached_tokens":2,"audio_tokens":null}}}"#,
             "[DONE]",
             "whatever comes after",
         ])
         .expect("well-formed");
         assert_eq!(record.chunks_ns, [1, 2, 4]);
         assert_eq!((record.finished_ns, record.finish_reason.as_deref()), (Some(5), Some("stop")));
-        assert_eq!((record.prompt_tokens, record.completion_tokens), (Some(4), Some(9)));
+        assert_eq!((record.prompt_tokens, record.completion_tokens, record.cached_tokens), (Some(4), Some(9), Some(2)));
         assert!(done);
     }
 

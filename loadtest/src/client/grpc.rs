@@ -112,6 +112,7 @@ impl GrpcClient {
                     record.finish_reason = Some(in_words(finished.reason()).to_owned());
                     record.finished_ns = Some(now_ns);
                     record.completion_tokens = Some(finished.completion_tokens.into());
+                    record.cached_tokens = Some(finished.cached_tokens.into());
                 }
                 None => return Err(Failure::BadMessage),
             }

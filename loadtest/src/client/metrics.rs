@@ -27,6 +27,9 @@ fields! {
     ReadBytes: "step_read_bytes_total",
     GenerationTokens: "generation_tokens_total",
     PromptTokens: "prompt_tokens_total",
+    /// Tokens of prompts that the prefix cache was asked for, and that it held.
+    CacheQueries: "prefix_cache_queries_total" | "gpu_prefix_cache_queries_total",
+    CacheHits: "prefix_cache_hits_total" | "gpu_prefix_cache_hits_total",
     FirstTokens: "time_to_first_token_seconds_count",
     FirstTokenSeconds: "time_to_first_token_seconds_sum",
     Gaps: "inter_token_latency_seconds_count" | "time_per_output_token_seconds_count",

@@ -58,6 +58,8 @@ pub struct RequestRecord {
     pub ended_ns: u64,
     pub prompt_tokens: Option<u64>,
     pub completion_tokens: Option<u64>,
+    /// Tokens of the prompt that the server did not compute, as it had them cached.
+    pub cached_tokens: Option<u64>,
     /// Why generation ended, in the server's word (`stop`, `length`).
     pub finish_reason: Option<String>,
     pub turn: u32,

@@ -34,6 +34,8 @@ pub struct Figures {
     pub waiting: Option<Range>,
     /// Share of the KV cache in use.
     pub kv_cache_usage: Option<Range>,
+    /// Share of the tokens of prompts that the prefix cache held.
+    pub prefix_cache_hit_share: Option<f64>,
     /// Tokens generated a second.
     pub generation_throughput: Option<f64>,
     /// GB/s (10^9) that steps had to read while they ran, on all ranks; what can be read; and the share of it.
@@ -76,6 +78,7 @@ impl Figures {
             running: range(looks, Field::Running),
             waiting: range(looks, Field::Waiting),
             kv_cache_usage: range(looks, Field::KvUsage),
+            prefix_cache_hit_share: mean(Field::CacheHits, Field::CacheQueries),
             generation_throughput: per_s(Field::GenerationTokens),
             read_gb_s,
             read_limit_gb_s: series.read_limit_gb_s,
@@ -130,6 +133,7 @@ impl Figures {
             ("sequences running", self.running.map(looks)),
             ("sequences waiting", self.waiting.map(looks)),
             ("KV cache in use", kv),
+            ("prompts cached", self.prefix_cache_hit_share.map(|share| percent(share) + " of their tokens")),
             ("read in steps", read),
             ("tokens generated", tokens),
             ("time to first token", self.mean_ttft_ms.map(|ms| beside("ttft", ms))),

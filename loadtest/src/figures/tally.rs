@@ -59,6 +59,9 @@ pub struct Tally {
     /// Tokens of the requests that succeeded, and chunks that they came in.
     pub prompt_tokens: u64,
     pub output_tokens: u64,
+    /// Of prompts whose server says how many of their tokens were cached: those, and all.
+    cached_tokens: u64,
+    cacheable_tokens: u64,
     pub chunks: u64,
     /// Chunks of requests that were cut off, see [`Self::add_cut_off`], and the end of the last that did not fail.
     cut_off_chunks: u64,
@@ -157,6 +160,10 @@ impl Tally {
         let tokens = record.output_tokens();
         self.prompt_tokens = self.prompt_tokens.saturating_add(record.prompt_tokens.unwrap_or(0));
         self.output_tokens = self.output_tokens.saturating_add(tokens);
+        if let (Some(cached), Some(all)) = (record.cached_tokens, record.prompt_tokens) {
+            self.cached_tokens = self.cached_tokens.saturating_add(cached);
+            self.cacheable_tokens = self.cacheable_tokens.saturating_add(all);
+        }
         self.chunks += record.chunks_ns.len() as u64;
         self.without_usage += u64::from(record.completion_tokens.is_none());
         self.client_delay.record_ns(record.sent_ns.saturating_sub(record.intended_ns));
@@ -229,6 +236,11 @@ impl Tally {
     /// The same with the tokens of the prompts of the answers that ended in it.
     pub fn total_tokens_per_s(&self) -> f64 {
         self.per_second(self.prompt_tokens_in_window as f64 + self.output_tokens_in_window)
+    }
+
+    /// Share of the tokens of prompts that the server had cached; none where it does not say.
+    pub fn cached_share(&self) -> Option<f64> {
+        (self.cacheable_tokens > 0).then(|| self.cached_tokens as f64 / self.cacheable_tokens as f64)
     }
 
     /// Requests due in the counted part that met every limit; none without limits.

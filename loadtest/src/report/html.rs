@@ -188,6 +188,7 @@ impl Report {
         let mean = |tokens: u64| tokens as f64 / tally.completed.max(1) as f64;
         let (prompt, output) = (mean(tally.prompt_tokens), mean(tally.output_tokens));
         let (prompts, outputs) = setup.shapes.in_words();
+        let cached = tally.cached_share().map_or_else(String::new, |share| format!(", {:.1} % cached", 100.0 * share));
         let client_error = setup.calibration.as_ref().map(Calibration::in_words);
         pairs([
             ("server", setup.target.clone()),
@@ -195,7 +196,7 @@ impl Report {
             ("model", setup.model.clone()),
             ("load", setup.pacing.clone()),
             ("most requests in flight", setup.max_concurrency.to_string()),
-            ("prompt tokens", format!("{prompts} asked for, {prompt:.1} a request counted")),
+            ("prompt tokens", format!("{prompts} asked for, {prompt:.1} a request counted{cached}")),
             ("output tokens", format!("at most {outputs}, {output:.1} a request counted")),
             ("of each prompt shared by all", format!("{:.0} %", 100.0 * setup.shared_prefix)),
             ("least output tokens", setup.min_tokens.map_or_else(|| "not set".into(), |least| least.to_string())),

@@ -55,6 +55,7 @@ impl Report {
         put("failed", json!(tally.failed));
         put("interrupted", json!(tally.interrupted));
         put("total_input_tokens", json!(tally.prompt_tokens));
+        put("cached_input_share", json!(tally.cached_share()));
         put("total_output_tokens", json!(tally.output_tokens));
         put("request_throughput", json!(tally.requests_per_s()));
         put("output_throughput", json!(tally.output_tokens_per_s()));
@@ -105,6 +106,7 @@ pub fn request_line(run: u32, record: &RequestRecord) -> Value {
         "e2el_ms": since_sent(record.ended_ns),
         "itl_ms": gaps,
         "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens(),
         "finish_reason": record.finish_reason,
         "error": record.failure.as_ref().map(|failure| failure.kind()),

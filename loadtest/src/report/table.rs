@@ -34,7 +34,8 @@ impl Display for Report {
         let mean = |tokens: u64| tokens as f64 / completed.max(1) as f64;
         let (prompt, output) = (mean(tally.prompt_tokens), mean(tally.output_tokens));
         let (prompt_lengths, output_lengths) = setup.shapes.in_words();
-        row(f, "prompt tokens", format!("{prompt:.1} a request ({prompt_lengths} asked for)"))?;
+        let cached = tally.cached_share().map_or_else(String::new, |share| format!(", {:.1} % cached", 100.0 * share));
+        row(f, "prompt tokens", format!("{prompt:.1} a request ({prompt_lengths} asked for){cached}"))?;
         row(f, "output tokens", format!("{output:.1} a request (at most {output_lengths})"))?;
         let reasons: Vec<String> = tally.finish_reasons.iter().map(|(reason, n)| format!("{reason} {n}")).collect();
         row(f, "finish reasons", if reasons.is_empty() { "-".into() } else { reasons.join(", ") })?;

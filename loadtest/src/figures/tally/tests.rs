@@ -125,6 +125,16 @@ fn a_run_without_success_has_nulls_and_no_nan() {
 }
 
 #[test]
+fn the_cached_share_is_of_the_prompts_whose_server_says_it() {
+    let said = |all, cached| RequestRecord { prompt_tokens: Some(all), cached_tokens: cached, ..record(0, 0, &[10]) };
+    assert_eq!(tally(&[said(100, None)]).cached_share(), None);
+    assert_eq!(tally(&[said(100, None), said(300, Some(0)), said(100, Some(40))]).cached_share(), Some(0.1));
+    let report = report(tally(&[said(100, Some(25))]));
+    assert_eq!(report.to_json()["cached_input_share"], 0.25);
+    assert!(report.to_string().contains("25.0 % cached"), "{report}");
+}
+
+#[test]
 fn servers_cannot_fill_the_memory_with_names() {
     let mut tally = Tally::default();
     for i in 0..1000 {

@@ -9,6 +9,15 @@ use looplane_proto::worker::v1::worker_client::WorkerClient;
 use tokio::time::{Instant, sleep, timeout};
 use tonic::transport::Channel;
 
+/// What takes so much longer than it may shows that the server itself stood still.
+const STANDSTILL: Duration = Duration::from_millis(500);
+
+/// Whether what began at `begun` and takes `most` at most took so long that the server stood still meanwhile, with all
+/// its clocks running on: then nothing is late yet.
+pub(super) fn stood_still(begun: Instant, most: Duration) -> bool {
+    begun.elapsed() > most + STANDSTILL
+}
+
 /// When a rank last reported a step, and which.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
@@ -64,8 +73,8 @@ impl Reports {
     }
 }
 
-/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer. (Twice, for a
-/// server that stood still itself finds its own clock run out first.)
+/// Asks all ranks whether they are still there, `pause` from now; each has twice `limit` to answer, time in which the
+/// server itself stood still left out.
 ///
 /// # Errors
 /// Names a rank that does not answer, or answers with an error, in words that follow "rank 3 ".
@@ -76,11 +85,13 @@ pub(super) async fn probe(
 ) -> Result<(), (usize, String)> {
     sleep(pause).await;
     let probes = ranks.into_iter().enumerate().map(async |(rank, mut client)| {
-        for _ in 0..2 {
+        let mut unanswered = 0;
+        while unanswered < 2 {
+            let asking = Instant::now();
             match timeout(limit, client.health(HealthRequest {})).await {
                 Ok(Ok(_)) => return Ok(()),
                 Ok(Err(status)) => return Err((rank, format!("is not well: {}", status.message()))),
-                Err(_) => {}
+                Err(_) => unanswered += u32::from(!stood_still(asking, limit)),
             }
         }
         Err((rank, format!("does not answer: nothing for {:?} to the question how it is", 2 * limit)))

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 use super::super::fault::Fault;
 use super::super::start::{Link, RankEvent};
 use super::super::step_times::StepTime;
-use super::super::watchdog::{Reports, answer, probe, unresponsive};
+use super::super::watchdog::{Reports, answer, probe, stood_still, unresponsive};
 use super::super::workers::Workers;
 use super::{BURST, Supervisor, until};
 use crate::engine::EngineState;
@@ -29,8 +29,7 @@ impl Supervisor {
         let mut is_late = false;
         let mut last_turn = Instant::now();
         loop {
-            // A loop that takes no turn although one is due stood still, with the whole process.
-            if last_turn.elapsed() > 2 * TURN {
+            if stood_still(last_turn, TURN) {
                 reports.start_again(Instant::now());
             }
             last_turn = Instant::now();
@@ -71,9 +70,16 @@ impl Supervisor {
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
                 () = until(overdue.map(|(at, _)| at)) => {
+                    if stood_still(last_turn, TURN) {
+                        continue;
+                    }
+                    let asking = Instant::now();
                     // Ranks wait for each other: the one that hangs is the one that does not answer either.
                     let asked = unresponsive(link.health.clone(), ASK.min(limit / 2)).await;
-                    // The server itself may have stood still: then reports are here by now, from behind the answers.
+                    if stood_still(asking, ASK) {
+                        continue;
+                    }
+                    // Reports that were on their way are here by now, from behind the answers.
                     if let Ok(event) = link.events.try_recv() {
                         self.rank_event(event, &mut reports)?;
                         continue;

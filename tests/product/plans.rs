@@ -7,7 +7,7 @@ use std::sync::Arc;
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
 use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
-use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits};
+use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits, Verdict};
 use looplane_worker::convert;
 use looplane_worker::plan::PAGE_POSITIONS;
 use looplane_worker::sampling::Sampled;
@@ -98,9 +98,10 @@ impl Group {
         let finishes = self.batch.complete(&sampled).to_vec();
         let tokens = sequences.into_iter().zip(tokens).zip(finishes).map(|((sequence, token), finish)| {
             let finish = match finish {
-                None => v1::Finish::None,
-                Some(Finish::Stop) => v1::Finish::Stop,
-                Some(Finish::Length) => v1::Finish::Length,
+                Verdict::Token(None) => v1::Finish::None,
+                Verdict::Token(Some(Finish::Stop)) => v1::Finish::Stop,
+                Verdict::Token(Some(Finish::Length)) => v1::Finish::Length,
+                Verdict::Rejected => panic!("nothing is drafted"),
             };
             v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() }
         });

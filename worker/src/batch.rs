@@ -15,6 +15,7 @@
 //!
 //! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
 
+mod draft;
 mod pages;
 mod plan;
 mod slot;
@@ -76,6 +77,15 @@ pub enum Finish {
     Length,
 }
 
+/// What became of a token that a row sampled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is the sequence's next, and perhaps its last.
+    Token(Option<Finish>),
+    /// It follows a draft that did not hold.
+    Rejected,
+}
+
 /// Bounds of a batch, fixed at load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -112,11 +122,14 @@ pub struct Batch {
     pages: Pages,
     version: u64,
     steps: u32,
+    /// Tokens that may be drafted in a step of the plan: of a sequence, and in all.
+    drafts: usize,
+    draft_rows: usize,
     /// Steps of the plan that were computed.
     steps_run: u32,
     /// The step that is next; without rows if the plan has none left.
     step: Step,
-    finished: Vec<Option<Finish>>,
+    verdicts: Vec<Verdict>,
 }
 
 impl Batch {
@@ -143,9 +156,11 @@ impl Batch {
             pages: Pages::new(kv_pages),
             version: 0,
             steps: 0,
+            drafts: 0,
+            draft_rows: 0,
             steps_run: 0,
             step,
-            finished: Vec::with_capacity(max_slots),
+            verdicts: Vec::with_capacity(max_slots),
         }
     }
 
@@ -182,13 +197,15 @@ impl Batch {
     /// # Panics
     /// If the step has no such row.
     pub fn row_input(&self, row: usize) -> RowInput<'_> {
-        let slot = self.slot(self.step.rows[row].slot);
+        let Row { slot, position, .. } = self.step.rows[row];
+        let slot = self.slot(slot);
+        let (prompt, generated) = slot.tokens_to(position).split_at(slot.prompt().len());
         RowInput {
             params: slot.sampling(),
-            position: u32::try_from(slot.tokens().len()).expect("a position, because the context limit is a u32"),
-            prompt: slot.prompt(),
-            generated: slot.generated(),
-            suppress: if slot.stop_forbidden() { slot.stop_tokens() } else { &[] },
+            position: position + 1,
+            prompt,
+            generated,
+            suppress: if slot.is_stop_forbidden(generated.len()) { slot.stop_tokens() } else { &[] },
             logprobs: slot.logprobs(),
         }
     }
@@ -221,6 +238,7 @@ impl Batch {
         self.version = version;
         self.check_bounds(plan)?;
         self.steps = plan.steps;
+        (self.drafts, self.draft_rows) = (plan.drafts as usize, plan.draft_rows as usize);
         self.steps_run = 0;
         for &slot in &plan.release {
             self.release(slot)?;
@@ -231,7 +249,11 @@ impl Batch {
         for grant in &plan.grants {
             self.grant(grant)?;
         }
-        self.slots.iter_mut().for_each(Slot::clear_work);
+        for slot in &mut self.slots {
+            slot.clear_work();
+            // Drafts of a step that this plan takes the place of.
+            slot.take_back();
+        }
         for chunk in &plan.prefill {
             self.schedule_chunk(chunk)?;
         }
@@ -253,25 +275,41 @@ impl Batch {
     }
 
     /// Takes the sampled token of each of the step's `samples`, in that order, and moves to the next step. Returns, in
-    /// the same order, which sequences ended with it.
+    /// the same order, what became of each: a row behind a draft counts only if the draft is what was sampled in front
+    /// of it.
     ///
     /// # Panics
     /// If there was no step, or the number of samples or a token id is not what the step asks for: a broken backend.
-    pub fn complete(&mut self, sampled: &[Sampled]) -> &[Option<Finish>] {
+    pub fn complete(&mut self, sampled: &[Sampled]) -> &[Verdict] {
         assert!(!self.step.rows.is_empty(), "a step was completed that had no rows");
         assert_eq!(sampled.len(), self.step.samples.len(), "samples of step {} of {}", self.step.number, self.version);
+        self.verdicts.clear();
+        let mut samples = sampled.iter();
         for segment in &self.step.segments {
-            self.slots[segment.slot as usize].advance(segment.rows.len(), &mut self.pages);
-        }
-        self.finished.clear();
-        for (&row, sampled) in self.step.samples.iter().zip(sampled) {
-            let slot = self.step.rows[row].slot;
-            assert!((sampled.token as usize) < self.limits.vocab_size, "slot {slot}: sampled token {}", sampled.token);
-            self.finished.push(self.slots[slot as usize].append(sampled.token, self.limits.max_context));
+            let slot = &mut self.slots[segment.slot as usize];
+            let rows = &self.step.rows[segment.rows.clone()];
+            let sampling = rows.iter().filter(|row| row.sample).count();
+            let drafted = slot.take_back();
+            let mut held = 0;
+            for (row, sampled) in rows[rows.len() - sampling..].iter().zip(samples.by_ref().take(sampling)) {
+                let (token, number) = (sampled.token, segment.slot);
+                assert!((token as usize) < self.limits.vocab_size, "slot {number}: sampled token {token}");
+                // The row's own token is the newest: what it follows was right.
+                let counts = !slot.is_finished()
+                    && slot.tokens().len() == row.position as usize + 1
+                    && slot.tokens().last() == Some(&row.token);
+                self.verdicts.push(match counts {
+                    true => Verdict::Token(slot.append(token, self.limits.max_context)),
+                    false => Verdict::Rejected,
+                });
+                held += usize::from(counts);
+            }
+            slot.advance(rows.len() - sampling + held, &mut self.pages);
+            slot.learn(drafted, held.saturating_sub(1));
         }
         self.steps_run += 1;
         self.lay_out_step();
-        &self.finished
+        &self.verdicts
     }
 
     fn check_bounds(&self, plan: &Plan) -> Result<(), PlanFault> {
@@ -372,6 +410,17 @@ impl Batch {
             return;
         }
         let first = self.steps_run == 0;
+        let decoding = self.slots.iter().map(|slot| slot.rows(0, first).count()).sum::<usize>();
+        // Every row that samples has room for its logits.
+        let samples = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
+        let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
+        let mut budget = self.draft_rows.min(room);
+        for slot in &mut self.slots {
+            if budget == 0 {
+                break;
+            }
+            budget -= slot.draft(self.drafts.min(budget), self.limits.max_context, first);
+        }
         for (index, slot) in self.slots.iter().enumerate() {
             let start = step.rows.len();
             step.rows.extend(slot.rows(index as u32, first));
@@ -380,9 +429,8 @@ impl Batch {
                     (oldest.position as usize + 1).saturating_sub(self.limits.window.unwrap_or(usize::MAX));
                 step.positions += newest.position as usize + 1 - first_seen;
                 step.segments.push(Segment { slot: index as u32, rows: start..step.rows.len() });
-                if step.rows[step.rows.len() - 1].sample {
-                    step.samples.push(step.rows.len() - 1);
-                }
+                let rows = start..step.rows.len();
+                step.samples.extend(rows.filter(|&row| step.rows[row].sample));
             }
         }
     }

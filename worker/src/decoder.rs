@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use crate::batch::{Finish, Plan, PlanFault};
+use crate::batch::{Finish, Plan, PlanFault, Verdict};
 use crate::sampling::Sampled;
 
 pub use fault::{Fault, LoadError};
@@ -162,6 +162,16 @@ pub struct OutcomeToken {
     pub sampled: Sampled,
     /// The sequence ended with it.
     pub finish: Option<Finish>,
+}
+
+/// The tokens of a step's samples that count, with the sequences that they are of.
+pub fn outcome_tokens(sequences: &[u64], sampled: &[Sampled], verdicts: &[Verdict]) -> Vec<OutcomeToken> {
+    let tokens =
+        sequences.iter().zip(sampled).zip(verdicts).filter_map(|((&sequence, sampled), verdict)| match verdict {
+            Verdict::Token(finish) => Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish }),
+            Verdict::Rejected => None,
+        });
+    tokens.collect()
 }
 
 /// A loaded rank: its shard packed, its memory taken.

@@ -20,6 +20,10 @@ pub struct Plan {
     pub prefill: Vec<PrefillChunk>,
     /// Slots that decode, none twice.
     pub decode: Vec<u32>,
+    /// Most tokens that are drafted for a sequence in a step; 0: none.
+    pub drafts: u32,
+    /// Most tokens that are drafted in a step, of all sequences.
+    pub draft_rows: u32,
 }
 
 /// A sequence enters a free slot.

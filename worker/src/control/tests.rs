@@ -10,7 +10,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::*;
 use crate::batch::{Batch, Boundary, Limits};
 use crate::decoder::{
-    LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, OutcomeToken, PLANS_AHEAD, Phase, PlanSource, Progress,
+    LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, PLANS_AHEAD, Phase, PlanSource, Progress, outcome_tokens,
 };
 use crate::sampling::Sampled;
 
@@ -95,13 +95,13 @@ fn step(batch: &mut Batch) -> Outcome {
         step.samples.iter().map(|&row| Sampled { token: next(row), logprob: Some(-0.5), top: vec![(1, -0.5)] });
     let sampled: Vec<Sampled> = sampled.collect();
     let sequences: Vec<u64> = step.samples.iter().map(|&row| batch.slot(step.rows[row].slot).sequence()).collect();
-    let finished = batch.complete(&sampled).to_vec();
-    let tokens = sequences.into_iter().zip(sampled).zip(finished);
+    let verdicts = batch.complete(&sampled).to_vec();
+    let tokens = outcome_tokens(&sequences, &sampled, &verdicts);
     Outcome {
         version: step.version,
         step: step.number,
         ran_step: true,
-        tokens: tokens.map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled, finish }).collect(),
+        tokens,
         rows: step.rows.len(),
         positions: step.positions,
         step_time: Duration::from_nanos(5),

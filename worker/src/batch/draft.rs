@@ -1,0 +1,217 @@
+//! Drafts: which tokens may follow, by what followed the same tokens earlier in the sequence.
+//!
+//! A step computes drafted tokens as further rows of their sequence, and every row samples. A drafted token counts if it
+//! is the one that was sampled in front of it, so drafts change no token, only how many come out of a step. They are a
+//! function of the sequence's tokens and of how its earlier drafts fared: every rank drafts the same.
+//!
+//! The end of a sequence is looked up by its last three tokens, as in LZ77: a table has the newest position of each three
+//! by their hash, and links lead from there to older ones.
+
+/// Tokens by which an earlier place is found: fewer match by chance.
+const LEAST_MATCH: usize = 3;
+/// A match is looked at no further back than that; the longest decides.
+const MOST_MATCH: usize = 24;
+/// Earlier places that are looked at, the newest first: bounds the time of a draft in a text that repeats itself.
+const MOST_PLACES: usize = 8;
+/// No place.
+const NONE: u32 = u32::MAX;
+
+/// Where each three tokens of a sequence were last.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Drafter {
+    /// By hash: the position behind the last occurrence.
+    newest: Vec<u32>,
+    /// By position: the occurrence before of the three tokens in front of it.
+    older: Vec<u32>,
+}
+
+impl Drafter {
+    /// Begins a sequence of at most `longest` tokens, 4 to 8 bytes each. What comes later takes no memory.
+    pub(super) fn begin(&mut self, longest: usize) {
+        self.newest.clear();
+        self.newest.resize((longest / 2).next_power_of_two(), NONE);
+        self.older.clear();
+        self.older.reserve(longest + 1);
+    }
+
+    /// Takes note of the tokens that came since the last time; `tokens` are all of the sequence.
+    pub(super) fn extend(&mut self, tokens: &[u32]) {
+        for end in self.older.len()..=tokens.len() {
+            let older = match end.checked_sub(LEAST_MATCH) {
+                None => NONE,
+                Some(start) => {
+                    let slot = slot(&tokens[start..end], self.newest.len());
+                    std::mem::replace(&mut self.newest[slot], end as u32)
+                }
+            };
+            self.older.push(older);
+        }
+    }
+
+    /// Appends at most `most` tokens to `tokens`, all of which it has taken note of: those that followed where the
+    /// longest match with their end was, of several the newest.
+    pub(super) fn draft(&self, tokens: &mut Vec<u32>, most: usize) {
+        let end = tokens.len();
+        let (mut place, mut best) = (self.older[end], (0, 0));
+        for _ in 0..MOST_PLACES {
+            if place == NONE {
+                break;
+            }
+            let at = place as usize;
+            let pairs = tokens[..at].iter().rev().zip(tokens.iter().rev());
+            let matched = pairs.take(MOST_MATCH).take_while(|(a, b)| a == b).count();
+            if matched > best.0 {
+                best = (matched, at);
+            }
+            place = self.older[at];
+        }
+        let (matched, at) = best;
+        if matched >= LEAST_MATCH {
+            // A short match says little of what comes far behind it. What repeats itself goes on into the draft.
+            for next in at..at + most.min(matched) {
+                tokens.push(tokens[next]);
+            }
+        }
+    }
+}
+
+/// Where in a table of `len`, a power of two, three tokens are.
+fn slot(tokens: &[u32], len: usize) -> usize {
+    let hash = tokens.iter().fold(0u64, |hash, &token| (hash ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    (hash >> 32) as usize & (len - 1)
+}
+
+/// How far a sequence's drafts have held, and so how many tokens it drafts: a sequence whose drafts fail costs a row now
+/// and then.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Trust {
+    /// Tokens of the next draft at most.
+    length: u32,
+    /// Steps until the next draft, and of the pause that comes if that fails.
+    wait: u32,
+    pause: u32,
+}
+
+/// Steps between two drafts of a sequence whose drafts never hold.
+const LONGEST_PAUSE: u32 = 128;
+
+impl Default for Trust {
+    fn default() -> Self {
+        Self { length: 4, wait: 0, pause: 1 }
+    }
+}
+
+impl Trust {
+    /// Tokens to draft in the step that comes, at most.
+    pub(super) fn length(&mut self) -> usize {
+        match self.wait {
+            0 => self.length as usize,
+            _ => {
+                self.wait -= 1;
+                0
+            }
+        }
+    }
+
+    /// So many of the tokens that were drafted, at least one, held.
+    pub(super) fn learn(&mut self, drafted: usize, held: usize) {
+        let (drafted, held) = (drafted as u32, held as u32);
+        if held == 0 {
+            (self.wait, self.pause) = (self.pause, (2 * self.pause).min(LONGEST_PAUSE));
+            self.length = (self.length / 2).max(1);
+        } else {
+            self.pause = 1;
+            self.length = if held == drafted { (2 * self.length).min(1 << 10) } else { held + 1 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Reverse;
+    use std::time::{Duration, Instant};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn drafted(tokens: &[u32], most: usize) -> Vec<u32> {
+        let mut drafter = Drafter::default();
+        drafter.begin(tokens.len());
+        drafter.extend(tokens);
+        let mut all = tokens.to_vec();
+        drafter.draft(&mut all, most);
+        all.split_off(tokens.len())
+    }
+
+    #[test]
+    fn what_followed_the_longest_match_is_drafted() {
+        assert_eq!(drafted(&[1, 2, 3, 4, 5, 9, 1, 2, 3], 7), [4, 5, 9], "no more than match");
+        assert_eq!(drafted(&[8, 1, 2, 3, 4, 7, 1, 2, 3, 5, 8, 1, 2, 3], 7), [4, 7, 1, 2], "longer, though older");
+        assert_eq!(drafted(&[7, 1, 2, 3, 4, 6, 1, 2, 3, 5, 8, 1, 2, 3], 7), [5, 8, 1], "the newest of equals");
+        assert_eq!(drafted(&[1, 2, 1, 2, 1, 2, 1, 2], 7), [1, 2, 1, 2, 1, 2], "on into the draft");
+        assert_eq!(drafted(&[1, 2, 3, 4, 5, 1, 2], 7), [0; 0], "two tokens are no match");
+        assert_eq!((drafted(&[], 7), drafted(&[1], 7), drafted(&[1, 1, 1, 1], 2)), (vec![], vec![], vec![1, 1]));
+    }
+
+    /// The slow definition: every earlier place, the newest first.
+    fn expected(tokens: &[u32], most: usize) -> Vec<u32> {
+        let end = tokens.len();
+        let matched = |at: usize| (1..=MOST_MATCH.min(at)).take_while(|k| tokens[at - k] == tokens[end - k]).count();
+        let places = (0..end).rev().filter(|&at| matched(at) >= LEAST_MATCH).take(MOST_PLACES);
+        let Some((_, Reverse(_), at)) = places.enumerate().map(|(n, at)| (matched(at), Reverse(n), at)).max() else {
+            return vec![];
+        };
+        let mut all = tokens.to_vec();
+        for next in at..at + most.min(matched(at)) {
+            all.push(all[next]);
+        }
+        all.split_off(end)
+    }
+
+    proptest! {
+        #[test]
+        fn drafts_are_those_of_the_slow_definition(tokens in prop::collection::vec(0u32..4, 0..200), most in 0usize..20) {
+            // Small alphabets have no two hashes alike in a table of this size.
+            let mut drafter = Drafter::default();
+            drafter.begin(1 << 16);
+            let mut so_far = Vec::new();
+            for &token in &tokens {
+                so_far.push(token);
+                drafter.extend(&so_far);
+            }
+            drafter.extend(&so_far);
+            let mut all = so_far.clone();
+            drafter.draft(&mut all, most);
+            prop_assert_eq!(all.split_off(so_far.len()), expected(&so_far, most));
+        }
+    }
+
+    #[test]
+    fn a_text_that_repeats_itself_takes_no_more_time_than_another() {
+        let begun = Instant::now();
+        for period in [1, 2, 3, 1000] {
+            let tokens: Vec<u32> = (0..100_000).map(|at| at % period).collect();
+            assert_eq!(drafted(&tokens, 7).len(), 7);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn drafts_that_never_hold_become_seldom() {
+        let mut trust = Trust::default();
+        let drafts = (0..10_000).filter(|_| {
+            let length = trust.length();
+            if length > 0 {
+                trust.learn(length, 0);
+            }
+            length > 0
+        });
+        assert!(drafts.count() < 100);
+        let mut trust = Trust::default();
+        (0..3).for_each(|_| trust.learn(trust.length as usize, trust.length as usize));
+        assert_eq!(trust.length(), 32);
+        trust.learn(32, 5);
+        assert_eq!((trust.length(), trust.wait), (6, 0));
+    }
+}

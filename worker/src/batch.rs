@@ -26,7 +26,7 @@ use crate::plan::PAGE_POSITIONS;
 use crate::sampling::{RowInput, Sampled};
 
 use pages::Pages;
-pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
+pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk};
 pub use slot::Slot;
 
 /// One row of a step: one token of one sequence.
@@ -66,6 +66,8 @@ pub struct Step {
     pub samples: Vec<usize>,
     /// Positions whose K and V the rows read, those that rows of one sequence share counted once.
     pub positions: usize,
+    /// Rows of drafts.
+    pub drafted: usize,
 }
 
 /// Why a sequence ended.
@@ -99,6 +101,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Token ids are under this.
     pub vocab_size: usize,
+    /// The decoder computes drafts.
+    pub drafts: bool,
     /// Positions that a row sees at most, its own included, where the model has such a bound.
     pub window: Option<usize>,
 }
@@ -122,9 +126,7 @@ pub struct Batch {
     pages: Pages,
     version: u64,
     steps: u32,
-    /// Tokens that may be drafted in a step of the plan: of a sequence, and in all.
-    drafts: usize,
-    draft_rows: usize,
+    drafts: Drafts,
     /// Steps of the plan that were computed.
     steps_run: u32,
     /// The step that is next; without rows if the plan has none left.
@@ -156,8 +158,7 @@ impl Batch {
             pages: Pages::new(kv_pages),
             version: 0,
             steps: 0,
-            drafts: 0,
-            draft_rows: 0,
+            drafts: Drafts::default(),
             steps_run: 0,
             step,
             verdicts: Vec::with_capacity(max_slots),
@@ -238,7 +239,7 @@ impl Batch {
         self.version = version;
         self.check_bounds(plan)?;
         self.steps = plan.steps;
-        (self.drafts, self.draft_rows) = (plan.drafts as usize, plan.draft_rows as usize);
+        self.drafts = if self.limits.drafts { plan.drafts } else { Drafts::default() };
         self.steps_run = 0;
         for &slot in &plan.release {
             self.release(slot)?;
@@ -405,7 +406,7 @@ impl Batch {
         step.rows.clear();
         step.segments.clear();
         step.samples.clear();
-        step.positions = 0;
+        (step.positions, step.drafted) = (0, 0);
         if self.steps_run == self.steps {
             return;
         }
@@ -414,12 +415,15 @@ impl Batch {
         // Every row that samples has room for its logits.
         let samples = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
         let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
-        let mut budget = self.draft_rows.min(room);
+        let Drafts { each, rows, cost } = self.drafts;
+        let mut budget = room.min(rows as usize);
         for slot in &mut self.slots {
             if budget == 0 {
                 break;
             }
-            budget -= slot.draft(self.drafts.min(budget), self.limits.max_context, first);
+            let drafted = slot.draft(budget.min(each as usize), cost, self.limits.max_context, first);
+            step.drafted += drafted;
+            budget -= drafted;
         }
         for (index, slot) in self.slots.iter().enumerate() {
             let start = step.rows.len();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1;
 
-use crate::batch::{Admit, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
+use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
@@ -107,8 +107,7 @@ pub fn plan(plan: v1::Plan) -> Result<Plan, PlanFault> {
         grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, first: g.first, pages: g.pages }).collect(),
         prefill: plan.prefill.into_iter().map(|c| PrefillChunk { slot: c.slot, start: c.start, len: c.len }).collect(),
         decode: plan.decode,
-        drafts: plan.drafts,
-        draft_rows: plan.draft_rows,
+        drafts: plan.drafts.map_or(Drafts::default(), |of| Drafts { each: of.each, rows: of.rows, cost: of.cost }),
     })
 }
 
@@ -187,6 +186,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         step_ns: nanoseconds(outcome.step_time),
         wait_ns: nanoseconds(outcome.wait_time),
         positions: outcome.positions as u64,
+        drafted: outcome.drafted as u32,
     }
 }
 

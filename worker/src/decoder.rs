@@ -147,6 +147,8 @@ pub struct Outcome {
     pub rows: usize,
     /// Positions whose K and V were read.
     pub positions: usize,
+    /// Rows of drafts.
+    pub drafted: usize,
     /// Duration of the step.
     pub step_time: Duration,
     /// How much of it was waiting for other ranks.

@@ -108,6 +108,12 @@ impl Delivery {
         self.scheduler.limit_step_rows(rows);
     }
 
+    /// As [`Scheduler::set_draft_cost`], by what so many decoding rows cost.
+    pub(super) fn set_draft_cost(&mut self, cost_beside: impl Fn(u32) -> u32) {
+        let running = self.scheduler.load().running as u32;
+        self.scheduler.set_draft_cost(cost_beside(running));
+    }
+
     /// Takes nothing more, and says why.
     pub(super) fn close(&mut self, reason: String) {
         self.closed = Some(reason);

@@ -3,9 +3,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use looplane_proto::worker::v1::{Plan, PrefillChunk};
+use looplane_proto::worker::v1::{Drafts, Plan, PrefillChunk};
 
-use super::Scheduler;
+use super::{Limits, Scheduler};
 
 impl Scheduler {
     /// The plan to send now, if there is one. Ask again until there is none, after the events at hand were applied.
@@ -18,7 +18,9 @@ impl Scheduler {
             return None;
         }
         let version = self.pipeline.next_version();
-        let mut plan = Plan { version, steps: self.limits.steps_per_plan, ..Plan::default() };
+        let Limits { steps_per_plan: steps, drafts: each, .. } = self.limits;
+        let drafts = Drafts { each, rows: self.slots.len() as u32, cost: self.draft_cost };
+        let mut plan = Plan { version, steps, drafts: (each > 0).then_some(drafts), ..Plan::default() };
         self.make_room(&plan);
         self.admit_all(&mut plan);
         let prefill = self.share_rows(&mut plan);

@@ -157,8 +157,12 @@ impl FakeWorker {
             if step == 0 && plan.prefill.iter().any(|chunk| chunk.slot == slot) {
                 continue;
             }
-            if let Some(token) = self.decode(slot) {
-                outcome.rows += 1;
+            // Of some sequences drafts hold: a step brings several tokens.
+            let drafts = plan.drafts.map_or(0, |drafts| u64::from(drafts.each));
+            let chance = mix(plan.version << 32 ^ u64::from(slot) << 16 ^ u64::from(step));
+            for _ in 0..=(chance % (drafts + 1)).min(chance >> 60) {
+                let Some(token) = self.decode(slot) else { break };
+                outcome.rows += u32::from(outcome.tokens.last().is_none_or(|last| last.sequence != token.sequence));
                 outcome.positions += u64::from(self.slots[&slot].computed);
                 outcome.tokens.push(token);
             }

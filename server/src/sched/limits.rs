@@ -20,6 +20,8 @@ pub struct Limits {
     pub suspect_after: u32,
     /// Full KV pages are found again by what they hold.
     pub prefix_cache: bool,
+    /// Most tokens that are drafted for a sequence in a step; 0: none.
+    pub drafts: u32,
 }
 
 impl Default for Limits {
@@ -33,6 +35,7 @@ impl Default for Limits {
             max_waiting_tokens: 1 << 20,
             suspect_after: 2,
             prefix_cache: true,
+            drafts: 0,
         }
     }
 }

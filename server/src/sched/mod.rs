@@ -75,6 +75,8 @@ pub struct Scheduler {
     max_batch_tokens: u32,
     /// Bounds on those of a step with prompts.
     step_rows: StepRows,
+    /// What a row of a draft costs, in thousandths of what a token costs without drafts.
+    draft_cost: u32,
     preemptions: u64,
     /// The invariants are not checked after each event: somebody takes times.
     #[cfg(test)]
@@ -125,6 +127,7 @@ impl Scheduler {
             next_sequence: 1,
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
+            draft_cost: 1000,
             preemptions: 0,
             #[cfg(test)]
             is_unchecked: false,
@@ -172,6 +175,12 @@ impl Scheduler {
     /// Bounds the rows of steps with prompts in plans to come: long steps delay those who decode.
     pub fn limit_step_rows(&mut self, rows: StepRows) {
         self.step_rows = rows;
+    }
+
+    /// What a row of a draft costs in plans to come, in thousandths of what a token costs without drafts: sequences draft
+    /// as far as that is worth it. 1000 before the first call: hardly at all.
+    pub fn set_draft_cost(&mut self, cost: u32) {
+        self.draft_cost = cost;
     }
 
     /// No sequence is left, and no plan is on its way.

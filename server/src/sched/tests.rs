@@ -45,6 +45,7 @@ impl Scene {
             max_waiting_tokens: 100_000,
             suspect_after: 1000,
             prefix_cache: rng.below(4) > 0,
+            drafts: rng.below(5) as u32,
         };
         let page_positions = 1 + rng.below(5) as u32;
         let (max_prompt, max_output) = (1 + rng.below(20), 1 + rng.below(24));

@@ -81,48 +81,61 @@ fn slot(tokens: &[u32], len: usize) -> usize {
     (hash >> 32) as usize & (len - 1)
 }
 
-/// How far a sequence's drafts have held, and so how many tokens it drafts: a sequence whose drafts fail costs a row now
-/// and then.
+/// How likely a sequence's drafts hold, by those before, and so how many tokens it drafts: as far as a row is worth its
+/// cost. Integers, so that all ranks know the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Trust {
-    /// Tokens of the next draft at most.
-    length: u32,
-    /// Steps until the next draft, and of the pause that comes if that fails.
+    /// Chance that a drafted token holds if those before it did, in parts of [`SURE`].
+    chance: u32,
+    /// Steps until the next draft where none is worth its cost, and of the pause after that.
     wait: u32,
     pause: u32,
 }
 
+const SURE: u32 = 1 << 16;
 /// Steps between two drafts of a sequence whose drafts never hold.
 const LONGEST_PAUSE: u32 = 128;
 
 impl Default for Trust {
     fn default() -> Self {
-        Self { length: 4, wait: 0, pause: 1 }
+        Self { chance: SURE / 2, wait: 0, pause: 8 }
     }
 }
 
 impl Trust {
-    /// Tokens to draft in the step that comes, at most.
-    pub(super) fn length(&mut self) -> usize {
-        match self.wait {
-            0 => self.length as usize,
-            _ => {
+    /// Tokens to draft in the step that comes, at most `most`. A row costs `cost` thousandths of what a token costs
+    /// without drafts.
+    pub(super) fn length(&mut self, most: usize, cost: u32) -> usize {
+        let cost = u64::from(cost.min(1000)) * u64::from(SURE) / 1000;
+        let mut holds = u64::from(SURE);
+        let worth = (0..most).take_while(|_| {
+            holds = holds * u64::from(self.chance) / u64::from(SURE);
+            holds >= cost
+        });
+        match worth.count() {
+            0 if self.wait > 0 => {
                 self.wait -= 1;
                 0
             }
+            0 => most.min(1),
+            length => length,
         }
     }
 
-    /// So many of the tokens that were drafted, at least one, held.
+    /// Of so many drafted tokens, at least one, so many held before the first that did not.
     pub(super) fn learn(&mut self, drafted: usize, held: usize) {
-        let (drafted, held) = (drafted as u32, held as u32);
-        if held == 0 {
-            (self.wait, self.pause) = (self.pause, (2 * self.pause).min(LONGEST_PAUSE));
-            self.length = (self.length / 2).max(1);
-        } else {
-            self.pause = 1;
-            self.length = if held == drafted { (2 * self.length).min(1 << 10) } else { held + 1 };
+        for _ in 0..held {
+            self.chance += (SURE - self.chance) / 8;
         }
+        if held < drafted {
+            self.chance -= self.chance / 8;
+        }
+        if held > 0 {
+            self.pause = 8;
+        } else {
+            self.pause = (2 * self.pause).min(LONGEST_PAUSE);
+        }
+        self.wait = self.pause;
     }
 }
 
@@ -198,20 +211,26 @@ mod tests {
     }
 
     #[test]
-    fn drafts_that_never_hold_become_seldom() {
-        let mut trust = Trust::default();
-        let drafts = (0..10_000).filter(|_| {
-            let length = trust.length();
-            if length > 0 {
-                trust.learn(length, 0);
+    fn drafts_are_as_long_as_is_worth_their_cost() {
+        let run = |cost: u32, holds: fn(usize) -> usize| {
+            let (mut trust, mut rows, mut held) = (Trust::default(), 0, 0);
+            for step in 0..10_000 {
+                let drafted = trust.length(7, cost);
+                if drafted > 0 {
+                    let holding = holds(step).min(drafted);
+                    trust.learn(drafted, holding);
+                    (rows, held) = (rows + drafted, held + holding);
+                }
             }
-            length > 0
-        });
-        assert!(drafts.count() < 100);
-        let mut trust = Trust::default();
-        (0..3).for_each(|_| trust.learn(trust.length as usize, trust.length as usize));
-        assert_eq!(trust.length(), 32);
-        trust.learn(32, 5);
-        assert_eq!((trust.length(), trust.wait), (6, 0));
+            (rows, held)
+        };
+        let (wasted, _) = run(150, |_| 0);
+        assert!(wasted < 110, "{wasted} rows of drafts that never hold");
+        assert_eq!(run(150, |_| 7).0 / 1000, 69, "all that may be");
+        // Every second draft of one token holds: worth a row at 0.15, not at 0.9.
+        let (rows, held) = run(150, |step| step % 2);
+        assert!(rows > 9000 && held * 5 > rows, "{held} of {rows}");
+        let (rows, _) = run(900, |step| step % 2);
+        assert!(rows < 1500, "{rows}");
     }
 }

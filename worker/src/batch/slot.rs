@@ -158,8 +158,8 @@ impl Slot {
     }
 
     /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence may
-    /// have; says how many.
-    pub(super) fn draft(&mut self, most: usize, max_context: usize, first: bool) -> usize {
+    /// have, as far as a row is worth `cost` thousandths of a token; says how many. `first` in the first step of a plan.
+    pub(super) fn draft(&mut self, most: usize, cost: u32, max_context: usize, first: bool) -> usize {
         debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
         let known = self.tokens.len();
         let has_chunk = first && self.chunk > 0;
@@ -169,10 +169,8 @@ impl Slot {
         // The row of a draft at position p samples the token after it.
         let room = (self.last_position(max_context) + 1).saturating_sub(known);
         self.drafter.extend(&self.tokens);
-        let most = most.min(room).min(self.trust.length());
-        if most > 0 {
-            self.drafter.draft(&mut self.tokens, most);
-        }
+        let most = self.trust.length(most.min(room), cost);
+        self.drafter.draft(&mut self.tokens, most);
         self.drafted = self.tokens.len() - known;
         self.drafted
     }

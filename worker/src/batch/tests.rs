@@ -4,8 +4,15 @@ use super::*;
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 
-const LIMITS: Limits =
-    Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100, window: None };
+const LIMITS: Limits = Limits {
+    max_slots: 4,
+    max_batch_tokens: 96,
+    kv_pages: 12,
+    max_context: 256,
+    vocab_size: 100,
+    drafts: true,
+    window: None,
+};
 
 fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
     Admit {
@@ -239,7 +246,8 @@ fn run_drafting(drafts: u32, max_tokens: u32, min_tokens: u32) -> (Vec<u32>, usi
         PageGrant { slot: 3, first: 0, pages: vec![5, 6, 7] },
     ];
     plan.prefill.push(PrefillChunk { slot: 3, start: 0, len: 1 });
-    (plan.decode, plan.steps, plan.drafts, plan.draft_rows) = (vec![1, 3], 500, drafts, 2 * drafts);
+    (plan.decode, plan.steps) = (vec![1, 3], 500);
+    plan.drafts = Drafts { each: drafts, rows: 2 * drafts, cost: 100 };
     batch.apply(&plan).unwrap();
     let mut steps = 0;
     while batch.boundary(1) == Boundary::Step {

@@ -14,8 +14,15 @@ use crate::decoder::{
 };
 use crate::sampling::Sampled;
 
-const LIMITS: Limits =
-    Limits { max_slots: 4, max_batch_tokens: 64, kv_pages: 8, max_context: 64 * 200, vocab_size: 100, window: None };
+const LIMITS: Limits = Limits {
+    max_slots: 4,
+    max_batch_tokens: 64,
+    kv_pages: 8,
+    max_context: 64 * 200,
+    vocab_size: 100,
+    drafts: true,
+    window: None,
+};
 
 /// A decoder whose tokens count up from the last one: the whole loop of a rank, without arithmetic.
 struct Scripted {
@@ -104,6 +111,7 @@ fn step(batch: &mut Batch) -> Outcome {
         tokens,
         rows: step.rows.len(),
         positions: step.positions,
+        drafted: step.drafted,
         step_time: Duration::from_nanos(5),
         wait_time: Duration::from_nanos(3),
     }

@@ -176,6 +176,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
+        drafts: true,
         window: config.sliding_window,
     });
     let decoder = LoopedDecoder {

@@ -178,6 +178,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
+        drafts: false,
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;

@@ -203,6 +203,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             ran_step: true,
             rows: step.rows.len(),
             positions: step.positions,
+            drafted: step.drafted,
             step_time,
             ..Outcome::default()
         };

@@ -148,7 +148,7 @@ fn run(seed: u64) -> (usize, u64) {
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
     let (kv_pages, page_positions) = (kv_pages as u32, PAGE_POSITIONS as u32);
-    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 };
+    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, drafts: true, first_version: 1 };
     let ready = || Event::GroupReady(shape);
     let mut scheduler = Scheduler::new(limits).unwrap();
     scheduler.set_draft_cost(100);

@@ -97,6 +97,8 @@ pub struct Loaded {
     pub max_slots: usize,
     /// Bound on rows of a step.
     pub max_batch_tokens: usize,
+    /// It computes drafts.
+    pub drafts: bool,
 }
 
 /// What a load is doing.

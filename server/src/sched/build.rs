@@ -5,7 +5,7 @@ use std::collections::BinaryHeap;
 
 use looplane_proto::worker::v1::{Drafts, Plan, PrefillChunk};
 
-use super::{Limits, Scheduler};
+use super::Scheduler;
 
 impl Scheduler {
     /// The plan to send now, if there is one. Ask again until there is none, after the events at hand were applied.
@@ -18,9 +18,9 @@ impl Scheduler {
             return None;
         }
         let version = self.pipeline.next_version();
-        let Limits { steps_per_plan: steps, drafts: each, .. } = self.limits;
-        let drafts = Drafts { each, rows: self.slots.len() as u32, cost: self.draft_cost };
-        let mut plan = Plan { version, steps, drafts: (each > 0).then_some(drafts), ..Plan::default() };
+        let drafts = Drafts { each: self.drafts, rows: self.slots.len() as u32, cost: self.draft_cost };
+        let drafts = (drafts.each > 0).then_some(drafts);
+        let mut plan = Plan { version, steps: self.limits.steps_per_plan, drafts, ..Plan::default() };
         self.make_room(&plan);
         self.admit_all(&mut plan);
         let prefill = self.share_rows(&mut plan);

@@ -151,7 +151,7 @@ impl Scheduler {
     /// after it may need, as far as pages are free.
     pub(super) fn decode_and_grant(&mut self, plan: &mut Plan) -> Vec<u64> {
         // A step may bring a token of each row of a sequence.
-        let ahead = (self.pipeline.steps_ahead() + u64::from(plan.steps)) * u64::from(1 + self.limits.drafts);
+        let ahead = (self.pipeline.steps_ahead() + u64::from(plan.steps)) * u64::from(1 + self.drafts);
         let pages = self.pages.as_mut().expect("a group that is up has pages");
         let mut is_short = false;
         let mut decode = Vec::with_capacity(self.running.len());

@@ -1,11 +1,11 @@
 //! Drafts: which tokens may follow, by what followed the same tokens earlier in the sequence.
 //!
-//! A step computes drafted tokens as further rows of their sequence, and every row samples. A drafted token counts if it
-//! is the one that was sampled in front of it, so drafts change no token, only how many come out of a step. They are a
-//! function of the sequence's tokens and of how its earlier drafts fared: every rank drafts the same.
+//! A step computes drafted tokens as further rows of their sequence, and every row samples. A drafted token counts if
+//! it is the one that was sampled in front of it, so drafts change no token, only how many come out of a step. They are
+//! a function of the sequence's tokens and of how its earlier drafts fared: every rank drafts the same.
 //!
-//! The end of a sequence is looked up by its last three tokens, as in LZ77: a table has the newest position of each three
-//! by their hash, and links lead from there to older ones.
+//! The end of a sequence is looked up by its last three tokens, as in LZ77: a table has the newest position of each
+//! three by their hash, and links lead from there to older ones.
 
 /// Tokens by which an earlier place is found: fewer match by chance.
 const LEAST_MATCH: usize = 3;
@@ -184,7 +184,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn drafts_are_those_of_the_slow_definition(tokens in prop::collection::vec(0u32..4, 0..200), most in 0usize..20) {
+        fn drafts_are_those_of_the_slow_definition(
+            tokens in prop::collection::vec(0u32..4, 0..200), most in 0usize..20,
+        ) {
             // Small alphabets have no two hashes alike in a table of this size.
             let mut drafter = Drafter::default();
             drafter.begin(1 << 16);

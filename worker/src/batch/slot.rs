@@ -157,8 +157,9 @@ impl Slot {
         self.drafter.begin((self.prompt_tokens + self.max_tokens).min(self.max_pages * PAGE_POSITIONS + 1));
     }
 
-    /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence may
-    /// have, as far as a row is worth `cost` thousandths of a token; says how many. `first` in the first step of a plan.
+    /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence
+    /// may have, as far as a row is worth `cost` thousandths of a token; says how many. `first` in the first step of a
+    /// plan.
     pub(super) fn draft(&mut self, most: usize, cost: u32, max_context: usize, first: bool) -> usize {
         debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
         let known = self.tokens.len();

@@ -153,6 +153,7 @@ impl Worked {
                 model_digest: "digest".into(),
                 max_slots: LIMITS.max_slots,
                 max_batch_tokens: LIMITS.max_batch_tokens,
+                drafts: LIMITS.drafts,
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

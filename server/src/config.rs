@@ -9,6 +9,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use looplane_proto::worker::v1::load_request;
+use serde::Deserialize;
 
 use crate::{
     group::{GroupConfig, Timeouts},
@@ -98,6 +99,12 @@ pub struct ServeArgs {
     #[arg(long, value_enum, value_name = "MODE", default_value_t = PrefixCache::On, env = "LOOPLANE_PREFIX_CACHE")]
     pub prefix_cache: PrefixCache,
 
+    /// How tokens are drafted, as JSON with vLLM's keys: {"method": "suffix", "num_speculative_tokens": 7}. Drafts are
+    /// what followed the same tokens earlier in the sequence; the tokens are the same, several may come out of a step.
+    /// On CPUs; a GPU computes none yet. num_speculative_tokens 0: none
+    #[arg(long, value_name = "JSON", env = "LOOPLANE_SPECULATIVE_CONFIG")]
+    pub speculative_config: Option<String>,
+
     /// Bound on prompt and output of one sequence in tokens; 0: the model's own
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_MAX_CONTEXT")]
     pub max_context: u32,
@@ -185,6 +192,18 @@ pub enum PrefixCache {
     Off,
 }
 
+/// Tokens that are drafted for a sequence in a step, and the most that may be asked for.
+const DRAFTS: u32 = 7;
+const MOST_DRAFTS: u32 = 32;
+
+/// `--speculative-config`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SpeculativeConfig {
+    method: String,
+    num_speculative_tokens: u32,
+}
+
 /// Options that can work, as far as can be known before anything is started.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -247,6 +266,22 @@ impl ServeArgs {
             let given = if model_id.is_empty() { "empty" } else { &model_id };
             return value("--served-model-name", &given, "1 to 256 printable characters");
         }
+        let drafts = match &self.speculative_config {
+            None => DRAFTS,
+            Some(json) => match serde_json::from_str(json) {
+                Ok(SpeculativeConfig { method, num_speculative_tokens })
+                    if method == "suffix" && num_speculative_tokens <= MOST_DRAFTS =>
+                {
+                    num_speculative_tokens
+                }
+                _ => {
+                    let rule = format!(
+                        "{{\"method\": \"suffix\", \"num_speculative_tokens\": N}} with N of at most {MOST_DRAFTS}"
+                    );
+                    return value("--speculative-config", json, &rule);
+                }
+            },
+        };
         let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
@@ -268,6 +303,7 @@ impl ServeArgs {
                     steps_per_plan: self.steps_per_plan,
                     max_waiting_requests: self.max_queued_requests,
                     max_waiting_tokens: self.max_queued_tokens,
+                    drafts,
                     prefix_cache: self.prefix_cache == PrefixCache::On,
                     ..Limits::default()
                 },

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
 use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
-use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits};
+use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits, Verdict};
 use looplane_worker::convert;
 use looplane_worker::plan::PAGE_POSITIONS;
 use looplane_worker::sampling::Sampled;
@@ -32,8 +32,10 @@ fn mix(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Mostly as the last token has it, so that texts repeat themselves; now and then as all of them have it.
 fn next_token(tokens: &[u32]) -> u32 {
-    (tokens.iter().fold(1, |hash, &token| mix(hash ^ u64::from(token))) % VOCAB) as u32
+    let seen = if tokens.len().is_multiple_of(37) { tokens } else { &tokens[tokens.len() - 1..] };
+    (seen.iter().fold(1, |hash, &token| mix(hash ^ u64::from(token))) % VOCAB) as u32
 }
 
 fn expected(request: &SequenceRequest) -> Vec<u32> {
@@ -92,17 +94,22 @@ impl Group {
         let (number, rows) = (step.number, step.rows.len());
         let slots: Vec<u32> = step.samples.iter().map(|&row| step.rows[row].slot).collect();
         let sequences: Vec<u64> = slots.iter().map(|&slot| self.batch.slot(slot).sequence()).collect();
-        let tokens: Vec<u32> = slots.iter().map(|&slot| next_token(self.batch.slot(slot).tokens())).collect();
+        let next = |&row: &usize| {
+            let input = self.batch.row_input(row);
+            next_token(&[input.prompt, input.generated].concat())
+        };
+        let tokens: Vec<u32> = step.samples.iter().map(next).collect();
         let sampled: Vec<Sampled> =
             tokens.iter().map(|&token| Sampled { token, logprob: None, top: Vec::new() }).collect();
-        let finishes = self.batch.complete(&sampled).to_vec();
-        let tokens = sequences.into_iter().zip(tokens).zip(finishes).map(|((sequence, token), finish)| {
-            let finish = match finish {
-                None => v1::Finish::None,
-                Some(Finish::Stop) => v1::Finish::Stop,
-                Some(Finish::Length) => v1::Finish::Length,
+        let verdicts = self.batch.complete(&sampled).to_vec();
+        let tokens = sequences.into_iter().zip(tokens).zip(verdicts).filter_map(|((sequence, token), verdict)| {
+            let finish = match verdict {
+                Verdict::Token(None) => v1::Finish::None,
+                Verdict::Token(Some(Finish::Stop)) => v1::Finish::Stop,
+                Verdict::Token(Some(Finish::Length)) => v1::Finish::Length,
+                Verdict::Rejected => return None,
             };
-            v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() }
+            Some(v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() })
         });
         let tokens = tokens.collect();
         let version = self.batch.version();
@@ -127,20 +134,24 @@ fn run(seed: u64) -> (usize, u64) {
     let max_context = 2 + rng.below(4 * PAGE_POSITIONS as u64);
     let kv_pages = max_context.div_ceil(PAGE_POSITIONS as u64) + rng.below(4);
     let steps_per_plan = 1 + rng.below(9) as u32;
-    let limits = Limits { max_slots, max_batch_tokens, steps_per_plan, suspect_after: 1000, ..Limits::default() };
+    let drafts = rng.below(8) as u32;
+    let limits =
+        Limits { max_slots, max_batch_tokens, steps_per_plan, suspect_after: 1000, drafts, ..Limits::default() };
     let batch_limits = BatchLimits {
         max_slots: max_slots as usize,
         max_batch_tokens: max_batch_tokens as usize,
         kv_pages: kv_pages as usize,
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
+        drafts: true,
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
     let (kv_pages, page_positions) = (kv_pages as u32, PAGE_POSITIONS as u32);
-    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 };
+    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, drafts: true, first_version: 1 };
     let ready = || Event::GroupReady(shape);
     let mut scheduler = Scheduler::new(limits).unwrap();
+    scheduler.set_draft_cost(100);
     let mut worker = group();
     let mut events = VecDeque::from([ready()]);
     let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();

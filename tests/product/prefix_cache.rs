@@ -1,5 +1,5 @@
-//! The prefix cache through the whole product: requests that begin alike are computed once, and no bit of an answer
-//! tells.
+//! The prefix cache and drafts through the whole product: requests that begin alike are computed once, several tokens
+//! come out of a step, and no bit of an answer tells.
 
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
@@ -34,6 +34,8 @@ fn request(number: u64) -> Value {
     match chance(7, 4) {
         0 => request["repetition_penalty"] = json!(1.2),
         1 => request["cache_salt"] = json!("another"),
+        // A text that repeats itself, for drafts to hold.
+        2 => request["logit_bias"] = json!({"300": 100, "301": 98}),
         _ => {}
     }
     request
@@ -61,7 +63,9 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     const REQUESTS: u64 = 120;
     let model = fixture("llama-mha16");
     let model = model.to_str().expect("the path is UTF-8");
-    let calm = Server::start(&["--model", model, "--tp", "1", "--prefix-cache", "off"]).await;
+    let no_drafts = r#"{"method": "suffix", "num_speculative_tokens": 0}"#;
+    let plain = ["--prefix-cache", "off", "--speculative-config", no_drafts];
+    let calm = Server::start(&[&["--model", model, "--tp", "1"], &plain[..]].concat()).await;
     let mut expected = Vec::new();
     for number in 0..REQUESTS {
         let (choices, cached) = answer(&calm, &request(number)).await;
@@ -101,6 +105,9 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
         assert_eq!(counted(&server, "looplane_worker_losses_total").await, u64::from(dies));
         assert_eq!(counted(&server, "looplane_kv_cache_pages_used").await, 0);
         assert!(counted(&server, "looplane_kv_cache_pages_cached").await > 0);
+        let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("looplane_spec_decode_num_{of}_tokens_total"));
+        let (drafted, accepted) = (counted(&server, &drafted).await, counted(&server, &accepted).await);
+        assert!(0 < accepted && accepted <= drafted, "{accepted} of {drafted} drafted tokens were accepted");
     }
 }
 

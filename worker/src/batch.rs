@@ -15,6 +15,7 @@
 //!
 //! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
 
+mod draft;
 mod pages;
 mod plan;
 mod slot;
@@ -25,7 +26,7 @@ use crate::plan::PAGE_POSITIONS;
 use crate::sampling::{RowInput, Sampled};
 
 use pages::Pages;
-pub use plan::{Admit, PageGrant, Plan, PlanFault, PrefillChunk};
+pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk};
 pub use slot::Slot;
 
 /// One row of a step: one token of one sequence.
@@ -65,6 +66,8 @@ pub struct Step {
     pub samples: Vec<usize>,
     /// Positions whose K and V the rows read, those that rows of one sequence share counted once.
     pub positions: usize,
+    /// Rows of drafts.
+    pub drafted: usize,
 }
 
 /// Why a sequence ended.
@@ -74,6 +77,15 @@ pub enum Finish {
     Stop,
     /// `max_tokens` or the end of the context was reached.
     Length,
+}
+
+/// What became of a token that a row sampled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is the sequence's next, and perhaps its last.
+    Token(Option<Finish>),
+    /// It follows a draft that did not hold.
+    Rejected,
 }
 
 /// Bounds of a batch, fixed at load.
@@ -89,6 +101,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Token ids are under this.
     pub vocab_size: usize,
+    /// The decoder computes drafts.
+    pub drafts: bool,
     /// Positions that a row sees at most, its own included, where the model has such a bound.
     pub window: Option<usize>,
 }
@@ -112,11 +126,12 @@ pub struct Batch {
     pages: Pages,
     version: u64,
     steps: u32,
+    drafts: Drafts,
     /// Steps of the plan that were computed.
     steps_run: u32,
     /// The step that is next; without rows if the plan has none left.
     step: Step,
-    finished: Vec<Option<Finish>>,
+    verdicts: Vec<Verdict>,
 }
 
 impl Batch {
@@ -143,9 +158,10 @@ impl Batch {
             pages: Pages::new(kv_pages),
             version: 0,
             steps: 0,
+            drafts: Drafts::default(),
             steps_run: 0,
             step,
-            finished: Vec::with_capacity(max_slots),
+            verdicts: Vec::with_capacity(max_slots),
         }
     }
 
@@ -182,13 +198,15 @@ impl Batch {
     /// # Panics
     /// If the step has no such row.
     pub fn row_input(&self, row: usize) -> RowInput<'_> {
-        let slot = self.slot(self.step.rows[row].slot);
+        let Row { slot, position, .. } = self.step.rows[row];
+        let slot = self.slot(slot);
+        let (prompt, generated) = slot.tokens_to(position).split_at(slot.prompt().len());
         RowInput {
             params: slot.sampling(),
-            position: u32::try_from(slot.tokens().len()).expect("a position, because the context limit is a u32"),
-            prompt: slot.prompt(),
-            generated: slot.generated(),
-            suppress: if slot.stop_forbidden() { slot.stop_tokens() } else { &[] },
+            position: position + 1,
+            prompt,
+            generated,
+            suppress: if slot.is_stop_forbidden(generated.len()) { slot.stop_tokens() } else { &[] },
             logprobs: slot.logprobs(),
         }
     }
@@ -221,6 +239,7 @@ impl Batch {
         self.version = version;
         self.check_bounds(plan)?;
         self.steps = plan.steps;
+        self.drafts = if self.limits.drafts { plan.drafts } else { Drafts::default() };
         self.steps_run = 0;
         for &slot in &plan.release {
             self.release(slot)?;
@@ -231,7 +250,11 @@ impl Batch {
         for grant in &plan.grants {
             self.grant(grant)?;
         }
-        self.slots.iter_mut().for_each(Slot::clear_work);
+        for slot in &mut self.slots {
+            slot.clear_work();
+            // Drafts of a step that this plan takes the place of.
+            slot.take_back();
+        }
         for chunk in &plan.prefill {
             self.schedule_chunk(chunk)?;
         }
@@ -253,25 +276,41 @@ impl Batch {
     }
 
     /// Takes the sampled token of each of the step's `samples`, in that order, and moves to the next step. Returns, in
-    /// the same order, which sequences ended with it.
+    /// the same order, what became of each: a row behind a draft counts only if the draft is what was sampled in front
+    /// of it.
     ///
     /// # Panics
     /// If there was no step, or the number of samples or a token id is not what the step asks for: a broken backend.
-    pub fn complete(&mut self, sampled: &[Sampled]) -> &[Option<Finish>] {
+    pub fn complete(&mut self, sampled: &[Sampled]) -> &[Verdict] {
         assert!(!self.step.rows.is_empty(), "a step was completed that had no rows");
         assert_eq!(sampled.len(), self.step.samples.len(), "samples of step {} of {}", self.step.number, self.version);
+        self.verdicts.clear();
+        let mut samples = sampled.iter();
         for segment in &self.step.segments {
-            self.slots[segment.slot as usize].advance(segment.rows.len(), &mut self.pages);
-        }
-        self.finished.clear();
-        for (&row, sampled) in self.step.samples.iter().zip(sampled) {
-            let slot = self.step.rows[row].slot;
-            assert!((sampled.token as usize) < self.limits.vocab_size, "slot {slot}: sampled token {}", sampled.token);
-            self.finished.push(self.slots[slot as usize].append(sampled.token, self.limits.max_context));
+            let slot = &mut self.slots[segment.slot as usize];
+            let rows = &self.step.rows[segment.rows.clone()];
+            let sampling = rows.iter().filter(|row| row.sample).count();
+            let drafted = slot.take_back();
+            let mut held = 0;
+            for (row, sampled) in rows[rows.len() - sampling..].iter().zip(samples.by_ref().take(sampling)) {
+                let (token, number) = (sampled.token, segment.slot);
+                assert!((token as usize) < self.limits.vocab_size, "slot {number}: sampled token {token}");
+                // The row's own token is the newest: what it follows was right.
+                let counts = !slot.is_finished()
+                    && slot.tokens().len() == row.position as usize + 1
+                    && slot.tokens().last() == Some(&row.token);
+                self.verdicts.push(match counts {
+                    true => Verdict::Token(slot.append(token, self.limits.max_context)),
+                    false => Verdict::Rejected,
+                });
+                held += usize::from(counts);
+            }
+            slot.advance(rows.len() - sampling + held, &mut self.pages);
+            slot.learn(drafted, held.saturating_sub(1));
         }
         self.steps_run += 1;
         self.lay_out_step();
-        &self.finished
+        &self.verdicts
     }
 
     fn check_bounds(&self, plan: &Plan) -> Result<(), PlanFault> {
@@ -367,11 +406,25 @@ impl Batch {
         step.rows.clear();
         step.segments.clear();
         step.samples.clear();
-        step.positions = 0;
+        (step.positions, step.drafted) = (0, 0);
         if self.steps_run == self.steps {
             return;
         }
         let first = self.steps_run == 0;
+        let decoding = self.slots.iter().map(|slot| slot.rows(0, first).count()).sum::<usize>();
+        // Every row that samples has room for its logits.
+        let samples = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
+        let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
+        let Drafts { each, rows, cost } = self.drafts;
+        let mut budget = room.min(rows as usize);
+        for slot in &mut self.slots {
+            if budget == 0 {
+                break;
+            }
+            let drafted = slot.draft(budget.min(each as usize), cost, self.limits.max_context, first);
+            step.drafted += drafted;
+            budget -= drafted;
+        }
         for (index, slot) in self.slots.iter().enumerate() {
             let start = step.rows.len();
             step.rows.extend(slot.rows(index as u32, first));
@@ -380,9 +433,8 @@ impl Batch {
                     (oldest.position as usize + 1).saturating_sub(self.limits.window.unwrap_or(usize::MAX));
                 step.positions += newest.position as usize + 1 - first_seen;
                 step.segments.push(Segment { slot: index as u32, rows: start..step.rows.len() });
-                if step.rows[step.rows.len() - 1].sample {
-                    step.samples.push(step.rows.len() - 1);
-                }
+                let rows = start..step.rows.len();
+                step.samples.extend(rows.filter(|&row| step.rows[row].sample));
             }
         }
     }

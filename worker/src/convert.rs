@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1;
 
-use crate::batch::{Admit, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
+use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
@@ -77,6 +77,7 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         model_digest: loaded.model_digest.clone(),
         max_slots: count(loaded.max_slots),
         max_batch_tokens: count(loaded.max_batch_tokens),
+        drafts: loaded.drafts,
     };
     v1::LoadEvent { event: Some(v1::load_event::Event::Loaded(loaded)) }
 }
@@ -107,6 +108,7 @@ pub fn plan(plan: v1::Plan) -> Result<Plan, PlanFault> {
         grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, first: g.first, pages: g.pages }).collect(),
         prefill: plan.prefill.into_iter().map(|c| PrefillChunk { slot: c.slot, start: c.start, len: c.len }).collect(),
         decode: plan.decode,
+        drafts: plan.drafts.map_or(Drafts::default(), |of| Drafts { each: of.each, rows: of.rows, cost: of.cost }),
     })
 }
 
@@ -185,6 +187,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         step_ns: nanoseconds(outcome.step_time),
         wait_ns: nanoseconds(outcome.wait_time),
         positions: outcome.positions as u64,
+        drafted: outcome.drafted as u32,
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use crate::batch::{Finish, Plan, PlanFault};
+use crate::batch::{Finish, Plan, PlanFault, Verdict};
 use crate::sampling::Sampled;
 
 pub use fault::{Fault, LoadError};
@@ -97,6 +97,8 @@ pub struct Loaded {
     pub max_slots: usize,
     /// Bound on rows of a step.
     pub max_batch_tokens: usize,
+    /// It computes drafts.
+    pub drafts: bool,
 }
 
 /// What a load is doing.
@@ -147,6 +149,8 @@ pub struct Outcome {
     pub rows: usize,
     /// Positions whose K and V were read.
     pub positions: usize,
+    /// Rows of drafts.
+    pub drafted: usize,
     /// Duration of the step.
     pub step_time: Duration,
     /// How much of it was waiting for other ranks.
@@ -162,6 +166,16 @@ pub struct OutcomeToken {
     pub sampled: Sampled,
     /// The sequence ended with it.
     pub finish: Option<Finish>,
+}
+
+/// The tokens of a step's samples that count, with the sequences that they are of.
+pub fn outcome_tokens(sequences: &[u64], sampled: &[Sampled], verdicts: &[Verdict]) -> Vec<OutcomeToken> {
+    let tokens =
+        sequences.iter().zip(sampled).zip(verdicts).filter_map(|((&sequence, sampled), verdict)| match verdict {
+            Verdict::Token(finish) => Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish }),
+            Verdict::Rejected => None,
+        });
+    tokens.collect()
 }
 
 /// A loaded rank: its shard packed, its memory taken.

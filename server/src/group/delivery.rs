@@ -108,6 +108,12 @@ impl Delivery {
         self.scheduler.limit_step_rows(rows);
     }
 
+    /// As [`Scheduler::set_draft_cost`], by what so many decoding rows cost.
+    pub(super) fn set_draft_cost(&mut self, cost_beside: impl Fn(u32) -> u32) {
+        let running = self.scheduler.load().running as u32;
+        self.scheduler.set_draft_cost(cost_beside(running));
+    }
+
     /// Takes nothing more, and says why.
     pub(super) fn close(&mut self, reason: String) {
         self.closed = Some(reason);
@@ -210,6 +216,10 @@ impl Delivery {
     pub(super) fn outcome(&mut self, outcome: Outcome) -> Result<Option<StepRun>, String> {
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
         let samples = !outcome.tokens.is_empty();
+        let drafted = u64::from(outcome.drafted);
+        // The first token of a sequence needs no draft.
+        let sequences: BTreeSet<u64> = outcome.tokens.iter().map(|token| token.sequence).collect();
+        let accepted = (outcome.tokens.len() - sequences.len()) as u64;
         let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
         self.apply(Event::Outcome(outcome))?;
         self.notice_readers();
@@ -222,6 +232,8 @@ impl Delivery {
         let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
         let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
         self.metrics.step(step);
+        self.metrics.draft_tokens.inc_by(drafted);
+        self.metrics.accepted_tokens.inc_by(accepted);
         Ok(Some(step))
     }
 

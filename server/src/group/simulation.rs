@@ -136,6 +136,7 @@ impl World {
             max_waiting_tokens: 8 + rng.below(30),
             suspect_after: 2,
             prefix_cache: rng.below(2) == 0,
+            drafts: rng.below(4) as u32,
         };
         let page_positions = 1 + rng.below(4) as u32;
         let kv_pages = 17_u32.div_ceil(page_positions) + rng.below(20) as u32;

@@ -111,6 +111,17 @@ impl StepTimes {
         self.expected(rows).map_or(cap, |expected| (expected * LATE).max(floor).min(cap))
     }
 
+    /// What a row of a draft costs beside so many decoding rows, in thousandths of what a token costs without drafts.
+    pub(super) fn draft_cost(&self, decoding: u32) -> u32 {
+        const FEW: u32 = 7;
+        let decoding = decoding.max(1);
+        let (Some(alone), Some(beside)) = (self.decode.at(decoding), self.decode.at(decoding + FEW)) else {
+            return 1000;
+        };
+        let row = (beside - alone).max(0.0) / f64::from(FEW);
+        (1e3 * row * f64::from(decoding) / alone) as u32
+    }
+
     /// How many rows a step with prompts should have.
     pub(super) fn rows(&self) -> StepRows {
         let least = MIN_PROMPT_ROWS.min(self.max_rows);

@@ -145,6 +145,10 @@ pub struct EngineMetrics {
     pub prefix_cache_queries: Counter,
     /// Those of them that it held.
     pub prefix_cache_hits: Counter,
+    /// Tokens that were drafted.
+    pub draft_tokens: Counter,
+    /// Drafted tokens that held.
+    pub accepted_tokens: Counter,
     /// Tokens that readers took: what `usage` tells clients, summed up.
     pub generation_tokens: Counter,
     /// Tokens of a prompt.
@@ -197,6 +201,8 @@ impl Default for EngineMetrics {
             prompt_tokens: Counter::default(),
             prefix_cache_queries: Counter::default(),
             prefix_cache_hits: Counter::default(),
+            draft_tokens: Counter::default(),
+            accepted_tokens: Counter::default(),
             generation_tokens: Counter::default(),
             request_prompt_tokens: Histogram::new(TOKENS),
             request_generation_tokens: Histogram::new(TOKENS),
@@ -298,6 +304,10 @@ impl EngineMetrics {
         let help = "Sequences that ended, by reason (abort: the client went away; error: the server gave it up)";
         r.register("request_success", help, self.finished.clone());
         r.register("prompt_tokens", "Tokens of prompts, those that were cached included", self.prompt_tokens.clone());
+        let help = "Tokens that were drafted: rows of steps that count if they are what is sampled in front of them";
+        r.register("spec_decode_num_draft_tokens", help, self.draft_tokens.clone());
+        let help = "Drafted tokens that were accepted";
+        r.register("spec_decode_num_accepted_tokens", help, self.accepted_tokens.clone());
         let help = "Tokens of prompts that the prefix cache was asked for";
         r.register("prefix_cache_queries", help, self.prefix_cache_queries.clone());
         let help = "Tokens of prompts that were not computed, since the prefix cache held them";

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use looplane_proto::worker::v1::{Plan, PrefillChunk};
+use looplane_proto::worker::v1::{Drafts, Plan, PrefillChunk};
 
 use super::Scheduler;
 
@@ -18,7 +18,9 @@ impl Scheduler {
             return None;
         }
         let version = self.pipeline.next_version();
-        let mut plan = Plan { version, steps: self.limits.steps_per_plan, ..Plan::default() };
+        let drafts = Drafts { each: self.drafts, rows: self.slots.len() as u32, cost: self.draft_cost };
+        let drafts = (drafts.each > 0).then_some(drafts);
+        let mut plan = Plan { version, steps: self.limits.steps_per_plan, drafts, ..Plan::default() };
         self.make_room(&plan);
         self.admit_all(&mut plan);
         let prefill = self.share_rows(&mut plan);

@@ -86,7 +86,14 @@ impl Shape {
     /// A group of this shape is ready for its first plan.
     pub(crate) fn ready(&self) -> Event {
         let Self { max_slots, max_batch_tokens, kv_pages, page_positions } = *self;
-        Event::GroupReady(GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 })
+        Event::GroupReady(GroupShape {
+            kv_pages,
+            page_positions,
+            max_slots,
+            max_batch_tokens,
+            drafts: true,
+            first_version: 1,
+        })
     }
 }
 
@@ -157,8 +164,12 @@ impl FakeWorker {
             if step == 0 && plan.prefill.iter().any(|chunk| chunk.slot == slot) {
                 continue;
             }
-            if let Some(token) = self.decode(slot) {
-                outcome.rows += 1;
+            // Of some sequences drafts hold: a step brings several tokens.
+            let drafts = plan.drafts.map_or(0, |drafts| u64::from(drafts.each));
+            let chance = mix(plan.version << 32 ^ u64::from(slot) << 16 ^ u64::from(step));
+            for _ in 0..=(chance % (drafts + 1)).min(chance >> 60) {
+                let Some(token) = self.decode(slot) else { break };
+                outcome.rows += u32::from(outcome.tokens.last().is_none_or(|last| last.sequence != token.sequence));
                 outcome.positions += u64::from(self.slots[&slot].computed);
                 outcome.tokens.push(token);
             }

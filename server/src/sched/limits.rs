@@ -20,6 +20,8 @@ pub struct Limits {
     pub suspect_after: u32,
     /// Full KV pages are found again by what they hold.
     pub prefix_cache: bool,
+    /// Most tokens that are drafted for a sequence in a step; 0: none.
+    pub drafts: u32,
 }
 
 impl Default for Limits {
@@ -33,6 +35,7 @@ impl Default for Limits {
             max_waiting_tokens: 1 << 20,
             suspect_after: 2,
             prefix_cache: true,
+            drafts: 0,
         }
     }
 }
@@ -89,6 +92,8 @@ pub struct GroupShape {
     pub max_slots: u32,
     /// Rows of one step, at least `max_slots`.
     pub max_batch_tokens: u32,
+    /// It computes drafts.
+    pub drafts: bool,
     /// The number of the plan that it takes next.
     pub first_version: u64,
 }

@@ -75,6 +75,10 @@ pub struct Scheduler {
     max_batch_tokens: u32,
     /// Bounds on those of a step with prompts.
     step_rows: StepRows,
+    /// Most tokens that are drafted for a sequence in a step of the group, and what a row of a draft costs, in
+    /// thousandths of what a token costs without drafts.
+    drafts: u32,
+    draft_cost: u32,
     preemptions: u64,
     /// The invariants are not checked after each event: somebody takes times.
     #[cfg(test)]
@@ -125,6 +129,8 @@ impl Scheduler {
             next_sequence: 1,
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
+            drafts: 0,
+            draft_cost: 1000,
             preemptions: 0,
             #[cfg(test)]
             is_unchecked: false,
@@ -172,6 +178,12 @@ impl Scheduler {
     /// Bounds the rows of steps with prompts in plans to come: long steps delay those who decode.
     pub fn limit_step_rows(&mut self, rows: StepRows) {
         self.step_rows = rows;
+    }
+
+    /// What a row of a draft costs in plans to come, in thousandths of what a token costs without drafts: sequences
+    /// draft as far as that is worth it. 1000 before the first call: hardly at all.
+    pub fn set_draft_cost(&mut self, cost: u32) {
+        self.draft_cost = cost;
     }
 
     /// No sequence is left, and no plan is on its way.
@@ -289,6 +301,7 @@ impl Scheduler {
         self.slots = (0..shape.max_slots).map(|_| None).collect();
         self.free_slots = (0..shape.max_slots).rev().collect();
         self.max_batch_tokens = shape.max_batch_tokens;
+        self.drafts = if shape.drafts { self.limits.drafts } else { 0 };
         self.group_up = true;
         for (sequence, needed) in too_large {
             self.remove(sequence);

@@ -23,6 +23,8 @@ pub(super) struct SentPlan {
     prefill: Vec<u64>,
     /// Prompt tokens that its first step computes.
     pub(super) prompt_rows: u32,
+    /// Tokens that may be drafted in a step.
+    draft_rows: u32,
 }
 
 /// The plans of the current group, oldest first.
@@ -54,6 +56,7 @@ impl Pipeline {
             idle: false,
             decode,
             prefill,
+            draft_rows: plan.drafts.map_or(0, |drafts| drafts.rows.min(drafts.each * plan.decode.len() as u32)),
             prompt_rows: plan.prefill.iter().map(|chunk| chunk.len).sum(),
         });
     }
@@ -114,7 +117,8 @@ impl Pipeline {
 
     /// Rows of the largest step that may be running or is yet to run.
     pub(super) fn rows_ahead(&self) -> u32 {
-        let rows = |plan: &SentPlan| plan.decode.len() as u32 + if plan.reported == 0 { plan.prompt_rows } else { 0 };
+        let decoding = |plan: &SentPlan| plan.decode.len() as u32 + plan.draft_rows;
+        let rows = |plan: &SentPlan| decoding(plan) + if plan.reported == 0 { plan.prompt_rows } else { 0 };
         self.plans.iter().map(rows).max().unwrap_or(0)
     }
 

@@ -5,6 +5,9 @@ use looplane_proto::worker::v1::{PageGrant, Plan};
 use super::Scheduler;
 use super::sequence::{Phase, Running, Turn};
 
+/// Tokens that pages are granted for ahead of drafts that may hold. A sequence that gains more waits for the next plan.
+const MOST_DRAFTED_AHEAD: u64 = 128;
+
 impl Scheduler {
     /// Makes sure that every sequence that decodes has a page for the first step of the plan: in order of precedence,
     /// from the pool or from the last of all. The last itself sits out until pages are free.
@@ -150,7 +153,9 @@ impl Scheduler {
     /// Names who decodes, and grants pages: those that were taken for the plan, and what every step before the plan
     /// after it may need, as far as pages are free.
     pub(super) fn decode_and_grant(&mut self, plan: &mut Plan) -> Vec<u64> {
-        let ahead = self.pipeline.steps_ahead() + u64::from(plan.steps);
+        // A step may bring several tokens. Few sequences gain that many, and pages held for nothing keep others out.
+        let steps = self.pipeline.steps_ahead() + u64::from(plan.steps);
+        let ahead = steps + (steps * u64::from(self.drafts)).min(MOST_DRAFTED_AHEAD);
         let pages = self.pages.as_mut().expect("a group that is up has pages");
         let mut is_short = false;
         let mut decode = Vec::with_capacity(self.running.len());

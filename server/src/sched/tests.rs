@@ -45,6 +45,7 @@ impl Scene {
             max_waiting_tokens: 100_000,
             suspect_after: 1000,
             prefix_cache: rng.below(4) > 0,
+            drafts: rng.below(5) as u32,
         };
         let page_positions = 1 + rng.below(5) as u32;
         let (max_prompt, max_output) = (1 + rng.below(20), 1 + rng.below(24));
@@ -189,7 +190,8 @@ impl Run {
         let load = self.scheduler.load();
         assert_eq!((load.running, load.preemptions), (self.slots.len() as u64, self.preemptions), "what is told");
         for admit in &plan.admit {
-            // Only what is cached goes before what was never admitted, and the check of the invariants bounds how often.
+            // Only what is cached goes before what was never admitted, and the check of the invariants bounds how
+            // often.
             let is_cached = plan.prefill.iter().any(|chunk| chunk.slot == admit.slot && chunk.start > 0)
                 || self.scheduler.limits.prefix_cache && !plan.prefill.iter().any(|chunk| chunk.slot == admit.slot);
             let waits = |id: &u64| self.lives(*id) && !self.slots.values().any(|in_slot| in_slot == id);

@@ -20,6 +20,19 @@ pub struct Plan {
     pub prefill: Vec<PrefillChunk>,
     /// Slots that decode, none twice.
     pub decode: Vec<u32>,
+    /// What is drafted in its steps.
+    pub drafts: Drafts,
+}
+
+/// Bounds on drafts: tokens that may follow the newest of a sequence, computed as further rows of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Drafts {
+    /// Most for a sequence in a step; 0: none.
+    pub each: u32,
+    /// Most in a step, of all sequences.
+    pub rows: u32,
+    /// What a row of a draft costs, in thousandths of what a token costs without drafts.
+    pub cost: u32,
 }
 
 /// A sequence enters a free slot.

@@ -1,5 +1,6 @@
 //! One slot of the batch: the tokens, pages and progress of the sequence in it.
 
+use super::draft::{Drafter, Trust};
 use super::pages::Pages;
 use super::{Admit, Finish, PrefillChunk, Row};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
@@ -24,6 +25,10 @@ pub struct Slot {
     sampling: Option<SamplingParams>,
     logprobs: Option<u32>,
     finished: bool,
+    drafter: Drafter,
+    trust: Trust,
+    /// Tokens at the end of `tokens` that are drafts of the next step.
+    drafted: usize,
     /// Rows of the chunk in the first step of the plan.
     chunk: usize,
     decodes: bool,
@@ -48,6 +53,9 @@ impl Slot {
             sampling: None,
             logprobs: None,
             finished: false,
+            drafter: Drafter::default(),
+            trust: Trust::default(),
+            drafted: 0,
             chunk: 0,
             decodes: false,
         }
@@ -65,7 +73,12 @@ impl Slot {
 
     /// Prompt, then generated tokens. The token sampled next gets the position `tokens().len()`.
     pub fn tokens(&self) -> &[u32] {
-        &self.tokens
+        &self.tokens[..self.tokens.len() - self.drafted]
+    }
+
+    /// Prompt, generated tokens, and the drafts of the next step up to `position`: what a row there follows.
+    pub(super) fn tokens_to(&self, position: u32) -> &[u32] {
+        &self.tokens[..=position as usize]
     }
 
     /// The prompt.
@@ -75,7 +88,7 @@ impl Slot {
 
     /// Tokens generated so far, those before a preemption included.
     pub fn generated(&self) -> &[u32] {
-        &self.tokens[self.prompt_tokens..]
+        &self.tokens()[self.prompt_tokens..]
     }
 
     /// Page table: page i holds positions `i * PAGE_POSITIONS` and up.
@@ -101,9 +114,9 @@ impl Slot {
         self.min_tokens
     }
 
-    /// Stop tokens must not be sampled now: fewer than `min_tokens` have been generated.
-    pub fn stop_forbidden(&self) -> bool {
-        self.generated().len() < self.min_tokens
+    /// Stop tokens must not be sampled behind so many generated tokens.
+    pub fn is_stop_forbidden(&self, generated: usize) -> bool {
+        generated < self.min_tokens
     }
 
     /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
@@ -119,6 +132,7 @@ impl Slot {
         self.sampling = None;
         (self.prompt_tokens, self.admitted_tokens, self.computed) = (0, 0, 0);
         self.finished = false;
+        self.drafted = 0;
         self.clear_work();
     }
 
@@ -139,6 +153,40 @@ impl Slot {
         self.stop_tokens.extend_from_slice(&admit.stop_tokens);
         self.logprobs = admit.logprobs;
         self.sampling = Some(admit.sampling.clone());
+        self.trust = Trust::default();
+        self.drafter.begin((self.prompt_tokens + self.max_tokens).min(self.max_pages * PAGE_POSITIONS + 1));
+    }
+
+    /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence
+    /// may have, as far as a row is worth `cost` thousandths of a token; says how many. `first` in the first step of a
+    /// plan.
+    pub(super) fn draft(&mut self, most: usize, cost: u32, max_context: usize, first: bool) -> usize {
+        debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
+        let known = self.tokens.len();
+        let has_chunk = first && self.chunk > 0;
+        if most == 0 || !self.decodes || self.finished || has_chunk || self.computed + 1 != known {
+            return 0;
+        }
+        // The row of a draft at position p samples the token after it.
+        let room = (self.last_position(max_context) + 1).saturating_sub(known);
+        self.drafter.extend(&self.tokens);
+        let most = self.trust.length(most.min(room), cost);
+        self.drafter.draft(&mut self.tokens, most);
+        self.drafted = self.tokens.len() - known;
+        self.drafted
+    }
+
+    /// Takes back the drafts of the step that was computed.
+    pub(super) fn take_back(&mut self) -> usize {
+        self.tokens.truncate(self.tokens.len() - self.drafted);
+        std::mem::take(&mut self.drafted)
+    }
+
+    /// So many of the tokens that were drafted were those that were sampled.
+    pub(super) fn learn(&mut self, drafted: usize, held: usize) {
+        if drafted > 0 {
+            self.trust.learn(drafted, held);
+        }
     }
 
     /// Pages that the longest sequence needs.
@@ -212,13 +260,14 @@ impl Slot {
     pub(super) fn rows(&self, slot: u32, first: bool) -> impl Iterator<Item = Row> {
         let chunk = first && self.chunk > 0;
         let has_page = self.computed < self.pages.len() * PAGE_POSITIONS;
-        let len = if chunk { self.chunk } else { usize::from(self.decodes && !self.finished && has_page) };
-        let (start, all) = (self.computed, self.tokens.len());
+        let decodes = self.decodes && !self.finished && has_page;
+        let len = if chunk { self.chunk } else { usize::from(decodes) + self.drafted };
+        let (start, all, known) = (self.computed, self.tokens.len(), self.tokens().len());
         self.tokens[start.min(all)..(start + len).min(all)].iter().enumerate().map(move |(i, &token)| Row {
             slot,
             token,
             position: (start + i) as u32,
-            sample: start + i + 1 == all,
+            sample: start + i + 1 >= known,
         })
     }
 
@@ -244,9 +293,14 @@ impl Slot {
         }
     }
 
+    /// It has ended.
+    pub(super) fn is_finished(&self) -> bool {
+        self.finished
+    }
+
     /// Takes a sampled token and says whether the sequence ends with it.
     pub(super) fn append(&mut self, token: u32, max_context: usize) -> Option<Finish> {
-        let stop_obeyed = !self.stop_forbidden();
+        let stop_obeyed = !self.is_stop_forbidden(self.generated().len());
         self.tokens.push(token);
         let finish = if stop_obeyed && self.stop_tokens.contains(&token) {
             Some(Finish::Stop)

@@ -4,8 +4,15 @@ use super::*;
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 
-const LIMITS: Limits =
-    Limits { max_slots: 4, max_batch_tokens: 96, kv_pages: 12, max_context: 256, vocab_size: 100, window: None };
+const LIMITS: Limits = Limits {
+    max_slots: 4,
+    max_batch_tokens: 96,
+    kv_pages: 12,
+    max_context: 256,
+    vocab_size: 100,
+    drafts: true,
+    window: None,
+};
 
 fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
     Admit {
@@ -53,12 +60,12 @@ fn a_prompt_is_computed_then_decoded_to_its_bound() {
     assert_eq!(batch.step().segments, [Segment { slot: 1, rows: 0..3 }]);
     assert_eq!(batch.step().samples, [2]);
     for (i, token) in [20, 21, 22, 23].into_iter().enumerate() {
-        assert_eq!(batch.complete(&sampled(&[token])), [None]);
+        assert_eq!(batch.complete(&sampled(&[token])), [Verdict::Token(None)]);
         assert_eq!(rows(&batch), [(1, token, 3 + i as u32, true)]);
         assert_eq!(batch.step().number, i as u32 + 1);
     }
     assert_eq!(batch.slot(1).generated(), [20, 21, 22, 23]);
-    assert_eq!(batch.complete(&sampled(&[24])), [Some(Finish::Length)]);
+    assert_eq!(batch.complete(&sampled(&[24])), [Verdict::Token(Some(Finish::Length))]);
     assert_eq!(batch.boundary(1), Boundary::Idle);
     assert_eq!(batch.slot(1).prompt(), [10, 11, 12]);
 }
@@ -87,12 +94,12 @@ fn stop_tokens_end_a_sequence_once_min_tokens_are_out() {
     let mut plan = first_plan();
     plan.admit[0].min_tokens = 2;
     batch.apply(&plan).unwrap();
-    assert!(batch.slot(1).stop_forbidden());
-    assert_eq!(batch.complete(&sampled(&[7])), [None], "one of two");
-    assert!(batch.slot(1).stop_forbidden());
-    assert_eq!(batch.complete(&sampled(&[20])), [None]);
-    assert!(!batch.slot(1).stop_forbidden());
-    assert_eq!(batch.complete(&sampled(&[7])), [Some(Finish::Stop)]);
+    assert!(batch.slot(1).is_stop_forbidden(batch.slot(1).generated().len()));
+    assert_eq!(batch.complete(&sampled(&[7])), [Verdict::Token(None)], "one of two");
+    assert!(batch.slot(1).is_stop_forbidden(batch.slot(1).generated().len()));
+    assert_eq!(batch.complete(&sampled(&[20])), [Verdict::Token(None)]);
+    assert!(!batch.slot(1).is_stop_forbidden(batch.slot(1).generated().len()));
+    assert_eq!(batch.complete(&sampled(&[7])), [Verdict::Token(Some(Finish::Stop))]);
     assert!(batch.step().rows.is_empty());
 }
 
@@ -102,8 +109,8 @@ fn the_end_of_the_context_ends_a_sequence() {
     let mut plan = first_plan();
     plan.admit[0].max_tokens = 1000;
     batch.apply(&plan).unwrap();
-    assert_eq!(batch.complete(&sampled(&[20])), [None]);
-    assert_eq!(batch.complete(&sampled(&[21])), [Some(Finish::Length)]);
+    assert_eq!(batch.complete(&sampled(&[20])), [Verdict::Token(None)]);
+    assert_eq!(batch.complete(&sampled(&[21])), [Verdict::Token(Some(Finish::Length))]);
 }
 
 /// What `share of the read limit` is calculated from.
@@ -176,13 +183,14 @@ fn a_preempted_sequence_comes_back_with_what_it_generated() {
         grants: vec![PageGrant { slot: 3, first: 0, pages: vec![3] }],
         prefill: vec![PrefillChunk { slot: 3, start: 0, len: 5 }],
         decode: vec![3],
+        ..Plan::default()
     };
     batch.apply(&plan).unwrap();
     assert_eq!(batch.step().rows.last().map(|r| (r.token, r.position, r.sample)), Some((21, 4, true)));
-    assert_eq!(batch.complete(&sampled(&[22])), [None]);
+    assert_eq!(batch.complete(&sampled(&[22])), [Verdict::Token(None)]);
     assert_eq!(batch.slot(3).generated(), [20, 21, 22]);
     batch.complete(&sampled(&[23]));
-    assert_eq!(batch.complete(&sampled(&[24])), [Some(Finish::Length)]);
+    assert_eq!(batch.complete(&sampled(&[24])), [Verdict::Token(Some(Finish::Length))]);
     assert!(!batch.slot(1).is_busy());
 }
 
@@ -219,6 +227,63 @@ fn sequences_that_begin_alike_share_full_pages() {
     let next = Plan { decode: vec![3], ..plan(6, grant(3, 2, 6)) };
     batch.apply(&next).unwrap();
     assert_eq!(batch.slot(3).pages(), [3, 7, 6]);
+}
+
+/// The next token of a text that repeats itself, but for a token now and then.
+fn next(tokens: &[u32]) -> u32 {
+    let skips = u32::from(tokens.len().is_multiple_of(41));
+    (tokens.last().unwrap() + 1 + skips) % 13
+}
+
+/// Runs a request in steps of at most `drafts` drafted tokens, beside another: its tokens, and how many steps it took.
+fn run_drafting(drafts: u32, max_tokens: u32, min_tokens: u32) -> (Vec<u32>, usize) {
+    let mut batch = Batch::new(LIMITS);
+    let mut plan = first_plan();
+    plan.admit = vec![admit(1, &[10, 11, 12], max_tokens), admit(3, &[3], 200)];
+    plan.admit[0].min_tokens = min_tokens;
+    plan.grants = vec![
+        PageGrant { slot: 1, first: 0, pages: vec![3, 1, 2] },
+        PageGrant { slot: 3, first: 0, pages: vec![5, 6, 7] },
+    ];
+    plan.prefill.push(PrefillChunk { slot: 3, start: 0, len: 1 });
+    (plan.decode, plan.steps) = (vec![1, 3], 500);
+    plan.drafts = Drafts { each: drafts, rows: 2 * drafts, cost: 100 };
+    batch.apply(&plan).unwrap();
+    let mut steps = 0;
+    while batch.boundary(1) == Boundary::Step {
+        let inputs: Vec<u32> = (batch.step().samples.iter())
+            .map(|&row| {
+                let input = batch.row_input(row);
+                let tokens = [input.prompt, input.generated].concat();
+                assert_eq!(input.position as usize, tokens.len());
+                assert_eq!(
+                    input.suppress.is_empty(),
+                    input.generated.len() >= batch.slot(batch.step().rows[row].slot).min_tokens()
+                );
+                match next(&tokens) {
+                    7 if !input.suppress.is_empty() => 8,
+                    token => token,
+                }
+            })
+            .collect();
+        steps += usize::from(batch.step().segments.iter().any(|segment| segment.slot == 1));
+        assert!(batch.step().rows.len() <= LIMITS.max_batch_tokens && inputs.len() <= LIMITS.max_slots);
+        batch.complete(&sampled(&inputs));
+    }
+    (batch.slot(1).generated().to_vec(), steps)
+}
+
+#[test]
+fn drafts_change_no_token_but_the_number_of_steps() {
+    for (max_tokens, min_tokens) in [(150, 150), (150, 0), (7, 7), (1, 0), (400, 400)] {
+        let (plain, steps) = run_drafting(0, max_tokens, min_tokens);
+        assert_eq!(plain.len(), steps);
+        for drafts in [1, 2, 7, 60] {
+            let (tokens, fewer) = run_drafting(drafts, max_tokens, min_tokens);
+            assert_eq!(tokens, plain, "{drafts} drafts, {max_tokens} tokens, at least {min_tokens}");
+            assert!(fewer <= steps && (plain.len() < 100 || 3 * fewer < 2 * steps), "{fewer} steps for {steps}");
+        }
+    }
 }
 
 #[test]
@@ -439,7 +504,7 @@ proptest! {
                     let known = scheduler.slots[step.rows[row].slot as usize].as_ref().unwrap();
                     let length = known.tokens.len() - known.prompt == 20 || known.tokens.len() == LIMITS.max_context;
                     let expected = if token == 7 { Some(Finish::Stop) } else { length.then_some(Finish::Length) };
-                    prop_assert_eq!(*finish, expected);
+                    prop_assert_eq!(*finish, Verdict::Token(expected));
                 }
                 if cut_short {
                     break;

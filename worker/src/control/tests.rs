@@ -10,12 +10,19 @@ use tonic::transport::{Channel, Endpoint};
 use super::*;
 use crate::batch::{Batch, Boundary, Limits};
 use crate::decoder::{
-    LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, OutcomeToken, PLANS_AHEAD, Phase, PlanSource, Progress,
+    LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, PLANS_AHEAD, Phase, PlanSource, Progress, outcome_tokens,
 };
 use crate::sampling::Sampled;
 
-const LIMITS: Limits =
-    Limits { max_slots: 4, max_batch_tokens: 64, kv_pages: 8, max_context: 64 * 200, vocab_size: 100, window: None };
+const LIMITS: Limits = Limits {
+    max_slots: 4,
+    max_batch_tokens: 64,
+    kv_pages: 8,
+    max_context: 64 * 200,
+    vocab_size: 100,
+    drafts: true,
+    window: None,
+};
 
 /// A decoder whose tokens count up from the last one: the whole loop of a rank, without arithmetic.
 struct Scripted {
@@ -95,15 +102,16 @@ fn step(batch: &mut Batch) -> Outcome {
         step.samples.iter().map(|&row| Sampled { token: next(row), logprob: Some(-0.5), top: vec![(1, -0.5)] });
     let sampled: Vec<Sampled> = sampled.collect();
     let sequences: Vec<u64> = step.samples.iter().map(|&row| batch.slot(step.rows[row].slot).sequence()).collect();
-    let finished = batch.complete(&sampled).to_vec();
-    let tokens = sequences.into_iter().zip(sampled).zip(finished);
+    let verdicts = batch.complete(&sampled).to_vec();
+    let tokens = outcome_tokens(&sequences, &sampled, &verdicts);
     Outcome {
         version: step.version,
         step: step.number,
         ran_step: true,
-        tokens: tokens.map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled, finish }).collect(),
+        tokens,
         rows: step.rows.len(),
         positions: step.positions,
+        drafted: step.drafted,
         step_time: Duration::from_nanos(5),
         wait_time: Duration::from_nanos(3),
     }
@@ -145,6 +153,7 @@ impl Worked {
                 model_digest: "digest".into(),
                 max_slots: LIMITS.max_slots,
                 max_batch_tokens: LIMITS.max_batch_tokens,
+                drafts: LIMITS.drafts,
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

@@ -167,6 +167,7 @@ pub fn load_with(
         model_digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
+        drafts: true,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
     let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;
@@ -176,6 +177,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
+        drafts: loaded.drafts,
         window: config.sliding_window,
     });
     let decoder = LoopedDecoder {

@@ -7,8 +7,8 @@ use super::fabric::{Fabric, Place};
 use super::phases::{Activations, Pass, Shard};
 use super::team::Team;
 use crate::batch::{Batch, Boundary};
-use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
-use crate::sampling::{Exchange, ParallelFor, Sampled, Sampler};
+use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
+use crate::sampling::{Exchange, ParallelFor, Sampler};
 
 /// Words that go in front of the sampler's in every exchange: the newest plan a rank holds.
 pub const AGREEMENT_WORDS: usize = 2;
@@ -98,6 +98,7 @@ impl LoopedDecoder {
             ran_step: true,
             rows: step.rows.len(),
             positions: step.positions,
+            drafted: step.drafted,
             ..Outcome::default()
         };
         let logits = self.x.logits(samples, self.shard.rank.vocab.len());
@@ -122,14 +123,9 @@ impl LoopedDecoder {
         *agreed = exchange.agreed;
         let sequences: Vec<u64> =
             step.samples.iter().map(|row| self.batch.slot(step.rows[*row].slot).sequence()).collect();
-        let finished = self.batch.complete(sampled);
+        let verdicts = self.batch.complete(sampled);
         if self.shard.rank.rank == 0 {
-            let token = |((sequence, sampled), finish): ((u64, &Sampled), &Option<_>)| OutcomeToken {
-                sequence,
-                sampled: sampled.clone(),
-                finish: *finish,
-            };
-            outcome.tokens = sequences.into_iter().zip(sampled).zip(finished).map(token).collect();
+            outcome.tokens = outcome_tokens(&sequences, sampled, verdicts);
         }
         Ok(outcome)
     }

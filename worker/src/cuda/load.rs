@@ -171,6 +171,7 @@ pub fn load_with(
         model_digest: model.digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
+        drafts: false,
     };
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
@@ -178,6 +179,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
+        drafts: loaded.drafts,
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;

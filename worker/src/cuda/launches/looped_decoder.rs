@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource};
+use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
 use crate::sampling::{MIN_TEMPERATURE, Sampled};
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
@@ -203,16 +203,13 @@ impl<L: Launcher> LoopedDecoder<L> {
             ran_step: true,
             rows: step.rows.len(),
             positions: step.positions,
+            drafted: step.drafted,
             step_time,
             ..Outcome::default()
         };
         let slots = step.samples.iter().map(|row| step.rows[*row].slot);
         let sequences: Vec<u64> = slots.map(|slot| self.batch.slot(slot).sequence()).collect();
-        let finished = self.batch.complete(sampled);
-        let tokens = sequences.into_iter().zip(sampled).zip(finished);
-        outcome.tokens = tokens
-            .map(|((sequence, sampled), finish)| OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish })
-            .collect();
+        outcome.tokens = outcome_tokens(&sequences, sampled, self.batch.complete(sampled));
         outcomes.send(outcome)
     }
 }
@@ -224,7 +221,7 @@ fn drawn_by_decoder(slot: &Slot) -> bool {
         && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
         && params.logit_bias.is_empty()
         && slot.logprobs().is_none()
-        && (slot.stop_tokens().is_empty() || !slot.stop_forbidden())
+        && (slot.stop_tokens().is_empty() || !slot.is_stop_forbidden(slot.generated().len()))
 }
 
 /// Rows of a pass as a launch of one step takes them.

@@ -419,6 +419,7 @@ fn run_with(
         kv_pages: pages as usize,
         max_context: CONTEXT,
         vocab_size: VOCAB,
+        drafts: false,
         window: None,
     };
     let launcher = Fake::new(pages as usize, widths, log.clone());

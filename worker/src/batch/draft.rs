@@ -1,0 +1,238 @@
+//! Drafts: which tokens may follow, by what followed the same tokens earlier in the sequence.
+//!
+//! A step computes drafted tokens as further rows of their sequence, and every row samples. A drafted token counts if
+//! it is the one that was sampled in front of it, so drafts change no token, only how many come out of a step. They are
+//! a function of the sequence's tokens and of how its earlier drafts fared: every rank drafts the same.
+//!
+//! The end of a sequence is looked up by its last three tokens, as in LZ77: a table has the newest position of each
+//! three by their hash, and links lead from there to older ones.
+
+/// Tokens by which an earlier place is found: fewer match by chance.
+const LEAST_MATCH: usize = 3;
+/// A match is looked at no further back than that; the longest decides.
+const MOST_MATCH: usize = 24;
+/// Earlier places that are looked at, the newest first: bounds the time of a draft in a text that repeats itself.
+const MOST_PLACES: usize = 8;
+/// No place.
+const NONE: u32 = u32::MAX;
+
+/// Where each three tokens of a sequence were last.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Drafter {
+    /// By hash: the position behind the last occurrence.
+    newest: Vec<u32>,
+    /// By position: the occurrence before of the three tokens in front of it.
+    older: Vec<u32>,
+}
+
+impl Drafter {
+    /// Begins a sequence of at most `longest` tokens, 4 to 8 bytes each. What comes later takes no memory.
+    pub(super) fn begin(&mut self, longest: usize) {
+        self.newest.clear();
+        self.newest.resize((longest / 2).next_power_of_two(), NONE);
+        self.older.clear();
+        self.older.reserve(longest + 1);
+    }
+
+    /// Takes note of the tokens that came since the last time; `tokens` are all of the sequence.
+    pub(super) fn extend(&mut self, tokens: &[u32]) {
+        for end in self.older.len()..=tokens.len() {
+            let older = match end.checked_sub(LEAST_MATCH) {
+                None => NONE,
+                Some(start) => {
+                    let slot = slot(&tokens[start..end], self.newest.len());
+                    std::mem::replace(&mut self.newest[slot], end as u32)
+                }
+            };
+            self.older.push(older);
+        }
+    }
+
+    /// Appends at most `most` tokens to `tokens`, all of which it has taken note of: those that followed where the
+    /// longest match with their end was, of several the newest.
+    pub(super) fn draft(&self, tokens: &mut Vec<u32>, most: usize) {
+        let end = tokens.len();
+        let (mut place, mut best) = (self.older[end], (0, 0));
+        for _ in 0..MOST_PLACES {
+            if place == NONE {
+                break;
+            }
+            let at = place as usize;
+            let pairs = tokens[..at].iter().rev().zip(tokens.iter().rev());
+            let matched = pairs.take(MOST_MATCH).take_while(|(a, b)| a == b).count();
+            if matched > best.0 {
+                best = (matched, at);
+            }
+            place = self.older[at];
+        }
+        let (matched, at) = best;
+        if matched >= LEAST_MATCH {
+            // A short match says little of what comes far behind it. What repeats itself goes on into the draft.
+            for next in at..at + most.min(matched) {
+                tokens.push(tokens[next]);
+            }
+        }
+    }
+}
+
+/// Where in a table of `len`, a power of two, three tokens are.
+fn slot(tokens: &[u32], len: usize) -> usize {
+    let hash = tokens.iter().fold(0u64, |hash, &token| (hash ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    (hash >> 32) as usize & (len - 1)
+}
+
+/// How likely a sequence's drafts hold, by those before, and so how many tokens it drafts: as far as a row is worth its
+/// cost. Integers, so that all ranks know the same.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Trust {
+    /// Chance that a drafted token holds if those before it did, in parts of [`SURE`].
+    chance: u32,
+    /// Steps until the next draft where none is worth its cost, and of the pause after that.
+    wait: u32,
+    pause: u32,
+}
+
+const SURE: u32 = 1 << 16;
+/// Steps between two drafts of a sequence whose drafts never hold.
+const LONGEST_PAUSE: u32 = 128;
+
+impl Default for Trust {
+    fn default() -> Self {
+        Self { chance: SURE / 2, wait: 0, pause: 8 }
+    }
+}
+
+impl Trust {
+    /// Tokens to draft in the step that comes, at most `most`. A row costs `cost` thousandths of what a token costs
+    /// without drafts.
+    pub(super) fn length(&mut self, most: usize, cost: u32) -> usize {
+        let cost = u64::from(cost.min(1000)) * u64::from(SURE) / 1000;
+        let mut holds = u64::from(SURE);
+        let worth = (0..most).take_while(|_| {
+            holds = holds * u64::from(self.chance) / u64::from(SURE);
+            holds >= cost
+        });
+        match worth.count() {
+            0 if self.wait > 0 => {
+                self.wait -= 1;
+                0
+            }
+            0 => most.min(1),
+            length => length,
+        }
+    }
+
+    /// Of so many drafted tokens, at least one, so many held before the first that did not.
+    pub(super) fn learn(&mut self, drafted: usize, held: usize) {
+        for _ in 0..held {
+            self.chance += (SURE - self.chance) / 8;
+        }
+        if held < drafted {
+            self.chance -= self.chance / 8;
+        }
+        if held > 0 {
+            self.pause = 8;
+        } else {
+            self.pause = (2 * self.pause).min(LONGEST_PAUSE);
+        }
+        self.wait = self.pause;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Reverse;
+    use std::time::{Duration, Instant};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn drafted(tokens: &[u32], most: usize) -> Vec<u32> {
+        let mut drafter = Drafter::default();
+        drafter.begin(tokens.len());
+        drafter.extend(tokens);
+        let mut all = tokens.to_vec();
+        drafter.draft(&mut all, most);
+        all.split_off(tokens.len())
+    }
+
+    #[test]
+    fn what_followed_the_longest_match_is_drafted() {
+        assert_eq!(drafted(&[1, 2, 3, 4, 5, 9, 1, 2, 3], 7), [4, 5, 9], "no more than match");
+        assert_eq!(drafted(&[8, 1, 2, 3, 4, 7, 1, 2, 3, 5, 8, 1, 2, 3], 7), [4, 7, 1, 2], "longer, though older");
+        assert_eq!(drafted(&[7, 1, 2, 3, 4, 6, 1, 2, 3, 5, 8, 1, 2, 3], 7), [5, 8, 1], "the newest of equals");
+        assert_eq!(drafted(&[1, 2, 1, 2, 1, 2, 1, 2], 7), [1, 2, 1, 2, 1, 2], "on into the draft");
+        assert_eq!(drafted(&[1, 2, 3, 4, 5, 1, 2], 7), [0; 0], "two tokens are no match");
+        assert_eq!((drafted(&[], 7), drafted(&[1], 7), drafted(&[1, 1, 1, 1], 2)), (vec![], vec![], vec![1, 1]));
+    }
+
+    /// The slow definition: every earlier place, the newest first.
+    fn expected(tokens: &[u32], most: usize) -> Vec<u32> {
+        let end = tokens.len();
+        let matched = |at: usize| (1..=MOST_MATCH.min(at)).take_while(|k| tokens[at - k] == tokens[end - k]).count();
+        let places = (0..end).rev().filter(|&at| matched(at) >= LEAST_MATCH).take(MOST_PLACES);
+        let Some((_, Reverse(_), at)) = places.enumerate().map(|(n, at)| (matched(at), Reverse(n), at)).max() else {
+            return vec![];
+        };
+        let mut all = tokens.to_vec();
+        for next in at..at + most.min(matched(at)) {
+            all.push(all[next]);
+        }
+        all.split_off(end)
+    }
+
+    proptest! {
+        #[test]
+        fn drafts_are_those_of_the_slow_definition(
+            tokens in prop::collection::vec(0u32..4, 0..200), most in 0usize..20,
+        ) {
+            // Small alphabets have no two hashes alike in a table of this size.
+            let mut drafter = Drafter::default();
+            drafter.begin(1 << 16);
+            let mut so_far = Vec::new();
+            for &token in &tokens {
+                so_far.push(token);
+                drafter.extend(&so_far);
+            }
+            drafter.extend(&so_far);
+            let mut all = so_far.clone();
+            drafter.draft(&mut all, most);
+            prop_assert_eq!(all.split_off(so_far.len()), expected(&so_far, most));
+        }
+    }
+
+    #[test]
+    fn a_text_that_repeats_itself_takes_no_more_time_than_another() {
+        let begun = Instant::now();
+        for period in [1, 2, 3, 1000] {
+            let tokens: Vec<u32> = (0..100_000).map(|at| at % period).collect();
+            assert_eq!(drafted(&tokens, 7).len(), 7);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn drafts_are_as_long_as_is_worth_their_cost() {
+        let run = |cost: u32, holds: fn(usize) -> usize| {
+            let (mut trust, mut rows, mut held) = (Trust::default(), 0, 0);
+            for step in 0..10_000 {
+                let drafted = trust.length(7, cost);
+                if drafted > 0 {
+                    let holding = holds(step).min(drafted);
+                    trust.learn(drafted, holding);
+                    (rows, held) = (rows + drafted, held + holding);
+                }
+            }
+            (rows, held)
+        };
+        let (wasted, _) = run(150, |_| 0);
+        assert!(wasted < 110, "{wasted} rows of drafts that never hold");
+        assert_eq!(run(150, |_| 7).0 / 1000, 69, "all that may be");
+        // Every second draft of one token holds: worth a row at 0.15, not at 0.9.
+        let (rows, held) = run(150, |step| step % 2);
+        assert!(rows > 9000 && held * 5 > rows, "{held} of {rows}");
+        let (rows, _) = run(900, |step| step % 2);
+        assert!(rows < 1500, "{rows}");
+    }
+}

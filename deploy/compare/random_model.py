@@ -3,11 +3,13 @@
     pip install torch safetensors
     python3 random_model.py 8b /dev/shm/llama-8b
 
-Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. The tokenizer is one word a token, so that
-any token prints and prompts of an exact length can be written: "w7 w9 w7".
+Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. Tokens are words, so that any token prints
+and prompts of an exact length can be written: "w7 w9 w7". Other words are cut into their characters, the last tokens
+of the vocabulary, so that no two texts are the same to a prefix cache.
 """
 
 import json
+import string
 import sys
 from pathlib import Path
 
@@ -65,16 +67,21 @@ def main() -> None:
         "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    vocab = {f"w{token}": token for token in range(c["vocab_size"])}
+    # "\u0120" is the space in front of a word.
+    characters = [mark + character for mark in ("\u0120", "") for character in string.printable[:94]]
+    words = [f"\u0120w{token}" for token in range(c["vocab_size"] - len(characters))]
+    vocab = {word: token for token, word in enumerate(words + characters)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
     tokenizer = {
-        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w2"},
+        "version": "1.0", "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, byte_level]},
+        "post_processor": None, "decoder": byte_level,
+        "model": {"type": "WordPiece", "vocab": vocab, "unk_token": "\u0120w2", "continuing_subword_prefix": "",
+                  "max_input_chars_per_word": 100},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1",
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "\u0120w0", "eos_token": "\u0120w1",
         "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
     }))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))

@@ -6,11 +6,16 @@
 Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. Tokens are words, so that any token prints
 and prompts of an exact length can be written: "w7 w9 w7". Other words are cut into their characters, the last tokens
 of the vocabulary, so that no two texts are the same to a prefix cache.
+
+With --period N a greedy text repeats itself every N tokens, whatever came before, at the cost of any other: layers add
+next to nothing to a token's embedding, and the LM head has it in the row of the token behind it. With temperature 2
+and top_k 2 one of four tokens is left out, so that three of five drafted tokens hold.
 """
+
+import argparse
 
 import json
 import string
-import sys
 from pathlib import Path
 
 import torch
@@ -48,9 +53,25 @@ def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def repeat(tensors: dict[str, torch.Tensor], period: int) -> None:
+    """Makes `w7` follow `w6` and, a little less likely, `w5`, and the first of a period the last."""
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 1e-5
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    tokens = torch.arange(len(embedding) // period * period)
+    before = tokens // period * period + (tokens - 1) % period
+    # Logits are about 16 of the next token and 2.2 less of the one behind it, of all others nearly 0.
+    head[tokens] = 0.2 * (embedding[before] + 0.866 * embedding[before[before]])
+
+
 def main() -> None:
-    shape, folder = sys.argv[1], Path(sys.argv[2])
-    c = SHAPES[shape]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--period", type=int, help="tokens after which greedy texts repeat themselves")
+    args = parser.parse_args()
+    folder, c = args.folder, SHAPES[args.shape]
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -60,7 +81,10 @@ def main() -> None:
             return torch.ones(size, dtype=torch.bfloat16)
         return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * 0.02).bfloat16().cpu()
 
-    save_file({name: tensor(size) for name, size in tensor_shapes(c).items()}, folder / "model.safetensors")
+    tensors = {name: tensor(size) for name, size in tensor_shapes(c).items()}
+    if args.period:
+        repeat(tensors, args.period)
+    save_file(tensors, folder / "model.safetensors")
     config = c | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
         "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,

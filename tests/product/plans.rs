@@ -7,7 +7,7 @@ use std::sync::Arc;
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
 use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
-use looplane_worker::batch::{Batch, Boundary, Finish, Limits as BatchLimits, Verdict};
+use looplane_worker::batch::{Batch, Boundary, Drafting, Finish, Limits as BatchLimits, Verdict};
 use looplane_worker::convert;
 use looplane_worker::plan::PAGE_POSITIONS;
 use looplane_worker::sampling::Sampled;
@@ -143,7 +143,7 @@ fn run(seed: u64) -> (usize, u64) {
         kv_pages: kv_pages as usize,
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
-        drafts: true,
+        drafting: Some(Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20, penalties: true }),
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
@@ -151,7 +151,7 @@ fn run(seed: u64) -> (usize, u64) {
     let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, drafts: true, first_version: 1 };
     let ready = || Event::GroupReady(shape);
     let mut scheduler = Scheduler::new(limits).unwrap();
-    scheduler.set_draft_cost(100);
+    scheduler.set_step_times([(1, 1000), (64, 7000)].map(|(rows, us)| v1::StepTime { rows, us }).to_vec());
     let mut worker = group();
     let mut events = VecDeque::from([ready()]);
     let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();

@@ -16,6 +16,7 @@
 //! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
 
 mod draft;
+mod draft_rows;
 mod pages;
 mod plan;
 mod slot;
@@ -25,8 +26,11 @@ use std::ops::Range;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::{RowInput, Sampled};
 
+use draft_rows::{Base, DraftRows, Offer};
 use pages::Pages;
-pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk};
+
+pub use draft_rows::Drafting;
+pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk, StepTime};
 pub use slot::Slot;
 
 /// One row of a step: one token of one sequence.
@@ -70,6 +74,15 @@ pub struct Step {
     pub drafted: usize,
 }
 
+impl Step {
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.segments.clear();
+        self.samples.clear();
+        (self.positions, self.drafted) = (0, 0);
+    }
+}
+
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
@@ -101,8 +114,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Token ids are under this.
     pub vocab_size: usize,
-    /// The decoder computes drafts.
-    pub drafts: bool,
+    /// What the decoder says of steps with drafts; `None`: it computes none.
+    pub drafting: Option<Drafting>,
     /// Positions that a row sees at most, its own included, where the model has such a bound.
     pub window: Option<usize>,
 }
@@ -132,6 +145,8 @@ pub struct Batch {
     /// The step that is next; without rows if the plan has none left.
     step: Step,
     verdicts: Vec<Verdict>,
+    offers: Vec<Offer>,
+    draft_rows: DraftRows,
 }
 
 impl Batch {
@@ -162,6 +177,8 @@ impl Batch {
             steps_run: 0,
             step,
             verdicts: Vec::with_capacity(max_slots),
+            offers: Vec::with_capacity(max_slots),
+            draft_rows: DraftRows::default(),
         }
     }
 
@@ -239,7 +256,7 @@ impl Batch {
         self.version = version;
         self.check_bounds(plan)?;
         self.steps = plan.steps;
-        self.drafts = if self.limits.drafts { plan.drafts } else { Drafts::default() };
+        self.drafts = plan.drafts.clone();
         self.steps_run = 0;
         for &slot in &plan.release {
             self.release(slot)?;
@@ -401,30 +418,53 @@ impl Batch {
 
     /// Fills `step` with the rows that come next; none if the plan has run its steps.
     fn lay_out_step(&mut self) {
-        let step = &mut self.step;
-        (step.version, step.number) = (self.version, self.steps_run);
-        step.rows.clear();
-        step.segments.clear();
-        step.samples.clear();
-        (step.positions, step.drafted) = (0, 0);
+        (self.step.version, self.step.number) = (self.version, self.steps_run);
         if self.steps_run == self.steps {
+            self.step.clear();
             return;
         }
         let first = self.steps_run == 0;
         let decoding = self.slots.iter().map(|slot| slot.rows(0, first).count()).sum::<usize>();
-        // Every row that samples has room for its logits.
         let samples = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
+        // Every row that samples has room for its logits.
         let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
-        let Drafts { each, rows, cost } = self.drafts;
-        let mut budget = room.min(rows as usize);
-        for slot in &mut self.slots {
-            if budget == 0 {
-                break;
+        self.draft(Base { rows: decoding, tokens: samples, room: room.min(self.drafts.rows as usize) });
+        self.lay_out_rows();
+    }
+
+    /// Drafts for the step that comes, which is `base` without them.
+    fn draft(&mut self, base: Base) {
+        let Some(drafting) = self.limits.drafting.filter(|_| self.drafts.each > 0 && base.tokens > 0) else { return };
+        self.offers.clear();
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            if drafting.penalties || !slot.has_penalties() {
+                slot.draft(self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
+                self.offers.extend(slot.offer(index));
             }
-            let drafted = slot.draft(budget.min(each as usize), cost, self.limits.max_context, first);
-            step.drafted += drafted;
-            budget -= drafted;
         }
+        if !self.offers.is_empty() {
+            let chosen = self.draft_rows.choose(&self.offers, base, &self.drafts.times, drafting);
+            for (offer, &count) in self.offers.iter().zip(chosen) {
+                self.slots[offer.slot].keep_drafts(count);
+            }
+        }
+    }
+
+    /// The step that is next is computed without its drafts: a launch that runs on knows nothing of them.
+    pub fn leave_out_drafts(&mut self) {
+        if self.step.drafted > 0 {
+            self.slots.iter_mut().for_each(|slot| {
+                slot.take_back();
+            });
+            self.lay_out_rows();
+        }
+    }
+
+    /// Fills `step` with the rows of all slots.
+    fn lay_out_rows(&mut self) {
+        let (step, first) = (&mut self.step, self.steps_run == 0);
+        step.clear();
+        step.drafted = self.slots.iter().map(Slot::drafted).sum();
         for (index, slot) in self.slots.iter().enumerate() {
             let start = step.rows.len();
             step.rows.extend(slot.rows(index as u32, first));

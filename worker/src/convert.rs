@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1;
 
-use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk};
+use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
@@ -108,8 +108,16 @@ pub fn plan(plan: v1::Plan) -> Result<Plan, PlanFault> {
         grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, first: g.first, pages: g.pages }).collect(),
         prefill: plan.prefill.into_iter().map(|c| PrefillChunk { slot: c.slot, start: c.start, len: c.len }).collect(),
         decode: plan.decode,
-        drafts: plan.drafts.map_or(Drafts::default(), |of| Drafts { each: of.each, rows: of.rows, cost: of.cost }),
+        drafts: plan.drafts.map_or(Ok(Drafts::default()), drafts).map_err(|problem| PlanFault::Field { version, problem })?,
     })
+}
+
+fn drafts(of: v1::Drafts) -> Result<Drafts, String> {
+    let times: Vec<_> = of.times.iter().map(|time| StepTime { rows: time.rows, us: time.us }).collect();
+    match times.is_sorted_by(|before, after| before.rows < after.rows) {
+        true => Ok(Drafts { each: of.each, rows: of.rows, times }),
+        false => Err(format!("times of drafts are by rows that do not ascend: {times:?}")),
+    }
 }
 
 fn admit(admit: v1::Admit) -> Result<Admit, String> {

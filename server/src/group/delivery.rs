@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use looplane_proto::worker::v1::{Outcome, Plan};
+use looplane_proto::worker::v1::{Outcome, Plan, StepTime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -108,10 +108,9 @@ impl Delivery {
         self.scheduler.limit_step_rows(rows);
     }
 
-    /// As [`Scheduler::set_draft_cost`], by what so many decoding rows cost.
-    pub(super) fn set_draft_cost(&mut self, cost_beside: impl Fn(u32) -> u32) {
-        let running = self.scheduler.load().running as u32;
-        self.scheduler.set_draft_cost(cost_beside(running));
+    /// As [`Scheduler::set_step_times`].
+    pub(super) fn set_step_times(&mut self, times: Vec<StepTime>) {
+        self.scheduler.set_step_times(times);
     }
 
     /// Takes nothing more, and says why.

@@ -4,6 +4,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use looplane_proto::worker::v1;
+
 use crate::sched::{StepRows, StepSize};
 
 /// A step is late after this many times what it should take.
@@ -111,15 +113,11 @@ impl StepTimes {
         self.expected(rows).map_or(cap, |expected| (expected * LATE).max(floor).min(cap))
     }
 
-    /// What a row of a draft costs beside so many decoding rows, in thousandths of what a token costs without drafts.
-    pub(super) fn draft_cost(&self, decoding: u32) -> u32 {
-        const FEW: u32 = 7;
-        let decoding = decoding.max(1);
-        let (Some(alone), Some(beside)) = (self.decode.at(decoding), self.decode.at(decoding + FEW)) else {
-            return 1000;
-        };
-        let row = (beside - alone).max(0.0) / f64::from(FEW);
-        (1e3 * row * f64::from(decoding) / alone) as u32
+    /// What steps take of as many rows as were timed: that decode, or, of more, with rows of prompts.
+    pub(super) fn table(&self) -> Vec<v1::StepTime> {
+        let mixed = self.mixed.known().filter(|&(rows, _)| !self.decode.reaches(rows));
+        let known = self.decode.known().chain(mixed);
+        known.map(|(rows, time)| v1::StepTime { rows, us: (time * 1e6).clamp(1.0, 1e9) as u32 }).collect()
     }
 
     /// How many rows a step with prompts should have.

@@ -208,7 +208,7 @@ impl Supervisor {
         link.timed.iter().for_each(|step| self.times.observe(step));
         self.delivery.group_ready(facts);
         self.delivery.limit_step_rows(self.times.rows());
-        self.delivery.set_draft_cost(|rows| self.times.draft_cost(rows));
+        self.delivery.set_step_times(self.times.table());
         self.policy.group_ready();
         if let Some(lost_at) = self.lost_at.take() {
             self.delivery.metrics().recovery.observe(lost_at.elapsed());

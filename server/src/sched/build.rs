@@ -18,8 +18,8 @@ impl Scheduler {
             return None;
         }
         let version = self.pipeline.next_version();
-        let drafts = Drafts { each: self.drafts, rows: self.slots.len() as u32, cost: self.draft_cost };
-        let drafts = (drafts.each > 0).then_some(drafts);
+        let rows = self.slots.len() as u32;
+        let drafts = (self.drafts > 0).then(|| Drafts { each: self.drafts, rows, times: self.step_times.clone() });
         let mut plan = Plan { version, steps: self.limits.steps_per_plan, drafts, ..Plan::default() };
         self.make_room(&plan);
         self.admit_all(&mut plan);

@@ -165,7 +165,7 @@ impl FakeWorker {
                 continue;
             }
             // Of some sequences drafts hold: a step brings several tokens.
-            let drafts = plan.drafts.map_or(0, |drafts| u64::from(drafts.each));
+            let drafts = plan.drafts.as_ref().map_or(0, |drafts| u64::from(drafts.each));
             let chance = mix(plan.version << 32 ^ u64::from(slot) << 16 ^ u64::from(step));
             for _ in 0..=(chance % (drafts + 1)).min(chance >> 60) {
                 let Some(token) = self.decode(slot) else { break };

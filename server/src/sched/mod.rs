@@ -30,7 +30,7 @@ mod trial;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use looplane_proto::worker::v1::{Finish, Outcome, SampledToken};
+use looplane_proto::worker::v1::{Finish, Outcome, SampledToken, StepTime};
 
 pub use events::{Action, Blame, Event};
 pub use limits::{GroupShape, Limits, LimitsError};
@@ -75,10 +75,9 @@ pub struct Scheduler {
     max_batch_tokens: u32,
     /// Bounds on those of a step with prompts.
     step_rows: StepRows,
-    /// Most tokens that are drafted for a sequence in a step of the group, and what a row of a draft costs, in
-    /// thousandths of what a token costs without drafts.
+    /// Most tokens that are drafted for a sequence in a step of the group, and what steps take.
     drafts: u32,
-    draft_cost: u32,
+    step_times: Vec<StepTime>,
     preemptions: u64,
     /// The invariants are not checked after each event: somebody takes times.
     #[cfg(test)]
@@ -130,7 +129,7 @@ impl Scheduler {
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
             drafts: 0,
-            draft_cost: 1000,
+            step_times: Vec::new(),
             preemptions: 0,
             #[cfg(test)]
             is_unchecked: false,
@@ -180,10 +179,10 @@ impl Scheduler {
         self.step_rows = rows;
     }
 
-    /// What a row of a draft costs in plans to come, in thousandths of what a token costs without drafts: sequences
-    /// draft as far as that is worth it. 1000 before the first call: hardly at all.
-    pub fn set_draft_cost(&mut self, cost: u32) {
-        self.draft_cost = cost;
+    /// What steps take, by rows ascending: in plans to come sequences draft as far as that is worth it. Before the first
+    /// call they draft nothing.
+    pub fn set_step_times(&mut self, times: Vec<StepTime>) {
+        self.step_times = times;
     }
 
     /// No sequence is left, and no plan is on its way.

@@ -56,7 +56,7 @@ impl Pipeline {
             idle: false,
             decode,
             prefill,
-            draft_rows: plan.drafts.map_or(0, |drafts| drafts.rows.min(drafts.each * plan.decode.len() as u32)),
+            draft_rows: plan.drafts.as_ref().map_or(0, |of| of.rows.min(of.each * plan.decode.len() as u32)),
             prompt_rows: plan.prefill.iter().map(|chunk| chunk.len).sum(),
         });
     }

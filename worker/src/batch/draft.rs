@@ -7,6 +7,8 @@
 //! The end of a sequence is looked up by its last three tokens, as in LZ77: a table has the newest position of each
 //! three by their hash, and links lead from there to older ones.
 
+use super::draft_rows::SURE;
+
 /// Tokens by which an earlier place is found: fewer match by chance.
 const LEAST_MATCH: usize = 3;
 /// A match is looked at no further back than that; the longest decides.
@@ -81,18 +83,16 @@ fn slot(tokens: &[u32], len: usize) -> usize {
     (hash >> 32) as usize & (len - 1)
 }
 
-/// How likely a sequence's drafts hold, by those before, and so how many tokens it drafts: as far as a row is worth its
-/// cost. Integers, so that all ranks know the same.
+/// How likely a sequence's drafts hold, by those before. Integers, so that all ranks know the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Trust {
     /// Chance that a drafted token holds if those before it did, in parts of [`SURE`].
     chance: u32,
-    /// Steps until the next draft where none is worth its cost, and of the pause after that.
+    /// Steps until drafts are tried where none is worth its cost, and of the pause after that.
     wait: u32,
     pause: u32,
 }
 
-const SURE: u32 = 1 << 16;
 /// Steps between two drafts of a sequence whose drafts never hold.
 const LONGEST_PAUSE: u32 = 128;
 
@@ -103,23 +103,19 @@ impl Default for Trust {
 }
 
 impl Trust {
-    /// Tokens to draft in the step that comes, at most `most`. A row costs `cost` thousandths of what a token costs
-    /// without drafts.
-    pub(super) fn length(&mut self, most: usize, cost: u32) -> usize {
-        let cost = u64::from(cost.min(1000)) * u64::from(SURE) / 1000;
-        let mut holds = u64::from(SURE);
-        let worth = (0..most).take_while(|_| {
-            holds = holds * u64::from(self.chance) / u64::from(SURE);
-            holds >= cost
-        });
-        match worth.count() {
-            0 if self.wait > 0 => {
-                self.wait -= 1;
-                0
-            }
-            0 => most.min(1),
-            length => length,
-        }
+    /// Chance that a drafted token holds if those before it did.
+    pub(super) fn chance(&self) -> u32 {
+        self.chance
+    }
+
+    /// It was long enough without drafts.
+    pub(super) fn tries(&self) -> bool {
+        self.wait == 0
+    }
+
+    /// A step has no drafts of the sequence.
+    pub(super) fn pass(&mut self) {
+        self.wait = self.wait.saturating_sub(1);
     }
 
     /// Of so many drafted tokens, at least one, so many held before the first that did not.
@@ -213,26 +209,20 @@ mod tests {
     }
 
     #[test]
-    fn drafts_are_as_long_as_is_worth_their_cost() {
-        let run = |cost: u32, holds: fn(usize) -> usize| {
-            let (mut trust, mut rows, mut held) = (Trust::default(), 0, 0);
-            for step in 0..10_000 {
-                let drafted = trust.length(7, cost);
-                if drafted > 0 {
-                    let holding = holds(step).min(drafted);
-                    trust.learn(drafted, holding);
-                    (rows, held) = (rows + drafted, held + holding);
-                }
+    fn drafts_that_never_hold_become_rare() {
+        let (mut trust, mut tried) = (Trust::default(), 0);
+        for _ in 0..10_000 {
+            if trust.tries() {
+                trust.learn(7, 0);
+                tried += 1;
+            } else {
+                trust.pass();
             }
-            (rows, held)
-        };
-        let (wasted, _) = run(150, |_| 0);
-        assert!(wasted < 110, "{wasted} rows of drafts that never hold");
-        assert_eq!(run(150, |_| 7).0 / 1000, 69, "all that may be");
-        // Every second draft of one token holds: worth a row at 0.15, not at 0.9.
-        let (rows, held) = run(150, |step| step % 2);
-        assert!(rows > 9000 && held * 5 > rows, "{held} of {rows}");
-        let (rows, _) = run(900, |step| step % 2);
-        assert!(rows < 1500, "{rows}");
+        }
+        assert!((70..100).contains(&tried), "{tried} times");
+        let rare = trust.chance();
+        assert!(rare < SURE / 1000);
+        (0..4).for_each(|_| trust.learn(7, 7));
+        assert!(trust.chance() > SURE * 9 / 10, "and often soon once they hold");
     }
 }

@@ -25,14 +25,23 @@ pub struct Plan {
 }
 
 /// Bounds on drafts: tokens that may follow the newest of a sequence, computed as further rows of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Drafts {
     /// Most for a sequence in a step; 0: none.
     pub each: u32,
     /// Most in a step, of all sequences.
     pub rows: u32,
-    /// What a row of a draft costs, in thousandths of what a token costs without drafts.
-    pub cost: u32,
+    /// What steps take, by rows ascending. No step of more rows than the last has drafts.
+    pub times: Vec<StepTime>,
+}
+
+/// A step of so many rows takes so many microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepTime {
+    /// Rows.
+    pub rows: u32,
+    /// Microseconds.
+    pub us: u32,
 }
 
 /// A sequence enters a free slot.

@@ -1,6 +1,7 @@
 //! One slot of the batch: the tokens, pages and progress of the sequence in it.
 
 use super::draft::{Drafter, Trust};
+use super::draft_rows::Offer;
 use super::pages::Pages;
 use super::{Admit, Finish, PrefillChunk, Row};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
@@ -158,21 +159,49 @@ impl Slot {
     }
 
     /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence
-    /// may have, as far as a row is worth `cost` thousandths of a token; says how many. `first` in the first step of a
-    /// plan.
-    pub(super) fn draft(&mut self, most: usize, cost: u32, max_context: usize, first: bool) -> usize {
+    /// may have. `first` in the first step of a plan.
+    pub(super) fn draft(&mut self, most: usize, max_context: usize, first: bool) {
         debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
         let known = self.tokens.len();
         let has_chunk = first && self.chunk > 0;
-        if most == 0 || !self.decodes || self.finished || has_chunk || self.computed + 1 != known {
-            return 0;
+        if !self.decodes || self.finished || has_chunk || self.computed + 1 != known {
+            return;
         }
         // The row of a draft at position p samples the token after it.
         let room = (self.last_position(max_context) + 1).saturating_sub(known);
         self.drafter.extend(&self.tokens);
-        let most = self.trust.length(most.min(room), cost);
-        self.drafter.draft(&mut self.tokens, most);
+        self.drafter.draft(&mut self.tokens, most.min(room));
         self.drafted = self.tokens.len() - known;
+        if self.drafted == 0 {
+            self.trust.pass();
+        }
+    }
+
+    /// What it has drafted, if it has.
+    pub(super) fn offer(&self, slot: usize) -> Option<Offer> {
+        let offer =
+            Offer { slot, tokens: self.drafted, chance: self.trust.chance(), tries: self.trust.tries() };
+        (self.drafted > 0).then_some(offer)
+    }
+
+    /// Of what it has drafted, the step computes the first `count` tokens.
+    pub(super) fn keep_drafts(&mut self, count: usize) {
+        self.tokens.truncate(self.tokens.len() - self.drafted + count);
+        self.drafted = count;
+        if count == 0 {
+            self.trust.pass();
+        }
+    }
+
+    /// Penalties change its logits.
+    pub fn has_penalties(&self) -> bool {
+        self.sampling.as_ref().is_some_and(|params| {
+            (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
+        })
+    }
+
+    /// Tokens that are drafts of the next step.
+    pub(super) fn drafted(&self) -> usize {
         self.drafted
     }
 

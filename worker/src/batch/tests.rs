@@ -10,7 +10,7 @@ const LIMITS: Limits = Limits {
     kv_pages: 12,
     max_context: 256,
     vocab_size: 100,
-    drafts: true,
+    drafting: Some(Drafting { whole_sizes: false, extra_us: 0, penalties: true }),
     window: None,
 };
 
@@ -247,7 +247,8 @@ fn run_drafting(drafts: u32, max_tokens: u32, min_tokens: u32) -> (Vec<u32>, usi
     ];
     plan.prefill.push(PrefillChunk { slot: 3, start: 0, len: 1 });
     (plan.decode, plan.steps) = (vec![1, 3], 500);
-    plan.drafts = Drafts { each: drafts, rows: 2 * drafts, cost: 100 };
+    let times = [(1, 1000), (100, 10_900)].map(|(rows, us)| StepTime { rows, us });
+    plan.drafts = Drafts { each: drafts, rows: 2 * drafts, times: times.to_vec() };
     batch.apply(&plan).unwrap();
     let mut steps = 0;
     while batch.boundary(1) == Boundary::Step {

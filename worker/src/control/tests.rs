@@ -8,7 +8,7 @@ use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
 use super::*;
-use crate::batch::{Batch, Boundary, Limits};
+use crate::batch::{Batch, Boundary, Drafting, Limits};
 use crate::decoder::{
     LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, PLANS_AHEAD, Phase, PlanSource, Progress, outcome_tokens,
 };
@@ -20,7 +20,7 @@ const LIMITS: Limits = Limits {
     kv_pages: 8,
     max_context: 64 * 200,
     vocab_size: 100,
-    drafts: true,
+    drafting: Some(Drafting { whole_sizes: false, extra_us: 0, penalties: true }),
     window: None,
 };
 
@@ -153,7 +153,7 @@ impl Worked {
                 model_digest: "digest".into(),
                 max_slots: LIMITS.max_slots,
                 max_batch_tokens: LIMITS.max_batch_tokens,
-                drafts: LIMITS.drafts,
+                drafts: LIMITS.drafting.is_some(),
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

@@ -13,7 +13,7 @@ use super::memory::OutOfMemory;
 use super::phases::{Activations, Shard};
 use super::team::{Placement, Team, TeamError};
 use super::weights::Weights;
-use crate::batch::{Batch, Limits};
+use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
@@ -177,7 +177,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafts: loaded.drafts,
+        drafting: Some(Drafting { whole_sizes: false, extra_us: 0, penalties: true }),
         window: config.sliding_window,
     });
     let decoder = LoopedDecoder {

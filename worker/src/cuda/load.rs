@@ -27,12 +27,15 @@ use super::sampler::kernel::{self as sampler, SamplerKernel};
 use super::weights::heads::{PaddedHeads, padded};
 use super::weights::layout::Layout;
 use super::weights::upload::Weights;
-use crate::batch::{Batch, Limits};
+use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, Product};
 use crate::rope::Rope;
+
+/// What a step that has a launch of its own takes longer than one within a launch, in microseconds.
+const DRAFTED_LAUNCH_US: u32 = 60;
 
 /// What a load request leaves open.
 #[derive(Clone, Default)]
@@ -171,7 +174,7 @@ pub fn load_with(
         model_digest: model.digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
-        drafts: false,
+        drafts: true,
     };
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
@@ -179,7 +182,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafts: loaded.drafts,
+        drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US, penalties: false }),
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;
@@ -190,7 +193,7 @@ pub fn load_with(
         let others = load_kernels(&gpu, &compiler, &cache, &layout, &others, &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
-    let decoder = LoopedDecoder { launcher, batch, rank: request.rank };
+    let decoder = LoopedDecoder { launcher, batch, rank: request.rank, since_drafts: u32::MAX };
     Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 

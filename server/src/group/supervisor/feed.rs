@@ -109,7 +109,7 @@ impl Supervisor {
                     tracing::trace!(decode_rows, prompt_rows, us = step.time.as_micros(), "step");
                     self.times.observe(&StepTime { decode_rows, prompt_rows, time: step.time });
                     self.delivery.limit_step_rows(self.times.rows());
-                    self.delivery.set_draft_cost(|rows| self.times.draft_cost(rows));
+                    self.delivery.set_step_times(self.times.table());
                 }
                 Ok(())
             }

@@ -361,7 +361,8 @@ impl Launcher for Engine {
             }
             self.has_step(ticket, step) || ended()
         };
-        let found = self.wait_until(reached, self.sizes.wait_limit)?;
+        let limit = self.sizes.wait_limit.saturating_mul(self.launches.len() as u32);
+        let found = self.wait_until(reached, limit)?;
         if !self.has_step(ticket, step) {
             let run = self.mailbox.steps_run();
             if !found && run == 0 {

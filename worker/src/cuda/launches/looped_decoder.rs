@@ -1,9 +1,10 @@
 //! The loop on the host's side: plans become launches, the tokens of launches become outcomes.
 //!
 //! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
-//! tokens, and asks it to stop when a newer plan is there or nobody is left. Any other step is a launch for each of its
-//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones. Where all rows want the largest logit
-//! and nothing more the decoder draws, else the sampler does.
+//! tokens, and asks it to stop when a newer plan is there, nobody is left, or tokens were drafted that are worth their
+//! rows. Any other step is a launch for each of its passes ([`super::passes`]), a later launch seeing K and V of the
+//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped. Where all rows
+//! want the largest logit and nothing more the decoder draws, else the sampler does.
 
 use std::time::Instant;
 
@@ -12,6 +13,10 @@ use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
 use crate::sampling::{MIN_TEMPERATURE, Sampled};
+
+/// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A launch
+/// of many steps ends up to two steps after it was asked to.
+const SOON_AFTER_DRAFTS: u32 = 16;
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
 pub trait Launcher: Send {
@@ -35,7 +40,7 @@ pub trait Launcher: Send {
     /// none is under way. `sampled`: the sampler draws, not the decoder.
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
 
-    /// Waits for the tokens of a step of launch `launch`, the only one under way; false if it ended before. May ask it
+    /// Waits for the tokens of a step of launch `launch`, the last one under way; false if it ended before. May ask it
     /// to end soon once `superseded` is true.
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault>;
 
@@ -57,6 +62,8 @@ pub struct LoopedDecoder<L> {
     pub batch: Batch,
     /// This rank.
     pub rank: usize,
+    /// Steps since the last one in which a draft held.
+    pub since_drafts: u32,
 }
 
 impl<L: Launcher> LoopedDecoder<L> {
@@ -115,6 +122,9 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
+        if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS {
+            return false;
+        }
         let steps = self.batch.steps_left().min(self.launcher.most_steps());
         // As far as the launch takes them.
         let last = |row: &batch::Row| batch::Row {
@@ -147,13 +157,14 @@ impl<L: Launcher> LoopedDecoder<L> {
             if self.batch.step().rows.is_empty() || !self.launcher.wait_step(launch, step, &superseded)? {
                 break;
             }
+            self.batch.leave_out_drafts();
             let batch_step = self.batch.step();
             let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
             let sampled: Vec<Sampled> =
                 slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.logprobs(slot))).collect();
             let now = Instant::now();
             self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
-            if !stopped && superseded() {
+            if !stopped && (superseded() || self.batch.step().drafted > 0) {
                 // Steps that run before the kernel sees it still count.
                 self.launcher.stop();
                 stopped = true;
@@ -166,13 +177,18 @@ impl<L: Launcher> LoopedDecoder<L> {
     fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let begun = Instant::now();
         let step = self.batch.step();
-        let mut draws = Vec::with_capacity(step.samples.len());
+        let (mut draws, mut last) = (Vec::with_capacity(step.samples.len()), 0);
         for pass in self.launcher.passes().of(&step.rows) {
             let sampled = self.sampled(pass.clone().filter(|row| step.rows[*row].sample));
             let launch = self.launcher.launch(&device_rows(&step.rows[pass.clone()]), 1, sampled)?;
             // Passes hold the rows that sample in the order of the step.
             let drawn = pass.enumerate().filter(|(_, row)| step.rows[*row].sample);
             draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
+            last = launch;
+        }
+        if draws.last().is_some_and(|&(launch, ..)| launch == last) {
+            // Its tokens are there before the driver says that it has ended.
+            self.launcher.wait_step(last, 0, &|| false)?;
         }
         self.launcher.finish()?;
         let drawn =
@@ -210,6 +226,9 @@ impl<L: Launcher> LoopedDecoder<L> {
         let slots = step.samples.iter().map(|row| step.rows[*row].slot);
         let sequences: Vec<u64> = slots.map(|slot| self.batch.slot(slot).sequence()).collect();
         outcome.tokens = outcome_tokens(&sequences, sampled, self.batch.complete(sampled));
+        // Of a sequence that drafts there is a token more for each that held.
+        let held = outcome.drafted > 0 && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
+        self.since_drafts = if held { 0 } else { self.since_drafts.saturating_add(1) };
         outcomes.send(outcome)
     }
 }

@@ -10,7 +10,7 @@ use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
 use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
-use crate::decoder::{Decoder, Device, Fault, LoadRequest};
+use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome};
 use crate::golden;
 use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
@@ -346,7 +346,11 @@ fn run_plans(model: &str, plans: Vec<Plan>, sequences: usize, eager: bool) -> Ve
 }
 
 pub(super) fn yields(decoder: CudaDecoder, plans: Vec<Plan>, sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
-    let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+    by_sequence(drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager), sequences)
+}
+
+/// The tokens of each sequence.
+pub(super) fn by_sequence(outcomes: Vec<Outcome>, sequences: usize) -> Vec<Vec<Sampled>> {
     let mut replies = vec![Vec::new(); sequences];
     for token in outcomes.into_iter().flat_map(|outcome| outcome.tokens) {
         replies[token.sequence as usize].push(token.sampled);

@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::gpu::{gpu, load_rank, request, yields};
-use super::plans::{Request, alike, plans, sharing_plans};
+use super::gpu::{by_sequence, gpu, load_rank, request, yields};
+use super::plans::{Request, alike, drive, plans, sharing_plans};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
+use crate::batch::{Drafts, StepTime};
 use crate::cuda::Options;
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::launches::looped_decoder::Launcher;
-use crate::decoder::{Decoder, LoadRequest};
+use crate::decoder::{Decoder, LoadRequest, Outcome};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{ModelConfig, Tensor};
 use crate::sampling::SamplingParams;
@@ -353,6 +354,53 @@ fn sequences_that_share_pages_yield_what_they_yield_alone() {
                 let alone = std::slice::from_ref(request);
                 assert!(run(alone, plans(alone, 64, 64, 16))[0] == *shared, "{rows} rows");
             }
+        }
+    }
+}
+
+/// Requests whose answers have few tokens to choose from, so that drafts hold at times, alone and in crowds.
+#[test]
+fn drafts_touch_no_token() {
+    if !gpu() {
+        return;
+    }
+    let config = smol();
+    let request = |i: u32| {
+        let few = (0..2 + i % 5).map(|j| (i * 7 + j * 31, 60.0)).collect();
+        let drawn = SamplingParams { temperature: 0.8, seed: u64::from(i), ..SamplingParams::greedy() };
+        let sampling = match i % 5 {
+            0 => SamplingParams::greedy(),
+            1 => SamplingParams { logit_bias: few, ..SamplingParams::greedy() },
+            2 => SamplingParams { logit_bias: few, ..drawn },
+            3 => SamplingParams { logit_bias: few, top_p: 0.9, top_k: 3, ..drawn },
+            _ => SamplingParams { logit_bias: few, frequency_penalty: 0.3, ..drawn },
+        };
+        let logprobs = [None, None, Some(3)][i as usize % 3];
+        let mut request =
+            Request { sampling, logprobs, ..Request::greedy(&tokens(i, 1 + (i * i % 300) as usize), 120 + i % 90) };
+        if i % 7 == 1 {
+            (request.min_tokens, request.stop_tokens) = (30, vec![i * 7]);
+        }
+        request
+    };
+    for few in [1, 2, 5, 40] {
+        let requests: Vec<Request> = (0..few).map(request).collect();
+        let run = |each: u32, steps: u32, eager: bool| {
+            let decoder = load_rows(&config, random(&config), (64, BATCH_TOKENS), false, Options::default());
+            let mut plans = plans(&requests, 200, BATCH_TOKENS, steps);
+            let times = [(1, 1000), (8, 1100), (32, 1200), (64, 1300)].map(|(rows, us)| StepTime { rows, us });
+            plans.iter_mut().for_each(|plan| plan.drafts = Drafts { each, rows: 100, times: times.to_vec() });
+            let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
+            let sum = |of: fn(&Outcome) -> usize| outcomes.iter().map(of).sum::<usize>();
+            let (drafted, steps) = (sum(|outcome| outcome.drafted), sum(|outcome| usize::from(outcome.ran_step)));
+            (by_sequence(outcomes, requests.len()), drafted, steps)
+        };
+        let (plain, _, all) = run(0, 40, false);
+        for (each, steps, eager) in [(7, 40, false), (3, 100, false), (7, 5, true)] {
+            let (drafting, drafted, fewer) = run(each, steps, eager);
+            println!("{few} sequences, up to {each} drafts each: {fewer} steps for {all}, {drafted} tokens drafted");
+            assert!(drafting == plain, "{few} sequences, {each} drafts, plans of {steps}, {eager}");
+            assert!(few < 2 || drafted > 100 && (eager || fewer < all));
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::batch::{Admit, Batch, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot};
+use crate::batch::{Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot, StepTime};
 use crate::cuda::kernels::items::Bounds;
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::cuda::kernels::variants::Width;
@@ -216,7 +216,11 @@ struct FakeLaunch {
     tokens: Vec<Vec<u32>>,
 }
 
+/// The token behind so many.
+type Model = fn(&[u32]) -> u32;
+
 struct Fake {
+    model: Model,
     /// Whether sequences of slots want what the decoder does not give.
     choosy: Vec<bool>,
     tables: Vec<Vec<u32>>,
@@ -230,15 +234,22 @@ struct Fake {
     log: Arc<Mutex<Vec<Launched>>>,
 }
 
-fn next_token(tokens: impl Iterator<Item = u32>) -> u32 {
-    let hash =
-        tokens.fold(7u64, |hash, token| (hash ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23));
-    (hash >> 20) as u32 % VOCAB as u32
+/// Nothing comes twice.
+fn next_token(tokens: &[u32]) -> u32 {
+    let add = |hash: u64, token: &u32| (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+    (tokens.iter().fold(7, add) >> 20) as u32 % VOCAB as u32
+}
+
+/// A text that repeats itself, but for a token here and there.
+fn next_of_period(tokens: &[u32]) -> u32 {
+    let skips = u32::from(next_token(tokens) % 19 == 0);
+    (tokens[tokens.len() - 1] + 1 + skips) % 11
 }
 
 impl Fake {
-    fn new(pages: usize, widths: &'static [Width], log: Arc<Mutex<Vec<Launched>>>) -> Self {
+    fn new(model: Model, pages: usize, widths: &'static [Width], log: Arc<Mutex<Vec<Launched>>>) -> Self {
         Self {
+            model,
             choosy: vec![false; SLOTS],
             tables: vec![vec![u32::MAX; KvLayout::pages_for(CONTEXT)]; SLOTS],
             memory: vec![u32::MAX; pages * PAGE_POSITIONS],
@@ -272,7 +283,8 @@ impl Fake {
             if !active(row) || row.flags & ROW_SAMPLE == 0 {
                 return NO_TOKEN;
             }
-            next_token((0..=row.position + step).map(|position| self.memory[self.place(row.slot, position)]))
+            let seen = (0..=row.position + step).map(|position| self.memory[self.place(row.slot, position)]);
+            (self.model)(&seen.collect::<Vec<_>>())
         });
         let tokens = tokens.collect();
         self.launches[launch].tokens.push(tokens);
@@ -337,15 +349,15 @@ impl Launcher for Fake {
     }
 
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault> {
-        assert_eq!(launch, 0);
+        assert_eq!(launch + 1, self.launches.len(), "launches before the last are under way");
         if superseded() {
             self.stop();
         }
         if step >= self.last_step {
             return Ok(false);
         }
-        while self.launches[0].tokens.len() <= step as usize {
-            self.run_step(0);
+        while self.launches[launch].tokens.len() <= step as usize {
+            self.run_step(launch);
         }
         Ok(true)
     }
@@ -381,9 +393,13 @@ impl Launcher for Fake {
 
 /// What a sequence has to yield.
 fn expected(request: &Request) -> (Vec<u32>, Option<Finish>) {
+    expected_of(next_token, request)
+}
+
+fn expected_of(model: Model, request: &Request) -> (Vec<u32>, Option<Finish>) {
     let mut tokens = request.prompt.clone();
     loop {
-        let next = next_token(tokens.iter().copied());
+        let next = model(&tokens);
         tokens.push(next);
         let count = (tokens.len() - request.prompt.len()) as u32;
         let output = || tokens[request.prompt.len()..].to_vec();
@@ -411,6 +427,16 @@ fn run_with(
     plans: Vec<Plan>,
     eager: bool,
 ) -> (Vec<Outcome>, Vec<Launched>) {
+    run_model(next_token, widths, requests, plans, eager)
+}
+
+fn run_model(
+    model: Model,
+    widths: &'static [Width],
+    requests: &[Request],
+    plans: Vec<Plan>,
+    eager: bool,
+) -> (Vec<Outcome>, Vec<Launched>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let pages: u32 = requests.iter().map(Request::pages).sum();
     let limits = Limits {
@@ -419,14 +445,46 @@ fn run_with(
         kv_pages: pages as usize,
         max_context: CONTEXT,
         vocab_size: VOCAB,
-        drafts: false,
+        drafting: Some(Drafting { whole_sizes: true, extra_us: 1, penalties: false }),
         window: None,
     };
-    let launcher = Fake::new(pages as usize, widths, log.clone());
-    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), rank: 0 };
+    let launcher = Fake::new(model, pages as usize, widths, log.clone());
+    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), rank: 0, since_drafts: u32::MAX };
     let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
     let log = log.lock().unwrap().clone();
     (outcomes, log)
+}
+
+/// Several sequences, alone and in crowds, of which some have log-probabilities, stops or penalties.
+#[test]
+fn drafts_change_no_token_but_the_number_of_steps() {
+    let mut requests: Vec<_> = (0..SLOTS as u32).map(|i| request(i, 1 + (i as usize * 29) % 90, 60 + i * 7)).collect();
+    requests[2].logprobs = Some(3);
+    requests[3].stop_tokens = vec![expected_of(next_of_period, &requests[3]).0[40]];
+    requests[3].min_tokens = 30;
+    requests[4].sampling.frequency_penalty = 0.5;
+    requests[5].max_tokens = 1;
+    let steps_of = |outcomes: &[Outcome]| outcomes.iter().filter(|outcome| outcome.ran_step).count();
+    for (few, widths) in [1, 3, SLOTS].into_iter().flat_map(|few| [(few, &WIDTHS[..]), (few, &MATRIX_WIDTHS)]) {
+        for (chunk, steps, eager) in [(64, 40, false), (30, 50, true), (7, 4, true)] {
+            let requests = &requests[SLOTS - few..];
+            let mut plans = plans(requests, chunk, BATCH_TOKENS, steps);
+            let plain = run_model(next_of_period, widths, requests, plans.clone(), eager);
+            let times = [(1, 10), (4, 12), (8, 16), (50, 40), (160, 100)].map(|(rows, us)| StepTime { rows, us });
+            plans.iter_mut().for_each(|plan| plan.drafts = Drafts { each: 7, rows: 100, times: times.to_vec() });
+            let (outcomes, log) = run_model(next_of_period, widths, requests, plans, eager);
+            let expected: Vec<_> = requests.iter().map(|request| expected_of(next_of_period, request)).collect();
+            assert_eq!(replies(&outcomes, few), expected, "{few} sequences, plans of {steps}, {eager}");
+            let (drafted, fewer) = (outcomes.iter().map(|of| of.drafted).sum::<usize>(), steps_of(&outcomes));
+            assert!(drafted > 100, "{drafted} drafted tokens");
+            if !eager {
+                assert!(5 * fewer < 4 * steps_of(&plain.0), "{few}: {fewer} steps for {}", steps_of(&plain.0));
+            }
+            if steps > 10 && few == 1 {
+                assert!(log.iter().any(|of| of.steps > 1 && of.run > 1), "steps without drafts share launches: {log:?}");
+            }
+        }
+    }
 }
 
 #[test]

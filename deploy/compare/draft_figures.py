@@ -3,7 +3,8 @@
     python3 draft_figures.py --looplane target/release/looplane                      # 8B on a GPU
 
 Checkpoints of --shape are made up (random_model.py), which needs torch and safetensors: texts of one repeat themselves
-every 50 tokens, those of the other never. Servers with and without drafts take turns.
+every 50 tokens, as their prompts do already, those of the other never. Servers with and without drafts take turns;
+their answers must be the same.
 """
 
 import argparse
@@ -52,29 +53,33 @@ def main() -> None:
                 drafts = ["--speculative-config", OFF] if mode == "off" else []
                 with Server(args.looplane, "--model", model, *drafts, *args.options):
                     for row, (streams, prompt, sampling) in enumerate(rows):
-                        found[row][mode].append(measure(args.tokens, streams, prompt, sampling))
+                        found[row][mode].append(measure(args.tokens, streams, prompt, period, sampling))
         for row, (streams, prompt, sampling) in enumerate(rows):
             speed = {mode: statistics.median(speed for speed, *_ in found[row][mode]) for mode in ("off", "on")}
-            _, drafted, accepted = found[row]["on"][-1]
+            _, drafted, accepted, answers = found[row]["on"][-1]
+            if any(other != answers for runs in found[row].values() for *_, other in runs):
+                sys.exit("drafts changed an answer")
             kind = text if sampling is GREEDY else "holds by 60 %"
             print(f"| {kind}, {streams}, {prompt} | {speed['off']:.0f} | {speed['on']:.0f}, "
                   f"{speed['on'] / speed['off']:.2f}x | {accepted} of {drafted} |", flush=True)
 
 
-def measure(tokens: int, streams: int, prompt: int, sampling: dict) -> tuple[float, int, int]:
-    """Tokens a second behind the first of each stream, tokens drafted and accepted."""
+def measure(tokens: int, streams: int, prompt: int, period: int, sampling: dict) -> tuple[float, int, int, list[str]]:
+    """Tokens a second behind the first of each stream, tokens drafted and accepted, answers."""
     before = counted()
 
-    def stream(number: int) -> float:
-        ids = [(7000 * number + 37 * i) % 90_000 for i in range(prompt)]
+    def stream(number: int) -> tuple[float, str]:
+        first = 1000 * (number + 1)
+        ids = [(first // period * period + (first + i) % period) for i in range(prompt)]
         answer = completion(prompt=ids, max_tokens=tokens, ignore_eos=True, stream=True, seed=number, **sampling)
-        times = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
-        return (tokens - 1) / (times[-1] - times[0])
+        events = [(time.perf_counter(), line) for line in answer if line.startswith(b"data: {")]
+        text = "".join(json.loads(line[6:])["choices"][0]["text"] for _, line in events)
+        return (tokens - 1) / (events[-1][0] - events[0][0]), text
 
     with ThreadPoolExecutor(streams) as pool:
-        speeds = list(pool.map(stream, range(streams)))
+        answers = list(pool.map(stream, range(streams)))
     after = counted()
-    return sum(speeds), after[0] - before[0], after[1] - before[1]
+    return sum(speed for speed, _ in answers), after[0] - before[0], after[1] - before[1], [text for _, text in answers]
 
 
 def counted() -> tuple[int, int]:

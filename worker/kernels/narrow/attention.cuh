@@ -1,29 +1,47 @@
-// Attention over the paged KV cache. An item is one page of one KV head for one row, the work of four warps: each has
-// the scores of a leaf of 16 positions, then, with all weights, a quarter of the dimensions of the page's output. The
-// outputs of pages meet in a merge. The order of additions is in softmax.cuh.
+// Attention over the paged KV cache. An item is one page of one KV head for the rows of a sequence, the work of four
+// warps: each has the scores of a leaf of 16 positions, then, with all weights, a quarter of the dimensions of the
+// page's output. Columns are (row, query head), as many rows at a time as fit. The outputs of a row's pages meet in a
+// merge. The order of additions is in softmax.cuh.
 #pragma once
 
 namespace narrow {
 
-/// The rows of a step and their items, [row][page][kv head], which are counted once a step.
+/// The rows of a step: their outputs, [row][page][kv head], and the items that make them, [sequence][page][kv head].
+/// Both are counted once a step.
 struct CountedRows : Rows {
-  u32 item_ends;  // shared address: [columns] items of the rows up to and with each
+  // Shared address: [columns] {outputs of the rows up to and with each, items of the sequences that begin with these,
+  // rows of the sequence that begins with it}.
+  u32 counts;
 
-  LP_DEVICE u32 items_before(u32 row) const { return row == 0 ? 0 : load_shared_u32(item_ends + (row - 1) * 4); }
-  LP_DEVICE u32 items() const { return load_shared_u32(item_ends + (kColumns - 1) * 4); }
-  /// Writes `item_ends`. A whole warp calls it.
+  LP_DEVICE u32 outputs_before(u32 row) const {
+    return row == 0 ? 0 : load_shared_u32(counts + (row - 1) * kCountBytes);
+  }
+  LP_DEVICE u32 items_up_to(u32 row) const { return load_shared_u32(counts + row * kCountBytes + 4); }
+  LP_DEVICE u32 items() const { return items_up_to(kColumns - 1); }
+  LP_DEVICE u32 rows_from(u32 row) const { return kColumns == 1 ? 1 : load_shared_u32(counts + row * kCountBytes + 8); }
+  /// The sequence's last page, for its first row.
+  LP_DEVICE u32 last_page(u32 row, u32 rows) const { return position(row + rows - 1) / kPage; }
+  /// Writes `counts`. A whole warp calls it.
   LP_DEVICE void count_items() const {
     const u32 row = lane_index();
-    u32 items = row < kColumns && active(row) ? pages(row) * kKvHeads : 0;
+    u32 outputs = row < kColumns && active(row) ? pages(row) * kKvHeads : 0, followers = 0;
+#pragma unroll
+    for (u32 r = 0; r < kColumns; r++) followers += active(r) && rows[r].first_row == row;
+    u32 items = followers > 0 ? (last_page(row, followers) + 1 - first_page(row)) * kKvHeads : 0;
 #pragma unroll
     for (u32 d = 1; d < kColumns; d *= 2) {
-      const u32 before = shuffle(items, (int)(row - d) & 31);
-      items += row >= d ? before : 0;
+      const u32 outputs_of = shuffle(outputs, (int)(row - d) & 31), items_of = shuffle(items, (int)(row - d) & 31);
+      outputs += row >= d ? outputs_of : 0, items += row >= d ? items_of : 0;
     }
-    if (row < kColumns) store_shared_u32(item_ends + row * 4, items);
+    if (row < kColumns) {
+      store_shared_u32(counts + row * kCountBytes, outputs);
+      store_shared_u32(counts + row * kCountBytes + 4, items);
+      store_shared_u32(counts + row * kCountBytes + 8, followers);
+    }
     __syncwarp();
   }
 };
+/// row: the sequence's first.
 struct Item {
   u32 row, page, kv_head;
 };
@@ -34,7 +52,7 @@ LP_DEVICE bool block_item(const CountedRows& rows, u32 layer, u32 j, u32& index,
   u32 row = 0, before = 0;
 #pragma unroll
   for (u32 r = 0; r < kColumns; r++) {
-    const u32 end = load_shared_u32(rows.item_ends + r * 4);
+    const u32 end = rows.items_up_to(r);
     if (index >= end) row = r + 1, before = end;
   }
   if (row == kColumns) return false;
@@ -110,22 +128,36 @@ LP_DEVICE float patch_position(const Launch& launch, const Leaf& leaf, int kv_he
   return inverse_rms<kHeadWidth>(shuffle(sum, 0));
 }
 
-/// Scores of the item's leaf `number`: of positions g and g + 8, columns 2t and 2t + 1. Minus infinity where the row
-/// does not see the position, whose V is zeroed.
-LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const Item& item, u32 layer, u32 number,
-                          const Leaf& leaf, u32 tag, float* score) {
+/// Rows of a sequence whose queries are columns together.
+constexpr u32 kTileRows = kColumns == 1 ? 1 : 8 / kQueriesPerKv;
+/// Some rows of an item's sequence.
+struct Tile {
+  u32 first, rows;  // of them; columns of more rows hold nothing
+  bool begins;      // the sequence's first: what is new has yet to come into the leaf
+
+  LP_DEVICE bool has(u32 column) const { return column < rows * kQueriesPerKv; }
+  LP_DEVICE u32 row(u32 column) const { return first + (kTileRows > 1 && has(column) ? column / kQueriesPerKv : 0); }
+};
+
+/// Scores of a tile's rows with the item's leaf `number`: of positions g and g + 8, columns 2t and 2t + 1. Minus
+/// infinity where a row does not see the position. V is zeroed where none of the sequence's rows, up to `last`, does.
+LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const Item& item, const Tile& tile, u32 last,
+                          u32 layer, u32 number, const Leaf& leaf, u32 tag, float* score) {
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
-  const u32 p = rows.position(item.row), low = rows.first_visible(item.row),
+  const u32 p = rows.position(last), low = rows.first_visible(item.row),
             base = item.page * kPage + number * kLeafPositions;
-  const auto seen = [&](u32 at) { return base + at <= p && base + at >= low; };
-  clear_unseen(leaf.first, seen);
-  clear_unseen(leaf.second, [&](u32 at) { return seen(8 + at); });
+  if (tile.begins) {
+    const auto seen = [&](u32 at) { return base + at <= p && base + at >= low; };
+    clear_unseen(leaf.first, seen);
+    clear_unseen(leaf.second, [&](u32 at) { return seen(8 + at); });
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) score[i] = kMinusInfinity;
   if (base > p || base + kLeafPositions <= low) return;
   u32 x[kDimTiles], y[kDimTiles], squares[kDimTiles];
-  poll_words<kDimTiles>(launch, launch.words + qkv_word(item.kv_head, item.row, g * kDimTiles) + t * 16, 64, tag,
-                        g < kQueriesPerKv ? kDimTiles : 0, x, y, squares, kSiteQuery);
+  poll_words<kDimTiles>(launch,
+                        launch.words + qkv_word(item.kv_head, tile.row(g), g % kQueriesPerKv * kDimTiles) + t * 16, 64,
+                        tag, tile.has(g) ? kDimTiles : 0, x, y, squares, kSiteQuery);
   // Of columns 2t, 2t + 1; of positions g, g + 8.
   float query_scale[2] = {kScoreScale, kScoreScale}, key_scale[2] = {1, 1}, *stored = nullptr;
   if constexpr (kQkNorm) {
@@ -141,7 +173,7 @@ LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const I
   }
   const Row& row = rows.rows[item.row];
   const u32 fresh = row.first_position + rows.step;
-  for (u32 at = fresh > base ? fresh - base : 0; at < kLeafPositions && base + at <= p; at++) {
+  for (u32 at = fresh > base ? fresh - base : 0; tile.begins && at < kLeafPositions && base + at <= p; at++) {
     const float k = patch_position(launch, leaf, item.kv_head, row.first_row + (base + at - fresh), at, tag);
     if constexpr (kQkNorm) {
       if (at == g) key_scale[0] = k;
@@ -156,8 +188,11 @@ LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const I
   for (int j = 0; j < kDimTiles; j++) mma_m16n8k16(sum, ldmatrix_x4(from + j * kFragmentDims), x[j], y[j]);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (seen(g + i / 2 * 8)) score[i] = sum[i] * (query_scale[i & 1] * key_scale[i / 2]);
+  for (int i = 0; i < 4; i++) {
+    const u32 at = base + g + i / 2 * 8, row = tile.row(2 * t + (i & 1));
+    if (at <= rows.position(row) && at >= rows.first_visible(row))
+      score[i] = sum[i] * (query_scale[i & 1] * key_scale[i / 2]);
+  }
 }
 
 /// What the warps of a page exchange of their leaves, each over the K of its first group, which it has read by then:
@@ -178,6 +213,25 @@ LP_DEVICE float sum_weights(u32 weights) {
   return tree_sum<8>(w);
 }
 
+/// What the exchange of a tile's weights overwrites of a leaf's K, for the tiles behind it. In memory of its own: most
+/// items have one tile, and no registers to spare.
+struct Overwritten {
+  static constexpr u32 kWords = (kWeights + 8 * kWeightStride + 127) / 128;
+  volatile u32 words[kWords];
+
+  LP_DEVICE void save(u32 leaf) {
+#pragma unroll
+    for (u32 i = 0; i < kWords; i++) words[i] = load_shared_u32(leaf + (i * 32 + lane_index()) * 4);
+    __syncwarp();
+  }
+  LP_DEVICE void restore(u32 leaf) const {
+#pragma unroll
+    for (u32 i = 0; i < kWords; i++) store_shared_u32(leaf + (i * 32 + lane_index()) * 4, words[i]);
+    __syncwarp();
+  }
+};
+static_assert(Overwritten::kWords * 128 <= kGroupV, "no more than K");
+
 /// This warp's leaves of the block's items, and its quarter of the dimensions of the pages' results.
 LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, const CountedRows& rows, u32 layer,
                       u32 tag) {
@@ -195,76 +249,88 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       store_shared_u32(leaves + number * 4, leaf.first);
       store_shared_u32(leaves + 16 + number * 4, leaf.second);
     }
-    float score[4], most[2], total[2];
-    score_leaf(launch, rows, item, layer, number, leaf, tag, score);
+    const u32 sequence = rows.rows_from(item.row), last = item.row + sequence - 1;
+    Overwritten overwritten;
+#pragma unroll 1
+    for (u32 done = 0; done < sequence; done += kTileRows) {
+      const u32 left = sequence - done;
+      const Tile tile{item.row + done, left < kTileRows ? left : kTileRows, kColumns == 1 || done == 0};
+      if (kColumns > 1 && done > 0) overwritten.restore(leaf.first);
+      float score[4], most[2], total[2];
+      score_leaf(launch, rows, item, tile, last, layer, number, leaf, tag, score);
+      if (kColumns > 1 && tile.begins && tile.rows < sequence) overwritten.save(leaf.first);
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      most[c] = fmaxf(score[c], score[2 + c]);
+      for (int c = 0; c < 2; c++) {
+        most[c] = fmaxf(score[c], score[2 + c]);
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
-    }
-    if (g == 0) store_shared_8(leaf.first + t * 8, most);
-    barrier_sync(1 + quad, 128);  // all leaves have landed, with what is new in them, and the addresses are there
-    const Quad first = load_shared_16(leaves), second = load_shared_16(leaves + 16);
-    const Leaf all[4] = {{first.x, second.x}, {first.y, second.y}, {first.z, second.z}, {first.w, second.w}};
-    const u32 summed = load_shared_u32(leaves + lane / 8 * 4) + kWeights + lane % 8 * kWeightStride;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float of[2];
-      load_shared_8(all[i].first + t * 8, of);
-      most[0] = fmaxf(most[0], of[0]), most[1] = fmaxf(most[1], of[1]);
-    }
-    // Those of V of the first leaf while the weights are on their way; there are no registers for more.
-    const auto fragment = [&](int d, int i) {
-      return ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
-    };
-    Quad v[TILES];
-#pragma unroll
-    for (int d = 0; d < TILES; d++) v[d] = fragment(d, 0);
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      most[c] = ceilf(most[c]);  // finite: a row sees a position of each of its pages
-      const u32 to = leaf.first + kWeights + (2 * t + c) * kWeightStride + g * 4;
-      store_shared_f32(to, exp2_approx(score[c] - most[c]));
-      store_shared_f32(to + 32, exp2_approx(score[2 + c] - most[c]));
-    }
-    barrier_sync(1 + quad, 128);
-    u32 weights[4][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float w[2];
-        load_shared_8(all[i].first + kWeights + g * kWeightStride + t * 8 + h * 32, w);
-        weights[i][h] = bf16_pair(w[0], w[1]);
+        for (int d = 4; d < 32; d *= 2) most[c] = fmaxf(most[c], shuffle_xor(most[c], d));
       }
-    const float sum = sum_weights(summed);  // of leaf lane / 8, column lane % 8
-    float out[TILES][4] = {};
+      if (g == 0) store_shared_8(leaf.first + t * 8, most);
+      barrier_sync(1 + quad, 128);  // all leaves have landed, with what is new in them, and the addresses are there
+      const Quad first = load_shared_16(leaves), second = load_shared_16(leaves + 16);
+      const Leaf all[4] = {{first.x, second.x}, {first.y, second.y}, {first.z, second.z}, {first.w, second.w}};
+      const u32 summed = load_shared_u32(leaves + lane / 8 * 4) + kWeights + lane % 8 * kWeightStride;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 4; i++) {
+        float of[2];
+        load_shared_8(all[i].first + t * 8, of);
+        most[0] = fmaxf(most[0], of[0]), most[1] = fmaxf(most[1], of[1]);
+      }
+      // Those of V of the first leaf while the weights are on their way; there are no registers for more.
+      const auto fragment = [&](int d, int i) {
+        return ldmatrix_x4(v_rows(all[i].first, all[i].second) + (number * TILES + d) * kFragmentDims);
+      };
+      Quad v[TILES];
 #pragma unroll
-      for (int d = 0; d < TILES; d++)
-        mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
-    // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
-    // stored: so it stands before the words, where the products take longer.
-    fence_async_shared();
+      for (int d = 0; d < TILES; d++) v[d] = fragment(d, 0);
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      total[c] = shuffle(sum, 2 * t + c);
+      for (int c = 0; c < 2; c++) {
+        most[c] = ceilf(most[c]);  // finite: a row sees a position of each of its pages
+        const u32 to = leaf.first + kWeights + (2 * t + c) * kWeightStride + g * 4;
+        store_shared_f32(to, exp2_approx(score[c] - most[c]));
+        store_shared_f32(to + 32, exp2_approx(score[2 + c] - most[c]));
+      }
+      barrier_sync(1 + quad, 128);
+      u32 weights[4][2];
 #pragma unroll
-      for (int i = 1; i < 4; i++) total[c] += shuffle(sum, i * 8 + 2 * t + c);
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float w[2];
+          load_shared_8(all[i].first + kWeights + g * kWeightStride + t * 8 + h * 32, w);
+          weights[i][h] = bf16_pair(w[0], w[1]);
+        }
+      const float sum = sum_weights(summed);  // of leaf lane / 8, column lane % 8
+      float out[TILES][4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int d = 0; d < TILES; d++)
+          mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
+      // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
+      // stored: so it stands before the words, where the products take longer.
+      fence_async_shared();
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        total[c] = shuffle(sum, 2 * t + c);
+#pragma unroll
+        for (int i = 1; i < 4; i++) total[c] += shuffle(sum, i * 8 + 2 * t + c);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const u32 column = 2 * t + c, row = tile.row(column);
+        if (!tile.has(column) || item.page < rows.first_page(row) || item.page > rows.position(row) / kPage) continue;
+        const u32 output = rows.outputs_before(row) + (item.page - rows.first_page(row)) * kKvHeads + item.kv_head;
+        u8* words = launch.words + Words::page + output * Words::page_bytes + (number * TILES * 8 + g) * 16 +
+                    column % kQueriesPerKv * (kDimTiles * 128);
+#pragma unroll
+        for (int d = 0; d < TILES; d++)
+          // Even words carry the reference, odd ones the sum.
+          store_relaxed_16(words + d * 128, __float_as_uint(out[d][c]), __float_as_uint(out[d][2 + c]), tag,
+                           __float_as_uint(g % 2 ? total[c] : most[c]));
+      }
+      barrier_sync(1 + quad, 128);
     }
-    u8* words = launch.words + Words::page + index * Words::page_bytes + (number * TILES * 8 + g) * 16;
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      if (2 * t + c >= kQueriesPerKv) continue;
-#pragma unroll
-      for (int d = 0; d < TILES; d++)
-        // Even words carry the reference, odd ones the sum.
-        store_relaxed_16(words + ((2 * t + c) * kDimTiles + d) * 128, __float_as_uint(out[d][c]),
-                         __float_as_uint(out[d][2 + c]), tag, __float_as_uint(g % 2 ? total[c] : most[c]));
-    }
-    barrier_sync(1 + quad, 128);
 #pragma unroll
     for (u32 c = 0; c < kLeafChunks; c++) consumer.release(chunk + c, false);
   }
@@ -286,7 +352,7 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
     if (!rows.active(row)) continue;
     // Pages are counted from the begin of the row's first span, of whose first pages a row with a window sees nothing.
     const u32 unseen = rows.first_page(row) % kSpanPages, pages = unseen + rows.pages(row),
-              first = rows.items_before(row) + head / kQueriesPerKv;
+              first = rows.outputs_before(row) + head / kQueriesPerKv;
     const u8* words = launch.words + Words::page +
                       ((u64)first * kQueriesPerKv + head % kQueriesPerKv) * (kDimTiles * 128) + tile * 128 +
                       (part * PAIRS + pair) * 16;

@@ -21,6 +21,8 @@ static_assert(kGroupBytes <= kSlotBytes, "a group of positions fits a slot");
 // Partials of a set of two tiles: [tile][leaf][column][row] f32.
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
+constexpr u32 kCountBytes = 12;  // three counts of a row
+
 struct Shared {
   static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;
   static_assert(slots >= kLeafChunks, "a leaf of positions is in the ring as a whole");
@@ -44,9 +46,9 @@ struct Shared {
   // The token of one column, for the epilogue warp that did not choose it.
   static constexpr u32 token = turns_before + 4;
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  // [2][columns], see CountedRows; steps use the two in turns.
-  static constexpr u32 item_ends = rows + kColumns * sizeof(Row);
-  static constexpr u32 bytes = item_ends + 2 * kColumns * 4;
+  // [2][columns] kCountBytes, see CountedRows; steps use the two in turns.
+  static constexpr u32 counts = rows + kColumns * sizeof(Row);                 // [2][columns]
+  static constexpr u32 bytes = counts + 2 * kColumns * kCountBytes;
 };
 
 }  // namespace narrow

@@ -1,11 +1,11 @@
 // The steps of a launch within a block. Shared::sampled completes a phase when a step's tokens are known; all roles
 // wait for it before they begin the next step.
 //
-// A role must not be two phases behind, since it tells phases by their parity. Nobody may count item_ends anew, whose
-// two buffers steps use in turns, while a role still reads it. Where a block has tiles both follow: the epilogue needs
-// all consumers and their stream in every step, so it cannot complete a phase that they do not wait for. In a block
-// without tiles (kIdleBlocks) the other roles arrive at Shared::stepped when they have begun a step, so have left the
-// one before. The epilogue waits for all of them before it ends the step.
+// A role must not be two phases behind, since it tells phases by their parity. Nobody may count the items anew, whose
+// two buffers steps use in turns, while a role still reads them. Where a block has tiles both follow: the epilogue
+// needs all consumers and their stream in every step, so it cannot complete a phase that they do not wait for. In a
+// block without tiles (kIdleBlocks) the other roles arrive at Shared::stepped when they have begun a step, so have left
+// the one before. The epilogue waits for all of them before it ends the step.
 #pragma once
 
 namespace narrow {

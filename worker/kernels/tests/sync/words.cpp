@@ -77,7 +77,7 @@ struct Role {
     return may_begin(step);
   }
   bool may_begin(u32 step) const { return step < load_shared_u32(shared + Shared::last_step) && rows(step).mask(); }
-  u32 items(u32 step) const { return shared + Shared::item_ends + step % 2 * kColumns * 4; }
+  u32 items(u32 step) const { return shared + Shared::counts + step % 2 * kColumns * kCountBytes; }
 
   // ---- the producer of a block without tiles ----
   void idle() {
@@ -264,7 +264,7 @@ int main() {
         mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
       }
       begin_steps(shared, kReaders + 1);
-      store_shared_u32(shared + Shared::item_ends, serial);
+      store_shared_u32(shared + Shared::counts, serial);
       store_shared_u32(shared + Shared::last_step, pass.steps);
       begin_turns(shared);
       mbarrier_init(shared + Shared::begun, kReaders);

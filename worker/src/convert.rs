@@ -108,7 +108,10 @@ pub fn plan(plan: v1::Plan) -> Result<Plan, PlanFault> {
         grants: plan.grants.into_iter().map(|g| PageGrant { slot: g.slot, first: g.first, pages: g.pages }).collect(),
         prefill: plan.prefill.into_iter().map(|c| PrefillChunk { slot: c.slot, start: c.start, len: c.len }).collect(),
         decode: plan.decode,
-        drafts: plan.drafts.map_or(Ok(Drafts::default()), drafts).map_err(|problem| PlanFault::Field { version, problem })?,
+        drafts: plan
+            .drafts
+            .map_or(Ok(Drafts::default()), drafts)
+            .map_err(|problem| PlanFault::Field { version, problem })?,
     })
 }
 

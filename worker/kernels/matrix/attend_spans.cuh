@@ -23,14 +23,6 @@ constexpr u32 kSpanSetShared = (SpanRing::bytes + kMeeting + 127) / 128 * 128,
               kAttendSpansShared = kSpanSets * kSpanSetShared;
 static_assert(kSpanSlots >= 2 && kAttendSpansShared <= kSharedMost, "a page that is used and one that is fetched");
 
-/// What is kept of a span of several: [query head] reference, sum, [kHeadDim] outputs.
-LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 query) {
-  return reinterpret_cast<float*>(launch.words + Memory::spans +
-                                  ((u64)place * kKvHeads + kv_head) * Memory::span_bytes) +
-         query * (kHeadDim + 2);
-}
-constexpr u32 kOnlySpan = ~0u;
-
 // ---- items ----
 
 struct SpanItem {

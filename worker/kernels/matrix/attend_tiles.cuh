@@ -1,4 +1,5 @@
-// Attention of prompt rows, on wgmma. A block has a tile of rows of a sequence and a KV head; each of its two consumer
+// Attention of prompt rows, on wgmma. A block has a tile of rows of a sequence and a KV head, or, where these are few,
+// one span of that, whose outputs meet the row's others in matrix_merge_spans. Each of its two consumer
 // warpgroups has kTileTokens of them: row r of its 64 is query head r % kQueriesPerKv of token r / kQueriesPerKv, those
 // left over repeat the last token. Queries are A, in registers; K and V are B as they lie in a page, which is one copy
 // into a ring. The next page's scores run while this page's outputs are added.
@@ -100,30 +101,52 @@ struct PageOrder {
 
 constexpr int kAttendTilesThreads = 384, kTileConsumers = 256;
 
-struct TileItem {
-  u32 kv_head, row, rows, position;  // the position of the first row
+/// What is kept of a span of several: [query head] reference, sum, [kHeadDim] outputs.
+LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 query) {
+  return reinterpret_cast<float*>(launch.words + Memory::spans +
+                                  ((u64)place * kKvHeads + kv_head) * Memory::span_bytes) +
+         query * (kHeadDim + 2);
+}
+constexpr u32 kOnlySpan = ~0u;
 
-  LP_DEVICE u32 first_page() const { return first_visible(position) / kPage; }
-  LP_DEVICE u32 last_page() const { return (position + rows - 1) / kPage; }
+struct TileItem {
+  u32 kv_head, tile, position, part;  // position: of the first row; the others as in Pass::attend_tiles
+
+  LP_DEVICE u32 row() const { return tile & 0xffff; }
+  LP_DEVICE u32 rows() const { return tile >> 16; }
+  LP_DEVICE bool whole() const { return part == kOnlySpan; }
+  LP_DEVICE u32 first_of_all() const { return first_visible(position) / kPage; }
+  LP_DEVICE u32 last_of_all() const { return (position + rows() - 1) / kPage; }
+  LP_DEVICE u32 first_page() const {
+    return whole() ? first_of_all() : max(first_of_all(), (part >> 16) * kSpanPages);
+  }
+  LP_DEVICE u32 last_page() const {
+    return whole() ? last_of_all() : min(last_of_all(), (part >> 16) * kSpanPages + kSpanPages - 1);
+  }
+  /// Where a row's part of the span is kept.
+  LP_DEVICE u32 place_of(u32 token) const {
+    return (part & 0xffff) + token * (last_of_all() / kSpanPages - first_of_all() / kSpanPages + 1);
+  }
 };
 /// The block's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp
 /// calls next.
 struct TileItems {
   const Launch& launch;
   const Pass& pass;
-  u32 round = 0, tile = 0, position = 0;
+  u32 round = 0, tile = 0, part = 0, position = 0;
 
   LP_DEVICE bool next(TileItem& item) {
     const u32 count = pass.tile_count * kKvHeads;
     if (round % 32 == 0) {
       const u32 index = item_index(round + lane_index(), blockIdx.x, gridDim.x);
       if (index < count) {
-        tile = load_relaxed_u32(pass.attend_tiles + index / kKvHeads);
+        const u32* words = pass.attend_tiles + index / kKvHeads * 2;
+        tile = load_relaxed_u32(words), part = load_relaxed_u32(words + 1);
         position = launch.rows[tile & 0xffff].position;
       }
     }
-    const u32 index = item_index(round, blockIdx.x, gridDim.x), word = shuffle(tile, round % 32);
-    item = TileItem{index % kKvHeads, word & 0xffff, word >> 16, shuffle(position, round % 32)};
+    const u32 index = item_index(round, blockIdx.x, gridDim.x), of = round % 32;
+    item = TileItem{index % kKvHeads, shuffle(tile, of), shuffle(position, of), shuffle(part, of)};
     round++;
     return index < count;
   }
@@ -210,8 +233,8 @@ struct TileRow {
     const u32 thread = thread_index(), at = thread / 32 % 4 * 16 + thread % 32 / 4 + 8 * r,
               from = thread / 128 * kTileTokens;
     token = from + at / kQueriesPerKv, head = at % kQueriesPerKv;
-    on = at < kTileTokens * kQueriesPerKv && token < item.rows;
-    if (!on) token = item.rows - 1;
+    on = at < kTileTokens * kQueriesPerKv && token < item.rows();
+    if (!on) token = item.rows() - 1;
   }
 };
 
@@ -236,7 +259,7 @@ struct TileTurns {
 
 LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, const TileItem& item) {
   const u32 t = thread_index() & 3, group = thread_index() / 128;
-  const TileTurns turns{group, item.rows > kTileTokens};
+  const TileTurns turns{group, item.rows() > kTileTokens};
   u32 position[2];
   float scale[2] = {kScoreScale, kScoreScale};
   Quad q[kDimTiles];
@@ -246,9 +269,9 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
     for (u32 r = 0; r < 2; r++) {
       const TileRow row(item, r);
       const u32 head = item.kv_head * kQueriesPerKv + row.head;
-      from[r] = query_at(launch, item.row + row.token, head) + t * 4;
+      from[r] = query_at(launch, item.row() + row.token, head) + t * 4;
       position[r] = item.position + row.token;
-      if constexpr (kQkNorm) scale[r] *= query_inverse_at(launch, item.row + row.token, head);
+      if constexpr (kQkNorm) scale[r] *= query_inverse_at(launch, item.row() + row.token, head);
     }
     // Two loads have halves of a sector: through the first-level cache, relaxed ones would fetch it twice.
     const auto word = [&](u32 r, u32 at) { return *reinterpret_cast<const u32*>(from[r] + at); };
@@ -258,7 +281,7 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
   }
   // Of the warpgroup's rows.
   const u32 lowest = item.position + group * kTileTokens,
-            highest = item.position + min(item.rows, (group + 1) * kTileTokens) - 1;
+            highest = item.position + min(item.rows(), (group + 1) * kTileTokens) - 1;
   PageOrder order(item.first_page(), item.last_page());
   TilePart sum;
   float part[kTileOut], score[32];
@@ -382,9 +405,17 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
   for (u32 r = 0; r < 2; r++) {
     const TileRow row(item, r);
     if (!row.on) continue;
+    if (!item.whole()) {
+      float* to = span_part(launch, item.place_of(row.token), item.kv_head, row.head);
+      if (t == 0) store_f32x2(to, sum.reference[r], sum.total[r]);
+#pragma unroll
+      for (u32 i = 0; i < kTileOut; i += 4)
+        store_f32x2(to + 2 + 2 * i + 2 * t, sum.out[i + 2 * r], sum.out[i + 2 * r + 1]);
+      continue;
+    }
     const float inverse = reciprocal_approx(sum.total[r]);
     const u32 step = (item.kv_head * kQueriesPerKv + row.head) * kDimTiles;
-    u8* to = launch.words + Memory::attention_out + vector_byte(O::steps, step, item.row + row.token, 0) + t * 4;
+    u8* to = launch.words + Memory::attention_out + vector_byte(O::steps, step, item.row() + row.token, 0) + t * 4;
 #pragma unroll
     for (u32 i = 0; i < kTileOut; i += 4)
       store_u32(to + i / 8 * kStepBytes + (i / 4 & 1) * 128,
@@ -398,7 +429,7 @@ LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, T
   TileItems items{launch, pass};
 #pragma unroll 1
   for (TileItem item; items.next(item);) {
-    const u32* table = launch.page_table + launch.rows[item.row].slot * launch.page_stride;
+    const u32* table = launch.page_table + launch.rows[item.row()].slot * launch.page_stride;
     PageOrder order(item.first_page(), item.last_page());
     u32 entry = 0;
     After after = After::kSpan;
@@ -444,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
   TileItems items{launch, pass};
 #pragma unroll 1
   for (TileItem item; items.next(item);) {
-    if (shuffle(threadIdx.x / 128, 0) * kTileTokens < item.rows) {
+    if (shuffle(threadIdx.x / 128, 0) * kTileTokens < item.rows()) {
       attend_tile(launch, shared, ring, item);
       continue;
     }

@@ -104,8 +104,8 @@ struct Tiles {
 /// report, row_count, epoch, page_stride, kv_pages, rank and inbox.
 struct Pass {
   const u32* tiles;        // [Tiles::count]
-  // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: first row | rows << 16. The
-  // longest first.
+  // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: {first row | rows << 16, place |
+  // span << 16, or ~0: all that they see}. The longest first. Row r's part is at place + r * spans that the tile sees.
   const u32* attend_tiles;
   // Of a row that is alone in the pass of its sequence: {row | span << 16, place, or ~0 of an only span}. The longest
   // first. A span is 16 pages from a page that is a multiple of 16.

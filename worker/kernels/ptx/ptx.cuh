@@ -218,6 +218,9 @@ LP_DEVICE void store_floats(u8* p, const float* v) {
 LP_DEVICE void store_16(u8* p, const Quad& v) {
   asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+LP_DEVICE void store_f32x2(float* p, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0],{%1,%2};" ::"l"(p), "f"(a), "f"(b) : "memory");
+}
 LP_DEVICE void store_u32(u8* p, u32 v) { asm volatile("st.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 LP_DEVICE void store_u16(u8* p, u32 v) { asm volatile("st.global.u16 [%0],%1;" ::"l"(p), "h"((u16)v) : "memory"); }
 LP_DEVICE float load_relaxed_f32(const float* p) {

@@ -179,8 +179,7 @@ impl Slot {
 
     /// What it has drafted, if it has.
     pub(super) fn offer(&self, slot: usize) -> Option<Offer> {
-        let offer =
-            Offer { slot, tokens: self.drafted, chance: self.trust.chance(), tries: self.trust.tries() };
+        let offer = Offer { slot, tokens: self.drafted, chance: self.trust.chance(), tries: self.trust.tries() };
         (self.drafted > 0).then_some(offer)
     }
 

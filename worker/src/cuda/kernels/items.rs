@@ -1,7 +1,8 @@
 //! Who attends to what in matrix passes, and which rows sample (kernels/matrix/layout.cuh).
 //!
-//! Rows of a sequence that has several in a pass are cut into tiles. A row that is alone of its sequence is computed
-//! span by span, and spans of one row are merged behind that. Longest first: what is left over at the end is short.
+//! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
+//! too. A row that is alone of its sequence is computed span by span. Spans of one row are merged behind that. Longest
+//! first: what is left over at the end is short.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -32,8 +33,9 @@ pub struct Bounds {
 /// What the launches of a pass are given, as u32 words, one list after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Items {
-    /// First row | rows << 16 of each tile.
-    pub tiles: Vec<u32>,
+    /// {first row | rows << 16, place | span << 16} of each span of a tile: the place of its first row, behind which
+    /// come those of other spans, and then those of other rows. Or, of all that the rows see, no place.
+    pub tiles: Vec<[u32; 2]>,
     /// {row | span << 16, place} of each span of a row that is alone.
     pub spans: Vec<[u32; 2]>,
     /// {row | spans << 16, first place} of each row of several spans.
@@ -69,18 +71,61 @@ impl Bounds {
         first / PAGE_POSITIONS..position / PAGE_POSITIONS + 1
     }
 
+    /// Adds tiles; cut by spans, as long as there are places behind the first `places`, where there are fewer tiles
+    /// than are computed at once.
+    fn add_tiles(
+        &self,
+        rows: &[Row],
+        mut tiles: Vec<Range<usize>>,
+        (at_once, mut places): (usize, usize),
+        to: &mut Items,
+    ) {
+        tiles.sort_by_key(|tile| Reverse(self.tile_pages(rows, tile).len()));
+        let is_cut = tiles.len() < at_once;
+        let mut parts = Vec::new();
+        for tile in tiles {
+            let (pages, word) = (self.tile_pages(rows, &tile), word(tile.start, tile.len()));
+            let spans = pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES);
+            let taken = tile.len() * spans.len();
+            if !is_cut || spans.len() == 1 || places + taken > self.spans {
+                parts.push((pages.len(), [word, ONLY_SPAN]));
+                continue;
+            }
+            for (index, row) in tile.enumerate() {
+                let seen = self.spans(rows[row].position as usize);
+                let first = places + index * spans.len() + seen.start - spans.start;
+                to.merges.push([self::word(row, seen.len()), first as u32]);
+            }
+            parts.extend(spans.clone().map(|span| {
+                let seen = pages.start.max(span * SPAN_PAGES)..pages.end.min((span + 1) * SPAN_PAGES);
+                (seen.len(), [word, self::word(places + span - spans.start, span)])
+            }));
+            places += taken;
+        }
+        parts.sort_by_key(|(pages, _)| Reverse(*pages));
+        to.tiles = parts.into_iter().map(|(_, part)| part).collect();
+    }
+
+    /// The pages that the rows of a tile see.
+    fn tile_pages(&self, rows: &[Row], tile: &Range<usize>) -> Range<usize> {
+        let [first, last] = [tile.start, tile.end - 1].map(|row| self.pages(rows[row].position as usize));
+        first.start..last.end
+    }
+
     /// The spans that they are in.
     fn spans(&self, position: usize) -> Range<usize> {
         let pages = self.pages(position);
         pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES)
     }
 
-    /// The items of a pass of these rows, `step` steps on, in tiles of up to `tile_rows` rows. Rows that are past their
-    /// last position have none, but their places among the samples.
-    pub fn items(&self, rows: &[Row], step: u32, tile_rows: usize) -> Items {
+    /// The items of a pass of these rows, `step` steps on, in tiles of up to `tile_rows` rows, of which the blocks of a
+    /// KV head compute `at_once` side by side. Rows that are past their last position have none, but their places among
+    /// the samples.
+    pub fn items(&self, rows: &[Row], step: u32, (tile_rows, at_once): (usize, usize)) -> Items {
         let mut items = Items::default();
+        let mut tiles = Vec::new();
         // By the pages that are read.
-        let (mut tiles, mut spans) = (Vec::new(), Vec::new());
+        let mut spans = Vec::new();
         let mut places = 0;
         let mut first = 0;
         for sequence in rows.chunk_by(|row, next| row.first_row == next.first_row) {
@@ -101,18 +146,12 @@ impl Bounds {
                     }
                 }
             } else {
-                for start in (first..end).step_by(tile_rows) {
-                    let last = (start + tile_rows).min(end) - 1;
-                    let seen =
-                        self.pages(rows[start].position as usize).start..self.pages(rows[last].position as usize).end;
-                    tiles.push((seen.len(), word(start, last + 1 - start)));
-                }
+                tiles.extend((first..end).step_by(tile_rows).map(|start| start..(start + tile_rows).min(end)));
             }
             first = end;
         }
-        tiles.sort_by_key(|(pages, _)| Reverse(*pages));
+        self.add_tiles(rows, tiles, (at_once, places), &mut items);
         spans.sort_by_key(|(pages, _)| Reverse(*pages));
-        items.tiles = tiles.into_iter().map(|(_, tile)| tile).collect();
         items.spans = spans.into_iter().map(|(_, span)| span).collect();
         items.samples = samples(rows).collect();
         items
@@ -154,13 +193,26 @@ mod tests {
     #[test]
     fn a_pass_of_prompts_and_decoding_rows_is_cut_as_the_kernels_read_it() {
         let rows = pass(&[(100, 1), (0, 40), (3000, 1), (1000, 33), (1023, 1), (1024, 1)]);
-        let items = ALL.items(&rows, 0, 32);
+        let items = ALL.items(&rows, 0, (32, 4));
         // Tiles end at positions 1031 and 1032, 31 and 39.
-        assert_eq!(items.tiles, [42 | 32 << 16, 74 | 1 << 16, 1 | 32 << 16, 33 | 8 << 16]);
+        let tiles = [42 | 32 << 16, 74 | 1 << 16, 1 | 32 << 16, 33 | 8 << 16];
+        assert_eq!(items.tiles, tiles.map(|tile| [tile, ONLY_SPAN]));
         let whole = [[41, 0], [41 | 1 << 16, 1], [75, ONLY_SPAN], [76, 3]];
         assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, ONLY_SPAN], [76 | 1 << 16, 4]]].concat());
         assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
         assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
+    }
+
+    /// Rows 1023 and 1024 of a sequence are in a tile, of which the first sees one span, the second two.
+    #[test]
+    fn few_tiles_are_cut_by_spans() {
+        let rows = pass(&[(100, 1), (1023, 2), (3000, 1)]);
+        let items = ALL.items(&rows, 0, (32, 2));
+        assert_eq!(items.tiles, [[1 | 2 << 16, 3], [1 | 2 << 16, 4 | 1 << 16]], "behind the three spans of row 3");
+        assert_eq!(items.merges, [[3 | 3 << 16, 0], [1 | 1 << 16, 3], [2 | 2 << 16, 5]]);
+        let whole = |at_once, bounds: Bounds| bounds.items(&rows, 0, (32, at_once)).tiles.len() == 1;
+        assert!(whole(1, ALL), "there are no fewer tiles than blocks");
+        assert!(whole(2, Bounds { spans: 6, ..ALL }) && !whole(2, Bounds { spans: 7, ..ALL }));
     }
 
     #[test]
@@ -170,10 +222,10 @@ mod tests {
         let rows = pass(&[(2047, 1)]);
         let mut rows = [rows[0]; 1];
         rows[0].last_position = 3000;
-        let spans = |step| bounds.items(&rows, step, 8).spans;
+        let spans = |step| bounds.items(&rows, step, (8, 0)).spans;
         assert_eq!(spans(0), [[1 << 16, 1], [0, 0]]);
         assert_eq!(spans(1), [[1 << 16, 0], [2 << 16, 1]]);
-        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, 8).spans, [[1 << 16, ONLY_SPAN]]);
+        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, (8, 0)).spans, [[1 << 16, ONLY_SPAN]]);
     }
 
     struct Random(u64);
@@ -202,20 +254,39 @@ mod tests {
                 let same = |other: Option<&Row>| other.is_some_and(|other| other.first_row == rows[row].first_row);
                 !same(rows.get(row + 1)) && !same(row.checked_sub(1).map(|row| &rows[row]))
             };
-            let items = bounds.items(&rows, 0, tile_rows);
+            let items = bounds.items(&rows, 0, (tile_rows, [0, 16, 1000][round % 3]));
+            // Pages that are read for each row, and the places of the spans of a row of a cut tile.
             let mut tiled = vec![0; rows.len()];
-            let mut read = usize::MAX;
-            for tile in &items.tiles {
-                let (first, len) = ((tile & 0xffff) as usize, (tile >> 16) as usize);
-                assert!((1..=tile_rows).contains(&len));
-                assert!(rows[first..first + len].iter().all(|row| row.first_row == rows[first].first_row));
-                tiled[first..first + len].iter_mut().for_each(|count| *count += 1);
-                let pages = bounds.pages(rows[first].position as usize).start
-                    ..bounds.pages(rows[first + len - 1].position as usize).end;
-                assert!(pages.len() <= std::mem::replace(&mut read, pages.len()), "longest first");
-            }
             let mut spans = vec![Vec::new(); rows.len()];
             let mut used = std::collections::BTreeSet::new();
+            let mut read = usize::MAX;
+            for &[tile, part] in &items.tiles {
+                let (first, len) = ((tile & 0xffff) as usize, (tile >> 16) as usize);
+                assert!((1..=tile_rows).contains(&len));
+                let tile = &rows[first..first + len];
+                assert!(tile.iter().all(|row| row.first_row == rows[first].first_row));
+                let all =
+                    bounds.pages(tile[0].position as usize).start..bounds.pages(tile[len - 1].position as usize).end;
+                let (from, to) = (all.start / 16, all.end.div_ceil(16));
+                let (place, span) = (part & 0xffff, (part >> 16) as usize);
+                let pages = match part {
+                    ONLY_SPAN => all,
+                    _ => all.start.max(16 * span)..all.end.min(16 * span + 16),
+                };
+                assert!(pages.len() <= std::mem::replace(&mut read, pages.len()), "longest first");
+                for (index, row) in tile.iter().enumerate() {
+                    let seen = bounds.pages(row.position as usize);
+                    let of_row = seen.end.min(pages.end).saturating_sub(seen.start.max(pages.start));
+                    tiled[first + index] += of_row;
+                    if part != ONLY_SPAN {
+                        let place = place + (index * (to - from)) as u32;
+                        assert!(used.insert(place), "a place is used once");
+                        if of_row > 0 {
+                            spans[first + index].push((span, place));
+                        }
+                    }
+                }
+            }
             for &[word, place] in &items.spans {
                 let (row, span) = ((word & 0xffff) as usize, (word >> 16) as usize);
                 spans[row].push((span, place));
@@ -224,14 +295,16 @@ mod tests {
             assert_eq!(used.iter().copied().collect::<Vec<_>>(), (0..used.len() as u32).collect::<Vec<_>>());
             let mut places = 0;
             for (row, spans) in spans.iter_mut().enumerate() {
-                assert_eq!(tiled[row] == 0, lone(row));
                 spans.sort();
-                if !lone(row) {
-                    assert!(spans.is_empty());
-                    continue;
-                }
                 let position = rows[row].position as usize;
                 let pages = bounds.pages(position);
+                assert_eq!(tiled[row], if lone(row) { 0 } else { pages.len() });
+                if !lone(row) {
+                    let merge = items.merges.iter().find(|[word, _]| (*word & 0xffff) as usize == row);
+                    let places = merge.map_or(0..0, |[word, first]| *first..*first + (word >> 16));
+                    assert!(spans.iter().map(|(_, place)| *place).eq(places), "those of its spans, ascending");
+                    continue;
+                }
                 let expected: Vec<_> = {
                     let mut all: Vec<_> = pages.map(|page| page / 16).collect();
                     all.dedup();
@@ -254,8 +327,9 @@ mod tests {
                     None => assert_eq!(spans[0].1, ONLY_SPAN),
                 }
             }
-            assert_eq!((places, items.samples), (used.len(), samples(&rows).collect()));
-            let words = items.tiles.len() + 2 * (items.spans.len() + items.merges.len()) + rows.len();
+            assert!(places <= used.len() && used.len() <= bounds.spans.max(places));
+            assert_eq!(items.samples, samples(&rows).collect::<Vec<_>>());
+            let words = 2 * items.tiles.len() + 2 * (items.spans.len() + items.merges.len()) + rows.len();
             assert!(words <= Bounds::most_words(rows.len(), 9200usize.div_ceil(64)));
         }
     }
@@ -283,7 +357,7 @@ mod tests {
     fn rows_that_have_ended_attend_to_nothing() {
         let mut rows = pass(&[(10, 1), (20, 1)]);
         rows[1].last_position = 25;
-        let items = ALL.items(&rows, 1, 32);
+        let items = ALL.items(&rows, 1, (32, 0));
         assert_eq!((items.spans, items.samples), (vec![[1, ONLY_SPAN]], vec![0, 1]));
     }
 }

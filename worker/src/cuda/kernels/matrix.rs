@@ -254,8 +254,8 @@ pub struct Matrix {
     pub width: Width,
     /// What they are given room for.
     pub bounds: Bounds,
-    /// Rows of a tile of attention, at most.
-    pub tile_rows: usize,
+    /// Rows of a tile of attention, at most, and how many tiles the blocks of a KV head compute at once.
+    pub tiles_of: (usize, usize),
     /// What the compiler said that they take: the most registers of a kernel, and what all spill.
     pub resources: Option<Resources>,
     /// Whether the binary came from the cache.
@@ -322,7 +322,7 @@ impl Matrix {
         Ok(Self {
             width: Width { bounds: Some(bounds), ..variant.width },
             bounds,
-            tile_rows: 2 * needs.tile_tokens as usize,
+            tiles_of: (2 * needs.tile_tokens as usize, blocks as usize / layout.rank().kv_heads.len()),
             resources: resources.map(|all| Resources {
                 registers: all.iter().map(|of| of.registers).max().unwrap_or(0),
                 spilled: all.iter().map(|of| of.spilled).sum(),

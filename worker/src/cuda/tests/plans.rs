@@ -481,7 +481,10 @@ fn drafts_change_no_token_but_the_number_of_steps() {
                 assert!(5 * fewer < 4 * steps_of(&plain.0), "{few}: {fewer} steps for {}", steps_of(&plain.0));
             }
             if steps > 10 && few == 1 {
-                assert!(log.iter().any(|of| of.steps > 1 && of.run > 1), "steps without drafts share launches: {log:?}");
+                assert!(
+                    log.iter().any(|of| of.steps > 1 && of.run > 1),
+                    "steps without drafts share launches: {log:?}"
+                );
             }
         }
     }

@@ -222,7 +222,7 @@ impl Engine {
     #[allow(unsafe_code)]
     fn put_matrix(&mut self, launch: Launch, pass: Pass, rows: Range<usize>, first: usize) -> Result<(), CudaError> {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
-        let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tile_rows);
+        let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tiles_of);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
         let Items { tiles, spans, merges, samples } = &items;
         let mut end = first;
@@ -235,7 +235,7 @@ impl Engine {
         let pass = Pass {
             attend_spans: place(bytemuck::cast_slice(spans)),
             merges: place(bytemuck::cast_slice(merges)),
-            attend_tiles: place(tiles),
+            attend_tiles: place(bytemuck::cast_slice(tiles)),
             samples: place(samples),
             tile_count: tiles.len() as u32,
             span_count: spans.len() as u32,

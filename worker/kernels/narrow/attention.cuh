@@ -309,7 +309,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
           mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
       // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
       // stored: so it stands before the words, where the products take longer.
-      fence_async_shared();
+      if (done + kTileRows >= sequence) fence_async_shared();
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         total[c] = shuffle(sum, 2 * t + c);

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::variants::Attention;
+
 /// Steps of one launch at most.
 pub const MOST_STEPS: usize = 256;
 
@@ -30,6 +32,8 @@ pub struct Sizes {
     pub item_words: usize,
     /// Logits of a row, of all ranks, as the decoder writes and the sampler reads them.
     pub kernel_vocab: usize,
+    /// What it costs that rows of a sequence read its pages.
+    pub attention: Attention,
     /// Longest time without a token.
     pub wait_limit: Duration,
 }

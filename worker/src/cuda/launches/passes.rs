@@ -8,11 +8,14 @@
 use std::ops::Range;
 
 use crate::batch::Row;
-use crate::cuda::kernels::variants::Width;
+use crate::cuda::kernels::launch::{ROW_SAMPLE, Row as LaunchRow};
+use crate::cuda::kernels::variants::{Attention, Width};
+use crate::plan::PAGE_POSITIONS;
 
 /// The fastest ways to compute any number of rows with given kernels.
 #[derive(Debug, Clone)]
 pub struct Passes {
+    attention: Attention,
     /// By columns ascending.
     widths: Vec<Width>,
     /// Of so many rows: the fastest way's time, and the kernel of its first pass.
@@ -22,7 +25,7 @@ pub struct Passes {
 
 impl Passes {
     /// The ways with `widths`, of which there is one, for steps of up to `most_rows` rows.
-    pub fn new(widths: &[Width], most_rows: usize) -> Self {
+    pub fn new(widths: &[Width], most_rows: usize, attention: Attention) -> Self {
         let mut widths = widths.to_vec();
         widths.sort_by_key(|width| width.columns);
         let most = |width: &Width| width.bounds.map_or(width.columns, |bounds| bounds.samples.min(width.columns));
@@ -39,7 +42,7 @@ impl Passes {
             let fastest = ways.min_by_key(|(time, width)| (*time, std::cmp::Reverse(width.columns)));
             best.push(fastest.expect("a kernel, as asserted above"));
         }
-        Self { widths, best, columns }
+        Self { attention, widths, best, columns }
     }
 
     /// Most rows of a pass whose rows sample.
@@ -51,6 +54,35 @@ impl Passes {
     pub fn hold(&self, rows: &[Row]) -> bool {
         let narrowest = self.widths.iter().find(|width| width.columns >= rows.len());
         narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
+    }
+
+    /// The columns of the kernel that computes a pass fastest. Of rows that are alone of their sequences it is the
+    /// narrowest; where a sequence has several, it counts how often its pages are read.
+    ///
+    /// # Panics
+    /// If no kernel holds the rows.
+    pub fn columns_for(&self, rows: &[LaunchRow]) -> usize {
+        let of_batch = |row: &LaunchRow| {
+            let sample = row.flags & ROW_SAMPLE != 0;
+            Row { slot: row.slot, token: row.token, position: row.position, sample }
+        };
+        let of_batch: Vec<Row> = rows.iter().map(of_batch).collect();
+        let holds = |width: &&Width| width.columns >= rows.len() && fitting(width, &of_batch) == rows.len();
+        let widths = self.widths.iter().filter(holds);
+        let fastest = widths.min_by_key(|width| 1000 * width.time(rows.len()) + self.reads_ns(width, &of_batch));
+        fastest.expect("passes are chosen so that a kernel holds their rows").columns
+    }
+
+    /// What it takes that rows of sequences with several read their pages.
+    fn reads_ns(&self, width: &Width, rows: &[Row]) -> u64 {
+        let together = self.attention.rows_together(width);
+        let sequences = rows.chunk_by(|row, next| row.slot == next.slot).filter(|rows| rows.len() > 1);
+        let reads = sequences.map(|rows| {
+            let pages = rows[rows.len() - 1].position as usize / PAGE_POSITIONS + 1;
+            let window = self.widths.iter().find_map(|width| width.bounds?.window);
+            rows.len().div_ceil(together) * window.map_or(pages, |window| pages.min(window / PAGE_POSITIONS + 1))
+        });
+        reads.sum::<usize>() as u64 * self.attention.page_ns
     }
 
     /// The passes of a step, in the order in which they run, as ranges of its rows.
@@ -97,6 +129,8 @@ mod tests {
     const BOUNDS: Bounds = Bounds { samples: 100, spans: 50, window: None };
     const MATRIX: [Width; 1] = [Width { block_us: 2800, bounds: Some(BOUNDS), ..Width::fixed(1024, 4000) }];
 
+    const ATTENTION: Attention = Attention { queries_per_kv: 4, page_ns: 3100 };
+
     /// Without matrix passes, as for steps of few rows.
     fn all() -> Vec<Width> {
         [&NARROW[..], &WIDE].concat()
@@ -107,7 +141,7 @@ mod tests {
     }
 
     fn sizes(widths: &[Width], samples: &[bool]) -> Vec<usize> {
-        Passes::new(widths, 2048).of(&rows(samples)).iter().map(Range::len).collect()
+        Passes::new(widths, 2048, ATTENTION).of(&rows(samples)).iter().map(Range::len).collect()
     }
 
     /// Rows that sample or not: each that follows one that does begins a sequence.
@@ -138,12 +172,13 @@ mod tests {
             assert_eq!(sizes(&widths, &chunk(1500, true)), [1024, 476]);
             assert_eq!(sizes(&widths, &chunk(1030, true)), [1024, 6]);
         }
-        assert_eq!(Passes::new(&mixed(), 2048).columns(), 100, "its rows that sample");
+        assert_eq!(Passes::new(&mixed(), 2048, ATTENTION).columns(), 100, "its rows that sample");
     }
 
     #[test]
     fn a_matrix_pass_ends_where_it_has_no_room() {
-        let sizes = |rows: &[Row]| Passes::new(&mixed(), 2048).of(rows).iter().map(Range::len).collect::<Vec<_>>();
+        let sizes =
+            |rows: &[Row]| Passes::new(&mixed(), 2048, ATTENTION).of(rows).iter().map(Range::len).collect::<Vec<_>>();
         assert_eq!(sizes(&rows(&[true; 230])), [100, 100, 30]);
         let prompts: Vec<bool> = (0..101).flat_map(|_| chunk(7, true)).collect();
         assert_eq!(sizes(&rows(&prompts)), [700, 7], "a sequence stays whole");
@@ -151,7 +186,7 @@ mod tests {
         let mut far = rows(&[vec![true; 90], chunk(200, true)].concat());
         far.iter_mut().for_each(|row| row.position += 1024);
         assert_eq!(sizes(&far), [25, 25, 25, 215]);
-        let passes = Passes::new(&mixed(), 2048);
+        let passes = Passes::new(&mixed(), 2048, ATTENTION);
         assert!(passes.hold(&far[..25]) && passes.hold(&far[..64]), "64 rows have another kernel");
         assert!(!passes.hold(&far[..65]) && !passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
     }
@@ -161,7 +196,7 @@ mod tests {
     fn rows_are_held_that_have_room_in_every_step_up_to_their_last() {
         let bounds = Bounds { samples: 512, spans: 4096, window: Some(8192) };
         let matrix = Width { bounds: Some(bounds), ..MATRIX[0] };
-        let passes = Passes::new(&[NARROW[0], matrix], 2048);
+        let passes = Passes::new(&[NARROW[0], matrix], 2048, ATTENTION);
         let last = 8192 + 1023;
         assert!(passes.hold(&rows_at(455, last)), "nine spans each at most");
         assert!(!passes.hold(&rows_at(456, last)), "eight at the end");
@@ -173,6 +208,30 @@ mod tests {
         let mut rows = rows(&vec![true; count]);
         rows.iter_mut().for_each(|row| row.position = position);
         rows
+    }
+
+    /// Rows of several sequences, (first position, rows) each.
+    #[test]
+    fn rows_of_a_sequence_far_on_are_computed_where_they_share_its_pages() {
+        let passes = Passes::new(&mixed(), 2048, ATTENTION);
+        let columns = |sequences: &[(u32, u32)]| {
+            let rows = (0..).zip(sequences).flat_map(|(slot, &(first, len))| {
+                (first..first + len).map(move |position| LaunchRow { slot, position, ..LaunchRow::default() })
+            });
+            passes.columns_for(&rows.collect::<Vec<_>>())
+        };
+        assert_eq!(columns(&[(100, 1)]), 1);
+        assert_eq!((columns(&[(100, 8)]), columns(&[(4000, 8)])), (8, 8));
+        assert_eq!((columns(&[(12_000, 8)]), columns(&[(12_000, 1); 8])), (32, 8));
+        assert_eq!((columns(&[(1000, 64)]), columns(&[(2000, 64)])), (64, 1024));
+        assert_eq!((columns(&[(9000, 64)]), columns(&[(16_000, 64)])), (1024, 1024));
+        // The row that decodes has room for one of its two spans at most.
+        let bounds = Bounds { spans: 1, ..BOUNDS };
+        let narrow_room = [&all()[..], &[Width { bounds: Some(bounds), ..MATRIX[0] }]].concat();
+        let passes = Passes::new(&narrow_room, 2048, ATTENTION);
+        let row = |slot, position| LaunchRow { slot, position, ..LaunchRow::default() };
+        let rows: Vec<_> = (15_000..15_040).map(|at| row(0, at)).chain([row(1, 1500)]).collect();
+        assert_eq!((passes.columns_for(&rows), passes.columns_for(&rows[..40])), (64, 1024));
     }
 
     #[test]
@@ -214,7 +273,7 @@ mod tests {
                 samples.extend(chunk(len, len == 1 || random(2) == 0));
                 sequence.extend(vec![id as u32; len]);
             }
-            let passes = Passes::new(&widths, samples.len());
+            let passes = Passes::new(&widths, samples.len(), ATTENTION);
             let row = |(sample, slot): (&bool, &u32)| Row { slot: *slot, token: 0, position: 9, sample: *sample };
             let of = passes.of(&samples.iter().zip(&sequence).map(row).collect::<Vec<_>>());
             let (mut end, mut time) = (0, 0);

@@ -12,6 +12,7 @@ use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::kernels::matrix::Matrix;
 use crate::cuda::kernels::sizes::Sizes;
+use crate::cuda::kernels::variants::Attention;
 use crate::cuda::sampler::kernel::SamplerKernel;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::upload::Weights;
@@ -103,6 +104,8 @@ impl Memory {
         let item_words = request.max_batch_tokens * row_words.max().unwrap_or(0);
         let matrix_words = Bounds::most_words(request.max_batch_tokens, visible) * MATRIX_STEPS_AHEAD as usize;
         let item_words = matrix.map_or(item_words, |_| item_words.max(matrix_words));
+        let [kv_page, k_scale_page] = page_bytes(layout);
+        let rank = layout.rank();
         let sizes = Sizes {
             rank: request.rank,
             ranks: request.tensor_parallel,
@@ -115,9 +118,9 @@ impl Memory {
             rows: request.max_batch_tokens + request.max_slots,
             item_words,
             kernel_vocab: layout.logits(),
+            attention: Attention::of(rank.heads.len() / rank.kv_heads.len(), kv_page, layout.bytes() as u64),
             wait_limit: request.wait_limit,
         };
-        let [kv_page, k_scale_page] = page_bytes(layout);
         let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
         let matrix = matrix.map_or(0, Matrix::memory_bytes);

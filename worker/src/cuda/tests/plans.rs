@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::batch::{Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot, StepTime};
 use crate::cuda::kernels::items::Bounds;
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::cuda::kernels::variants::Width;
+use crate::cuda::kernels::variants::{Attention, Width};
 use crate::cuda::launches::looped_decoder::{Launcher, LoopedDecoder};
 use crate::cuda::launches::passes::Passes;
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
@@ -257,7 +257,7 @@ impl Fake {
             finished: true,
             last_step: 0,
             widths,
-            passes: Passes::new(widths, BATCH_TOKENS),
+            passes: Passes::new(widths, BATCH_TOKENS, Attention { queries_per_kv: 4, page_ns: 1 }),
             log,
         }
     }

@@ -26,7 +26,7 @@ impl Engine {
         let first_row = self.rows_used;
         let rows_address = self.put_rows(rows)?;
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
-        let kernel = self.holds(rows.len());
+        let kernel = self.kernel_of(rows, steps);
         let by = match kernel {
             Some(kernel) => By::Kernel(kernel),
             None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used, choose: !sampled },
@@ -69,17 +69,15 @@ impl Engine {
         Ok(self.launches.len() - 1)
     }
 
-    /// The narrowest kernel that holds so many rows; `None`: they are a matrix pass.
-    fn holds(&self, rows: usize) -> Option<usize> {
+    /// The kernel for a pass of these rows; `None`: matrix passes.
+    fn kernel_of(&self, rows: &[Row], steps: u32) -> Option<usize> {
         #[cfg(test)]
         if self.matrix_only {
             return None;
         }
-        let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= rows);
-        assert!(
-            kernel.is_some() || self.matrix.is_some(),
-            "passes are chosen so that a kernel holds their {rows} rows"
-        );
+        let columns = if steps > 1 { rows.len() } else { self.passes.columns_for(rows) };
+        let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= columns);
+        assert!(kernel.is_some() || self.matrix.is_some(), "passes are chosen so that a kernel holds {columns} rows");
         kernel
     }
 

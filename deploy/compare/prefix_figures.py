@@ -16,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
-from serving import LOOPLANE, PORT, Server, completion, report
+from serving import LOOPLANE, PORT, Server, completion_request, report
 
 HERE = Path(__file__).resolve().parent
 WORDS = "memory loop stream layer token page socket weight phase plan row tile bound rank step slot".split()
@@ -69,8 +70,9 @@ def prompts(tokens: int) -> list[tuple[str, object]]:
 
 def first_token(prompt) -> tuple[float, int, int]:
     """Milliseconds to an answer of one token, tokens of the prompt, and how many of them were cached."""
+    request = completion_request(prompt=prompt, max_tokens=1, temperature=0)
     begun = time.perf_counter()
-    usage = json.load(completion(prompt=prompt, max_tokens=1, temperature=0))["usage"]
+    usage = json.load(urllib.request.urlopen(request, timeout=120))["usage"]
     spent = (time.perf_counter() - begun) * 1e3
     return spent, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 

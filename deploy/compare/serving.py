@@ -55,8 +55,12 @@ def report(*command) -> dict:
         return json.loads(out.read_text())
 
 
+def completion_request(**fields) -> urllib.request.Request:
+    """A request to /v1/completions, ready to be sent."""
+    return urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(fields).encode(),
+                                  {"content-type": "application/json"})
+
+
 def completion(**fields):
     """An open answer of /v1/completions."""
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(fields).encode(),
-                                     {"content-type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(completion_request(**fields), timeout=120)

@@ -63,7 +63,9 @@ def main() -> None:
 def loadtest(args: argparse.Namespace, prompt: int, answer: int, streams: int) -> dict:
     return report(args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "completions",
                   "--concurrency", streams, "--duration", f"{args.seconds}s", "--prompt-tokens", prompt,
-                  "--max-tokens", answer, "--ignore-eos", "--warmup", streams)
+                  "--max-tokens", answer, "--ignore-eos", "--warmup", streams,
+                  # No prompt of another row: they would be cached.
+                  "--seed", prompt << 20 | answer << 10 | streams)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ fn run(seed: u64) -> (usize, u64) {
         kv_pages: kv_pages as usize,
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
-        drafting: Some(Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20, penalties: true }),
+        drafting: Some(Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20 }),
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };

@@ -437,10 +437,8 @@ impl Batch {
         let Some(drafting) = self.limits.drafting.filter(|_| self.drafts.each > 0 && base.tokens > 0) else { return };
         self.offers.clear();
         for (index, slot) in self.slots.iter_mut().enumerate() {
-            if drafting.penalties || !slot.has_penalties() {
-                slot.draft(self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
-                self.offers.extend(slot.offer(index));
-            }
+            slot.draft(self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
+            self.offers.extend(slot.offer(index));
         }
         if !self.offers.is_empty() {
             let chosen = self.draft_rows.choose(&self.offers, base, &self.drafts.times, drafting);

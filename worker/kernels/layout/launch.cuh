@@ -6,11 +6,13 @@
 struct Row {
   u32 token, position, slot;
   u32 first_row, first_position;  // of the first row of its sequence in this launch
-  u32 flags;                      // kRowSample: its logits are needed
+  u32 flags;                      // kRowSample: its logits are needed; kRowSeveral
   u32 last_position;              // past it the row idles
   u32 reserved;
 };
 constexpr u32 kRowSample = 1;
+// Several rows of its sequence sample: those behind the first compute drafts, of which only the host knows which hold.
+constexpr u32 kRowSeveral = 2;
 constexpr u32 kLaunchLogits = 1;   // Launch::flags: write the logits of the last step
 // With one step: a launch of the sampler behind this one chooses the tokens.
 constexpr u32 kLaunchUndrawn = 2;

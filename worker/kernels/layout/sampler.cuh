@@ -40,7 +40,8 @@ struct SamplerLaunch {
   const float* logits;          // [rows][padded vocabulary] f32, as the decoder wrote them
   // [rows][padded vocabulary] f32: logits after bias, penalties and suppression; rows without these never touch it.
   float* processed;
-  // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read and update it.
+  // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read it, and update it unless they are
+  // several of their sequence.
   u32* counts;
   u8* words;                    // kWordsBytes, zeroed when they were taken; no other use
   const RowSampling* sampling;  // [slots]
@@ -54,6 +55,6 @@ struct SamplerLaunch {
   u32* report;                  // mapped: why a wait failed
   u32 row_count, tag;
   u32 step;                     // of the chain; the first one's launches do not look at `stopped`, but set it
-  u32 reserved;
+  u32 rows_before;              // of the same step, in launches before this one
 };
 static_assert(sizeof(SamplerLaunch) == 112, "Rust mirrors this");

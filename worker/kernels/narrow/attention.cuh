@@ -6,11 +6,15 @@
 
 namespace narrow {
 
-/// The rows of a step: their outputs, [row][page][kv head], and the items that make them, [sequence][page][kv head].
-/// Both are counted once a step.
+/// Rows of a sequence whose queries are columns together.
+constexpr u32 kTileRows = kColumns == 1 ? 1 : 8 / kQueriesPerKv;
+
+/// The rows of a step: their outputs, [row][page][kv head], and the items that make them, [group][page][kv head]. Both
+/// are counted once a step. A group is some tiles of rows of a sequence: as many as leave an item to all quads of
+/// warps, each of which computes tile by tile, so that few pages are not left to few of them.
 struct CountedRows : Rows {
-  // Shared address: [columns] {outputs of the rows up to and with each, items of the sequences that begin with these,
-  // rows of the sequence that begins with it}.
+  // Shared address: [columns] {outputs of the rows up to and with each, items of the groups that begin with these, rows
+  // of the group that begins with it}.
   u32 counts;
 
   LP_DEVICE u32 outputs_before(u32 row) const {
@@ -19,15 +23,26 @@ struct CountedRows : Rows {
   LP_DEVICE u32 items_up_to(u32 row) const { return load_shared_u32(counts + row * kCountBytes + 4); }
   LP_DEVICE u32 items() const { return items_up_to(kColumns - 1); }
   LP_DEVICE u32 rows_from(u32 row) const { return kColumns == 1 ? 1 : load_shared_u32(counts + row * kCountBytes + 8); }
-  /// The sequence's last page, for its first row.
-  LP_DEVICE u32 last_page(u32 row, u32 rows) const { return position(row + rows - 1) / kPage; }
+  /// Pages of `rows` rows of a sequence from `row` on.
+  LP_DEVICE u32 pages_of(u32 row, u32 rows) const { return position(row + rows - 1) / kPage + 1 - first_page(row); }
+  /// Rows of the group that begins with `row`; 0: none does.
+  LP_DEVICE u32 group_from(u32 row) const {
+    if (kColumns == 1 || !active(row)) return active(row);
+    const u32 first = rows[row].first_row;
+    u32 sequence = 0;
+#pragma unroll 1
+    for (u32 r = 0; r < kColumns; r++) sequence += active(r) && rows[r].first_row == first;
+    const u32 tiles = (sequence + kTileRows - 1) / kTileRows,
+              fit = tiles * pages_of(first, sequence) * kKvHeads / (kBlocks * (kWarps / 4)),
+              group = (fit > 1 ? fit : 1) * kTileRows, left = first + sequence - row;
+    return (row - first) % group == 0 ? (left < group ? left : group) : 0;
+  }
   /// Writes `counts`. A whole warp calls it.
   LP_DEVICE void count_items() const {
     const u32 row = lane_index();
-    u32 outputs = row < kColumns && active(row) ? pages(row) * kKvHeads : 0, followers = 0;
-#pragma unroll
-    for (u32 r = 0; r < kColumns; r++) followers += active(r) && rows[r].first_row == row;
-    u32 items = followers > 0 ? (last_page(row, followers) + 1 - first_page(row)) * kKvHeads : 0;
+    const u32 group = row < kColumns ? group_from(row) : 0;
+    u32 outputs = row < kColumns && active(row) ? pages(row) * kKvHeads : 0,
+        items = group > 0 ? pages_of(row, group) * kKvHeads : 0;
 #pragma unroll
     for (u32 d = 1; d < kColumns; d *= 2) {
       const u32 outputs_of = shuffle(outputs, (int)(row - d) & 31), items_of = shuffle(items, (int)(row - d) & 31);
@@ -36,12 +51,12 @@ struct CountedRows : Rows {
     if (row < kColumns) {
       store_shared_u32(counts + row * kCountBytes, outputs);
       store_shared_u32(counts + row * kCountBytes + 4, items);
-      store_shared_u32(counts + row * kCountBytes + 8, followers);
+      store_shared_u32(counts + row * kCountBytes + 8, group);
     }
     __syncwarp();
   }
 };
-/// row: the sequence's first.
+/// row: the group's first.
 struct Item {
   u32 row, page, kv_head;
 };
@@ -128,19 +143,17 @@ LP_DEVICE float patch_position(const Launch& launch, const Leaf& leaf, int kv_he
   return inverse_rms<kHeadWidth>(shuffle(sum, 0));
 }
 
-/// Rows of a sequence whose queries are columns together.
-constexpr u32 kTileRows = kColumns == 1 ? 1 : 8 / kQueriesPerKv;
-/// Some rows of an item's sequence.
+/// Some rows of an item's group.
 struct Tile {
   u32 first, rows;  // of them; columns of more rows hold nothing
-  bool begins;      // the sequence's first: what is new has yet to come into the leaf
+  bool begins;      // the group's first: what is new has yet to come into the leaf
 
   LP_DEVICE bool has(u32 column) const { return column < rows * kQueriesPerKv; }
   LP_DEVICE u32 row(u32 column) const { return first + (kTileRows > 1 && has(column) ? column / kQueriesPerKv : 0); }
 };
 
 /// Scores of a tile's rows with the item's leaf `number`: of positions g and g + 8, columns 2t and 2t + 1. Minus
-/// infinity where a row does not see the position. V is zeroed where none of the sequence's rows, up to `last`, does.
+/// infinity where a row does not see the position. V is zeroed where none of the group's rows, up to `last`, does.
 LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const Item& item, const Tile& tile, u32 last,
                           u32 layer, u32 number, const Leaf& leaf, u32 tag, float* score) {
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
@@ -249,16 +262,16 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       store_shared_u32(leaves + number * 4, leaf.first);
       store_shared_u32(leaves + 16 + number * 4, leaf.second);
     }
-    const u32 sequence = rows.rows_from(item.row), last = item.row + sequence - 1;
+    const u32 group = rows.rows_from(item.row), last = item.row + group - 1;
     Overwritten overwritten;
 #pragma unroll 1
-    for (u32 done = 0; done < sequence; done += kTileRows) {
-      const u32 left = sequence - done;
+    for (u32 done = 0; done < group; done += kTileRows) {
+      const u32 left = group - done;
       const Tile tile{item.row + done, left < kTileRows ? left : kTileRows, kColumns == 1 || done == 0};
       if (kColumns > 1 && done > 0) overwritten.restore(leaf.first);
       float score[4], most[2], total[2];
       score_leaf(launch, rows, item, tile, last, layer, number, leaf, tag, score);
-      if (kColumns > 1 && tile.begins && tile.rows < sequence) overwritten.save(leaf.first);
+      if (kColumns > 1 && tile.begins && tile.rows < group) overwritten.save(leaf.first);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         most[c] = fmaxf(score[c], score[2 + c]);
@@ -309,7 +322,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
           mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
       // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
       // stored: so it stands before the words, where the products take longer.
-      if (done + kTileRows >= sequence) fence_async_shared();
+      if (done + kTileRows >= group) fence_async_shared();
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         total[c] = shuffle(sum, 2 * t + c);

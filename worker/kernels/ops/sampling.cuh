@@ -60,9 +60,15 @@ LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thr
     row.flags = 0;
     row.top_count = 0;
     const Row of = launch.rows[r];
-    if (of.flags & kRowSample && of.position <= of.last_position)
+    if (of.flags & kRowSample && of.position <= of.last_position) {
       begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot);
-    else if (block == 0) store_system_u64(launch.tokens + r, (u64)launch.tag << 32 | kNone);
+      row.drafts = 0;
+      if (of.flags & kRowSeveral) {
+        row.flags |= kSeveral;
+        while (row.drafts < r + launch.rows_before && (launch.rows + r)[-1 - (int)row.drafts].slot == of.slot)
+          row.drafts++;
+      }
+    } else if (block == 0) store_system_u64(launch.tokens + r, (u64)launch.tag << 32 | kNone);
   }
   if (thread == 0) {
     s.launch = launch;
@@ -102,8 +108,10 @@ LP_DEVICE void process(u32 thread, const Scratch& s) {
       const float* raw = raw_logits(s, r);
       float* to = s.launch.processed + (u64)r * kPadded;
       const u32* counts = row.flags & kPenalised ? s.launch.counts + (u64)row.slot * kPadded : nullptr;
+      const Row* of = s.launch.rows + r;
       auto penalised = [&](float logit, u32 id) {
-        const u32 count = counts ? counts[id] : 0;
+        u32 count = counts ? counts[id] : 0;
+        for (u32 back = 0; counts && back < row.drafts; back++) count += of[-(int)back].token == id;
         if (count == 0) return logit;
         logit = logit > 0.0f ? div(logit, p.repetition_penalty) : mul(logit, p.repetition_penalty);
         if (count & ~kSeen)

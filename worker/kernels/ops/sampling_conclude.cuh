@@ -313,8 +313,9 @@ LP_DEVICE float logprob(const RowState& row, float value) {
   return sub(value == row.raw_max ? 0.0f : sub(value, row.raw_max), row.log_sum);
 }
 
-// The block that owns the token counts it, tells the host, and makes the row that of the next step. No block reads the
-// row any more: every one has taken part in an exchange since it did.
+// The block that owns the token tells the host, counts it, and makes the row that of the next step. No block reads the
+// row any more: every one has taken part in an exchange since it did. Of several rows of a sequence the host counts the
+// tokens that hold, and no next step is made.
 LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   const RowState& row = s.rows[r];
   const SamplerLaunch& launch = s.launch;
@@ -333,7 +334,7 @@ LP_DEVICE void deliver(u32 thread, const Scratch& s, u32 r) {
   } else if (lane == 0) {
     store_system_u64(launch.tokens + r, word);
   }
-  if (lane != 0) return;
+  if (lane != 0 || row.flags & kSeveral) return;
   if (row.flags & kPenalised) launch.counts[(u64)row.slot * kPadded + token]++;
   Row& next = launch.rows[r];
   next.token = token;

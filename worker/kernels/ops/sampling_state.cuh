@@ -59,7 +59,8 @@ enum StateFlags : u32 {
   kProcessed = 2,  // logits are read from SamplerLaunch::processed
   kPenalised = 4,  // counts matter
   kFirstCheck = 8, // this check also adds up what min_p keeps
-  kBound = 16      // the pivot is the first token that top_k drops, not a candidate
+  kBound = 16,     // the pivot is the first token that top_k drops, not a candidate
+  kSeveral = 32    // as kRowSeveral
 };
 enum LogprobStage : u32 { kNoLogprobs, kRawMax, kRawSum, kLogprobsDone };
 
@@ -73,7 +74,7 @@ struct RowState {
   u32 says;                // kinds of the next exchange, a bit each; 0: the row is done
   float scale;             // 1 / temperature; 1 if greedy
   Noise noise;             // position is that of the new token
-  u32 slot;
+  u32 slot, drafts;        // drafts: tokens of this row and those before it that are not counted
   u32 top_k; float top_p, min_p; // 0, 1, 0: off
   float max, threshold;    // the largest value, and that of min_p
   Place pivot, high, low;  // kSelect: the token looked for ranks after high and not after low

@@ -18,8 +18,6 @@ pub struct Drafting {
     pub whole_sizes: bool,
     /// Microseconds that a step with drafts takes longer than times say: steps without may be parts of a launch.
     pub extra_us: u32,
-    /// Sequences with penalties draft, too.
-    pub penalties: bool,
 }
 
 /// What a sequence has drafted.
@@ -114,8 +112,8 @@ mod tests {
 
     use super::*;
 
-    const GPU: Drafting = Drafting { whole_sizes: true, extra_us: 50, penalties: true };
-    const CPU: Drafting = Drafting { whole_sizes: false, extra_us: 0, penalties: true };
+    const GPU: Drafting = Drafting { whole_sizes: true, extra_us: 50 };
+    const CPU: Drafting = Drafting { whole_sizes: false, extra_us: 0 };
     /// An 8B model on an H200.
     const TIMES: [(u32, u32); 5] = [(1, 3290), (8, 3570), (32, 4360), (64, 5180), (128, 7320)];
 

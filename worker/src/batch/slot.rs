@@ -322,7 +322,7 @@ impl Slot {
     }
 
     /// It has ended.
-    pub(super) fn is_finished(&self) -> bool {
+    pub fn is_finished(&self) -> bool {
         self.finished
     }
 

@@ -20,7 +20,7 @@ const LIMITS: Limits = Limits {
     kv_pages: 8,
     max_context: 64 * 200,
     vocab_size: 100,
-    drafting: Some(Drafting { whole_sizes: false, extra_us: 0, penalties: true }),
+    drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
     window: None,
 };
 

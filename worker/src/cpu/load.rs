@@ -177,7 +177,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafting: Some(Drafting { whole_sizes: false, extra_us: 0, penalties: true }),
+        drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
         window: config.sliding_window,
     });
     let decoder = LoopedDecoder {

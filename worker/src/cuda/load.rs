@@ -182,7 +182,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US, penalties: false }),
+        drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US }),
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;

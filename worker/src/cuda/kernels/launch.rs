@@ -6,6 +6,8 @@ use crate::cuda::fabric::MAX_RANKS;
 
 /// [`Row::flags`]: the row's logits are needed.
 pub const ROW_SAMPLE: u32 = 1;
+/// [`Row::flags`]: several rows of its sequence sample; only the host knows which of their tokens hold.
+pub const ROW_SEVERAL: u32 = 2;
 /// [`Launch::flags`]: the logits are written to memory.
 pub const LAUNCH_LOGITS: u32 = 1;
 /// [`Launch::flags`]: one step, whose tokens are left to a launch of the sampler.
@@ -32,7 +34,7 @@ pub struct Row {
     pub first_row: u32,
     /// Its position.
     pub first_position: u32,
-    /// [`ROW_SAMPLE`].
+    /// [`ROW_SAMPLE`], [`ROW_SEVERAL`].
     pub flags: u32,
     /// Past it the row idles.
     pub last_position: u32,

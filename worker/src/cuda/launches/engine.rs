@@ -337,6 +337,10 @@ impl Launcher for Engine {
         self.sampler.admit(slot, sequence, &self.stream).map_err(|error| self.failed(error))
     }
 
+    fn held(&mut self, slot: u32, tokens: &[u32]) -> Result<(), Fault> {
+        self.sampler.count(slot as usize, tokens, 0, &self.stream).map_err(|error| self.failed(error))
+    }
+
     fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
         self.renew_tags(steps)?;
         self.put(rows, steps, sampled).map_err(|error| self.failed(error))

@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
-use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
-use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
+use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, ROW_SEVERAL, Row};
+use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource, outcome_tokens};
 use crate::sampling::{MIN_TEMPERATURE, Sampled};
 
 /// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A launch
@@ -35,6 +35,9 @@ pub trait Launcher: Send {
 
     /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
+
+    /// Tokens of a sequence with penalties held, of which it had several rows in a launch. No launch is under way.
+    fn held(&mut self, slot: u32, tokens: &[u32]) -> Result<(), Fault>;
 
     /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and
     /// none is under way. `sampled`: the sampler draws, not the decoder.
@@ -197,6 +200,19 @@ impl<L: Launcher> LoopedDecoder<L> {
         self.complete(&sampled, begun.elapsed(), outcomes)
     }
 
+    /// Of sequences with penalties that had several rows in a step, whose samples were of `slots`.
+    fn count_held(&mut self, slots: &[u32], tokens: &[OutcomeToken]) -> Result<(), Fault> {
+        for of_slot in slots.chunk_by(|slot, next| slot == next).filter(|rows| rows.len() > 1) {
+            let slot = self.batch.slot(of_slot[0]);
+            if slot.has_penalties() && !slot.is_finished() {
+                let held = tokens.iter().filter(|token| token.sequence == slot.sequence());
+                let held: Vec<u32> = held.map(|token| token.sampled.token).collect();
+                self.launcher.held(of_slot[0], &held)?;
+            }
+        }
+        Ok(())
+    }
+
     fn logprobs(&self, slot: u32) -> bool {
         self.batch.slot(slot).logprobs().is_some()
     }
@@ -224,8 +240,12 @@ impl<L: Launcher> LoopedDecoder<L> {
             ..Outcome::default()
         };
         let slots = step.samples.iter().map(|row| step.rows[*row].slot);
-        let sequences: Vec<u64> = slots.map(|slot| self.batch.slot(slot).sequence()).collect();
+        let slots: Vec<u32> = slots.collect();
+        let sequences: Vec<u64> = slots.iter().map(|slot| self.batch.slot(*slot).sequence()).collect();
         outcome.tokens = outcome_tokens(&sequences, sampled, self.batch.complete(sampled));
+        if outcome.drafted > 0 {
+            self.count_held(&slots, &outcome.tokens)?;
+        }
         // Of a sequence that drafts there is a token more for each that held.
         let held = outcome.drafted > 0 && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
         self.since_drafts = if held { 0 } else { self.since_drafts.saturating_add(1) };
@@ -261,6 +281,11 @@ fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
             last_position: row.position,
             reserved: 0,
         });
+    }
+    for sequence in rows.chunk_by_mut(|row, next| row.slot == next.slot) {
+        if sequence.iter().filter(|row| row.flags & ROW_SAMPLE != 0).count() > 1 {
+            sequence.iter_mut().for_each(|row| row.flags |= ROW_SEVERAL);
+        }
     }
     rows
 }

@@ -128,16 +128,22 @@ impl Sampler {
         }
         match (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0) {
             true => Ok(()),
-            false => self.count(slot, sequence, stream),
+            false => {
+                let bytes = self.kernel.counts_bytes();
+                self.counts.fill_async(slot * bytes, bytes, 0, stream)?;
+                self.count(slot, sequence.tokens(), sequence.prompt().len(), stream)
+            }
         }
     }
 
-    /// Counts the tokens that a sequence brings along.
+    /// Counts tokens of a sequence, the first `prompt` of which are its prompt.
+    ///
+    /// # Errors
+    /// The driver refuses.
     #[allow(unsafe_code)]
-    fn count(&mut self, slot: usize, sequence: &Slot, stream: &Stream) -> Result<(), CudaError> {
-        let tokens = sequence.tokens();
+    pub fn count(&mut self, slot: usize, tokens: &[u32], prompt: usize, stream: &Stream) -> Result<(), CudaError> {
         if self.tokens_used + tokens.len() > self.host_tokens.len() {
-            // Counting is behind other admissions at most: no chain is under way.
+            // Counting is behind admissions and other counting at most: no chain is under way.
             stream.wait()?;
             self.tokens_used = 0;
         }
@@ -145,10 +151,9 @@ impl Sampler {
         self.tokens_used += tokens.len();
         self.host_tokens[first..self.tokens_used].copy_from_slice(tokens);
         let bytes = self.kernel.counts_bytes();
-        self.counts.fill_async(slot * bytes, bytes, 0, stream)?;
         let mut counts = self.counts.address() + (slot * bytes) as u64;
         let mut from = self.host_tokens.device_address()? + (first * size_of::<u32>()) as u64;
-        let (mut prompt, mut count) = (sequence.prompt().len() as u32, tokens.len() as u32);
+        let (mut prompt, mut count) = (prompt as u32, tokens.len() as u32);
         let mut parameters = [
             (&raw mut counts).cast::<c_void>(),
             (&raw mut from).cast(),
@@ -186,6 +191,7 @@ impl Sampler {
                 // The step's last launch ends the chain: those behind one that does would do nothing.
                 stop: if first + rows == all { launch.stop } else { self.stopped.address() + 4 },
                 row_count: rows as u32,
+                rows_before: first as u32,
                 ..launch
             };
             // SAFETY: as the caller vouches; a part's rows are among those of the whole.

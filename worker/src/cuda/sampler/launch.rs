@@ -87,8 +87,8 @@ pub struct SamplerLaunch {
     pub tag: u32,
     /// Step of the chain.
     pub step: u32,
-    /// 0
-    pub reserved: u32,
+    /// Rows of the same step, in launches before this one.
+    pub rows_before: u32,
 }
 
 impl RowLogprobs {

@@ -400,8 +400,7 @@ fn drafts_touch_no_token() {
             let (drafting, drafted, fewer) = run(each, steps, eager);
             println!("{few} sequences, up to {each} drafts each: {fewer} steps for {all}, {drafted} tokens drafted");
             assert!(drafting == plain, "{few} sequences, {each} drafts, plans of {steps}, {eager}");
-            // One of five has penalties and drafts nothing.
-            assert!(few < 2 || drafted > 100 && (eager || few > 4 || 2 * fewer < all));
+            assert!(few < 2 || drafted > 100 && (eager || few > 5 || 3 * fewer < 2 * all));
         }
     }
 }

@@ -127,7 +127,7 @@ fn sampler_structs() -> String {
             row_count,
             tag,
             step,
-            reserved,
+            rows_before,
         })
 }
 

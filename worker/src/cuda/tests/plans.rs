@@ -223,6 +223,7 @@ struct Fake {
     model: Model,
     /// Whether sequences of slots want what the decoder does not give.
     choosy: Vec<bool>,
+    penalised: Vec<bool>,
     tables: Vec<Vec<u32>>,
     /// Tokens by page and position: what K and V are here.
     memory: Vec<u32>,
@@ -251,6 +252,7 @@ impl Fake {
         Self {
             model,
             choosy: vec![false; SLOTS],
+            penalised: vec![false; SLOTS],
             tables: vec![vec![u32::MAX; KvLayout::pages_for(CONTEXT)]; SLOTS],
             memory: vec![u32::MAX; pages * PAGE_POSITIONS],
             launches: Vec::new(),
@@ -313,7 +315,13 @@ impl Launcher for Fake {
 
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         assert!(self.finished, "a slot changes under a launch");
+        self.penalised[slot as usize] = sequence.has_penalties();
         self.choosy[slot as usize] = sequence.logprobs().is_some() || sequence.sampling().temperature > 0.0;
+        Ok(())
+    }
+
+    fn held(&mut self, slot: u32, tokens: &[u32]) -> Result<(), Fault> {
+        assert!(self.finished && self.penalised[slot as usize] && !tokens.is_empty(), "{slot} counts {tokens:?}");
         Ok(())
     }
 
@@ -445,7 +453,7 @@ fn run_model(
         kv_pages: pages as usize,
         max_context: CONTEXT,
         vocab_size: VOCAB,
-        drafting: Some(Drafting { whole_sizes: true, extra_us: 1, penalties: false }),
+        drafting: Some(Drafting { whole_sizes: true, extra_us: 1 }),
         window: None,
     };
     let launcher = Fake::new(model, pages as usize, widths, log.clone());

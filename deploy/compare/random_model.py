@@ -4,8 +4,8 @@
     python3 random_model.py 8b /dev/shm/llama-8b
 
 Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. Tokens are words, so that any token prints
-and prompts of an exact length can be written: "w7 w9 w7". Other words are cut into their characters, the last tokens
-of the vocabulary, so that no two texts are the same to a prefix cache.
+and prompts of an exact length can be written: " w7 w9 w7". Words without a space in front and others are cut into
+their characters, the last tokens of the vocabulary, so that no two texts are the same to a prefix cache.
 
 With --period N a greedy text repeats itself every N tokens, whatever came before, at the cost of any other: layers add
 next to nothing to a token's embedding, and the LM head has it in the row of the token behind it. With temperature 2
@@ -95,10 +95,11 @@ def main() -> None:
     characters = [mark + character for mark in ("\u0120", "") for character in string.printable[:94]]
     words = [f"\u0120w{token}" for token in range(c["vocab_size"] - len(characters))]
     vocab = {word: token for token, word in enumerate(words + characters)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+    words_with_space = {"type": "Split", "pattern": {"Regex": r" ?\S+"}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = {
         "version": "1.0", "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words_with_space, byte_level]},
         "post_processor": None, "decoder": byte_level,
         "model": {"type": "WordPiece", "vocab": vocab, "unk_token": "\u0120w2", "continuing_subword_prefix": "",
                   "max_input_chars_per_word": 100},

@@ -243,7 +243,7 @@ fn next_token(tokens: &[u32]) -> u32 {
 
 /// A text that repeats itself, but for a token here and there.
 fn next_of_period(tokens: &[u32]) -> u32 {
-    let skips = u32::from(next_token(tokens) % 19 == 0);
+    let skips = u32::from(next_token(tokens).is_multiple_of(19));
     (tokens[tokens.len() - 1] + 1 + skips) % 11
 }
 

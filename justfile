@@ -40,6 +40,12 @@ prefix-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/prefix_figures.py {{ARGS}}
 
+# Needs torch and safetensors, which make up the checkpoints.
+# What drafts are worth.
+draft-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/draft_figures.py {{ARGS}}
+
 # Steps and prompts of every published shape, as a table.
 shape-figures *ARGS:
     cargo build --release --workspace

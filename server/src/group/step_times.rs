@@ -163,10 +163,10 @@ impl Curve {
         self.known().next_back().is_some_and(|(knot, _)| rows <= knot)
     }
 
-    /// What a step of `rows` rows says of other sizes, where its own is expected to take `change` longer now. Half of that
-    /// is put down to what all share, such as rows that decode at long contexts, but no other moves further than by a
-    /// step of its own. And others are expected to take less and less until they are tried: down to rows at the best rate
-    /// that is known, in no less than `least`, the time of a single row.
+    /// What a step of `rows` rows says of other sizes, where its own is expected to take `change` longer now. Half of
+    /// that is put down to what all share, such as rows that decode at long contexts, but no other moves further than
+    /// by a step of its own. And others are expected to take less and less until they are tried: down to rows at the
+    /// best rate that is known, in no less than `least`, the time of a single row.
     fn follow_beside(&mut self, rows: u32, change: f64, mut least: f64) {
         let row = self.known().map(|(knot, time)| time / f64::from(knot)).fold(f64::INFINITY, f64::min);
         for (time, knot) in self.times.iter_mut().zip(KNOTS) {

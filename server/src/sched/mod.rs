@@ -179,8 +179,8 @@ impl Scheduler {
         self.step_rows = rows;
     }
 
-    /// What steps take, by rows ascending: in plans to come sequences draft as far as that is worth it. Before the first
-    /// call they draft nothing.
+    /// What steps take, by rows ascending: in plans to come sequences draft as far as that is worth it. Before the
+    /// first call they draft nothing.
     pub fn set_step_times(&mut self, times: Vec<StepTime>) {
         self.step_times = times;
     }

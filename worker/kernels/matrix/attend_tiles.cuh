@@ -109,12 +109,13 @@ LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 que
 }
 constexpr u32 kOnlySpan = ~0u;
 
-struct TileItem {
+/// CUT: of a pass whose tiles are cut by spans, or some of them.
+template <bool CUT> struct TileItem {
   u32 kv_head, tile, position, part;  // position: of the first row; the others as in Pass::attend_tiles
 
   LP_DEVICE u32 row() const { return tile & 0xffff; }
   LP_DEVICE u32 rows() const { return tile >> 16; }
-  LP_DEVICE bool whole() const { return part == kOnlySpan; }
+  LP_DEVICE bool whole() const { return !CUT || part == kOnlySpan; }
   LP_DEVICE u32 first_of_all() const { return first_visible(position) / kPage; }
   LP_DEVICE u32 last_of_all() const { return (position + rows() - 1) / kPage; }
   LP_DEVICE u32 first_page() const {
@@ -130,23 +131,24 @@ struct TileItem {
 };
 /// The block's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp
 /// calls next.
-struct TileItems {
+template <bool CUT> struct TileItems {
   const Launch& launch;
   const Pass& pass;
   u32 round = 0, tile = 0, part = 0, position = 0;
 
-  LP_DEVICE bool next(TileItem& item) {
+  LP_DEVICE bool next(TileItem<CUT>& item) {
     const u32 count = pass.tile_count * kKvHeads;
     if (round % 32 == 0) {
       const u32 index = item_index(round + lane_index(), blockIdx.x, gridDim.x);
       if (index < count) {
         const u32* words = pass.attend_tiles + index / kKvHeads * 2;
-        tile = load_relaxed_u32(words), part = load_relaxed_u32(words + 1);
+        tile = load_relaxed_u32(words);
+        if constexpr (CUT) part = load_relaxed_u32(words + 1);
         position = launch.rows[tile & 0xffff].position;
       }
     }
     const u32 index = item_index(round, blockIdx.x, gridDim.x), of = round % 32;
-    item = TileItem{index % kKvHeads, shuffle(tile, of), shuffle(position, of), shuffle(part, of)};
+    item = TileItem<CUT>{index % kKvHeads, shuffle(tile, of), shuffle(position, of), CUT ? shuffle(part, of) : 0};
     round++;
     return index < count;
   }
@@ -229,7 +231,7 @@ struct TileRow {
   u32 token, head;  // of the tile; of the KV head
   bool on;
 
-  LP_DEVICE TileRow(const TileItem& item, u32 r) {
+  template <bool CUT> LP_DEVICE TileRow(const TileItem<CUT>& item, u32 r) {
     const u32 thread = thread_index(), at = thread / 32 % 4 * 16 + thread % 32 / 4 + 8 * r,
               from = thread / 128 * kTileTokens;
     token = from + at / kQueriesPerKv, head = at % kQueriesPerKv;
@@ -257,7 +259,8 @@ struct TileTurns {
   }
 };
 
-LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, const TileItem& item) {
+template <bool CUT> LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring,
+                                               const TileItem<CUT>& item) {
   const u32 t = thread_index() & 3, group = thread_index() / 128;
   const TileTurns turns{group, item.rows() > kTileTokens};
   u32 position[2];
@@ -424,11 +427,11 @@ LP_DEVICE void attend_tile(const Launch& launch, u32 shared, TileRing& ring, con
 }
 
 /// The pages of the block's items.
-LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, TileRing& ring) {
+template <bool CUT> LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, TileRing& ring) {
   const u32 lane = lane_index();
-  TileItems items{launch, pass};
+  TileItems<CUT> items{launch, pass};
 #pragma unroll 1
-  for (TileItem item; items.next(item);) {
+  for (TileItem<CUT> item; items.next(item);) {
     const u32* table = launch.page_table + launch.rows[item.row()].slot * launch.page_stride;
     PageOrder order(item.first_page(), item.last_page());
     u32 entry = 0;
@@ -449,11 +452,7 @@ LP_DEVICE void stream_tiles(const Launch& launch, const Pass& pass, u32 layer, T
   }
 }
 
-}  // namespace matrix
-
-extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
-    matrix_attend_tiles(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
-  using namespace matrix;
+template <bool CUT> LP_DEVICE void attend_tiles(const Launch& launch, const Pass& pass, u32 layer) {
   const u32 shared = shared_address(attend_memory), warp = threadIdx.x / 32;
   TileRing ring{shared};
   if (threadIdx.x == 0) {
@@ -467,14 +466,14 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
     lower_registers<24>();
     if (warp > kTileConsumers / 32) return;
     fence_async_global();  // qkv wrote pages as threads do
-    stream_tiles(launch, pass, layer, ring);
+    stream_tiles<CUT>(launch, pass, layer, ring);
     return;
   }
   raise_registers<240>();
   TileTurns::begin(threadIdx.x / 128);
-  TileItems items{launch, pass};
+  TileItems<CUT> items{launch, pass};
 #pragma unroll 1
-  for (TileItem item; items.next(item);) {
+  for (TileItem<CUT> item; items.next(item);) {
     if (shuffle(threadIdx.x / 128, 0) * kTileTokens < item.rows()) {
       attend_tile(launch, shared, ring, item);
       continue;
@@ -484,4 +483,16 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
       if (lane_index() == 0) mbarrier_arrive(ring.empty());
     }
   }
+}
+
+}  // namespace matrix
+
+extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
+    matrix_attend_tiles(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
+  matrix::attend_tiles<false>(launch, pass, layer);
+}
+extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
+    matrix_attend_cut_tiles(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass,
+                            u32 layer) {
+  matrix::attend_tiles<true>(launch, pass, layer);
 }

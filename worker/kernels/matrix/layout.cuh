@@ -117,7 +117,8 @@ struct Pass {
   u32* stopped;
   Row* next;               // of a pass that chooses: its rows, which become those of the next step; null: there is none
   u32 tile_count, span_count, merge_count, sample_count;
-  u32 step, reserved;      // of the chain; the first one does not look at `stopped`, but sets it
+  u32 step;                // of the chain; the first one does not look at `stopped`, but sets it
+  u32 cut;                 // whether tiles are cut by spans
 };
 
 /// Tokens of a tile of 64 (token, query head) pairs.

@@ -7,51 +7,55 @@
 namespace narrow {
 
 /// Rows of a sequence whose queries are columns together.
-constexpr u32 kTileRows = kColumns == 1 ? 1 : 8 / kQueriesPerKv;
+constexpr u32 kTileRows = kTogether ? 8 / kQueriesPerKv : 1;
 
 /// The rows of a step: their outputs, [row][page][kv head], and the items that make them, [group][page][kv head]. Both
-/// are counted once a step. A group is some tiles of rows of a sequence: as many as leave an item to all quads of
-/// warps, each of which computes tile by tile, so that few pages are not left to few of them.
+/// are counted once a step. A group is some rows of a sequence: as many as leave an item to all quads of warps, each of
+/// which computes tile by tile, so that few pages are not left to few of them.
 struct CountedRows : Rows {
   // Shared address: [columns] {outputs of the rows up to and with each, items of the groups that begin with these, rows
-  // of the group that begins with it}.
+  // of the group that begins with it}. If rows are not together an output is an item, and there are no more counts.
   u32 counts;
 
   LP_DEVICE u32 outputs_before(u32 row) const {
     return row == 0 ? 0 : load_shared_u32(counts + (row - 1) * kCountBytes);
   }
-  LP_DEVICE u32 items_up_to(u32 row) const { return load_shared_u32(counts + row * kCountBytes + 4); }
+  LP_DEVICE u32 items_up_to(u32 row) const {
+    return load_shared_u32(counts + row * kCountBytes + (kTogether ? 4 : 0));
+  }
   LP_DEVICE u32 items() const { return items_up_to(kColumns - 1); }
-  LP_DEVICE u32 rows_from(u32 row) const { return kColumns == 1 ? 1 : load_shared_u32(counts + row * kCountBytes + 8); }
+  LP_DEVICE u32 rows_from(u32 row) const { return kTogether ? load_shared_u32(counts + row * kCountBytes + 8) : 1; }
   /// Pages of `rows` rows of a sequence from `row` on.
   LP_DEVICE u32 pages_of(u32 row, u32 rows) const { return position(row + rows - 1) / kPage + 1 - first_page(row); }
+  /// Writes a count of all rows: of each, with those before it.
+  LP_DEVICE void add_up(u32 row, u32 at, u32 of_row) const {
+#pragma unroll
+    for (u32 d = 1; d < kColumns; d *= 2) {
+      const u32 before = shuffle(of_row, (int)(row - d) & 31);
+      of_row += row >= d ? before : 0;
+    }
+    if (row < kColumns) store_shared_u32(counts + row * kCountBytes + at, of_row);
+  }
   /// Rows of the group that begins with `row`; 0: none does.
   LP_DEVICE u32 group_from(u32 row) const {
-    if (kColumns == 1 || !active(row)) return active(row);
+    if (!active(row)) return 0;
     const u32 first = rows[row].first_row;
     u32 sequence = 0;
 #pragma unroll 1
     for (u32 r = 0; r < kColumns; r++) sequence += active(r) && rows[r].first_row == first;
-    const u32 tiles = (sequence + kTileRows - 1) / kTileRows,
-              fit = tiles * pages_of(first, sequence) * kKvHeads / (kBlocks * (kWarps / 4)),
-              group = (fit > 1 ? fit : 1) * kTileRows, left = first + sequence - row;
+    const u32 fit = sequence * pages_of(first, sequence) * kKvHeads / (kBlocks * (kWarps / 4)),
+              group = fit >= kTileRows ? fit / kTileRows * kTileRows : fit > 0 ? fit : 1,
+              left = first + sequence - row;
     return (row - first) % group == 0 ? (left < group ? left : group) : 0;
   }
   /// Writes `counts`. A whole warp calls it.
   LP_DEVICE void count_items() const {
     const u32 row = lane_index();
-    const u32 group = row < kColumns ? group_from(row) : 0;
-    u32 outputs = row < kColumns && active(row) ? pages(row) * kKvHeads : 0,
-        items = group > 0 ? pages_of(row, group) * kKvHeads : 0;
-#pragma unroll
-    for (u32 d = 1; d < kColumns; d *= 2) {
-      const u32 outputs_of = shuffle(outputs, (int)(row - d) & 31), items_of = shuffle(items, (int)(row - d) & 31);
-      outputs += row >= d ? outputs_of : 0, items += row >= d ? items_of : 0;
-    }
-    if (row < kColumns) {
-      store_shared_u32(counts + row * kCountBytes, outputs);
-      store_shared_u32(counts + row * kCountBytes + 4, items);
-      store_shared_u32(counts + row * kCountBytes + 8, group);
+    add_up(row, 0, row < kColumns && active(row) ? pages(row) * kKvHeads : 0);
+    if constexpr (kTogether) {
+      const u32 group = row < kColumns ? group_from(row) : 0;
+      add_up(row, 4, group > 0 ? pages_of(row, group) * kKvHeads : 0);
+      if (row < kColumns) store_shared_u32(counts + row * kCountBytes + 8, group);
     }
     __syncwarp();
   }
@@ -203,8 +207,8 @@ LP_DEVICE void score_leaf(const Launch& launch, const CountedRows& rows, const I
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const u32 at = base + g + i / 2 * 8, row = tile.row(2 * t + (i & 1));
-    if (at <= rows.position(row) && at >= rows.first_visible(row))
-      score[i] = sum[i] * (query_scale[i & 1] * key_scale[i / 2]);
+    const bool seen = kTogether ? at <= rows.position(row) && at >= rows.first_visible(row) : at <= p && at >= low;
+    if (seen) score[i] = sum[i] * (query_scale[i & 1] * key_scale[i / 2]);
   }
 }
 
@@ -262,16 +266,12 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       store_shared_u32(leaves + number * 4, leaf.first);
       store_shared_u32(leaves + 16 + number * 4, leaf.second);
     }
-    const u32 group = rows.rows_from(item.row), last = item.row + group - 1;
     Overwritten overwritten;
-#pragma unroll 1
-    for (u32 done = 0; done < group; done += kTileRows) {
-      const u32 left = group - done;
-      const Tile tile{item.row + done, left < kTileRows ? left : kTileRows, kColumns == 1 || done == 0};
-      if (kColumns > 1 && done > 0) overwritten.restore(leaf.first);
+    const auto attend_rows = [&](const Tile& tile, u32 last) {
+      if (!tile.begins) overwritten.restore(leaf.first);
       float score[4], most[2], total[2];
       score_leaf(launch, rows, item, tile, last, layer, number, leaf, tag, score);
-      if (kColumns > 1 && tile.begins && tile.rows < group) overwritten.save(leaf.first);
+      if (kTogether && tile.begins && tile.first + kTileRows <= last) overwritten.save(leaf.first);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         most[c] = fmaxf(score[c], score[2 + c]);
@@ -322,7 +322,7 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
           mma_m16n8k16(out[d], i == 0 ? v[d] : fragment(d, i), weights[i][0], weights[i][1]);
       // Orders what was written to the slots before the copies that use them again. It waits for all that the warp has
       // stored: so it stands before the words, where the products take longer.
-      if (done + kTileRows >= group) fence_async_shared();
+      if (!kTogether || tile.first + kTileRows > last) fence_async_shared();
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         total[c] = shuffle(sum, 2 * t + c);
@@ -331,9 +331,14 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
       }
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const u32 column = 2 * t + c, row = tile.row(column);
-        if (!tile.has(column) || item.page < rows.first_page(row) || item.page > rows.position(row) / kPage) continue;
-        const u32 output = rows.outputs_before(row) + (item.page - rows.first_page(row)) * kKvHeads + item.kv_head;
+        const u32 column = 2 * t + c;
+        if (!tile.has(column)) continue;
+        u32 output = index;
+        if constexpr (kTogether) {
+          const u32 row = tile.row(column), first = rows.first_page(row);
+          if (item.page < first || item.page > rows.position(row) / kPage) continue;
+          output = rows.outputs_before(row) + (item.page - first) * kKvHeads + item.kv_head;
+        }
         u8* words = launch.words + Words::page + output * Words::page_bytes + (number * TILES * 8 + g) * 16 +
                     column % kQueriesPerKv * (kDimTiles * 128);
 #pragma unroll
@@ -343,7 +348,13 @@ LP_DEVICE void attend(const Launch& launch, Consumer& consumer, u32 shared, cons
                            __float_as_uint(g % 2 ? total[c] : most[c]));
       }
       barrier_sync(1 + quad, 128);
-    }
+    };
+    if constexpr (kTogether) {
+      const u32 end = item.row + rows.rows_from(item.row);
+#pragma unroll 1
+      for (u32 row = item.row; row < end; row += kTileRows)
+        attend_rows(Tile{row, end - row < kTileRows ? end - row : kTileRows, row == item.row}, end - 1);
+    } else attend_rows(Tile{item.row, 1, true}, item.row);
 #pragma unroll
     for (u32 c = 0; c < kLeafChunks; c++) consumer.release(chunk + c, false);
   }

@@ -21,7 +21,10 @@ static_assert(kGroupBytes <= kSlotBytes, "a group of positions fits a slot");
 // Partials of a set of two tiles: [tile][leaf][column][row] f32.
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
-constexpr u32 kCountBytes = 12;  // three counts of a row
+/// Whether rows of a sequence read its pages together. Kernels of ranks have no registers for it: 230 bytes more of
+/// them would be spilled.
+constexpr bool kTogether = kColumns > 1 && kRanks == 1;
+constexpr u32 kCountBytes = kTogether ? 12 : 4;  // of a row
 
 struct Shared {
   static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;

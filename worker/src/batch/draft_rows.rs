@@ -165,7 +165,8 @@ mod tests {
     }
 
     proptest! {
-        /// The slow definition: of all numbers of rows, each filled with the likeliest tokens, the one of the best rate.
+        /// The slow definition: of all numbers of rows, each filled with the likeliest tokens, the one of the best
+        /// rate.
         #[test]
         fn no_other_number_of_rows_has_a_better_rate(
             offers in prop::collection::vec((1usize..8, 0u32..100), 1..9), room in 0usize..40, whole in any::<bool>(),

@@ -44,6 +44,13 @@ pub struct Items {
     pub samples: Vec<u32>,
 }
 
+impl Items {
+    /// Whether tiles are cut by spans.
+    pub fn is_cut(&self) -> bool {
+        self.tiles.iter().any(|[_, part]| *part != ONLY_SPAN)
+    }
+}
+
 impl Bounds {
     /// Spans of a row that sees up to `pages` pages, at most.
     pub fn most_spans(pages: usize) -> usize {

@@ -36,6 +36,7 @@ enum Phase {
     QueryKeyValue,
     HeadNorms,
     AttendTiles,
+    AttendCutTiles,
     AttendSpans,
     MergeSpans,
     AttentionOut,
@@ -64,12 +65,13 @@ enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 30] = [
+    const ALL: [Self; 31] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
         Self::HeadNorms,
         Self::AttendTiles,
+        Self::AttendCutTiles,
         Self::AttendSpans,
         Self::MergeSpans,
         Self::AttentionOut,
@@ -104,6 +106,7 @@ impl Phase {
             Self::QueryKeyValue => "matrix_qkv",
             Self::HeadNorms => "matrix_head_norms",
             Self::AttendTiles => "matrix_attend_tiles",
+            Self::AttendCutTiles => "matrix_attend_cut_tiles",
             Self::AttendSpans => "matrix_attend_spans",
             Self::MergeSpans => "matrix_merge_spans",
             Self::AttentionOut => "matrix_out",
@@ -216,7 +219,7 @@ impl Needs {
             Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
             Phase::Choose | Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
             meet if meet.meets() => 0,
-            Phase::AttendTiles => self.tiles_shared,
+            Phase::AttendTiles | Phase::AttendCutTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
             _ => self.product_shared,
         }
@@ -244,7 +247,8 @@ pub struct Pass {
     pub sample_count: u32,
     /// Of the chain.
     pub step: u32,
-    pub reserved: u32,
+    /// Whether there are tiles that are cut by spans.
+    pub cut: u32,
 }
 
 /// The kernels, loaded.
@@ -394,14 +398,15 @@ impl Steps {
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
     fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
         let Self { layers, qk_norm, blocks, cuts, group } = *self;
-        let (tiles, spans) = (pass.tile_count > 0, pass.span_count > 0);
+        let (tiles, cut, spans) = (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0);
         let (merges, samples, chooses) = (pass.merge_count > 0, pass.sample_count > 0, pass.stopped != 0);
         let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
         let layer = [
             (Phase::Norms, true),
             (Phase::QueryKeyValue.cut(qkv), true),
             (Phase::HeadNorms, qk_norm),
-            (Phase::AttendTiles, tiles),
+            (Phase::AttendTiles, tiles && !cut),
+            (Phase::AttendCutTiles, tiles && cut),
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
             (Phase::AttentionOut.cut(out), true),
@@ -478,6 +483,8 @@ mod tests {
         let end = ["norms", "gather", "head_choose", "choose"].map(|name| (name, 2));
         assert_eq!(names(&chooses, false)[15..], end);
         assert_eq!(names(&Pass { sample_count: 0, ..chooses }, false).len(), 15);
+        let cut = names(&Pass { cut: 1, merge_count: 9, ..prompt }, false);
+        assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"].map(|name| (name, 0)));
         let few = of_rows(128, &prompt, steps(false, [Some(OUT), None, Some(DOWN)]));
         let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
         assert_eq!(few[1..8], quads.map(|name| (name, 0)));

@@ -3,8 +3,8 @@
 //! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
 //! tokens, and asks it to stop when a newer plan is there, nobody is left, or tokens were drafted that are worth their
 //! rows. Any other step is a launch for each of its passes ([`super::passes`]), a later launch seeing K and V of the
-//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped. Where all rows
-//! want the largest logit and nothing more the decoder draws, else the sampler does.
+//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped. Where all
+//! rows want the largest logit and nothing more the decoder draws, else the sampler does.
 
 use std::time::Instant;
 
@@ -14,8 +14,8 @@ use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, ROW_SEVERAL, Row};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource, outcome_tokens};
 use crate::sampling::{MIN_TEMPERATURE, Sampled};
 
-/// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A launch
-/// of many steps ends up to two steps after it was asked to.
+/// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A
+/// launch of many steps ends up to two steps after it was asked to.
 const SOON_AFTER_DRAFTS: u32 = 16;
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
@@ -189,8 +189,9 @@ impl<L: Launcher> LoopedDecoder<L> {
             draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
             last = launch;
         }
-        if draws.last().is_some_and(|&(launch, ..)| launch == last) {
-            // Its tokens are there before the driver says that it has ended.
+        if step.samples.len() == step.rows.len() {
+            // Tokens are there before the driver says that the launch has ended; when, the step before says, as it does
+            // not of steps with prompts.
             self.launcher.wait_step(last, 0, &|| false)?;
         }
         self.launcher.finish()?;

@@ -29,16 +29,20 @@ const SMS: usize = 132;
 const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
     (Shape::B8, 2, [0, 0]),
     (Shape::B8, 4, [0, 232]),
-    (Shape::B8, 8, [0, 236]),
-    (Shape::B8, 16, [0, 140]),
+    (Shape::B8, 8, [44, 236]),
+    (Shape::B8, 16, [0, 176]),
     (Shape::B70, 4, [0, 60]),
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;
 /// The compiler's warning that it makes products wait for each other.
 const SERIALIZED: &str = "wgmma.mma_async instructions are serialized";
-/// A kernel of matrix passes, between its tiles; attention of prompts also where positions are masked.
-const MATRIX_SPILLS: u32 = 56;
+/// A kernel of matrix passes, between its tiles; attention of prompts also where positions are masked, and where tiles
+/// are cut by spans.
+const MATRIX_SPILLS: u32 = 60;
+const CUT_TILES_SPILLS: u32 = 96;
+/// Of one GPU's kernel of eight columns: where rows of a sequence read its pages together.
+const TOGETHER_SPILLS: u32 = 48;
 
 fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -74,7 +78,10 @@ fn every_shape_compiles_and_its_resources_are_told() {
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
         check_wide(&layout).unwrap_or_else(|problem| panic!("{name}: {problem}"));
-        let job = |variant: Variant| (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), 0);
+        let job = |variant: Variant| {
+            let most = if variant.columns() == 8 { TOGETHER_SPILLS } else { 0 };
+            (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
+        };
         jobs.extend(variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)).map(job));
     }
     for (shape, ranks, [one, eight]) in GROUPS {
@@ -117,6 +124,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
                 let resources = Resources::of(kernel, &binary.log)
                     .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
                 eprintln!("{name}, {kernel}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
+                let most = if kernel.contains("cut_tiles") { CUT_TILES_SPILLS } else { most };
                 if resources.spilled > most {
                     over.lock().unwrap().push(format!("{name}, {kernel}: {} bytes", resources.spilled));
                 }

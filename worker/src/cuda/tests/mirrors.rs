@@ -85,7 +85,7 @@ fn pass_struct() -> String {
         merge_count,
         sample_count,
         step,
-        reserved,
+        cut,
     })
 }
 

@@ -236,6 +236,7 @@ impl Engine {
             attend_tiles: place(bytemuck::cast_slice(tiles)),
             samples: place(samples),
             tile_count: tiles.len() as u32,
+            cut: items.is_cut().into(),
             span_count: spans.len() as u32,
             merge_count: merges.len() as u32,
             sample_count: samples.len() as u32,

@@ -101,7 +101,7 @@ pub struct ServeArgs {
 
     /// How tokens are drafted, as JSON with vLLM's keys: {"method": "suffix", "num_speculative_tokens": 7}. Drafts are
     /// what followed the same tokens earlier in the sequence; the tokens are the same, several may come out of a step.
-    /// On CPUs; a GPU computes none yet. num_speculative_tokens 0: none
+    /// Groups of GPUs compute none yet. num_speculative_tokens 0: none
     #[arg(long, value_name = "JSON", env = "LOOPLANE_SPECULATIVE_CONFIG")]
     pub speculative_config: Option<String>,
 

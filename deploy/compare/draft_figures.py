@@ -48,12 +48,9 @@ def main() -> None:
         rows = [(1, 100, GREEDY), (1, 8000, GREEDY), (8, 100, GREEDY)]
         rows += [(1, 100, COIN), (8, 100, COIN)] if period == 50 else [(64, 100, GREEDY)]
         found = {row: {mode: [] for mode in ("off", "on")} for row in range(len(rows))}
-        for _ in range(args.rounds):
-            for mode in ("off", "on"):
-                drafts = ["--speculative-config", OFF] if mode == "off" else []
-                with Server(args.looplane, "--model", model, *drafts, *args.options):
-                    for row, (streams, prompt, sampling) in enumerate(rows):
-                        found[row][mode].append(measure(args.tokens, streams, prompt, period, sampling))
+        for mode in in_turns(args.rounds, args.looplane, "--model", model, *args.options):
+            for row, (streams, prompt, sampling) in enumerate(rows):
+                found[row][mode].append(measure(args.tokens, streams, prompt, period, sampling))
         for row, (streams, prompt, sampling) in enumerate(rows):
             speed = {mode: statistics.median(speed for speed, *_ in found[row][mode]) for mode in ("off", "on")}
             _, drafted, accepted, answers = found[row]["on"][-1]
@@ -62,6 +59,15 @@ def main() -> None:
             kind = text if sampling is GREEDY else "holds by 60 %"
             print(f"| {kind}, {streams}, {prompt} | {speed['off']:.0f} | {speed['on']:.0f}, "
                   f"{speed['on'] / speed['off']:.2f}x | {accepted} of {drafted} |", flush=True)
+
+
+def in_turns(rounds: int, looplane: Path, *options):
+    """Runs servers without and with drafts, each so often: "off" or "on" while one runs."""
+    for _ in range(rounds):
+        for mode in ("off", "on"):
+            drafts = ["--speculative-config", OFF] if mode == "off" else []
+            with Server(looplane, *options, *drafts):
+                yield mode
 
 
 def measure(tokens: int, streams: int, prompt: int, period: int, sampling: dict) -> tuple[float, int, int, list[str]]:

@@ -15,8 +15,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from draft_figures import OFF, counted
-from serving import LOOPLANE, PORT, Server
+from draft_figures import counted, in_turns
+from serving import LOOPLANE, PORT
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = (ROOT / "worker/src/rope.rs").read_text()[:2600]
@@ -62,13 +62,11 @@ def main() -> None:
     print(f"{args.model.name} on {args.device}, {datetime.date.today()}\n\n| task | tokens | without, tokens/s | with "
           "| tokens a step | accepted of drafted |\n|---|---|---|---|---|---|", flush=True)
     found = {task: {"off": [], "on": []} for task in TASKS}
-    for _ in range(args.rounds):
-        for mode in ("off", "on"):
-            drafts = ["--speculative-config", OFF] if mode == "off" else []
-            with Server(args.looplane, "--model", args.model, "--device", args.device, *drafts, *args.options):
-                for task, messages in TASKS.items():
-                    answer(messages, 1)  # its prompt is cached
-                    found[task][mode].append(answer(messages, args.tokens))
+    options = ("--model", args.model, "--device", args.device, *args.options)
+    for mode in in_turns(args.rounds, args.looplane, *options):
+        for task, messages in TASKS.items():
+            answer(messages, 1)  # its prompt is cached
+            found[task][mode].append(answer(messages, args.tokens))
     for task, runs in found.items():
         answers = {text for mode in runs.values() for text, *_ in mode}
         if len(answers) > 1:

@@ -72,6 +72,8 @@ def main() -> None:
     parser.add_argument("--period", type=int, help="tokens after which greedy texts repeat themselves")
     args = parser.parse_args()
     folder, c = args.folder, SHAPES[args.shape]
+    if args.period and c["tie_word_embeddings"]:
+        parser.error(f"--period needs an LM head of its own, which {args.shape} has not")
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)

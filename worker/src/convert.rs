@@ -262,6 +262,20 @@ mod tests {
     }
 
     #[test]
+    fn times_of_drafts_are_refused_whose_rows_do_not_ascend() {
+        let with = |rows: &[u32]| {
+            let times = rows.iter().map(|&rows| v1::StepTime { rows, us: 9 }).collect();
+            plan(v1::Plan { drafts: Some(v1::Drafts { each: 7, rows: 4, times }), ..valid() })
+        };
+        let drafts = with(&[1, 8]).unwrap().drafts;
+        assert_eq!((drafts.each, drafts.rows, drafts.times[1]), (7, 4, StepTime { rows: 8, us: 9 }));
+        for rows in [[8, 8], [8, 1]] {
+            let error = with(&rows).unwrap_err().to_string();
+            assert!(error.contains("plan 3") && error.contains("do not ascend"), "{error}");
+        }
+    }
+
+    #[test]
     fn biases_are_sorted_by_token() {
         let mut unsorted = valid();
         let bias = |token| v1::LogitBias { token, bias: token as f32 };

@@ -192,13 +192,6 @@ impl Slot {
         }
     }
 
-    /// Penalties change its logits.
-    pub fn has_penalties(&self) -> bool {
-        self.sampling.as_ref().is_some_and(|params| {
-            (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
-        })
-    }
-
     /// Tokens that are drafts of the next step.
     pub(super) fn drafted(&self) -> usize {
         self.drafted

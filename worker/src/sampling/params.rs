@@ -30,6 +30,11 @@ pub struct SamplingParams {
 }
 
 impl SamplingParams {
+    /// Tokens that were generated change the logits.
+    pub fn has_penalties(&self) -> bool {
+        (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+    }
+
     /// The largest logit, and nothing that changes it.
     pub fn greedy() -> Self {
         Self {

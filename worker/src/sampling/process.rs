@@ -57,7 +57,7 @@ impl Processor {
                 self.mark(token, SEEN, logits);
             }
         }
-        if params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0 {
+        if params.has_penalties() {
             for &token in row.generated {
                 if let Some(i) = self.mark(token, SEEN, logits) {
                     self.marks[i] += 1;

@@ -205,7 +205,7 @@ impl<L: Launcher> LoopedDecoder<L> {
     fn count_held(&mut self, slots: &[u32], tokens: &[OutcomeToken]) -> Result<(), Fault> {
         for of_slot in slots.chunk_by(|slot, next| slot == next).filter(|rows| rows.len() > 1) {
             let slot = self.batch.slot(of_slot[0]);
-            if slot.has_penalties() && !slot.is_finished() {
+            if slot.sampling().has_penalties() && !slot.is_finished() {
                 let held = tokens.iter().filter(|token| token.sequence == slot.sequence());
                 let held: Vec<u32> = held.map(|token| token.sampled.token).collect();
                 self.launcher.held(of_slot[0], &held)?;
@@ -258,7 +258,7 @@ impl<L: Launcher> LoopedDecoder<L> {
 fn drawn_by_decoder(slot: &Slot) -> bool {
     let params = slot.sampling();
     params.temperature < MIN_TEMPERATURE
-        && (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+        && !params.has_penalties()
         && params.logit_bias.is_empty()
         && slot.logprobs().is_none()
         && (slot.stop_tokens().is_empty() || !slot.is_stop_forbidden(slot.generated().len()))

@@ -126,14 +126,12 @@ impl Sampler {
                 }
             }
         }
-        match (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0) {
-            true => Ok(()),
-            false => {
-                let bytes = self.kernel.counts_bytes();
-                self.counts.fill_async(slot * bytes, bytes, 0, stream)?;
-                self.count(slot, sequence.tokens(), sequence.prompt().len(), stream)
-            }
+        if !params.has_penalties() {
+            return Ok(());
         }
+        let bytes = self.kernel.counts_bytes();
+        self.counts.fill_async(slot * bytes, bytes, 0, stream)?;
+        self.count(slot, sequence.tokens(), sequence.prompt().len(), stream)
     }
 
     /// Counts tokens of a sequence, the first `prompt` of which are its prompt.

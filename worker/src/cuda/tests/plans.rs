@@ -315,7 +315,7 @@ impl Launcher for Fake {
 
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         assert!(self.finished, "a slot changes under a launch");
-        self.penalised[slot as usize] = sequence.has_penalties();
+        self.penalised[slot as usize] = sequence.sampling().has_penalties();
         self.choosy[slot as usize] = sequence.logprobs().is_some() || sequence.sampling().temperature > 0.0;
         Ok(())
     }

@@ -48,7 +48,8 @@ pub struct Timeouts {
     pub step: Duration,
     /// The least time after which a rank that owes a report counts as hung, however short its step should be.
     pub step_floor: Duration,
-    /// Between two pings of the connection to each worker, busy or idle.
+    /// Between two pings of the connection to each worker, busy or idle. Seldom: reports and `probe` tell sooner, except
+    /// of a worker that loads.
     pub ping: Duration,
     /// For the answer; a worker whose connection does not answer counts as hung, and the group as lost. Longer than what
     /// the server itself may stand still: its clock runs on meanwhile, and answers that are there count for nothing.
@@ -85,7 +86,7 @@ impl Default for Timeouts {
             load: Duration::from_secs(600),
             drain: Duration::from_secs(30),
             step_floor: Duration::from_secs(3),
-            ping: Duration::from_secs(1),
+            ping: Duration::from_secs(5),
             pong: Duration::from_secs(20),
             probe: Duration::from_secs(1),
             answer: Duration::from_secs(2),

@@ -20,7 +20,7 @@ LP_DEVICE void begin_block(u32 shared) {
 }
 LP_DEVICE CountedRows rows_of(const Launch& launch, u32 step) {
   const Rows rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
-  return CountedRows{rows, shared_address(shared_memory) + Shared::counts + step % 2 * kColumns * kCountBytes};
+  return CountedRows{rows, shared_address(shared_memory) + Shared::counts + step % 2 * kCountsBytes};
 }
 LP_DEVICE bool samples(const Launch& launch) {
   for (u32 r = 0; r < launch.row_count; r++)

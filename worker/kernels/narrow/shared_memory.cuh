@@ -21,10 +21,14 @@ static_assert(kGroupBytes <= kSlotBytes, "a group of positions fits a slot");
 // Partials of a set of two tiles: [tile][leaf][column][row] f32.
 constexpr u32 kSetBytes = 2 * kWarps * kColumns * 16 * 4;
 
-/// Whether rows of a sequence read its pages together. Kernels of ranks have no registers for it: 230 bytes more of
-/// them would be spilled.
-constexpr bool kTogether = kColumns > 1 && kRanks == 1;
-constexpr u32 kCountBytes = kTogether ? 12 : 4;  // of a row
+/// Whether rows of a sequence read its pages together. Kernels of four ranks and more have no registers for it: 450
+/// bytes more of them would be spilled.
+constexpr bool kTogether = kColumns > 1 && kRanks <= 2;
+/// Whether they leave the outputs of shares where they have many pages.
+constexpr bool kShares = kTogether && kWindow == 0;
+constexpr u32 kCountBytes = kTogether ? 12 : 4, kCountsBytes = kColumns * kCountBytes + (kTogether ? 16 : 0);
+/// The barrier of all consumer warps; those of the quads come before it.
+constexpr u32 kAllQuads = 6;
 
 struct Shared {
   static constexpr u32 slots = 192 * 1024 / kRings / kSlotBytes;
@@ -49,9 +53,8 @@ struct Shared {
   // The token of one column, for the epilogue warp that did not choose it.
   static constexpr u32 token = turns_before + 4;
   static constexpr u32 rows = last_step + 16;                                  // [columns] Row
-  // [2][columns] kCountBytes, see CountedRows; steps use the two in turns.
-  static constexpr u32 counts = rows + kColumns * sizeof(Row);                 // [2][columns]
-  static constexpr u32 bytes = counts + 2 * kColumns * kCountBytes;
+  static constexpr u32 counts = rows + kColumns * sizeof(Row);                 // [2], see CountedRows; used in turns
+  static constexpr u32 bytes = counts + 2 * kCountsBytes;
 };
 
 }  // namespace narrow

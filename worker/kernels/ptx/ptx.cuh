@@ -54,6 +54,10 @@ LP_DEVICE void store_shared_16(u32 address, const float* v) {
   asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                : "memory");
 }
+LP_DEVICE void store_shared_16(u32 address, const Quad& v) {
+  asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 LP_DEVICE void store_shared_u16(u32 address, u32 v) {
   asm volatile("st.shared.u16 [%0],%1;" ::"r"(address), "h"((u16)v) : "memory");
 }

@@ -159,11 +159,6 @@ pub fn load_with(
             Some(Ties { fabric: Fabric::new(&gpu, group, inbox.bytes as usize, request.wait_limit)?, inbox })
         }
     };
-    // Nobody has seen groups draft.
-    let drafts = request.tensor_parallel == 1;
-    if !drafts && request.rank == 0 {
-        notes.push("drafts are left out in groups of GPUs".to_owned());
-    }
     let loaded = Loaded {
         architecture: config.architecture.name().to_owned(),
         vocab_size: config.vocab_size,
@@ -180,7 +175,7 @@ pub fn load_with(
         model_digest: model.digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
-        drafts,
+        drafts: true,
     };
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
@@ -188,7 +183,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafting: drafts.then_some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US }),
+        drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US }),
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;

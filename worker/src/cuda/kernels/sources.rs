@@ -9,7 +9,7 @@ pub const SOURCES: [&str; 3] = [
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 44] = [
+pub const HEADERS: [(&str, &str); 47] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -32,6 +32,9 @@ pub const HEADERS: [(&str, &str); 44] = [
     ("narrow/turns.cuh", include_str!("../../../kernels/narrow/turns.cuh")),
     ("narrow/steps.cuh", include_str!("../../../kernels/narrow/steps.cuh")),
     ("narrow/product.cuh", include_str!("../../../kernels/narrow/product.cuh")),
+    ("narrow/attention_items.cuh", include_str!("../../../kernels/narrow/attention_items.cuh")),
+    ("narrow/attention_leaf.cuh", include_str!("../../../kernels/narrow/attention_leaf.cuh")),
+    ("narrow/attention_tiles.cuh", include_str!("../../../kernels/narrow/attention_tiles.cuh")),
     ("narrow/attention.cuh", include_str!("../../../kernels/narrow/attention.cuh")),
     ("narrow/epilogue.cuh", include_str!("../../../kernels/narrow/epilogue.cuh")),
     ("narrow/phases.cuh", include_str!("../../../kernels/narrow/phases.cuh")),

@@ -72,7 +72,8 @@ impl Attention {
         let columns = match (width.bounds, width.columns) {
             // Tiles, whose spans are computed side by side.
             (Some(_), _) => 1024,
-            (None, 0..=8) => 8,
+            // A tile for each of four warps.
+            (None, 0..=8) => 32,
             (None, _) => 16,
         };
         (columns / self.queries_per_kv).max(1)

@@ -222,7 +222,7 @@ mod tests {
         };
         assert_eq!(columns(&[(100, 1)]), 1);
         assert_eq!((columns(&[(100, 8)]), columns(&[(4000, 8)])), (8, 8));
-        assert_eq!((columns(&[(12_000, 8)]), columns(&[(12_000, 1); 8])), (32, 8));
+        assert_eq!((columns(&[(12_000, 8)]), columns(&[(12_000, 1); 8])), (8, 8));
         assert_eq!((columns(&[(1000, 64)]), columns(&[(2000, 64)])), (64, 1024));
         assert_eq!((columns(&[(9000, 64)]), columns(&[(16_000, 64)])), (1024, 1024));
         // The row that decodes has room for one of its two spans at most.

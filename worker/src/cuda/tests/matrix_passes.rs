@@ -8,9 +8,8 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::gpu::{by_sequence, gpu, load_rank, request, yields};
-use super::plans::{Request, alike, drive, plans, sharing_plans};
+use super::plans::{Request, alike, drive, plans, sharing_plans, with_drafts};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
-use crate::batch::{Drafts, StepTime};
 use crate::cuda::Options;
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::launches::looped_decoder::Launcher;
@@ -250,6 +249,44 @@ fn rows_have_their_bits_in_the_fixtures() {
     }
 }
 
+/// Rows of sequences in narrow passes, which read pages together: those of a few pages leave the outputs of pages, of
+/// many those of shares; the more blocks the more are many.
+#[test]
+fn rows_that_read_pages_together_have_their_bits() {
+    if !gpu() {
+        return;
+    }
+    const LEN: usize = 50;
+    let far = |config| ModelConfig { max_positions: 4300, ..config };
+    let runs = [(far(llama_8b()), None), (far(qwen3()), None), (smol(), Some(24)), (qwen_half(), Some(16))];
+    for (config, blocks) in runs {
+        let decoder = load_rows(&config, random(&config), (8, 512), false, Options { blocks, ..Options::default() });
+        let mut model = Model::new(decoder, 8);
+        // A page begins among the rows.
+        let begin = (config.max_positions - LEN) / 64 * 64 - 10;
+        let sequence = tokens(8, begin + LEN);
+        (0..4).for_each(|slot| drop(model.prompt(slot, &sequence, 500, None)));
+        let row = |slot: usize, position: usize| (slot as u32, sequence[position], position as u32);
+        let expected: Vec<Bits> =
+            (begin..begin + LEN).flat_map(|at| model.step(&[row(0, at)], &[true], Some(1))).collect();
+        for parts in [&[8][..], &[2], &[3, 5], &[1, 7], &[2, 2, 4], &[1, 6, 1], &[1, 1, 1, 1]] {
+            // The last: beside rows of few pages.
+            for (shift, short) in [(0, 0), (3, 0), (17, 0), (40, 0), (5, 100)] {
+                let mut rows: Vec<_> = (0..short.min(8 - parts.iter().sum::<usize>())).map(|at| row(3, at)).collect();
+                let few = rows.len();
+                for (slot, len) in parts.iter().enumerate().filter(|(slot, _)| few == 0 || *slot < 3) {
+                    rows.extend((begin + shift..begin + shift + len).map(|position| row(slot, position)));
+                }
+                rows.sort_by_key(|(slot, ..)| *slot);
+                let got = model.step(&rows, &vec![true; rows.len()], Some(8));
+                for ((slot, _, position), got) in rows.iter().zip(got).filter(|(row, _)| row.2 as usize >= begin) {
+                    assert!(got == expected[*position as usize - begin], "{parts:?}, slot {slot} at {position}");
+                }
+            }
+        }
+    }
+}
+
 /// Weights that are packed otherwise, with units of one tile here and there.
 #[test]
 fn grids_do_not_touch_a_bit() {
@@ -387,9 +424,7 @@ fn drafts_touch_no_token() {
         let requests: Vec<Request> = (0..few).map(request).collect();
         let run = |each: u32, steps: u32, eager: bool| {
             let decoder = load_rows(&config, random(&config), (64, BATCH_TOKENS), false, Options::default());
-            let mut plans = plans(&requests, 200, BATCH_TOKENS, steps);
-            let times = [(1, 1000), (8, 1100), (32, 1200), (64, 1300)].map(|(rows, us)| StepTime { rows, us });
-            plans.iter_mut().for_each(|plan| plan.drafts = Drafts { each, rows: 100, times: times.to_vec() });
+            let plans = with_drafts(plans(&requests, 200, BATCH_TOKENS, steps), each);
             let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
             let sum = |of: fn(&Outcome) -> usize| outcomes.iter().map(of).sum::<usize>();
             let (drafted, steps) = (sum(|outcome| outcome.drafted), sum(|outcome| usize::from(outcome.ran_step)));

@@ -143,6 +143,13 @@ pub fn sharing_plans(requests: &[Request], shared: usize, rows: usize) -> Vec<Pl
     plans
 }
 
+/// The same plans, by which each sequence may draft so many tokens a step.
+pub fn with_drafts(mut plans: Vec<Plan>, each: u32) -> Vec<Plan> {
+    let times = [(1, 1000), (8, 1100), (32, 1200), (64, 1300)].map(|(rows, us)| StepTime { rows, us });
+    plans.iter_mut().for_each(|plan| plan.drafts = Drafts { each, rows: 100, times: times.to_vec() });
+    plans
+}
+
 /// Runs plans; `eager`: each as soon as there is room, else once the one before is over.
 pub fn drive(
     decoder: impl FnOnce(PlanSource, OutcomeSink) -> Result<(), Fault> + Send + 'static,

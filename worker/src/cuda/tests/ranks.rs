@@ -4,14 +4,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::gpu::{REQUIRE_GPU, choosy_requests, gpu, load_rank, request, yields};
-use super::plans::{Request, plans};
+use super::gpu::{REQUIRE_GPU, by_sequence, choosy_requests, gpu, load_rank, request, yields};
+use super::plans::{Request, drive, plans, with_drafts};
 use super::wide::{llama_1b, llama_3b, random, swapped};
 use crate::batch::Plan;
 use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::weights::layout::tests::llama_70b;
 use crate::cuda::{CudaDecoder, Options, probe};
-use crate::decoder::{Decoder, Fault, LoadRequest, outcome_stream, plan_stream};
+use crate::decoder::{Decoder, Fault, LoadRequest, Outcome, outcome_stream, plan_stream};
 use crate::model::ModelConfig;
 use crate::sampling::{Sampled, SamplingParams};
 
@@ -86,15 +86,24 @@ fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
     group
 }
 
+/// What each rank of a group reports.
+fn group_reports(group: Vec<CudaDecoder>, plans: &[Plan], eager: bool) -> Vec<Vec<Outcome>> {
+    let run = |rank: CudaDecoder| drive(move |source, sink| Box::new(rank).run(source, sink), plans.to_vec(), eager);
+    std::thread::scope(|scope| {
+        let running: Vec<_> = group.into_iter().map(|rank| scope.spawn(|| run(rank))).collect();
+        running.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
 /// What each sequence yields, on every rank the same.
 fn group_yields(group: Vec<CudaDecoder>, plans: &[Plan], sequences: usize, eager: bool) -> Vec<Vec<Sampled>> {
-    std::thread::scope(|scope| {
-        let running: Vec<_> =
-            group.into_iter().map(|rank| scope.spawn(move || yields(rank, plans.to_vec(), sequences, eager))).collect();
-        let mut replies: Vec<_> = running.into_iter().map(|rank| rank.join().unwrap()).collect();
-        assert!(replies.iter().all(|reply| *reply == replies[0]), "ranks yield different tokens");
-        replies.swap_remove(0)
-    })
+    same_yields(group_reports(group, plans, eager), sequences)
+}
+
+fn same_yields(reports: Vec<Vec<Outcome>>, sequences: usize) -> Vec<Vec<Sampled>> {
+    let mut replies: Vec<_> = reports.into_iter().map(|outcomes| by_sequence(outcomes, sequences)).collect();
+    assert!(replies.iter().all(|reply| *reply == replies[0]), "ranks yield different tokens");
+    replies.swap_remove(0)
 }
 
 fn check(models: &[(&str, &[usize])], requests: &[Request], way: &Way, shared: bool) {
@@ -132,6 +141,34 @@ fn a_group_of_any_size_yields_the_tokens_of_one_gpu() {
 fn a_group_draws_what_one_gpu_draws() {
     if gpu() && apart(2) {
         check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &Way::default(), false);
+    }
+}
+
+/// Drafts of answers that have few tokens to choose from, so that they hold at times; the sampler draws all.
+#[test]
+fn drafts_of_a_group_touch_no_token() {
+    if !gpu() || !apart(2) {
+        return;
+    }
+    let few = |(i, of): (u32, Request)| {
+        let logit_bias = (0..2 + i % 4).map(|j| (i * 7 + j * 31, 60.0)).collect();
+        Request { sampling: SamplingParams { logit_bias, ..of.sampling }, max_tokens: 150, ..of }
+    };
+    let requests: Vec<_> = (0..).zip(choosy_requests()).map(few).collect();
+    for requests in [&requests[..1], &requests] {
+        let alone = load_rank(&request("llama-gqa"), &Options::default());
+        let whole = yields(alone, plans(requests, 40, 64, 16), requests.len(), true);
+        for ranks in [2, 4].into_iter().filter(|ranks| apart(*ranks)) {
+            for (each, steps, eager) in [(7, 40, false), (3, 100, false), (7, 5, true)] {
+                let plans = with_drafts(plans(requests, 40, 64, steps), each);
+                let reports = group_reports(group(&request("llama-gqa"), ranks, &Way::default()), &plans, eager);
+                let drafted = |rank: &Vec<Outcome>| rank.iter().map(|outcome| outcome.drafted).sum::<usize>();
+                let drafted: Vec<_> = reports.iter().map(drafted).collect();
+                println!("{ranks} ranks, {} sequences, plans of {steps}: drafted {drafted:?}", requests.len());
+                assert!(drafted[0] > 50 && drafted.iter().all(|of| *of == drafted[0]));
+                assert!(same_yields(reports, requests.len()) == whole, "{ranks} ranks, plans of {steps}");
+            }
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use looplane_proto::worker::v1::load_request;
 use serde::Deserialize;
 
 use crate::{
+    drafts::DraftReport,
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
     sched::Limits,
@@ -101,9 +102,19 @@ pub struct ServeArgs {
 
     /// How tokens are drafted, as JSON with vLLM's keys: {"method": "suffix", "num_speculative_tokens": 7}. Drafts are
     /// what followed the same tokens earlier in the sequence; the tokens are the same, several may come out of a step.
-    /// Groups of GPUs compute none yet. num_speculative_tokens 0: none
+    /// The method "ngram" is the same here. num_speculative_tokens 0: none
     #[arg(long, value_name = "JSON", env = "LOOPLANE_SPECULATIVE_CONFIG")]
     pub speculative_config: Option<String>,
+
+    /// What answers to requests for one sequence tell of its drafts, in metrics.speculative_decoding, as vLLM does
+    #[arg(
+        long,
+        value_enum,
+        value_name = "LEVEL",
+        default_value_t = DraftReport::None,
+        env = "LOOPLANE_PER_REQUEST_SPEC_DECODE_METRICS"
+    )]
+    pub per_request_spec_decode_metrics: DraftReport,
 
     /// Bound on prompt and output of one sequence in tokens; 0: the model's own
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_MAX_CONTEXT")]
@@ -196,12 +207,20 @@ pub enum PrefixCache {
 const DRAFTS: u32 = 7;
 const MOST_DRAFTS: u32 = 32;
 
-/// `--speculative-config`.
+/// `--speculative-config`. Both methods look for what followed the same tokens, and take the longest match.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SpeculativeConfig {
-    method: String,
+    #[expect(dead_code, reason = "there is no other drafter")]
+    method: SpeculativeMethod,
     num_speculative_tokens: u32,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum SpeculativeMethod {
+    Suffix,
+    Ngram,
 }
 
 /// Options that can work, as far as can be known before anything is started.
@@ -269,14 +288,13 @@ impl ServeArgs {
         let drafts = match &self.speculative_config {
             None => DRAFTS,
             Some(json) => match serde_json::from_str(json) {
-                Ok(SpeculativeConfig { method, num_speculative_tokens })
-                    if method == "suffix" && num_speculative_tokens <= MOST_DRAFTS =>
-                {
+                Ok(SpeculativeConfig { num_speculative_tokens, .. }) if num_speculative_tokens <= MOST_DRAFTS => {
                     num_speculative_tokens
                 }
                 _ => {
                     let rule = format!(
-                        "{{\"method\": \"suffix\", \"num_speculative_tokens\": N}} with N of at most {MOST_DRAFTS}"
+                        "{{\"method\": \"suffix\" or \"ngram\", \"num_speculative_tokens\": N}} with N of at most \
+                         {MOST_DRAFTS}"
                     );
                     return value("--speculative-config", json, &rule);
                 }
@@ -289,6 +307,7 @@ impl ServeArgs {
             port: self.port,
             serve: ServeOptions {
                 model_id,
+                draft_report: (self.per_request_spec_decode_metrics, drafts),
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,
                 max_body_bytes: self.max_body_bytes as usize,

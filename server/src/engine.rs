@@ -9,6 +9,7 @@ use prometheus_client::metrics::counter::Counter;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use crate::drafts::DraftStep;
 use crate::metrics::EngineMetrics;
 pub use crate::sched::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 
@@ -27,6 +28,8 @@ pub enum SequenceEvent {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
     },
+    /// A step had drafts; before its tokens. [`SequenceStream`] keeps it.
+    Drafts(DraftStep),
     /// The next token.
     Token(GeneratedToken),
     /// The end.
@@ -115,16 +118,18 @@ pub struct SequenceStream {
     taken: u64,
     all_taken: Counter,
     cached_tokens: u32,
+    drafts: Vec<DraftStep>,
     ended: bool,
     because: Unwanted,
 }
 
 impl SequenceStream {
-    /// Made by the engine. `events` has room for every token the sequence may generate and its end, so the engine never
-    /// waits for a slow reader and the buffer is bounded by `max_tokens`.
+    /// Made by the engine. `events` has room for every token the sequence may generate, each in a step with drafts, and
+    /// its end, so the engine never waits for a slow reader and the buffer is bounded by `max_tokens`.
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
         let (all_taken, because) = (Counter::default(), Unwanted::Abandoned);
-        Self { id, events, commands, taken: 0, all_taken, cached_tokens: 0, ended: false, because }
+        let drafts = Vec::new();
+        Self { id, events, commands, taken: 0, all_taken, cached_tokens: 0, drafts, ended: false, because }
     }
 
     /// Counts every token that the reader takes in `counter`, too: what clients are told of is what is counted.
@@ -143,13 +148,20 @@ impl SequenceStream {
         self.cached_tokens
     }
 
+    /// Steps with drafts, up to that of the last token taken; once.
+    pub fn take_drafts(&mut self) -> Vec<DraftStep> {
+        std::mem::take(&mut self.drafts)
+    }
+
     /// The next token or the end; `None` after it, or if the engine is gone.
     pub async fn next(&mut self) -> Option<SequenceEvent> {
-        let mut event = self.events.recv().await;
-        if let Some(SequenceEvent::Prompt { cached_tokens }) = event {
-            self.cached_tokens = cached_tokens;
-            event = self.events.recv().await;
-        }
+        let event = loop {
+            match self.events.recv().await {
+                Some(SequenceEvent::Prompt { cached_tokens }) => self.cached_tokens = cached_tokens,
+                Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
+                event => break event,
+            }
+        };
         self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
         if !self.ended {
             self.taken += 1;

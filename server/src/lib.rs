@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod drafts;
 pub mod engine;
 pub mod frontend;
 pub mod group;

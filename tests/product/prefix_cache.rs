@@ -58,29 +58,35 @@ async fn counted(server: &Server, name: &str) -> u64 {
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
+/// A number from the environment: `just gpu` storms longer, on the groups that its GPUs can be.
+fn from_environment(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |number| number.parse().unwrap_or_else(|e| panic!("{name}={number}: {e}")))
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
-    const REQUESTS: u64 = 120;
+    let requests = from_environment("LOOPLANE_STORM_REQUESTS", 120);
+    let most_ranks = from_environment("LOOPLANE_STORM_RANKS", 4);
     let model = fixture("llama-mha16");
     let model = model.to_str().expect("the path is UTF-8");
     let no_drafts = r#"{"method": "suffix", "num_speculative_tokens": 0}"#;
     let plain = ["--prefix-cache", "off", "--speculative-config", no_drafts];
     let calm = Server::start(&[&["--model", model, "--tp", "1"], &plain[..]].concat()).await;
-    let mut expected = Vec::new();
-    for number in 0..REQUESTS {
-        let (choices, cached) = answer(&calm, &request(number)).await;
-        assert_eq!(cached, 0);
-        expected.push(choices);
-    }
+    let answers = futures::stream::iter(0..requests).map(async |number| answer(&calm, &request(number)).await);
+    let expected: Vec<_> = answers.buffered(8).collect().await;
+    assert!(expected.iter().all(|(_, cached)| *cached == 0));
     assert_eq!(counted(&calm, "looplane_prefix_cache_hits_total").await, 0);
     drop(calm);
-    // Caches that hold many prompts, and such that hold two sequences; the workers of one die in the middle.
-    for (tp, pages, dies) in [("1", "40", false), ("2", "15", true), ("4", "14", false)] {
-        let server = Server::start(&["--model", model, "--tp", tp, "--kv-pages", pages, "--max-slots", "6"]).await;
+    // Caches that hold many prompts, and such that hold two sequences; workers of two groups die in the middle.
+    let runs = [(1, "40", true), (2, "15", true), (4, "14", false)];
+    let between_deaths = (requests / 2).min(2500);
+    for (tp, pages, dies) in runs.into_iter().filter(|(tp, ..)| *tp <= most_ranks) {
+        let ranks = tp.to_string();
+        let server = Server::start(&["--model", model, "--tp", &ranks, "--kv-pages", pages, "--max-slots", "6"]).await;
         let (mut under_way, mut cached, mut prompts) = (FuturesUnordered::new(), 0, 0);
         let mut next = 0;
-        while next < REQUESTS || !under_way.is_empty() {
-            while next < REQUESTS && under_way.len() < 8 {
+        while next < requests || !under_way.is_empty() {
+            while next < requests && under_way.len() < 8 {
                 let (number, server) = (next, &server);
                 under_way.push(async move { (number, answer(server, &request(number)).await) });
                 if number % 10 == 3 {
@@ -91,18 +97,21 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
                 next += 1;
             }
             let Some((number, (choices, of_prompt))) = under_way.next().await else { break };
-            assert_eq!(choices, expected[number as usize], "tp {tp}, {pages} pages: request {number}");
+            assert_eq!(choices, expected[number as usize].0, "tp {tp}, {pages} pages: request {number}");
             cached += of_prompt;
             prompts += request(number)["prompt"].as_array().unwrap().len() as u64;
-            if dies && number == REQUESTS / 2 {
-                signal(server.workers()[1], Signal::KILL);
+            if dies && number > 0 && number.is_multiple_of(between_deaths) {
+                signal(*server.workers().last().expect("a worker"), Signal::KILL);
             }
         }
         assert!(cached * 6 > prompts, "tp {tp}, {pages} pages: only {cached} of {prompts} tokens were cached");
         let hits = counted(&server, "looplane_prefix_cache_hits_total").await;
         let queries = counted(&server, "looplane_prefix_cache_queries_total").await;
         assert!(hits >= cached && queries >= prompts && queries > hits, "{hits} of {queries}");
-        assert_eq!(counted(&server, "looplane_worker_losses_total").await, u64::from(dies));
+        assert_eq!(
+            counted(&server, "looplane_worker_losses_total").await,
+            if dies { (requests - 1) / between_deaths } else { 0 }
+        );
         assert_eq!(counted(&server, "looplane_kv_cache_pages_used").await, 0);
         assert!(counted(&server, "looplane_kv_cache_pages_cached").await > 0);
         let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("looplane_spec_decode_num_{of}_tokens_total"));
@@ -131,4 +140,40 @@ async fn a_stream_says_what_was_cached() {
         assert_eq!(usage["prompt_tokens_details"], json!({"cached_tokens": cached}), "{salt:?}");
         assert_eq!(usage["prompt_tokens"], 200);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_tells_how_its_drafts_fared_where_that_is_asked_for() {
+    let model = fixture("llama-gqa");
+    let model = model.to_str().expect("the path is UTF-8");
+    let server = Server::start(&["--model", model, "--tp", "2", "--per-request-spec-decode-metrics", "detailed"]).await;
+    let mut request = json!({
+        "prompt": tokens(1, 40), "max_tokens": 60, "temperature": 0, "ignore_eos": true,
+        "logit_bias": {"300": 100, "301": 98},
+    });
+    let whole = server.ok("/v1/completions", &request).await;
+    let told = &whole["metrics"]["speculative_decoding"];
+    let number = |of: &str| told[of].as_u64().unwrap_or_else(|| panic!("{of} in {told}"));
+    let sum = |of: &Value| of.as_array().unwrap().iter().map(|of| of.as_u64().unwrap()).sum::<u64>();
+    let (steps, accepted) = (number("num_spec_steps"), number("num_accepted_draft_tokens"));
+    assert!(steps > 0 && 0 < accepted && accepted < 60, "{told}");
+    assert_eq!(sum(&told["acceptance_histogram"]), steps);
+    assert_eq!(sum(&told["per_step_accepted"]), accepted);
+    assert_eq!(sum(&told["per_step_drafted"]), number("num_draft_tokens"));
+    for (name, expected) in [("drafts", steps), ("accepted_tokens", accepted)] {
+        assert_eq!(counted(&server, &format!("looplane_spec_decode_num_{name}_total")).await, expected);
+    }
+    let mut with_usage = request.clone();
+    with_usage["stream_options"] = json!({"include_usage": true});
+    let mut stream = server.stream("/v1/completions", &with_usage).await;
+    let mut last = Value::Null;
+    while let Some(event) = stream.next().await {
+        assert!(event["usage"].is_object() || event.get("metrics").is_none(), "{event}");
+        last = event;
+    }
+    let streamed = &last["metrics"]["speculative_decoding"];
+    assert!(streamed["num_accepted_draft_tokens"].as_u64().unwrap() > 0, "{last}");
+    request["n"] = json!(2);
+    let two = server.ok("/v1/completions", &request).await;
+    assert_eq!(two["metrics"], json!({"speculative_decoding": null}), "of one sequence only");
 }

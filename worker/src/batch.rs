@@ -448,6 +448,15 @@ impl Batch {
         }
     }
 
+    /// Sequences of the step that have drafts, and rows of them.
+    pub fn drafted(&self) -> Vec<(u64, usize)> {
+        if self.step.drafted == 0 {
+            return Vec::new();
+        }
+        let drafted = self.slots.iter().filter(|slot| slot.drafted() > 0);
+        drafted.map(|slot| (slot.sequence(), slot.drafted())).collect()
+    }
+
     /// The step that is next is computed without its drafts: a launch that runs on knows nothing of them.
     pub fn leave_out_drafts(&mut self) {
         if self.step.drafted > 0 {

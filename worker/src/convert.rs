@@ -189,6 +189,8 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         logprob: token.sampled.logprob,
         top: token.sampled.top.into_iter().map(|(token, logprob)| v1::TokenLogprob { token, logprob }).collect(),
     });
+    let drafted = outcome.drafted.into_iter();
+    let drafted = drafted.map(|(sequence, tokens)| v1::SequenceDrafts { sequence, tokens: tokens as u32 });
     v1::Outcome {
         version: outcome.version,
         step: outcome.step,
@@ -198,7 +200,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         step_ns: nanoseconds(outcome.step_time),
         wait_ns: nanoseconds(outcome.wait_time),
         positions: outcome.positions as u64,
-        drafted: outcome.drafted as u32,
+        drafted: drafted.collect(),
     }
 }
 

@@ -149,12 +149,20 @@ pub struct Outcome {
     pub rows: usize,
     /// Positions whose K and V were read.
     pub positions: usize,
-    /// Rows of drafts.
-    pub drafted: usize,
+    /// Sequences with drafts, and rows of them.
+    pub drafted: Vec<(u64, usize)>,
     /// Duration of the step.
     pub step_time: Duration,
     /// How much of it was waiting for other ranks.
     pub wait_time: Duration,
+}
+
+#[cfg(test)]
+impl Outcome {
+    /// Rows of drafts.
+    pub fn rows_drafted(&self) -> usize {
+        self.drafted.iter().map(|(_, rows)| rows).sum()
+    }
 }
 
 /// A sampled token of one sequence.

@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{error::GenerateError, place::Place, record::Record};
 use crate::{
+    drafts::DraftStep,
     engine::{FinishReason, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
     request::ValidRequest,
     text::{OutputText, Piece},
@@ -38,6 +39,8 @@ pub enum ChoiceEvent {
         completion_tokens: u32,
         /// Tokens of the prompt that were not computed: they were cached.
         cached_tokens: u32,
+        /// Steps with drafts.
+        drafts: Vec<DraftStep>,
     },
 }
 
@@ -54,6 +57,7 @@ pub struct Choice {
     finish: Option<FinishReason>,
     completion_tokens: u32,
     cached_tokens: u32,
+    drafts: Vec<DraftStep>,
     record: Arc<Record>,
     /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
     /// after an error of one are not taken for the client's going away.
@@ -78,6 +82,7 @@ impl Choice {
             finish: None,
             completion_tokens: 0,
             cached_tokens: 0,
+            drafts: Vec::new(),
             record,
             given_up,
         }
@@ -89,7 +94,8 @@ impl Choice {
             if let Some(reason) = self.finish.take() {
                 self.record.finished(reason);
                 let Self { completion_tokens, cached_tokens, .. } = *self;
-                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens }));
+                let drafts = std::mem::take(&mut self.drafts);
+                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts }));
             }
             let stream = self.stream.as_mut()?;
             let event = tokio::select! {
@@ -134,7 +140,7 @@ impl Choice {
                 Ok(piece)
             }
             // The stream keeps it.
-            Some(SequenceEvent::Prompt { .. }) => Ok(Piece::default()),
+            Some(SequenceEvent::Prompt { .. } | SequenceEvent::Drafts(_)) => Ok(Piece::default()),
             Some(SequenceEvent::Failed(why)) => Err(self.give_up(GenerateError::Failed(why))),
             None => Err(self.give_up(GenerateError::Failed("the engine ended".into()))),
         }
@@ -155,8 +161,8 @@ impl Choice {
     }
 
     fn let_go(&mut self, because: Unwanted) {
-        if let Some(stream) = self.stream.take() {
-            self.cached_tokens = stream.cached_tokens();
+        if let Some(mut stream) = self.stream.take() {
+            (self.cached_tokens, self.drafts) = (stream.cached_tokens(), stream.take_drafts());
             stream.let_go(because);
         }
     }

@@ -22,6 +22,7 @@ pub use record::{Record, RequestId};
 use pool::Pool;
 
 use crate::{
+    drafts::DraftReport,
     engine::{EngineHandle, EngineState, ModelInfo},
     metrics::FrontMetrics,
     request::{RequestError, ValidRequest},
@@ -41,6 +42,8 @@ pub struct Frontend {
     pub text: Arc<Text>,
     /// The name that requests call the model by.
     pub model_id: String,
+    /// What answers tell of drafts, of which a step has so many at most.
+    pub draft_report: (DraftReport, u32),
     /// When the front end started, in seconds since 1970.
     pub started: u64,
     /// What it counts.
@@ -73,6 +76,7 @@ impl Frontend {
         engine: EngineHandle,
         text: Arc<Text>,
         model_id: String,
+        draft_report: (DraftReport, u32),
         max_concurrent_requests: usize,
         uploads: Uploads,
     ) -> Self {
@@ -82,6 +86,7 @@ impl Frontend {
             engine,
             text,
             model_id,
+            draft_report,
             started: unix_seconds(),
             metrics: FrontMetrics::default(),
             draining: CancellationToken::new(),
@@ -256,7 +261,7 @@ mod tests {
         let engine = EngineHandle::new(commands, state, model, Arc::default());
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
         let text = Arc::new(Text::load(&fixture).unwrap());
-        Frontend::new(engine, text, "tiny".into(), 1, Uploads::new(1, LIMIT))
+        Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 1, Uploads::new(1, LIMIT))
     }
 
     fn enter(frontend: &Frontend) -> Result<Place, GenerateError> {

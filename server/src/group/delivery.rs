@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::life::{Life, unwanted};
 use super::quarantine::Quarantine;
 use super::start::{GroupFacts, Traffic};
+use crate::drafts::DraftStep;
 use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError, Unwanted};
 use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
@@ -152,7 +153,7 @@ impl Delivery {
             requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
         let numbers = self.scheduler.submit(requests)?;
         let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
-            let (events, receiver) = mpsc::channel(max_tokens + 3);
+            let (events, receiver) = mpsc::channel(2 * max_tokens + 3);
             let life = Life::new(prompt_tokens, submitted);
             self.streams.insert(sequence, OwnedStream { events, life });
             let stream = SequenceStream::new(sequence, receiver, self.commands.clone());
@@ -215,10 +216,7 @@ impl Delivery {
     pub(super) fn outcome(&mut self, outcome: Outcome) -> Result<Option<StepRun>, String> {
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
         let samples = !outcome.tokens.is_empty();
-        let drafted = u64::from(outcome.drafted);
-        // The first token of a sequence needs no draft.
-        let sequences: BTreeSet<u64> = outcome.tokens.iter().map(|token| token.sequence).collect();
-        let accepted = (outcome.tokens.len() - sequences.len()) as u64;
+        let drafts = self.drafts(&outcome)?;
         let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
         self.apply(Event::Outcome(outcome))?;
         self.notice_readers();
@@ -231,9 +229,25 @@ impl Delivery {
         let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
         let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
         self.metrics.step(step);
-        self.metrics.draft_tokens.inc_by(drafted);
-        self.metrics.accepted_tokens.inc_by(accepted);
+        drafts.iter().for_each(|step| self.metrics.drafts(*step));
         Ok(Some(step))
+    }
+
+    /// How a step's drafts fared; streams are told.
+    fn drafts(&mut self, outcome: &Outcome) -> Result<Vec<DraftStep>, String> {
+        let (mut drafts, now) = (Vec::with_capacity(outcome.drafted.len()), Instant::now());
+        for of in &outcome.drafted {
+            // The first token of a sequence needs no draft.
+            let tokens = outcome.tokens.iter().filter(|token| token.sequence == of.sequence).count();
+            let step = DraftStep { drafted: of.tokens, accepted: tokens.saturating_sub(1) as u32 };
+            if step.accepted > step.drafted {
+                let DraftStep { drafted, accepted } = step;
+                return Err(format!("of {drafted} drafts of sequence {} {accepted} were accepted", of.sequence));
+            }
+            self.send(of.sequence, SequenceEvent::Drafts(step), now);
+            drafts.push(step);
+        }
+        Ok(drafts)
     }
 
     /// Fails everything that has not ended.
@@ -280,6 +294,7 @@ impl Delivery {
                 stream.life.prompt(*cached_tokens, now, &self.metrics);
                 None
             }
+            SequenceEvent::Drafts(_) => None,
             SequenceEvent::Token(_) => {
                 stream.life.token(now, &self.metrics);
                 None

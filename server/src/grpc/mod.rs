@@ -234,7 +234,7 @@ fn refused(metrics: &FrontMetrics, error: GenerateError) -> Status {
 fn respond(event: ChoiceEvent, prompt_tokens: u32, with_logprobs: bool) -> GenerateResponse {
     let event = match event {
         ChoiceEvent::Delta(piece) => Event::Delta(delta(piece, with_logprobs)),
-        ChoiceEvent::Finished { reason, completion_tokens, cached_tokens } => {
+        ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, .. } => {
             let reason = match reason {
                 FinishReason::Stop => ProtoFinish::Stop,
                 FinishReason::Length => ProtoFinish::Length,

@@ -27,6 +27,7 @@ use super::{
     wire::{Api, Usage, WholeChoice, Writer},
 };
 use crate::{
+    drafts::DraftStep,
     engine::ModelInfo,
     frontend::{Choice, ChoiceEvent, Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
@@ -103,6 +104,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
         include_usage,
+        draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
@@ -144,7 +146,8 @@ async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> R
     let usage = Usage::new(request.prompt_tokens(), cached_tokens, completion_tokens);
     let bytes = wholes.iter().map(|whole| whole.output.text.len()).sum::<usize>()
         + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
-    let body = frontend.compute(bytes, move || writer.whole(&wholes, usage)).await?;
+    let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
+    let body = frontend.compute(bytes, move || writer.whole(&wholes, usage, metrics)).await?;
     // A long answer keeps the place until it is sent, as its memory does.
     let body = Body::new(Full::from(body).map_frame(move |frame| {
         let _ = &place;
@@ -161,8 +164,8 @@ async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
                 whole.output.text.push_str(&piece.text);
                 whole.output.tokens.extend(piece.tokens);
             }
-            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens } => {
-                whole.finish = Some(reason);
+            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts } => {
+                (whole.finish, whole.drafts) = (Some(reason), drafts);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
         }
@@ -196,6 +199,10 @@ struct EventStream {
     prompt_tokens: u64,
     cached_tokens: u64,
     completion_tokens: u64,
+    /// Of all prompts.
+    all_choices: usize,
+    /// Of the choice that ended last.
+    drafts: Vec<DraftStep>,
     ended: bool,
     metrics: FrontMetrics,
     _place: Place,
@@ -211,6 +218,8 @@ impl EventStream {
         let events = Self {
             ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
             writer,
+            all_choices: choices.len(),
+            drafts: Vec::new(),
             choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
             choices_each: request.choices,
             prompt_tokens: request.prompt_tokens(),
@@ -235,7 +244,8 @@ impl EventStream {
                         self.ready.push_back(self.writer.delta(index, &piece));
                     }
                 }
-                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens }))) => {
+                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts }))) => {
+                    self.drafts = drafts;
                     self.completion_tokens += u64::from(completion_tokens);
                     if is_first(index, self.choices_each) {
                         self.cached_tokens += u64::from(cached_tokens);
@@ -251,7 +261,8 @@ impl EventStream {
                 }
                 None => {
                     let usage = Usage::new(self.prompt_tokens, self.cached_tokens, self.completion_tokens);
-                    self.ready.extend(self.writer.usage(usage));
+                    let metrics = self.writer.metrics(self.all_choices, &self.drafts);
+                    self.ready.extend(self.writer.usage(usage, metrics));
                     self.ready.push_back("[DONE]".into());
                     self.ended = true;
                 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use crate::{
+    drafts::{DraftMetrics, DraftReport, DraftStep},
     engine::{FinishReason, client_logprob},
     text::{OutputToken, Piece, Tokenizer},
 };
@@ -28,6 +29,8 @@ pub(super) struct Writer {
     /// As in the request.
     pub(super) logprobs: Option<u32>,
     pub(super) include_usage: bool,
+    /// What is told of drafts, of which a step has so many at most.
+    pub(super) draft_report: (DraftReport, u32),
     pub(super) tokenizer: Arc<Tokenizer>,
 }
 
@@ -63,6 +66,13 @@ pub(super) struct WholeChoice {
     pub(super) finish: Option<FinishReason>,
     pub(super) completion_tokens: u32,
     pub(super) cached_tokens: u32,
+    pub(super) drafts: Vec<DraftStep>,
+}
+
+/// What became of a request, beside its answer; as vLLM has it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Metrics {
+    speculative_decoding: Option<DraftMetrics>,
 }
 
 #[derive(Serialize)]
@@ -76,6 +86,8 @@ struct Envelope<'a, C> {
     /// Outer `None`: no such field; inner: null.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<Usage>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<Metrics>,
 }
 
 #[derive(Serialize)]
@@ -186,13 +198,21 @@ impl Writer {
         }
     }
 
+    /// What answers of so many choices tell of their drafts: those of a single one.
+    pub(super) fn metrics(&self, choices: usize, drafts: &[DraftStep]) -> Option<Metrics> {
+        let (report, most) = self.draft_report;
+        let of_one = || if choices == 1 { DraftMetrics::of(report, drafts, most) } else { None };
+        (report != DraftReport::None).then(|| Metrics { speculative_decoding: of_one() })
+    }
+
     /// The chunk before the end of the stream, if the request asked for it.
-    pub(super) fn usage(&self, usage: Usage) -> Option<String> {
-        self.include_usage.then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage))))
+    pub(super) fn usage(&self, usage: Usage, metrics: Option<Metrics>) -> Option<String> {
+        self.include_usage.then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics))
     }
 
     /// The response to a request that does not stream.
-    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage) -> String {
+    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage, metrics: Option<Metrics>) -> String {
+        let usage = Some(Some(usage));
         match self.api {
             Api::Chat => {
                 let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| ChatChoice {
@@ -202,7 +222,7 @@ impl Writer {
                     logprobs: self.chat_logprobs(&output.tokens),
                     finish_reason: finish.map(finish_word),
                 };
-                self.envelope("chat.completion", choices.iter().map(choice).collect(), Some(Some(usage)))
+                self.envelope("chat.completion", choices.iter().map(choice).collect(), usage, metrics)
             }
             Api::Completion => {
                 let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| CompletionChoice {
@@ -211,7 +231,7 @@ impl Writer {
                     logprobs: self.completion_logprobs(&output.tokens),
                     finish_reason: finish.map(finish_word),
                 };
-                self.envelope("text_completion", choices.iter().map(choice).collect(), Some(Some(usage)))
+                self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics)
             }
         }
     }
@@ -224,11 +244,11 @@ impl Writer {
         finish_reason: Option<&'static str>,
     ) -> String {
         let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
-        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None))
+        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None), None)
     }
 
     fn completion_chunk(&self, choice: CompletionChoice<'_>) -> String {
-        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None))
+        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None), None)
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -238,9 +258,15 @@ impl Writer {
         }
     }
 
-    fn envelope<C: Serialize>(&self, object: &'static str, choices: Vec<C>, usage: Option<Option<Usage>>) -> String {
+    fn envelope<C: Serialize>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        usage: Option<Option<Usage>>,
+        metrics: Option<Metrics>,
+    ) -> String {
         let Self { id, created, model, system_fingerprint, .. } = self;
-        let envelope = Envelope { id, object, created: *created, model, system_fingerprint, choices, usage };
+        let envelope = Envelope { id, object, created: *created, model, system_fingerprint, choices, usage, metrics };
         serde_json::to_string(&envelope).expect("strings and numbers with string keys are always JSON")
     }
 

@@ -20,6 +20,7 @@ use connection::CLOSE_LIMIT;
 use places::Places;
 
 use crate::{
+    drafts::DraftReport,
     engine::{EngineHandle, EngineState},
     frontend::Frontend,
     grpc,
@@ -40,6 +41,8 @@ const WARN_PAUSE: Duration = Duration::from_secs(10);
 pub struct ServeOptions {
     /// The name that requests call the model by.
     pub model_id: String,
+    /// What answers tell of drafts, of which a step has so many at most.
+    pub draft_report: (DraftReport, u32),
     /// Connections open at one time. Beyond it idle ones give way; where none is idle, only probes are answered.
     pub max_connections: usize,
     /// Requests for text served at one time; more are answered with 429.
@@ -56,6 +59,7 @@ impl Default for ServeOptions {
     fn default() -> Self {
         Self {
             model_id: String::new(),
+            draft_report: (DraftReport::None, 0),
             max_connections: 4096,
             max_concurrent_requests: 1024,
             max_body_bytes: 8 << 20,
@@ -99,7 +103,8 @@ pub async fn run(
 ) -> Result<(), ServeError> {
     let base_url = base_url(listener.local_addr()?).into();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
-    let frontend = Frontend::new(engine, text, options.model_id, options.max_concurrent_requests, uploads);
+    let ServeOptions { model_id, draft_report, max_concurrent_requests, .. } = options;
+    let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
     let frontend = Arc::new(frontend);
     let grpc = grpc::router(frontend.clone());
     let app = App { frontend: frontend.clone(), base_url };

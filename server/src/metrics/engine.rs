@@ -10,6 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::histogram::{Bounds, Histogram};
+use crate::drafts::DraftStep;
 use crate::sched::Load;
 
 /// Steps, and the gaps between tokens: from a quarter of a millisecond, the least of small models on GPUs.
@@ -76,6 +77,12 @@ const ROWS: Bounds = Bounds::Counts(&[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 102
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Finished {
     finished_reason: &'static str,
+}
+
+/// Place of a token in a draft, from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DraftPosition {
+    position: u32,
 }
 
 /// How a sequence ended.
@@ -145,10 +152,10 @@ pub struct EngineMetrics {
     pub prefix_cache_queries: Counter,
     /// Those of them that it held.
     pub prefix_cache_hits: Counter,
-    /// Tokens that were drafted.
-    pub draft_tokens: Counter,
-    /// Drafted tokens that held.
-    pub accepted_tokens: Counter,
+    drafts: Counter,
+    draft_tokens: Counter,
+    accepted_tokens: Counter,
+    accepted_by_position: Family<DraftPosition, Counter>,
     /// Tokens that readers took: what `usage` tells clients, summed up.
     pub generation_tokens: Counter,
     /// Tokens of a prompt.
@@ -201,8 +208,10 @@ impl Default for EngineMetrics {
             prompt_tokens: Counter::default(),
             prefix_cache_queries: Counter::default(),
             prefix_cache_hits: Counter::default(),
+            drafts: Counter::default(),
             draft_tokens: Counter::default(),
             accepted_tokens: Counter::default(),
+            accepted_by_position: Family::default(),
             generation_tokens: Counter::default(),
             request_prompt_tokens: Histogram::new(TOKENS),
             request_generation_tokens: Histogram::new(TOKENS),
@@ -246,6 +255,16 @@ impl EngineMetrics {
         self.decode_rows.inc_by(step.decode_rows);
         self.prompt_rows.inc_by(step.prompt_rows);
         self.read_bytes.inc_by(step.read_bytes);
+    }
+
+    /// Counts how the drafts of a sequence fared in a step.
+    pub fn drafts(&self, step: DraftStep) {
+        self.drafts.inc();
+        self.draft_tokens.inc_by(step.drafted.into());
+        self.accepted_tokens.inc_by(step.accepted.into());
+        for position in 0..step.accepted {
+            self.accepted_by_position.get_or_create(&DraftPosition { position }).inc();
+        }
     }
 
     /// Counts the end of a sequence.
@@ -304,10 +323,14 @@ impl EngineMetrics {
         let help = "Sequences that ended, by reason (abort: the client went away; error: the server gave it up)";
         r.register("request_success", help, self.finished.clone());
         r.register("prompt_tokens", "Tokens of prompts, those that were cached included", self.prompt_tokens.clone());
+        let help = "Steps of sequences that had drafts";
+        r.register("spec_decode_num_drafts", help, self.drafts.clone());
         let help = "Tokens that were drafted: rows of steps that count if they are what is sampled in front of them";
         r.register("spec_decode_num_draft_tokens", help, self.draft_tokens.clone());
         let help = "Drafted tokens that were accepted";
         r.register("spec_decode_num_accepted_tokens", help, self.accepted_tokens.clone());
+        let help = "Drafted tokens that were accepted, by their position in the draft";
+        r.register("spec_decode_num_accepted_tokens_per_pos", help, self.accepted_by_position.clone());
         let help = "Tokens of prompts that the prefix cache was asked for";
         r.register("prefix_cache_queries", help, self.prefix_cache_queries.clone());
         let help = "Tokens of prompts that were not computed, since the prefix cache held them";

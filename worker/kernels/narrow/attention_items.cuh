@@ -66,8 +66,8 @@ struct CountedRows : Rows {
     if constexpr (kTogether) {
       const u32 sequence = row < kColumns && active(row) ? sequence_rows(row) : 0,
                 pages = sequence > 0 ? pages_of(rows[row].first_row, sequence) : 0;
-      // A share is read by all quads of a block, and there should be few that are not whole. Of rows that are alone most
-      // warps have less to do in it: what they save, words, has to be many.
+      // A share is read by all quads of a block, and there should be few that are not whole. Of rows that are alone
+      // most warps have less to do in it: what they save, words, has to be many.
       u32 all = sequence > 0 && rows[row].first_row == row ? pages * kKvHeads : 0;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) all += shuffle_xor(all, d);

@@ -102,6 +102,7 @@ fn step(batch: &mut Batch) -> Outcome {
         step.samples.iter().map(|&row| Sampled { token: next(row), logprob: Some(-0.5), top: vec![(1, -0.5)] });
     let sampled: Vec<Sampled> = sampled.collect();
     let sequences: Vec<u64> = step.samples.iter().map(|&row| batch.slot(step.rows[row].slot).sequence()).collect();
+    let drafted = batch.drafted();
     let verdicts = batch.complete(&sampled).to_vec();
     let tokens = outcome_tokens(&sequences, &sampled, &verdicts);
     Outcome {
@@ -111,7 +112,7 @@ fn step(batch: &mut Batch) -> Outcome {
         tokens,
         rows: step.rows.len(),
         positions: step.positions,
-        drafted: step.drafted,
+        drafted,
         step_time: Duration::from_nanos(5),
         wait_time: Duration::from_nanos(3),
     }

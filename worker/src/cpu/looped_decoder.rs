@@ -98,7 +98,7 @@ impl LoopedDecoder {
             ran_step: true,
             rows: step.rows.len(),
             positions: step.positions,
-            drafted: step.drafted,
+            drafted: self.batch.drafted(),
             ..Outcome::default()
         };
         let logits = self.x.logits(samples, self.shard.rank.vocab.len());

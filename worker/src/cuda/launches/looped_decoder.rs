@@ -236,7 +236,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             ran_step: true,
             rows: step.rows.len(),
             positions: step.positions,
-            drafted: step.drafted,
+            drafted: self.batch.drafted(),
             step_time,
             ..Outcome::default()
         };
@@ -244,11 +244,12 @@ impl<L: Launcher> LoopedDecoder<L> {
         let slots: Vec<u32> = slots.collect();
         let sequences: Vec<u64> = slots.iter().map(|slot| self.batch.slot(*slot).sequence()).collect();
         outcome.tokens = outcome_tokens(&sequences, sampled, self.batch.complete(sampled));
-        if outcome.drafted > 0 {
+        if !outcome.drafted.is_empty() {
             self.count_held(&slots, &outcome.tokens)?;
         }
         // Of a sequence that drafts there is a token more for each that held.
-        let held = outcome.drafted > 0 && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
+        let held =
+            !outcome.drafted.is_empty() && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
         self.since_drafts = if held { 0 } else { self.since_drafts.saturating_add(1) };
         outcomes.send(outcome)
     }

@@ -427,7 +427,7 @@ fn drafts_touch_no_token() {
             let plans = with_drafts(plans(&requests, 200, BATCH_TOKENS, steps), each);
             let outcomes = drive(move |source, sink| Box::new(decoder).run(source, sink), plans, eager);
             let sum = |of: fn(&Outcome) -> usize| outcomes.iter().map(of).sum::<usize>();
-            let (drafted, steps) = (sum(|outcome| outcome.drafted), sum(|outcome| usize::from(outcome.ran_step)));
+            let (drafted, steps) = (sum(Outcome::rows_drafted), sum(|outcome| usize::from(outcome.ran_step)));
             (by_sequence(outcomes, requests.len()), drafted, steps)
         };
         let (plain, _, all) = run(0, 40, false);

@@ -490,7 +490,7 @@ fn drafts_change_no_token_but_the_number_of_steps() {
             let (outcomes, log) = run_model(next_of_period, widths, requests, plans, eager);
             let expected: Vec<_> = requests.iter().map(|request| expected_of(next_of_period, request)).collect();
             assert_eq!(replies(&outcomes, few), expected, "{few} sequences, plans of {steps}, {eager}");
-            let (drafted, fewer) = (outcomes.iter().map(|of| of.drafted).sum::<usize>(), steps_of(&outcomes));
+            let (drafted, fewer) = (outcomes.iter().map(Outcome::rows_drafted).sum::<usize>(), steps_of(&outcomes));
             assert!(drafted > 100, "{drafted} drafted tokens");
             if !eager {
                 assert!(5 * fewer < 4 * steps_of(&plain.0), "{few}: {fewer} steps for {}", steps_of(&plain.0));

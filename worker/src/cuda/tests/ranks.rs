@@ -162,7 +162,7 @@ fn drafts_of_a_group_touch_no_token() {
             for (each, steps, eager) in [(7, 40, false), (3, 100, false), (7, 5, true)] {
                 let plans = with_drafts(plans(requests, 40, 64, steps), each);
                 let reports = group_reports(group(&request("llama-gqa"), ranks, &Way::default()), &plans, eager);
-                let drafted = |rank: &Vec<Outcome>| rank.iter().map(|outcome| outcome.drafted).sum::<usize>();
+                let drafted = |rank: &Vec<Outcome>| rank.iter().map(Outcome::rows_drafted).sum::<usize>();
                 let drafted: Vec<_> = reports.iter().map(drafted).collect();
                 println!("{ranks} ranks, {} sequences, plans of {steps}: drafted {drafted:?}", requests.len());
                 assert!(drafted[0] > 50 && drafted.iter().all(|of| *of == drafted[0]));

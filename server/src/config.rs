@@ -101,8 +101,9 @@ pub struct ServeArgs {
     pub prefix_cache: PrefixCache,
 
     /// How tokens are drafted, as JSON with vLLM's keys: {"method": "suffix", "num_speculative_tokens": 7}. Drafts are
-    /// what followed the same tokens earlier in the sequence; the tokens are the same, several may come out of a step.
-    /// The method "ngram" is the same here. num_speculative_tokens 0: none
+    /// what followed the same tokens earlier in the sequence or in answers before; the tokens are the same, several may come out of a step.
+    /// The method "ngram" is the same here. "suffix_decoding_corpus_tokens": tokens of finished answers that are kept
+    /// to draft from, too, for requests of the same cache_salt. num_speculative_tokens 0: no drafts
     #[arg(long, value_name = "JSON", env = "LOOPLANE_SPECULATIVE_CONFIG")]
     pub speculative_config: Option<String>,
 
@@ -206,6 +207,9 @@ pub enum PrefixCache {
 /// Tokens that are drafted for a sequence in a step, and the most that may be asked for.
 const DRAFTS: u32 = 7;
 const MOST_DRAFTS: u32 = 32;
+/// Tokens of finished answers that are drafted from, and the most.
+const CORPUS_TOKENS: u32 = 1 << 20;
+const MOST_CORPUS_TOKENS: u32 = 1 << 26;
 
 /// `--speculative-config`. Both methods look for what followed the same tokens, and take the longest match.
 #[derive(Debug, Deserialize)]
@@ -214,6 +218,12 @@ struct SpeculativeConfig {
     #[expect(dead_code, reason = "there is no other drafter")]
     method: SpeculativeMethod,
     num_speculative_tokens: u32,
+    #[serde(default = "corpus_tokens")]
+    suffix_decoding_corpus_tokens: u32,
+}
+
+fn corpus_tokens() -> u32 {
+    CORPUS_TOKENS
 }
 
 #[derive(Debug, Deserialize)]
@@ -285,16 +295,19 @@ impl ServeArgs {
             let given = if model_id.is_empty() { "empty" } else { &model_id };
             return value("--served-model-name", &given, "1 to 256 printable characters");
         }
-        let drafts = match &self.speculative_config {
-            None => DRAFTS,
+        let (drafts, corpus) = match &self.speculative_config {
+            None => (DRAFTS, CORPUS_TOKENS),
             Some(json) => match serde_json::from_str(json) {
-                Ok(SpeculativeConfig { num_speculative_tokens, .. }) if num_speculative_tokens <= MOST_DRAFTS => {
-                    num_speculative_tokens
+                Ok(SpeculativeConfig {
+                    num_speculative_tokens: drafts, suffix_decoding_corpus_tokens: corpus, ..
+                }) if drafts <= MOST_DRAFTS && corpus <= MOST_CORPUS_TOKENS => {
+                    (drafts, if drafts == 0 { 0 } else { corpus })
                 }
                 _ => {
                     let rule = format!(
-                        "{{\"method\": \"suffix\" or \"ngram\", \"num_speculative_tokens\": N}} with N of at most \
-                         {MOST_DRAFTS}"
+                        "{{\"method\": \"suffix\" or \"ngram\", \"num_speculative_tokens\": N, \
+                         \"suffix_decoding_corpus_tokens\": M}} with N of at most {MOST_DRAFTS} and M, which may be left \
+                         out, of at most {MOST_CORPUS_TOKENS}"
                     );
                     return value("--speculative-config", json, &rule);
                 }
@@ -334,6 +347,7 @@ impl ServeArgs {
                     Device::Cuda => load_request::Device::Cuda,
                 },
                 unlooped: self.loop_mode == LoopMode::Off,
+                draft_corpus_tokens: corpus,
                 max_context: self.max_context,
                 itl_target: self.itl_target_ms.map(|ms| Duration::from_millis(ms.into())),
                 timeouts: Timeouts {

@@ -144,6 +144,7 @@ fn run(seed: u64) -> (usize, u64) {
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
         drafting: Some(Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20 }),
+        draft_corpus_tokens: 1 << 16,
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };

@@ -177,3 +177,28 @@ async fn an_answer_tells_how_its_drafts_fared_where_that_is_asked_for() {
     let two = server.ok("/v1/completions", &request).await;
     assert_eq!(two["metrics"], json!({"speculative_decoding": null}), "of one sequence only");
 }
+
+/// Of a text that does not repeat itself no drafts hold, but of the same text again almost all do.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_answered_before_comes_in_few_steps_where_the_salt_is_the_same() {
+    let model = fixture("llama-mha16");
+    let model = model.to_str().expect("the path is UTF-8");
+    let off = r#"{"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_corpus_tokens": 0}"#;
+    for (corpus, options) in [(true, &[][..]), (false, &["--speculative-config", off])] {
+        let args = ["--model", model, "--tp", "2", "--per-request-spec-decode-metrics", "summary"];
+        let server = Server::start(&[&args, options].concat()).await;
+        let mut texts = Vec::new();
+        for salt in ["a", "a", "b"] {
+            let request = json!({
+                "prompt": tokens(7, 60), "max_tokens": 80, "temperature": 1.3, "seed": 5, "ignore_eos": true,
+                "cache_salt": salt, "logprobs": 1,
+            });
+            let answer = server.ok("/v1/completions", &request).await;
+            let accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"].as_u64().unwrap();
+            let again = corpus && salt == "a" && !texts.is_empty();
+            assert!(if again { accepted > 50 } else { accepted < 20 }, "{salt}, corpus {corpus}: {accepted}");
+            texts.push(answer["choices"].clone());
+        }
+        assert!(texts.iter().all(|text| *text == texts[0]));
+    }
+}

@@ -103,6 +103,7 @@ mod tests {
             max_context: 0,
             device,
             unlooped: false,
+            draft_corpus_tokens: 0,
         }
     }
 

@@ -15,6 +15,7 @@
 //!
 //! An idle rank needs no agreement: the next plan is what follows, whenever it comes, on every rank.
 
+mod corpus;
 mod draft;
 mod draft_rows;
 mod pages;
@@ -26,6 +27,7 @@ use std::ops::Range;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::{RowInput, Sampled};
 
+use corpus::Corpus;
 use draft_rows::{Base, DraftRows, Offer};
 use pages::Pages;
 
@@ -116,6 +118,8 @@ pub struct Limits {
     pub vocab_size: usize,
     /// What the decoder says of steps with drafts; `None`: it computes none.
     pub drafting: Option<Drafting>,
+    /// Tokens of finished answers that are kept to draft from.
+    pub draft_corpus_tokens: usize,
     /// Positions that a row sees at most, its own included, where the model has such a bound.
     pub window: Option<usize>,
 }
@@ -147,6 +151,7 @@ pub struct Batch {
     verdicts: Vec<Verdict>,
     offers: Vec<Offer>,
     draft_rows: DraftRows,
+    corpus: Corpus,
 }
 
 impl Batch {
@@ -179,6 +184,7 @@ impl Batch {
             verdicts: Vec::with_capacity(max_slots),
             offers: Vec::with_capacity(max_slots),
             draft_rows: DraftRows::default(),
+            corpus: Corpus::new(limits.draft_corpus_tokens),
         }
     }
 
@@ -324,7 +330,11 @@ impl Batch {
             }
             slot.advance(rows.len() - sampling + held, &mut self.pages);
             slot.learn(drafted, held.saturating_sub(1));
+            if held > 0 && slot.is_finished() {
+                slot.add_answer(&mut self.corpus);
+            }
         }
+        self.corpus.step();
         self.steps_run += 1;
         self.lay_out_step();
         &self.verdicts
@@ -437,7 +447,7 @@ impl Batch {
         let Some(drafting) = self.limits.drafting.filter(|_| self.drafts.each > 0 && base.tokens > 0) else { return };
         self.offers.clear();
         for (index, slot) in self.slots.iter_mut().enumerate() {
-            slot.draft(self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
+            slot.draft(&self.corpus, self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
             self.offers.extend(slot.offer(index));
         }
         if !self.offers.is_empty() {

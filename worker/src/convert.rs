@@ -52,6 +52,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         max_context: request.max_context as usize,
         device,
         unlooped: request.unlooped,
+        draft_corpus_tokens: request.draft_corpus_tokens as usize,
     })
 }
 
@@ -140,6 +141,7 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
         stop_tokens: admit.stop_tokens,
         sampling: sampling(admit.sampling.ok_or("sampling is missing")?)?,
         logprobs: admit.logprobs.then_some(admit.top_logprobs),
+        cache_salt: admit.cache_salt,
     })
 }
 

@@ -50,6 +50,8 @@ pub struct LoadRequest {
     pub device: Device,
     /// A launch for each phase, where a GPU computes; CPU sockets refuse it.
     pub unlooped: bool,
+    /// Tokens of finished answers that are kept to draft from; 0: none.
+    pub draft_corpus_tokens: usize,
 }
 
 /// Where to compute.

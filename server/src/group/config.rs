@@ -26,6 +26,8 @@ pub struct GroupConfig {
     pub device: load_request::Device,
     /// GPUs run a launch for each phase.
     pub unlooped: bool,
+    /// Tokens of finished answers that each rank keeps to draft from; 0: none.
+    pub draft_corpus_tokens: u32,
     /// Bound on the positions of one sequence; 0: the model's own.
     pub max_context: u32,
     /// What a step should take at most where sequences decode, in which prompts have few rows to keep it; none: as long
@@ -111,6 +113,7 @@ impl GroupConfig {
             kv_bytes_limit: 0,
             device: load_request::Device::Auto,
             unlooped: false,
+            draft_corpus_tokens: 0,
             max_context: 0,
             itl_target: None,
             timing: Duration::from_millis(1500),

@@ -197,6 +197,7 @@ async fn load(
         max_context: config.max_context,
         device: config.device.into(),
         unlooped: config.unlooped,
+        draft_corpus_tokens: config.draft_corpus_tokens,
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

@@ -223,6 +223,7 @@ impl Sequence {
             }),
             logprobs: request.logprobs.is_some(),
             top_logprobs: request.logprobs.unwrap_or(0),
+            cache_salt: request.cache_salt.to_string(),
         }
     }
 }

@@ -65,6 +65,8 @@ pub struct Admit {
     pub sampling: SamplingParams,
     /// Log-probabilities are wanted: of the sampled token and of this many most likely ones.
     pub logprobs: Option<u32>,
+    /// Drafts are taken from answers to requests of the same salt.
+    pub cache_salt: String,
 }
 
 /// Gives the sequence in `slot` pages, perhaps for others that hold the same. Several may hold a page that none of them

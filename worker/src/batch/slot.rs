@@ -1,5 +1,6 @@
 //! One slot of the batch: the tokens, pages and progress of the sequence in it.
 
+use super::corpus::Corpus;
 use super::draft::{Drafter, Trust};
 use super::draft_rows::Offer;
 use super::pages::Pages;
@@ -26,6 +27,8 @@ pub struct Slot {
     sampling: Option<SamplingParams>,
     logprobs: Option<u32>,
     finished: bool,
+    /// Drafts are taken from answers of the same salt.
+    salt: String,
     drafter: Drafter,
     trust: Trust,
     /// Tokens at the end of `tokens` that are drafts of the next step.
@@ -54,6 +57,7 @@ impl Slot {
             sampling: None,
             logprobs: None,
             finished: false,
+            salt: String::new(),
             drafter: Drafter::default(),
             trust: Trust::default(),
             drafted: 0,
@@ -154,13 +158,14 @@ impl Slot {
         self.stop_tokens.extend_from_slice(&admit.stop_tokens);
         self.logprobs = admit.logprobs;
         self.sampling = Some(admit.sampling.clone());
+        self.salt.clone_from(&admit.cache_salt);
         self.trust = Trust::default();
         self.drafter.begin((self.prompt_tokens + self.max_tokens).min(self.max_pages * PAGE_POSITIONS + 1));
     }
 
     /// Drafts at most `most` tokens for the next step, each of which has a page and is not the last that the sequence
     /// may have. `first` in the first step of a plan.
-    pub(super) fn draft(&mut self, most: usize, max_context: usize, first: bool) {
+    pub(super) fn draft(&mut self, corpus: &Corpus, most: usize, max_context: usize, first: bool) {
         debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
         let known = self.tokens.len();
         let has_chunk = first && self.chunk > 0;
@@ -169,8 +174,18 @@ impl Slot {
         }
         // The row of a draft at position p samples the token after it.
         let room = (self.last_position(max_context) + 1).saturating_sub(known);
+        let most = most.min(room);
         self.drafter.extend(&self.tokens);
-        self.drafter.draft(&mut self.tokens, most.min(room));
+        let own = self.drafter.find(&self.tokens);
+        let answered = corpus.find(&self.salt, &self.tokens);
+        // Of equals the sequence's own: what it says now it says again sooner than others do.
+        match (own, answered.filter(|answered| own.is_none_or(|(matched, _)| answered.matched > matched))) {
+            (_, Some(answered)) => {
+                self.tokens.extend(corpus.tokens_from(answered).take(most.min(answered.matched)));
+            }
+            (Some(own), None) => Drafter::draft(&mut self.tokens, own, most),
+            (None, None) => {}
+        }
         self.drafted = self.tokens.len() - known;
         if self.drafted == 0 {
             self.trust.pass();
@@ -208,6 +223,11 @@ impl Slot {
         if drafted > 0 {
             self.trust.learn(drafted, held);
         }
+    }
+
+    /// The sequence ended: what it said may be said again.
+    pub(super) fn add_answer(&self, corpus: &mut Corpus) {
+        corpus.add(&self.salt, self.tokens(), self.prompt_tokens);
     }
 
     /// Pages that the longest sequence needs.

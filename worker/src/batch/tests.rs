@@ -11,6 +11,7 @@ const LIMITS: Limits = Limits {
     max_context: 256,
     vocab_size: 100,
     drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+    draft_corpus_tokens: 1 << 12,
     window: None,
 };
 
@@ -25,6 +26,7 @@ fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
         stop_tokens: vec![7],
         sampling: SamplingParams::greedy(),
         logprobs: None,
+        cache_salt: String::new(),
     }
 }
 
@@ -285,6 +287,35 @@ fn drafts_change_no_token_but_the_number_of_steps() {
             assert!(fewer <= steps && (plain.len() < 100 || 3 * fewer < 2 * steps), "{fewer} steps for {steps}");
         }
     }
+}
+
+/// An answer without a repetition, to the same prompt again and again.
+#[test]
+fn an_answer_that_was_given_before_is_drafted_for_requests_of_its_salt() {
+    let next = |tokens: &[u32]| tokens.len() as u32 * 7 % 41;
+    let mut batch = Batch::new(LIMITS);
+    let mut steps = Vec::new();
+    for (version, salt) in (1..).zip(["", "", "mine", "mine", ""]) {
+        let mut plan = Plan { version, steps: 100, decode: vec![1], ..Plan::default() };
+        plan.release = if version > 1 { vec![1] } else { vec![] };
+        plan.admit = vec![Admit { cache_salt: salt.into(), ..admit(1, &[10, 11, 12, 1, 2], 33) }];
+        plan.grants = vec![PageGrant { slot: 1, first: 0, pages: vec![0] }];
+        plan.prefill = vec![PrefillChunk { slot: 1, start: 0, len: 5 }];
+        let times = [(1, 1000), (100, 1900)].map(|(rows, us)| StepTime { rows, us });
+        plan.drafts = Drafts { each: 7, rows: 7, times: times.to_vec() };
+        batch.apply(&plan).unwrap();
+        let mut of_plan = 0;
+        while batch.boundary(version) == Boundary::Step {
+            let of = |input: RowInput<'_>| next(&[input.prompt, input.generated].concat());
+            let inputs: Vec<u32> = batch.step().samples.iter().map(|&row| of(batch.row_input(row))).collect();
+            batch.complete(&sampled(&inputs));
+            of_plan += 1;
+        }
+        assert_eq!(batch.slot(1).generated().len(), 33);
+        steps.push(of_plan);
+    }
+    assert_eq!((steps[0], steps[2]), (33, 33), "nobody of the salt has said it before");
+    assert!(steps.iter().skip(1).step_by(2).all(|steps| *steps < 12) && steps[4] < 12, "{steps:?}");
 }
 
 #[test]

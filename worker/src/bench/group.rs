@@ -118,6 +118,7 @@ impl Group {
             max_context: positions,
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
             unlooped: false,
+            draft_corpus_tokens: 0,
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
         let loaded: Vec<_> = match setup.on_gpu {
@@ -254,6 +255,7 @@ impl Group {
             stop_tokens: Vec::new(),
             sampling: SamplingParams { seed: u64::from(slot), ..self.sampling.clone() },
             logprobs: self.logprobs,
+            cache_salt: String::new(),
         }
     }
 }

@@ -21,6 +21,7 @@ const LIMITS: Limits = Limits {
     max_context: 64 * 200,
     vocab_size: 100,
     drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+    draft_corpus_tokens: 1 << 12,
     window: None,
 };
 

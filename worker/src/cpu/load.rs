@@ -178,6 +178,7 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
         drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+        draft_corpus_tokens: request.draft_corpus_tokens,
         window: config.sliding_window,
     });
     let decoder = LoopedDecoder {
@@ -301,6 +302,7 @@ mod tests {
             max_context: 0,
             device: crate::decoder::Device::Cpu,
             unlooped: false,
+            draft_corpus_tokens: 0,
         }
     }
 

@@ -184,6 +184,7 @@ pub fn load_with(
         max_context,
         vocab_size: config.vocab_size,
         drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US }),
+        draft_corpus_tokens: request.draft_corpus_tokens,
         window: config.sliding_window,
     });
     let mut launcher = Engine::new(memory.sizes, kernels, matrix, loop_mode, sampler, weights, pools)?;

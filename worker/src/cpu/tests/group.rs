@@ -150,6 +150,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
     let request = LoadRequest {
         device: crate::decoder::Device::Cpu,
         unlooped: false,
+        draft_corpus_tokens: 0,
         model_dir: model.to_owned(),
         rank,
         tensor_parallel: arrangement.tensor_parallel,
@@ -187,6 +188,7 @@ fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
                     stop_tokens: Vec::new(),
                     sampling: request.sampling.clone(),
                     logprobs: Some(0),
+                    cache_salt: String::new(),
                 });
                 next_page -= pages;
                 plan.grants.push(PageGrant { slot, first: 0, pages: (next_page..next_page + pages).rev().collect() });

@@ -57,6 +57,7 @@ pub(super) fn request(model: &str) -> LoadRequest {
         max_context: 2048,
         device: Device::Cuda,
         unlooped: false,
+        draft_corpus_tokens: 0,
     }
 }
 

@@ -57,6 +57,7 @@ impl Request {
             stop_tokens: self.stop_tokens.clone(),
             sampling: self.sampling.clone(),
             logprobs: self.logprobs,
+            cache_salt: String::new(),
         }
     }
 }
@@ -461,6 +462,7 @@ fn run_model(
         max_context: CONTEXT,
         vocab_size: VOCAB,
         drafting: Some(Drafting { whole_sizes: true, extra_us: 1 }),
+        draft_corpus_tokens: 1 << 12,
         window: None,
     };
     let launcher = Fake::new(model, pages as usize, widths, log.clone());

@@ -119,6 +119,7 @@ pub(super) fn load_rows(
         max_context: config.max_positions,
         device: Device::Cuda,
         unlooped,
+        draft_corpus_tokens: 0,
     };
     let options = Options { random: Some((config.clone(), source)), poison: true, ..options };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))

@@ -143,13 +143,13 @@ fn run(seed: u64) -> (usize, u64) {
         kv_pages: kv_pages as usize,
         max_context: max_context as usize,
         vocab_size: VOCAB as usize,
-        drafting: Some(Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20 }),
+        drafting: Drafting { whole_sizes: rng.below(2) == 0, extra_us: 20 },
         draft_corpus_tokens: 1 << 16,
         window: None,
     };
     let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
     let (kv_pages, page_positions) = (kv_pages as u32, PAGE_POSITIONS as u32);
-    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, drafts: true, first_version: 1 };
+    let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 };
     let ready = || Event::GroupReady(shape);
     let mut scheduler = Scheduler::new(limits).unwrap();
     scheduler.set_step_times([(1, 1000), (64, 7000)].map(|(rows, us)| v1::StepTime { rows, us }).to_vec());

@@ -116,8 +116,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Token ids are under this.
     pub vocab_size: usize,
-    /// What the decoder says of steps with drafts; `None`: it computes none.
-    pub drafting: Option<Drafting>,
+    /// What the decoder says of steps with drafts.
+    pub drafting: Drafting,
     /// Tokens of finished answers that are kept to draft from.
     pub draft_corpus_tokens: usize,
     /// Positions that a row sees at most, its own included, where the model has such a bound.
@@ -444,14 +444,16 @@ impl Batch {
 
     /// Drafts for the step that comes, which is `base` without them.
     fn draft(&mut self, base: Base) {
-        let Some(drafting) = self.limits.drafting.filter(|_| self.drafts.each > 0 && base.tokens > 0) else { return };
+        if self.drafts.each == 0 || base.tokens == 0 {
+            return;
+        }
         self.offers.clear();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             slot.draft(&self.corpus, self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
             self.offers.extend(slot.offer(index));
         }
         if !self.offers.is_empty() {
-            let chosen = self.draft_rows.choose(&self.offers, base, &self.drafts.times, drafting);
+            let chosen = self.draft_rows.choose(&self.offers, base, &self.drafts.times, self.limits.drafting);
             for (offer, &count) in self.offers.iter().zip(chosen) {
                 self.slots[offer.slot].keep_drafts(count);
             }

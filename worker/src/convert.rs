@@ -78,7 +78,6 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         model_digest: loaded.model_digest.clone(),
         max_slots: count(loaded.max_slots),
         max_batch_tokens: count(loaded.max_batch_tokens),
-        drafts: loaded.drafts,
     };
     v1::LoadEvent { event: Some(v1::load_event::Event::Loaded(loaded)) }
 }

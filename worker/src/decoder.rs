@@ -99,8 +99,6 @@ pub struct Loaded {
     pub max_slots: usize,
     /// Bound on rows of a step.
     pub max_batch_tokens: usize,
-    /// It computes drafts.
-    pub drafts: bool,
 }
 
 /// What a load is doing.

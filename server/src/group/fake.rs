@@ -199,7 +199,6 @@ impl Worker for FakeService {
             page_positions: 4,
             max_slots: request.max_slots,
             max_batch_tokens: request.max_batch_tokens,
-            drafts: true,
             // Rank 0 has room to spare: the group uses the least.
             kv_pages: self.script.kv_pages + u32::from(self.rank == 0),
             bit_domain: self.script.bit_domain.into(),

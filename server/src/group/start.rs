@@ -259,7 +259,6 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
     let least = |of: fn(&Loaded) -> u32| loaded.iter().map(of).min().unwrap_or(0);
     let [kv_pages, max_slots] = [least(|rank| rank.kv_pages), least(|rank| rank.max_slots)];
     let max_batch_tokens = least(|rank| rank.max_batch_tokens);
-    let drafts = loaded.iter().all(|rank| rank.drafts);
     let page_positions = first.page_positions;
     // A longer sequence could never be admitted.
     let max_context = first.max_context.min(kv_pages.saturating_mul(page_positions));
@@ -279,7 +278,7 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
             bit_domain: first.bit_domain.clone(),
             model_digest: first.model_digest.clone(),
         },
-        shape: GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, drafts, first_version: 1 },
+        shape: GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 },
         traffic: Traffic::of(loaded),
     })
 }

@@ -204,7 +204,7 @@ mod tests {
     use crate::sched::fake_worker::{FakeWorker, Shape};
 
     fn shape(max_slots: u32, max_batch_tokens: u32, kv_pages: u32) -> GroupShape {
-        GroupShape { kv_pages, page_positions: 16, max_slots, max_batch_tokens, drafts: true, first_version: 1 }
+        GroupShape { kv_pages, page_positions: 16, max_slots, max_batch_tokens, first_version: 1 }
     }
 
     /// Runs what fits, one after the other, and returns what was run.

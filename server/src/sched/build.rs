@@ -19,7 +19,8 @@ impl Scheduler {
         }
         let version = self.pipeline.next_version();
         let rows = self.slots.len() as u32;
-        let drafts = (self.drafts > 0).then(|| Drafts { each: self.drafts, rows, times: self.step_times.clone() });
+        let each = self.limits.drafts;
+        let drafts = (each > 0).then(|| Drafts { each, rows, times: self.step_times.clone() });
         let mut plan = Plan { version, steps: self.limits.steps_per_plan, drafts, ..Plan::default() };
         self.make_room(&plan);
         self.admit_all(&mut plan);

@@ -86,14 +86,7 @@ impl Shape {
     /// A group of this shape is ready for its first plan.
     pub(crate) fn ready(&self) -> Event {
         let Self { max_slots, max_batch_tokens, kv_pages, page_positions } = *self;
-        Event::GroupReady(GroupShape {
-            kv_pages,
-            page_positions,
-            max_slots,
-            max_batch_tokens,
-            drafts: true,
-            first_version: 1,
-        })
+        Event::GroupReady(GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 })
     }
 }
 

@@ -92,8 +92,6 @@ pub struct GroupShape {
     pub max_slots: u32,
     /// Rows of one step, at least `max_slots`.
     pub max_batch_tokens: u32,
-    /// It computes drafts.
-    pub drafts: bool,
     /// The number of the plan that it takes next.
     pub first_version: u64,
 }

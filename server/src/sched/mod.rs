@@ -75,8 +75,7 @@ pub struct Scheduler {
     max_batch_tokens: u32,
     /// Bounds on those of a step with prompts.
     step_rows: StepRows,
-    /// Most tokens that are drafted for a sequence in a step of the group, and what steps take.
-    drafts: u32,
+    /// What steps of the group take.
     step_times: Vec<StepTime>,
     preemptions: u64,
     /// The invariants are not checked after each event: somebody takes times.
@@ -128,7 +127,6 @@ impl Scheduler {
             next_sequence: 1,
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
-            drafts: 0,
             step_times: Vec::new(),
             preemptions: 0,
             #[cfg(test)]
@@ -300,7 +298,6 @@ impl Scheduler {
         self.slots = (0..shape.max_slots).map(|_| None).collect();
         self.free_slots = (0..shape.max_slots).rev().collect();
         self.max_batch_tokens = shape.max_batch_tokens;
-        self.drafts = if shape.drafts { self.limits.drafts } else { 0 };
         self.group_up = true;
         for (sequence, needed) in too_large {
             self.remove(sequence);

@@ -155,7 +155,7 @@ impl Scheduler {
     pub(super) fn decode_and_grant(&mut self, plan: &mut Plan) -> Vec<u64> {
         // A step may bring several tokens. Few sequences gain that many, and pages held for nothing keep others out.
         let steps = self.pipeline.steps_ahead() + u64::from(plan.steps);
-        let ahead = steps + (steps * u64::from(self.drafts)).min(MOST_DRAFTED_AHEAD);
+        let ahead = steps + (steps * u64::from(self.limits.drafts)).min(MOST_DRAFTED_AHEAD);
         let pages = self.pages.as_mut().expect("a group that is up has pages");
         let mut is_short = false;
         let mut decode = Vec::with_capacity(self.running.len());

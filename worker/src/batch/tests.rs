@@ -10,7 +10,7 @@ const LIMITS: Limits = Limits {
     kv_pages: 12,
     max_context: 256,
     vocab_size: 100,
-    drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+    drafting: Drafting { whole_sizes: false, extra_us: 0 },
     draft_corpus_tokens: 1 << 12,
     window: None,
 };

@@ -20,7 +20,7 @@ const LIMITS: Limits = Limits {
     kv_pages: 8,
     max_context: 64 * 200,
     vocab_size: 100,
-    drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+    drafting: Drafting { whole_sizes: false, extra_us: 0 },
     draft_corpus_tokens: 1 << 12,
     window: None,
 };
@@ -155,7 +155,6 @@ impl Worked {
                 model_digest: "digest".into(),
                 max_slots: LIMITS.max_slots,
                 max_batch_tokens: LIMITS.max_batch_tokens,
-                drafts: LIMITS.drafting.is_some(),
             };
             Ok(Box::new(Scripted { loaded, script, newest_seen: seen.clone() }) as Box<dyn Decoder>)
         };

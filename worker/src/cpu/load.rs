@@ -167,7 +167,6 @@ pub fn load_with(
         model_digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
-        drafts: true,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
     let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;
@@ -177,7 +176,7 @@ pub fn load_with(
         kv_pages: kv.pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafting: Some(Drafting { whole_sizes: false, extra_us: 0 }),
+        drafting: Drafting { whole_sizes: false, extra_us: 0 },
         draft_corpus_tokens: request.draft_corpus_tokens,
         window: config.sliding_window,
     });

@@ -175,7 +175,6 @@ pub fn load_with(
         model_digest: model.digest,
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
-        drafts: true,
     };
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
@@ -183,7 +182,7 @@ pub fn load_with(
         kv_pages: memory.sizes.kv_pages,
         max_context,
         vocab_size: config.vocab_size,
-        drafting: Some(Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US }),
+        drafting: Drafting { whole_sizes: true, extra_us: DRAFTED_LAUNCH_US },
         draft_corpus_tokens: request.draft_corpus_tokens,
         window: config.sliding_window,
     });

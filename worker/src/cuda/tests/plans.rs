@@ -461,7 +461,7 @@ fn run_model(
         kv_pages: pages as usize,
         max_context: CONTEXT,
         vocab_size: VOCAB,
-        drafting: Some(Drafting { whole_sizes: true, extra_us: 1 }),
+        drafting: Drafting { whole_sizes: true, extra_us: 1 },
         draft_corpus_tokens: 1 << 12,
         window: None,
     };

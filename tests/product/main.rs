@@ -1,6 +1,7 @@
 //! The product as processes: the binary that users run, with real workers, asked as clients ask it. `plans` alone
 //! starts none: it joins two crates that do not know each other.
 
+mod api;
 mod bits;
 #[path = "../../loadtest/tests/pages/browser.rs"]
 mod browser;

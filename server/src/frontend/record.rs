@@ -75,7 +75,7 @@ impl Record {
     }
 
     /// A choice came to its end.
-    pub(super) fn finished(&self, reason: FinishReason) {
+    pub fn finished(&self, reason: FinishReason) {
         if reason == FinishReason::Length {
             self.at_length.store(true, Relaxed);
         }

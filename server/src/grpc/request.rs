@@ -3,7 +3,7 @@
 use looplane_proto::inference::v1::{ChatMessage as ProtoMessage, GenerateRequest, generate_request};
 
 use crate::{
-    request::{FieldError, Input, RawRequest, RequestError},
+    request::{Chat, FieldError, Input, RawRequest, RequestError},
     text::ChatMessage,
 };
 
@@ -14,7 +14,7 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
         Some(generate_request::Input::TokenIds(tokens)) => ("token_ids", Input::Tokens(vec![tokens.ids])),
         Some(generate_request::Input::Chat(chat)) => {
             let messages: Result<_, _> = chat.messages.into_iter().enumerate().map(message).collect();
-            ("chat.messages", Input::Chat(messages?))
+            ("chat.messages", Input::Chat(Chat::new(messages?)))
         }
         None => {
             let message = "one of prompt, token_ids and chat must be given";

@@ -84,15 +84,15 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let json = json::parse(&body.bytes, model.max_context)?;
-        let HttpRequest { model: asked, raw, stream, include_usage } = match api {
+        let HttpRequest { model: asked, raw, stream, stream_usage } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
         checking.check_model(&asked)?;
-        Ok((validate(raw, model, text)?, stream, include_usage))
+        Ok((validate(raw, model, text)?, stream, stream_usage))
     };
     let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
-    let (valid, stream, include_usage) = prepared;
+    let (valid, stream, stream_usage) = prepared;
     let generation = frontend.admit(valid, model, place).await?;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
@@ -103,7 +103,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         model: frontend.model_id.clone(),
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
-        include_usage,
+        stream_usage,
         draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
@@ -118,7 +118,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
 }
 
 /// Browsers may send other types to a foreign origin without asking it first.
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let essence = value.split(';').next().unwrap_or("").trim();
     let refused = |message| Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
@@ -143,7 +143,7 @@ async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> R
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
     let firsts = wholes.iter().filter(|whole| is_first(whole.index, request.choices));
     let cached_tokens = firsts.map(|whole| u64::from(whole.cached_tokens)).sum();
-    let usage = Usage::new(request.prompt_tokens(), cached_tokens, completion_tokens);
+    let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
     let bytes = wholes.iter().map(|whole| whole.output.text.len()).sum::<usize>()
         + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
@@ -199,8 +199,8 @@ struct EventStream {
     prompt_tokens: u64,
     cached_tokens: u64,
     completion_tokens: u64,
-    /// Of all prompts.
-    all_choices: usize,
+    /// Tokens of each choice of all prompts.
+    of_choice: Vec<u64>,
     /// Of the choice that ended last.
     drafts: Vec<DraftStep>,
     ended: bool,
@@ -215,10 +215,12 @@ impl EventStream {
         metrics: FrontMetrics,
     ) -> impl Stream<Item = Result<Event, Infallible>> {
         let Generation { request, choices, place, .. } = generation;
+        let none = Usage::new(request.prompt_tokens(), None, 0);
+        let opening = choices.iter().filter_map(|choice| writer.opening(choice.index, none));
         let events = Self {
-            ready: choices.iter().filter_map(|choice| writer.opening(choice.index)).collect(),
+            ready: opening.collect(),
             writer,
-            all_choices: choices.len(),
+            of_choice: vec![0; choices.len()],
             drafts: Vec::new(),
             choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
             choices_each: request.choices,
@@ -235,13 +237,19 @@ impl EventStream {
         })
     }
 
+    /// What a choice has used so far.
+    fn so_far(&self, index: u32) -> Usage {
+        Usage::new(self.prompt_tokens, None, self.of_choice[index as usize])
+    }
+
     async fn next(&mut self) -> Option<String> {
         while self.ready.is_empty() && !self.ended {
             match self.choices.next().await {
                 Some((index, Ok(ChoiceEvent::Delta(piece)))) => {
+                    self.of_choice[index as usize] += piece.tokens.len() as u64;
                     // Without log-probabilities a token without text is nothing to tell.
                     if !piece.text.is_empty() || self.writer.logprobs.is_some() {
-                        self.ready.push_back(self.writer.delta(index, &piece));
+                        self.ready.push_back(self.writer.delta(index, &piece, self.so_far(index)));
                     }
                 }
                 Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts }))) => {
@@ -250,7 +258,8 @@ impl EventStream {
                     if is_first(index, self.choices_each) {
                         self.cached_tokens += u64::from(cached_tokens);
                     }
-                    self.ready.push_back(self.writer.finish(index, reason));
+                    self.of_choice[index as usize] = completion_tokens.into();
+                    self.ready.push_back(self.writer.finish(index, reason, self.so_far(index)));
                 }
                 // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
                 Some((_, Err(error))) => {
@@ -260,8 +269,8 @@ impl EventStream {
                     self.ended = true;
                 }
                 None => {
-                    let usage = Usage::new(self.prompt_tokens, self.cached_tokens, self.completion_tokens);
-                    let metrics = self.writer.metrics(self.all_choices, &self.drafts);
+                    let usage = Usage::new(self.prompt_tokens, Some(self.cached_tokens), self.completion_tokens);
+                    let metrics = self.writer.metrics(self.of_choice.len(), &self.drafts);
                     self.ready.extend(self.writer.usage(usage, metrics));
                     self.ready.push_back("[DONE]".into());
                     self.ended = true;

@@ -20,6 +20,7 @@ mod fields;
 mod json;
 mod metrics;
 mod parse;
+mod tokens;
 mod wire;
 
 pub use error::ApiError;
@@ -60,11 +61,17 @@ pub fn router(app: App, grpc: Router) -> Router {
         .route("/v1/completions", post(completions::completion))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/version", get(version))
+        .route("/ping", get(ready).post(ready))
+        .route("/health", get(ready))
         .route("/health/live", get(live))
         .route("/health/ready", get(ready))
         .route("/metrics", get(async move || metrics::scrape(&registry)))
         .method_not_allowed_fallback(wrong_method)
         .with_state(app)
+        .merge(other_models())
         .merge(grpc)
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
@@ -74,7 +81,8 @@ pub fn router(app: App, grpc: Router) -> Router {
 /// Whether a path is a probe's: answered even where there is no place for anybody else. Reflection and health over gRPC
 /// are no work, either, but those calls may stay open for ever.
 pub fn is_probe(path: &str) -> bool {
-    path == "/metrics" || ["/health/", "/grpc.health.", "/grpc.reflection."].iter().any(|start| path.starts_with(start))
+    ["/metrics", "/health", "/ping"].contains(&path)
+        || ["/health/", "/grpc.health.", "/grpc.reflection."].iter().any(|start| path.starts_with(start))
 }
 
 /// The answer to anything but a probe where all connections are taken.
@@ -108,7 +116,8 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\n\
          OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
-         Health: GET /health/live, GET /health/ready\n\
+         Tokens: POST /tokenize, POST /detokenize\n\
+         Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",
@@ -129,9 +138,43 @@ async fn model(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Va
 }
 
 fn describe(app: &App) -> Value {
-    let Frontend { model_id, started, .. } = &*app.frontend;
-    // `can_chat` is ours: the page at `/` asks by it.
-    json!({"id": model_id, "object": "model", "created": started, "owned_by": "looplane", "can_chat": can_chat(app)})
+    let Frontend { model_id, started, engine, .. } = &*app.frontend;
+    // vLLM's, known once the model has loaded. `can_chat` is ours: the page at `/` asks by it.
+    let max_model_len = engine.model().map(|model| model.max_context);
+    json!({
+        "id": model_id, "object": "model", "created": started, "owned_by": "looplane", "root": model_id,
+        "parent": null, "max_model_len": max_model_len, "can_chat": can_chat(app),
+    })
+}
+
+/// What other servers' models do, and no model here.
+fn other_models() -> Router {
+    const ROUTES: [(&str, &str); 12] = [
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/audio/speech", "speech"),
+        ("/v1/audio/transcriptions", "transcriptions"),
+        ("/v1/audio/translations", "translations"),
+        ("/v1/images/generations", "images"),
+        ("/v1/images/edits", "images"),
+        ("/v1/moderations", "moderations"),
+        ("/v1/rerank", "rankings"),
+        ("/rerank", "rankings"),
+        ("/v1/score", "scores"),
+        ("/classify", "classes"),
+        ("/pooling", "embeddings"),
+    ];
+    let refuse = |what: &'static str| {
+        post(async move || {
+            let message = format!("the model generates text: there are no {what} here; GET / lists what is");
+            ApiError::new(StatusCode::NOT_IMPLEMENTED, "not_supported", message)
+        })
+    };
+    ROUTES.into_iter().fold(Router::new(), |router, (route, what)| router.route(route, refuse(what)))
+}
+
+/// This server's.
+async fn version() -> Json<Value> {
+    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
 }
 
 /// Whether the model has a chat template.

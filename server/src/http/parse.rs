@@ -7,8 +7,8 @@ use super::{
     fields::{Fields, Off},
 };
 use crate::{
-    request::{FieldError, Input, RawRequest, RequestError},
-    text::ChatMessage,
+    request::{Chat, FieldError, Input, RawRequest, RequestError},
+    text::{ChatMessage, TemplateOptions},
 };
 
 /// A request as HTTP brings it: what to generate, and how to answer.
@@ -18,17 +18,66 @@ pub(super) struct HttpRequest {
     pub(super) model: String,
     pub(super) raw: RawRequest,
     pub(super) stream: bool,
-    pub(super) include_usage: bool,
+    pub(super) stream_usage: StreamUsage,
 }
 
-/// Fields of both APIs that are not supported, each with the values that ask for nothing.
-const UNSUPPORTED: [(&str, Off); 3] = [
+/// Where a stream tells its usage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct StreamUsage {
+    /// In a chunk of its own, the last.
+    pub(super) at_end: bool,
+    /// So far, in every chunk.
+    pub(super) in_each: bool,
+}
+
+/// Fields of both APIs that are not supported, each with the values that ask for nothing. Beside OpenAI's they are those
+/// that clients of vLLM send.
+const UNSUPPORTED: [(&str, Off); 36] = [
     ("response_format", |value| *value == json!({"type": "text"})),
     ("service_tier", |value| value == "auto" || value == "default"),
-    ("store", |value| *value == false),
+    ("store", is_false),
+    ("add_special_tokens", |_| false),
+    ("allowed_token_ids", |_| false),
+    ("bad_words", is_empty_list),
+    ("detokenize", is_true),
+    ("early_stopping", is_false),
+    ("echo", is_false),
+    ("guided_choice", |_| false),
+    ("guided_decoding_backend", |_| true),
+    ("guided_grammar", |_| false),
+    ("guided_json", |_| false),
+    ("guided_regex", |_| false),
+    ("guided_whitespace_pattern", |_| false),
+    ("include_stop_str_in_output", is_false),
+    ("kv_transfer_params", |_| false),
+    ("length_penalty", is_one),
+    ("logits_processors", is_empty_list),
+    ("logprob_token_ids", is_empty_list),
+    ("min_thinking_tokens", |_| false),
+    ("priority", |value| value.as_f64() == Some(0.0)),
+    ("prompt_embeds", |_| false),
+    ("prompt_logprobs", |_| false),
+    ("repetition_detection", |_| false),
+    ("return_prompt_token_ids", is_false),
+    ("return_token_ids", is_false),
+    ("return_tokens_as_token_ids", is_false),
+    ("skip_special_tokens", is_true),
+    ("spaces_between_special_tokens", is_true),
+    ("structural_tag", |_| false),
+    ("structured_outputs", |_| false),
+    ("thinking_token_budget", |_| false),
+    ("truncate_prompt_tokens", |_| false),
+    ("use_beam_search", is_false),
+    ("vllm_xargs", is_empty_object),
 ];
 
-const UNSUPPORTED_CHAT: [(&str, Off); 11] = [
+const UNSUPPORTED_CHAT: [(&str, Off); 17] = [
+    ("chat_template", |_| false),
+    ("documents", is_empty_list),
+    ("include_reasoning", Value::is_boolean),
+    ("media_io_kwargs", is_empty_object),
+    ("mm_processor_kwargs", is_empty_object),
+    ("return_assistant_tokens_mask", is_false),
     ("tools", is_empty_list),
     ("tool_choice", |value| value == "none"),
     ("parallel_tool_calls", Value::is_boolean),
@@ -42,8 +91,7 @@ const UNSUPPORTED_CHAT: [(&str, Off); 11] = [
     ("web_search_options", |_| false),
 ];
 
-const UNSUPPORTED_COMPLETION: [(&str, Off); 3] =
-    [("best_of", |value| *value == 1), ("echo", |value| *value == false), ("suffix", |value| value == "")];
+const UNSUPPORTED_COMPLETION: [(&str, Off); 1] = [("suffix", |value| value == "")];
 
 const UNSUPPORTED_MESSAGE: [(&str, Off); 6] = [
     ("tool_calls", is_empty_list),
@@ -58,11 +106,29 @@ fn is_empty_list(value: &Value) -> bool {
     value.as_array().is_some_and(Vec::is_empty)
 }
 
+fn is_empty_object(value: &Value) -> bool {
+    value.as_object().is_some_and(serde_json::Map::is_empty)
+}
+
+fn is_true(value: &Value) -> bool {
+    *value == true
+}
+
+fn is_false(value: &Value) -> bool {
+    *value == false
+}
+
+fn is_one(value: &Value) -> bool {
+    value.as_f64() == Some(1.0)
+}
+
+/// Tokens of a completion that does not say how many it wants, as OpenAI has it.
+const COMPLETION_TOKENS: u32 = 16;
+
 /// Reads the body of `/v1/chat/completions`.
 pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
-    let messages = messages(fields.required("messages")?)?;
-    let mut raw = RawRequest::new("messages", Input::Chat(messages));
+    let mut raw = RawRequest::new("messages", Input::Chat(conversation(&mut fields)?));
     let max_completion_tokens = fields.integer("max_completion_tokens")?;
     let max_tokens = fields.integer("max_tokens")?;
     raw.max_tokens = match (max_completion_tokens, max_tokens) {
@@ -93,7 +159,14 @@ pub(super) fn completion(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let mut raw = RawRequest::new("prompt", prompt(fields.required("prompt")?)?);
     raw.max_tokens = fields.integer("max_tokens")?;
+    raw.usual_max_tokens = Some(COMPLETION_TOKENS);
     raw.logprobs = fields.integer("logprobs")?;
+    raw.n = fields.integer("n")?;
+    // The best of as many as there are are all of them.
+    if let Some(best_of) = fields.integer("best_of")?.filter(|best_of| *best_of != raw.n.unwrap_or(1)) {
+        let message = format!("{best_of} is not n: this server gives all that it generates");
+        return Err(RequestError::field("best_of", FieldError::Unsupported, message).into());
+    }
     fields.unsupported(&UNSUPPORTED_COMPLETION)?;
     common(fields, raw)
 }
@@ -106,7 +179,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
         name => name.unwrap_or_default(),
     };
     raw.min_tokens = fields.integer("min_tokens")?;
-    raw.n = fields.integer("n")?;
+    raw.n = fields.integer("n")?.or(raw.n);
     raw.temperature = fields.number("temperature")?;
     raw.top_k = fields.integer("top_k")?;
     raw.top_p = fields.number("top_p")?;
@@ -120,28 +193,51 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }
+    if let Some(ids) = fields.value("stop_token_ids") {
+        let Value::Array(ids) = ids else { return Err(wrong_type("stop_token_ids", "a list of token ids")) };
+        raw.stop_tokens = token_ids(&ids, "stop_token_ids")?;
+    }
     if let Some(bias) = fields.value("logit_bias") {
         raw.logit_bias = logit_bias(bias)?;
     }
     let stream = fields.boolean("stream")?.unwrap_or(false);
-    let include_usage = match fields.value("stream_options") {
+    let stream_usage = match fields.value("stream_options") {
         Some(_) if !stream => {
             let message = "only makes sense with stream: true";
             return Err(RequestError::field("stream_options", FieldError::Value, message).into());
         }
         Some(options) => {
             let mut options = Fields::new(options, "stream_options")?;
-            let include = options.boolean("include_usage")?.unwrap_or(false);
-            options.unsupported(&[("include_obfuscation", |value| *value == false)])?;
+            let at_end = options.boolean("include_usage")?.unwrap_or(false);
+            let in_each = options.boolean("continuous_usage_stats")?.unwrap_or(false);
+            options.unsupported(&[("include_obfuscation", is_false)])?;
             options.finish()?;
-            include
+            StreamUsage { at_end, in_each: at_end && in_each }
         }
-        None => false,
+        None => StreamUsage::default(),
     };
     labels(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok(HttpRequest { model, raw, stream, include_usage })
+    Ok(HttpRequest { model, raw, stream, stream_usage })
+}
+
+/// The messages of a chat, and how they become a prompt.
+pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
+    let messages = messages(fields.required("messages")?)?;
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
+    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
+    if continue_final_message && add_generation_prompt == Some(true) {
+        let message = "and add_generation_prompt exclude each other: an answer goes on, or begins";
+        return Err(RequestError::field("continue_final_message", FieldError::Value, message).into());
+    }
+    let kwargs = match fields.value("chat_template_kwargs") {
+        None => serde_json::Map::new(),
+        Some(Value::Object(kwargs)) => kwargs,
+        Some(_) => return Err(wrong_type("chat_template_kwargs", "an object")),
+    };
+    let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
+    Ok(Chat { messages, options: TemplateOptions { add_generation_prompt, kwargs }, continue_final_message })
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.
@@ -240,7 +336,7 @@ fn prompt(value: Value) -> Result<Input, ApiError> {
     }
 }
 
-fn token_ids(list: &[Value], path: &str) -> Result<Vec<u32>, ApiError> {
+pub(super) fn token_ids(list: &[Value], path: &str) -> Result<Vec<u32>, ApiError> {
     let id = |(index, value): (usize, &Value)| {
         value
             .as_u64()

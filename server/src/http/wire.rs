@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
+use super::parse::StreamUsage;
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
     engine::{FinishReason, client_logprob},
@@ -28,7 +29,7 @@ pub(super) struct Writer {
     pub(super) system_fingerprint: String,
     /// As in the request.
     pub(super) logprobs: Option<u32>,
-    pub(super) include_usage: bool,
+    pub(super) stream_usage: StreamUsage,
     /// What is told of drafts, of which a step has so many at most.
     pub(super) draft_report: (DraftReport, u32),
     pub(super) tokenizer: Arc<Tokenizer>,
@@ -40,7 +41,9 @@ pub(super) struct Usage {
     prompt_tokens: u64,
     completion_tokens: u64,
     total_tokens: u64,
-    prompt_tokens_details: PromptTokensDetails,
+    /// Known at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_tokens_details: Option<PromptTokensDetails>,
 }
 
 /// What became of a prompt's tokens.
@@ -51,9 +54,9 @@ struct PromptTokensDetails {
 }
 
 impl Usage {
-    pub(super) fn new(prompt_tokens: u64, cached_tokens: u64, completion_tokens: u64) -> Self {
-        let (total_tokens, prompt_tokens_details) =
-            (prompt_tokens + completion_tokens, PromptTokensDetails { cached_tokens });
+    pub(super) fn new(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64) -> Self {
+        let total_tokens = prompt_tokens + completion_tokens;
+        let prompt_tokens_details = cached_tokens.map(|cached_tokens| PromptTokensDetails { cached_tokens });
         Self { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }
 }
@@ -168,32 +171,33 @@ impl Serialize for TopMap {
 
 impl Writer {
     /// The chunk that opens a choice; completions have none.
-    pub(super) fn opening(&self, index: u32) -> Option<String> {
+    pub(super) fn opening(&self, index: u32, so_far: Usage) -> Option<String> {
         let delta = Delta { role: Some("assistant"), content: Some("") };
-        (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None))
+        (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None, so_far))
     }
 
     /// A chunk with more output.
-    pub(super) fn delta(&self, index: u32, piece: &Piece) -> String {
+    pub(super) fn delta(&self, index: u32, piece: &Piece, so_far: Usage) -> String {
         match self.api {
             Api::Chat => {
                 let delta = Delta { role: None, content: Some(&piece.text) };
-                self.chat_chunk(index, delta, self.chat_logprobs(&piece.tokens), None)
+                self.chat_chunk(index, delta, self.chat_logprobs(&piece.tokens), None, so_far)
             }
             Api::Completion => {
                 let logprobs = self.completion_logprobs(&piece.tokens);
-                self.completion_chunk(CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None })
+                let choice = CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None };
+                self.completion_chunk(choice, so_far)
             }
         }
     }
 
     /// The chunk that ends a choice.
-    pub(super) fn finish(&self, index: u32, reason: FinishReason) -> String {
+    pub(super) fn finish(&self, index: u32, reason: FinishReason, so_far: Usage) -> String {
         let finish_reason = Some(finish_word(reason));
         match self.api {
-            Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason),
+            Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason, so_far),
             Api::Completion => {
-                self.completion_chunk(CompletionChoice { text: "", index, logprobs: None, finish_reason })
+                self.completion_chunk(CompletionChoice { text: "", index, logprobs: None, finish_reason }, so_far)
             }
         }
     }
@@ -207,7 +211,9 @@ impl Writer {
 
     /// The chunk before the end of the stream, if the request asked for it.
     pub(super) fn usage(&self, usage: Usage, metrics: Option<Metrics>) -> Option<String> {
-        self.include_usage.then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics))
+        self.stream_usage
+            .at_end
+            .then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics))
     }
 
     /// The response to a request that does not stream.
@@ -242,13 +248,20 @@ impl Writer {
         delta: Delta<'_>,
         logprobs: Option<ChatLogprobs>,
         finish_reason: Option<&'static str>,
+        so_far: Usage,
     ) -> String {
         let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
-        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None), None)
+        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None)
     }
 
-    fn completion_chunk(&self, choice: CompletionChoice<'_>) -> String {
-        self.envelope(self.chunk_object(), vec![choice], self.include_usage.then_some(None), None)
+    fn completion_chunk(&self, choice: CompletionChoice<'_>, so_far: Usage) -> String {
+        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None)
+    }
+
+    /// Where only the end tells of usage, chunks before it say null.
+    fn usage_of_chunk(&self, so_far: Usage) -> Option<Option<Usage>> {
+        let StreamUsage { at_end, in_each } = self.stream_usage;
+        at_end.then(|| in_each.then_some(so_far))
     }
 
     fn chunk_object(&self) -> &'static str {

@@ -4,8 +4,9 @@
 //! message and begin another, as the operator for instance; such a text is refused by name. (It is not encoded as plain
 //! text: templates trim, cut and convert texts as they like, so where one ends up in the prompt cannot be known.)
 
+use super::Chat;
 use super::{FieldError, RequestError};
-use crate::text::{ChatMessage, ChatTemplate, Text, TextError, Tokenizer};
+use crate::text::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
 
 /// Stands at both ends of a text in [`fenced`]. Unicode keeps this code point from ever being a character, so no token
 /// spells it and no template looks for it.
@@ -16,16 +17,13 @@ const FENCE: char = '\u{fdd0}';
 /// # Errors
 /// Names the text that holds a control token, or says what the template has against the messages, or that they are too
 /// long: the latter before anything else looks at the texts.
-pub(super) fn prompt(
-    messages: &[ChatMessage],
-    field: &str,
-    max_context: u32,
-    text: &Text,
-) -> Result<String, RequestError> {
+pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) -> Result<String, RequestError> {
     let Some(template) = &text.template else {
         let message = "the model has no chat template; use /v1/completions";
         return Err(RequestError::field(field, FieldError::Unsupported, message));
     };
+    let Chat { messages, options, continue_final_message } = chat;
+    check_kwargs(options, text)?;
     let max_bytes = text.tokenizer.max_text_bytes(max_context);
     let too_long = |prompt_bytes| RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context };
     let bytes = messages.iter().flat_map(texts).map(|(_, text)| text.len()).sum();
@@ -40,14 +38,47 @@ pub(super) fn prompt(
             }
         }
     }
-    let prompt = template.render(messages, max_bytes).map_err(|error| match error {
+    let prompt = template.render(messages, options, max_bytes).map_err(|error| match error {
         TextError::TooLong { max_bytes } => too_long(max_bytes + 1),
         error => RequestError::field(field, FieldError::Value, error.to_string()),
     })?;
-    match assembled(messages, &prompt, max_bytes, template, &text.tokenizer) {
-        Some(id) => Err(special_token(field.into(), "would, in the chat template, spell", &text.tokenizer, id)),
-        None => Ok(prompt),
+    if let Some(id) = assembled(chat, &prompt, max_bytes, template, &text.tokenizer) {
+        return Err(special_token(field.into(), "would, in the chat template, spell", &text.tokenizer, id));
     }
+    match continue_final_message {
+        true => up_to_the_end_of(messages.last(), prompt),
+        false => Ok(prompt),
+    }
+}
+
+/// The prompt without what the template writes behind the last message: the answer goes on from its text.
+fn up_to_the_end_of(last: Option<&ChatMessage>, mut prompt: String) -> Result<String, RequestError> {
+    let content = last.map_or("", |last| last.content.trim());
+    match prompt.rfind(content).filter(|_| !content.is_empty()) {
+        Some(at) => {
+            prompt.truncate(at + content.len());
+            Ok(prompt)
+        }
+        None => {
+            let message = "the last message has no text that is in the prompt as it is";
+            Err(RequestError::field("continue_final_message", FieldError::Value, message))
+        }
+    }
+}
+
+/// What a client says to the template holds no control token, and takes no other name's place.
+fn check_kwargs(options: &TemplateOptions, text: &Text) -> Result<(), RequestError> {
+    if let Some(name) = options.kwargs.keys().find(|name| TEMPLATE_NAMES.contains(&name.as_str())) {
+        let message = "is not the template's own name; what it stands for has a field of its own";
+        return Err(RequestError::field(format!("chat_template_kwargs.{name}"), FieldError::Value, message));
+    }
+    for (name, value) in &options.kwargs {
+        // As JSON: texts in lists and objects, too, and their names.
+        if let Some(id) = text.tokenizer.special_tokens_in(&value.to_string()).first().copied() {
+            return Err(special_token(format!("chat_template_kwargs.{name}"), "holds", &text.tokenizer, id));
+        }
+    }
+    Ok(())
 }
 
 /// The texts of a message that the client chooses, with the names of their fields.
@@ -66,17 +97,17 @@ fn special_token(field: String, how: &str, tokenizer: &Tokenizer, id: u32) -> Re
 /// A control token that texts form only once they stand in the template, with each other or with the text around them:
 /// one that is no longer there when every text is fenced.
 fn assembled(
-    messages: &[ChatMessage],
+    chat: &Chat,
     prompt: &str,
     max_bytes: usize,
     template: &ChatTemplate,
     tokenizer: &Tokenizer,
 ) -> Option<u32> {
-    let fenced: Vec<ChatMessage> = messages.iter().map(fenced).collect();
+    let fenced: Vec<ChatMessage> = chat.messages.iter().map(fenced).collect();
     // The fences of a text have six bytes, and it has at least one of the prompt's, wherever the template writes it.
     let max_bytes = max_bytes.saturating_mul(1 + 2 * FENCE.len_utf8());
     // A template that refuses the fences leaves nothing to compare with: then no control token is accounted for.
-    let fenced = template.render(&fenced, max_bytes).unwrap_or_default();
+    let fenced = template.render(&fenced, &chat.options, max_bytes).unwrap_or_default();
     let (written, accounted) = (tokenizer.special_tokens_in(prompt), tokenizer.special_tokens_in(&fenced));
     let same = written.iter().zip(&accounted).take_while(|(a, b)| a == b).count();
     written.get(same).copied().filter(|_| written != accounted)
@@ -95,9 +126,15 @@ fn fenced(message: &ChatMessage) -> ChatMessage {
 mod tests {
     use std::path::Path;
 
+    use serde_json::json;
+
     use super::*;
 
     const CONTEXT: u32 = 512;
+
+    fn prompt(messages: &[ChatMessage], field: &str, max_context: u32, text: &Text) -> Result<String, RequestError> {
+        super::prompt(&Chat::new(messages.to_vec()), field, max_context, text)
+    }
 
     fn text() -> Text {
         Text::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa")).unwrap()
@@ -195,5 +232,39 @@ mod tests {
     fn a_template_that_refuses_the_fences_leaves_nothing_accounted_for() {
         let picky = "{% if messages[0].content != 'Hi' %}{{ raise_exception('no') }}{% endif %}{{ bos_token }}Hi";
         assert!(prompt(&user(&["Hi"]), "messages", CONTEXT, &with_template(picky)).is_err());
+    }
+
+    fn with_options(chat: Chat) -> Result<String, RequestError> {
+        let template = "{% for m in messages %}<|eot_id|>{{ m.role }}: {{ m.content }}\n{% endfor %}\
+                        {% if add_generation_prompt %}assistant:{% if not enable_thinking %} quick{% endif %}{% endif %}";
+        super::prompt(&chat, "messages", CONTEXT, &with_template(template))
+    }
+
+    #[test]
+    fn a_client_tells_the_template_what_it_knows_by_names_of_its_own() {
+        let chat = |kwargs: serde_json::Value| Chat {
+            options: TemplateOptions { kwargs: kwargs.as_object().unwrap().clone(), ..TemplateOptions::default() },
+            ..Chat::new(user(&["Hi"]))
+        };
+        assert!(with_options(chat(json!({}))).unwrap().ends_with("assistant: quick"));
+        assert!(with_options(chat(json!({"enable_thinking": true}))).unwrap().ends_with("assistant:"));
+        for (kwargs, param) in [
+            (json!({"messages": []}), "chat_template_kwargs.messages"),
+            (json!({"who": ["x", {"<|eot_id|>": 1}]}), "chat_template_kwargs.who"),
+        ] {
+            assert_eq!(with_options(chat(kwargs)).unwrap_err().param(), param);
+        }
+    }
+
+    #[test]
+    fn an_answer_begins_or_goes_on_where_the_client_says() {
+        let (user, begun) = (ChatMessage::new("user", "Hi"), ChatMessage::new("assistant", " I said Hi and "));
+        let options = TemplateOptions { add_generation_prompt: false, ..TemplateOptions::default() };
+        let chat = Chat { options, ..Chat::new(vec![user.clone(), begun]) };
+        assert_eq!(with_options(chat.clone()).unwrap(), "<|eot_id|>user: Hi\n<|eot_id|>assistant:  I said Hi and \n");
+        let goes_on = Chat { continue_final_message: true, ..chat };
+        assert_eq!(with_options(goes_on.clone()).unwrap(), "<|eot_id|>user: Hi\n<|eot_id|>assistant:  I said Hi and");
+        let blank = Chat { messages: vec![user, ChatMessage::new("assistant", " ")], ..goes_on };
+        assert_eq!(with_options(blank).unwrap_err().param(), "continue_final_message");
     }
 }

@@ -4,7 +4,7 @@ use std::{ops::RangeInclusive, sync::Arc};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
-    text::{ChatMessage, Start},
+    text::{ChatMessage, Start, TemplateOptions},
 };
 
 mod chat;
@@ -12,7 +12,7 @@ mod error;
 mod validate;
 
 pub use error::{FieldError, RequestError};
-pub use validate::validate;
+pub use validate::{encode, validate};
 
 /// Choices of one prompt; each is a sequence of its own.
 pub const MAX_CHOICES: u64 = 16;
@@ -30,6 +30,8 @@ pub const MAX_STOP_BYTES: usize = 1024;
 pub const MAX_TOP_LOGPROBS: u64 = 20;
 /// Tokens with a bias of their own.
 pub const MAX_LOGIT_BIAS: usize = 1024;
+/// Tokens of one request's own that end its output.
+pub const MAX_STOP_TOKENS: usize = 64;
 /// Bytes of a cache salt.
 pub const MAX_SALT_BYTES: usize = 1024;
 
@@ -41,7 +43,25 @@ pub enum Input {
     /// Texts that are tokens already.
     Tokens(Vec<Vec<u32>>),
     /// Messages, made a prompt by the model's chat template, which alone writes control tokens.
-    Chat(Vec<ChatMessage>),
+    Chat(Chat),
+}
+
+/// A chat, and how it becomes a prompt.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Chat {
+    /// What was said.
+    pub messages: Vec<ChatMessage>,
+    /// For the template.
+    pub options: TemplateOptions,
+    /// The answer goes on from the last message's text, where it stands.
+    pub continue_final_message: bool,
+}
+
+impl Chat {
+    /// Messages, to be answered.
+    pub fn new(messages: Vec<ChatMessage>) -> Self {
+        Self { messages, ..Self::default() }
+    }
 }
 
 /// A request with the right types and nothing else checked. `None`: the field was left out.
@@ -53,8 +73,10 @@ pub struct RawRequest {
     pub input: Input,
     /// Name of the field that `max_tokens` came from.
     pub max_tokens_field: &'static str,
-    /// Bound on generated tokens; left out: the end of the context.
+    /// Bound on generated tokens; left out: `usual_max_tokens`, or as many as there is room for.
     pub max_tokens: Option<i64>,
+    /// Where `max_tokens` is left out; `None`: the end of the context.
+    pub usual_max_tokens: Option<u32>,
     /// Generated tokens before the first stop token.
     pub min_tokens: Option<i64>,
     /// Choices for each prompt.
@@ -81,6 +103,8 @@ pub struct RawRequest {
     pub stop: Vec<String>,
     /// Go on past end-of-sequence tokens.
     pub ignore_eos: bool,
+    /// Tokens that end the output, beside those.
+    pub stop_tokens: Vec<u32>,
     /// Name of the field that `logprobs` came from.
     pub logprobs_field: &'static str,
     /// Report log-probabilities, and of so many most likely tokens.
@@ -97,6 +121,7 @@ impl RawRequest {
             input,
             max_tokens_field: "max_tokens",
             max_tokens: None,
+            usual_max_tokens: None,
             min_tokens: None,
             n: None,
             temperature: None,
@@ -110,6 +135,7 @@ impl RawRequest {
             logit_bias: Vec::new(),
             stop: Vec::new(),
             ignore_eos: false,
+            stop_tokens: Vec::new(),
             logprobs_field: "logprobs",
             logprobs: None,
             cache_salt: None,

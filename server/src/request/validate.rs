@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{
     FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
-    MAX_STOP_BYTES, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest, chat, draw_seed,
+    MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest,
+    chat, draw_seed,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -29,11 +30,12 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     };
     let min_tokens = integer("min_tokens", raw.min_tokens.unwrap_or(0), 0, i64::from(u32::MAX))? as u32;
     check_stops(&raw.stop)?;
+    check_stop_tokens(&raw.stop_tokens, model)?;
     let cache_salt = cache_salt(raw.cache_salt)?;
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
-    let prompts = prompts(raw.input, raw.input_field, &cache_salt, model, text)?;
+    let prompts = prompts(raw.input, raw.input_field, true, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
         let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
         return Err(RequestError::field("n", FieldError::Value, message));
@@ -41,14 +43,15 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     let mut valid_prompts = Vec::with_capacity(prompts.len());
     for (index, (tokens, start)) in prompts.into_iter().enumerate() {
         let field = if single { raw.input_field.to_owned() } else { format!("{}[{index}]", raw.input_field) };
-        let max_tokens = fit_context(&field, &tokens, max_tokens, model)?;
+        let max_tokens = fit_context(&field, &tokens, max_tokens, raw.usual_max_tokens, model)?;
         if min_tokens > max_tokens {
             let message = format!("{min_tokens} is more than the {max_tokens} tokens that may be generated");
             return Err(RequestError::field("min_tokens", FieldError::Value, message));
         }
         valid_prompts.push(ValidPrompt { tokens, max_tokens, start });
     }
-    let stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
+    let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
+    stop_tokens.extend(&raw.stop_tokens);
     let (prompts, stop) = (valid_prompts, raw.stop);
     Ok(ValidRequest { prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop, cache_salt })
 }
@@ -137,10 +140,36 @@ fn check_stops(stops: &[String]) -> Result<(), RequestError> {
     }
 }
 
-/// Each prompt's tokens and where its output stands.
+fn check_stop_tokens(tokens: &[u32], model: &ModelInfo) -> Result<(), RequestError> {
+    let (count, size) = (tokens.len(), model.vocab_size);
+    let message = match tokens.iter().find(|id| **id >= size) {
+        _ if count > MAX_STOP_TOKENS => format!("{count} tokens are more than {MAX_STOP_TOKENS}"),
+        Some(id) => format!("token {id} does not exist; the vocabulary has {size} tokens"),
+        None => return Ok(()),
+    };
+    Err(RequestError::field("stop_token_ids", FieldError::Value, message))
+}
+
+/// The tokens of a single input, which came in `field`. `special`: of a plain text with what the model expects around it.
+///
+/// # Errors
+/// As [`validate`] has them of an input, but for its length in tokens.
+pub fn encode(
+    input: Input,
+    field: &str,
+    special: bool,
+    model: &ModelInfo,
+    text: &Text,
+) -> Result<Vec<u32>, RequestError> {
+    let all = prompts(input, field, special, "", model, text)?;
+    Ok(all.into_iter().flat_map(|(tokens, _)| tokens).collect())
+}
+
+/// Each prompt's tokens and where its output stands. `special`: of plain texts with what the model expects around them.
 fn prompts(
     input: Input,
     field: &str,
+    special: bool,
     salt: &str,
     model: &ModelInfo,
     text: &Text,
@@ -152,13 +181,14 @@ fn prompts(
         _ => Err(wrong(format!("{count} prompts are more than {MAX_PROMPTS}"))),
     };
     match input {
-        Input::Chat(messages) => {
-            if messages.is_empty() || messages.len() > MAX_MESSAGES {
-                return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {}", messages.len())));
+        Input::Chat(chat) => {
+            let messages = chat.messages.len();
+            if messages == 0 || messages > MAX_MESSAGES {
+                return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {messages}")));
             }
-            let prompt = chat::prompt(&messages, field, model.max_context, text)?;
+            let prompt = chat::prompt(&chat, field, model.max_context, text)?;
             // The template has written the special tokens, the begin token included.
-            let tokens = encode(&prompt, false, salt, field, text)?;
+            let tokens = encode_text(&prompt, false, salt, field, text)?;
             Ok(vec![(tokens, Start::Beginning)])
         }
         Input::Texts(texts) => {
@@ -172,7 +202,7 @@ fn prompts(
             if let Some(prompt_bytes) = texts.iter().map(String::len).find(|bytes| *bytes > max_bytes) {
                 return Err(RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context });
             }
-            let tokens = |prompt: &String| Ok((encode(prompt, true, salt, field, text)?, Start::Middle));
+            let tokens = |prompt: &String| Ok((encode_text(prompt, special, salt, field, text)?, Start::Middle));
             texts.iter().map(tokens).collect()
         }
         Input::Tokens(lists) => {
@@ -190,19 +220,26 @@ fn prompts(
     }
 }
 
-fn encode(prompt: &str, special: bool, salt: &str, field: &str, text: &Text) -> Result<Vec<u32>, RequestError> {
+fn encode_text(prompt: &str, special: bool, salt: &str, field: &str, text: &Text) -> Result<Vec<u32>, RequestError> {
     let wrong = |error: TextError| RequestError::field(field, FieldError::Value, error.to_string());
     text.tokenizer.encode(prompt, special, salt).map_err(wrong)
 }
 
 /// How many tokens may follow this prompt.
-fn fit_context(field: &str, prompt: &[u32], max_tokens: Option<u32>, model: &ModelInfo) -> Result<u32, RequestError> {
+fn fit_context(
+    field: &str,
+    prompt: &[u32],
+    max_tokens: Option<u32>,
+    usual: Option<u32>,
+    model: &ModelInfo,
+) -> Result<u32, RequestError> {
     if prompt.is_empty() {
         return Err(RequestError::field(field, FieldError::Value, "the prompt has no tokens"));
     }
     let prompt_tokens = prompt.len() as u64;
     let room = u64::from(model.max_context).saturating_sub(prompt_tokens);
-    let asked = max_tokens.map_or(room.max(1), u64::from);
+    let most = usual.map_or(room, |usual| room.min(usual.into())).max(1);
+    let asked = max_tokens.map_or(most, u64::from);
     if asked > room {
         let field = field.to_owned();
         return Err(RequestError::ContextLength { field, prompt_tokens, asked, max_context: model.max_context });
@@ -215,6 +252,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::request::Chat;
     use crate::text::ChatMessage;
 
     fn text() -> Text {
@@ -286,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_chat_has_the_templates_begin_token_only() {
-        let raw = RawRequest::new("messages", Input::Chat(vec![ChatMessage::new("user", "Hi")]));
+        let raw = RawRequest::new("messages", Input::Chat(Chat::new(vec![ChatMessage::new("user", "Hi")])));
         let valid = validate(raw, &ModelInfo { max_context: 2048, ..model() }, &text()).unwrap();
         assert_eq!(valid.prompts[0].tokens.iter().filter(|id| **id == 0).count(), 1);
     }
@@ -327,7 +365,7 @@ mod tests {
             (RawRequest::new("prompt", Input::Texts(Vec::new())), "prompt"),
             (RawRequest::new("prompt", list(65)), "prompt"),
             (RawRequest { n: Some(16), ..RawRequest::new("prompt", list(9)) }, "n"),
-            (RawRequest::new("messages", Input::Chat(Vec::new())), "messages"),
+            (RawRequest::new("messages", Input::Chat(Chat::default())), "messages"),
         ] {
             let error = validate(request, &model(), &text()).unwrap_err();
             assert_eq!(error.param(), field, "{error}");

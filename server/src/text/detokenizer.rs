@@ -163,7 +163,7 @@ mod tests {
         #[test]
         fn byte_level_increments_are_the_full_decoding(ids in prop::collection::vec(0u32..768, 0..200)) {
             let tokenizer = byte_level();
-            prop_assert_eq!(increments(&tokenizer, Start::Beginning, &ids).concat(), tokenizer.decode(&ids).unwrap());
+            prop_assert_eq!(increments(&tokenizer, Start::Beginning, &ids).concat(), tokenizer.decode(&ids, false).unwrap());
         }
 
         #[test]
@@ -185,7 +185,7 @@ mod tests {
                 let tokenizer = sentencepiece(decoder);
                 // A Metaspace decoder knows no bytes.
                 let ids: Vec<u32> = ids.iter().copied().filter(|id| !metaspace || !(3..259).contains(id)).collect();
-                let whole = tokenizer.decode(&ids).unwrap();
+                let whole = tokenizer.decode(&ids, false).unwrap();
                 prop_assert_eq!(increments(&tokenizer, Start::Beginning, &ids).concat(), whole);
             }
         }

@@ -22,7 +22,7 @@ pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
 pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher};
-pub use template::{ChatMessage, ChatTemplate};
+pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};
 pub use tokenizer::Tokenizer;
 
 /// Why a model directory's text files cannot be served, or a text cannot be processed.
@@ -193,7 +193,8 @@ mod tests {
     fn a_model_directory_loads() {
         let text = Text::load(&fixture()).unwrap();
         assert_eq!(text.defaults.eos_tokens, [1, 4]);
-        let prompt = text.template.unwrap().render(&[ChatMessage::new("user", " Hi ")], 1 << 16).unwrap();
+        let options = TemplateOptions::default();
+        let prompt = text.template.unwrap().render(&[ChatMessage::new("user", " Hi ")], &options, 1 << 16).unwrap();
         assert_eq!(
             prompt,
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>\
@@ -223,7 +224,7 @@ mod tests {
             Text::load(dir.path())
                 .unwrap()
                 .template
-                .map(|t| t.render(&[ChatMessage::new("user", "x")], 1 << 16).unwrap())
+                .map(|t| t.render(&[ChatMessage::new("user", "x")], &TemplateOptions::default(), 1 << 16).unwrap())
         };
         assert_eq!(configured(Value::Null), None);
         let named = serde_json::json!([

@@ -37,6 +37,25 @@ impl ChatMessage {
     }
 }
 
+/// How a chat becomes a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TemplateOptions {
+    /// The prompt goes on to where the assistant's answer starts.
+    pub add_generation_prompt: bool,
+    /// What the template knows by names of its own, such as `enable_thinking`.
+    pub kwargs: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Default for TemplateOptions {
+    fn default() -> Self {
+        Self { add_generation_prompt: true, kwargs: serde_json::Map::new() }
+    }
+}
+
+/// Names that mean the same in all templates.
+pub const TEMPLATE_NAMES: [&str; 6] =
+    ["messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"];
+
 /// A parsed chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -65,12 +84,17 @@ impl ChatTemplate {
         Ok(Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() })
     }
 
-    /// The prompt for these messages, up to where the assistant's answer starts.
+    /// The prompt for these messages.
     ///
     /// # Errors
     /// [`TextError::TooLong`] for a prompt of more than `max_bytes`, of which no more is written;
     /// [`TextError::Template`], in the template's own words where it raises.
-    pub fn render(&self, messages: &[ChatMessage], max_bytes: usize) -> Result<String, TextError> {
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        options: &TemplateOptions,
+        max_bytes: usize,
+    ) -> Result<String, TextError> {
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
             TextError::Template(reason)
@@ -78,11 +102,12 @@ impl ChatTemplate {
         let template = self.environment.get_template(NAME).map_err(refused)?;
         let context = context! {
             messages => Value::from(Serde(messages)),
-            add_generation_prompt => true,
+            add_generation_prompt => options.add_generation_prompt,
             bos_token => self.bos_token.as_str(),
             eos_token => self.eos_token.as_str(),
             tools => (),
             documents => (),
+            ..Value::from(Serde(&options.kwargs))
         };
         let mut prompt = Bounded { bytes: Vec::new(), max_bytes, overflowed: false };
         match template.render_captured_to(context, &mut prompt) {
@@ -213,7 +238,7 @@ mod tests {
 
     fn render(source: &str) -> Result<String, TextError> {
         let messages = [ChatMessage::new("system", "Be brief."), ChatMessage::new("user", "a<b & 'c' é")];
-        ChatTemplate::new(source, "<s>", "</s>").unwrap().render(&messages, usize::MAX)
+        ChatTemplate::new(source, "<s>", "</s>").unwrap().render(&messages, &TemplateOptions::default(), usize::MAX)
     }
 
     #[test]
@@ -221,8 +246,8 @@ mod tests {
         let template =
             ChatTemplate::new("{% for _ in range(9) %}{{ messages[0].content }}{% endfor %}", "", "").unwrap();
         let messages = [ChatMessage::new("user", "é".repeat(5))];
-        assert_eq!(template.render(&messages, 90).unwrap().len(), 90);
-        let error = template.render(&messages, 89).unwrap_err();
+        assert_eq!(template.render(&messages, &TemplateOptions::default(), 90).unwrap().len(), 90);
+        let error = template.render(&messages, &TemplateOptions::default(), 89).unwrap_err();
         assert!(matches!(error, TextError::TooLong { max_bytes: 89 }), "{error}");
     }
 

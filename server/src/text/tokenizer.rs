@@ -119,12 +119,12 @@ impl Tokenizer {
         added.map(|token| token.id).filter(|id| self.is_special(*id)).collect()
     }
 
-    /// The text of all the tokens at once, control tokens left out, as Hugging Face's tokenizers decode it.
+    /// The text of all the tokens at once, as Hugging Face's tokenizers decode it. `special`: control tokens, too.
     ///
     /// # Errors
     /// The tokenizer's own.
-    pub fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
-        self.inner.decode(ids, true).map_err(|error| TextError::Encode(error.to_string()))
+    pub fn decode(&self, ids: &[u32], special: bool) -> Result<String, TextError> {
+        self.inner.decode(ids, !special).map_err(|error| TextError::Encode(error.to_string()))
     }
 
     /// The bytes that a token stands for, a control token's name included; empty for an id without a token.

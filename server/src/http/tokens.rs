@@ -1,0 +1,108 @@
+//! `/tokenize` and `/detokenize`, as vLLM has them: what a prompt or a chat becomes, and back.
+
+use axum::{
+    Extension, Json,
+    extract::{Request, State},
+    response::{IntoResponse, Response},
+};
+use serde_json::Value;
+
+use super::{App, completions::check_content_type, error::ApiError, fields::Fields, json::parse as parse_json, parse};
+use crate::{
+    engine::{FinishReason, ModelInfo},
+    frontend::{GenerateError, Place, Prepared, RequestId},
+    request::{FieldError, Input, RequestError, encode},
+    text::Text,
+};
+
+pub(super) async fn tokenize(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    answer(app, &id, "/tokenize", request, |mut fields, model, text| {
+        let with_texts = fields.boolean("return_token_strs")?.unwrap_or(false);
+        let add_special = fields.boolean("add_special_tokens")?;
+        let input = match fields.value("prompt") {
+            Some(Value::String(prompt)) => Input::Texts(vec![prompt]),
+            Some(_) => return Err(super::error::wrong_type("prompt", "a string")),
+            None => Input::Chat(parse::conversation(&mut fields)?),
+        };
+        fields.finish()?;
+        let tokens = match (&input, add_special) {
+            // A template has written them.
+            (Input::Chat(_), Some(true)) => {
+                let message = "the chat template writes them; leave the field out";
+                return Err(RequestError::field("add_special_tokens", FieldError::Unsupported, message).into());
+            }
+            (Input::Chat(_), _) => encode(input, "messages", true, model, text)?,
+            _ => encode(input, "prompt", add_special.unwrap_or(true), model, text)?,
+        };
+        let of = |id: &u32| String::from_utf8_lossy(text.tokenizer.token_bytes(*id)).into_owned();
+        let texts = with_texts.then(|| tokens.iter().map(of).collect::<Vec<_>>());
+        let (count, max_model_len) = (tokens.len(), model.max_context);
+        Ok(serde_json::json!({"count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts}))
+    })
+    .await
+}
+
+pub(super) async fn detokenize(
+    State(app): State<App>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    answer(app, &id, "/detokenize", request, |mut fields, model, text| {
+        let Value::Array(ids) = fields.required("tokens")? else {
+            return Err(super::error::wrong_type("tokens", "a list of token ids"));
+        };
+        fields.finish()?;
+        let ids = parse::token_ids(&ids, "tokens")?;
+        let wrong = |message: String| RequestError::field("tokens", FieldError::Value, message);
+        if let Some(id) = ids.iter().find(|id| **id >= model.vocab_size) {
+            let size = model.vocab_size;
+            return Err(wrong(format!("token {id} does not exist; the vocabulary has {size} tokens")).into());
+        }
+        let prompt = text.tokenizer.decode(&ids, true).map_err(|error| wrong(error.to_string()))?;
+        Ok(serde_json::json!({"prompt": prompt}))
+    })
+    .await
+}
+
+type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
+
+/// Does `work` with the fields of a request's body, within the bounds of a request for text.
+async fn answer(
+    app: App,
+    id: &RequestId,
+    route: &'static str,
+    request: Request,
+    work: Work,
+) -> Result<Response, ApiError> {
+    let place = match app.frontend.enter(id, route) {
+        Ok(place) => place,
+        Err(error) => {
+            app.frontend.uploads.discard(request.into_body()).await;
+            return Err(error.into());
+        }
+    };
+    let record = place.record.clone();
+    let result = prepare(app, place, request, work).await;
+    match result {
+        Ok(_) => record.finished(FinishReason::Stop),
+        Err(ref error) => record.failed(error.code),
+    }
+    result
+}
+
+async fn prepare(app: App, place: Place, request: Request, work: Work) -> Result<Response, ApiError> {
+    check_content_type(request.headers())?;
+    let body = app.frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (bytes, frontend) = (body.bytes.len(), app.frontend.clone());
+    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
+        let mut fields = Fields::new(parse_json(&body.bytes, model.max_context)?, "")?;
+        frontend.check_model(&fields.string("model")?.unwrap_or_default())?;
+        work(fields, model, text)
+    };
+    let Prepared { prepared, .. } = app.frontend.prepare(place, bytes, prepare).await?;
+    Ok(Json(prepared).into_response())
+}

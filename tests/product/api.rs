@@ -1,0 +1,132 @@
+//! What clients of other servers ask of this one: tokens and text, versions, usage in every chunk, fields that change
+//! nothing.
+
+use serde_json::{Value, json};
+
+use crate::common::{Server, fixture};
+
+async fn server() -> Server {
+    let model = fixture("llama-gqa");
+    Server::start(&["--model", model.to_str().expect("the path is UTF-8"), "--tp", "2"]).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn texts_become_tokens_and_tokens_texts() {
+    let server = server().await;
+    let (status, models) = server.get("/v1/models").await;
+    assert_eq!(status, 200);
+    let longest = models["data"][0]["max_model_len"].as_u64().expect("the model has loaded");
+    let text = "Hi, you <|eot_id|> there";
+    let with = server.ok("/tokenize", &json!({"prompt": text, "return_token_strs": true})).await;
+    let without = server.ok("/tokenize", &json!({"prompt": text, "add_special_tokens": false})).await;
+    let tokens = |answer: &Value| answer["tokens"].as_array().unwrap().clone();
+    assert_eq!(with["count"], tokens(&with).len());
+    assert_eq!(with["max_model_len"], longest);
+    assert_eq!(with["token_strs"].as_array().unwrap().len(), tokens(&with).len());
+    assert!(tokens(&with).ends_with(&tokens(&without)), "{with} {without}");
+    let back = server.ok("/detokenize", &json!({"tokens": tokens(&without)})).await;
+    assert_eq!(back, json!({"prompt": text}));
+    // What a chat becomes is what a completion of these tokens goes on from.
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let chat = server.ok("/tokenize", &json!({"messages": messages})).await;
+    let answer =
+        server.ok("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 5, "temperature": 0})).await;
+    let of_tokens = json!({"prompt": tokens(&chat), "max_tokens": 5, "temperature": 0});
+    let completion = server.ok("/v1/completions", &of_tokens).await;
+    assert_eq!(answer["usage"]["prompt_tokens"], chat["count"]);
+    assert_eq!(answer["choices"][0]["message"]["content"].as_str(), completion["choices"][0]["text"].as_str());
+    let shorter = server.ok("/tokenize", &json!({"messages": messages, "add_generation_prompt": false})).await;
+    assert!(tokens(&chat).starts_with(&tokens(&shorter)) && tokens(&shorter).len() < tokens(&chat).len());
+    for (path, body, param) in [
+        ("/tokenize", json!({"prompt": 7}), "prompt"),
+        ("/tokenize", json!({}), "messages"),
+        ("/tokenize", json!({"prompt": "a", "what": 1}), "what"),
+        ("/tokenize", json!({"messages": messages, "add_special_tokens": true}), "add_special_tokens"),
+        ("/detokenize", json!({"tokens": [1, 99_999]}), "tokens"),
+        ("/detokenize", json!({"tokens": ["a"]}), "tokens[0]"),
+        ("/detokenize", json!({}), "tokens"),
+    ] {
+        let (status, answer) = server.post(path, &body).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{path} {body}: {answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probes_and_versions_have_the_names_that_tools_ask_for() {
+    let server = server().await;
+    for path in ["/health", "/ping", "/health/ready", "/health/live"] {
+        assert_eq!(server.get(path).await.0, 200, "{path}");
+    }
+    assert_eq!(server.get("/version").await.1, json!({"version": env!("CARGO_PKG_VERSION")}));
+    let (status, answer) = server.post("/v1/embeddings", &json!({"input": "a"})).await;
+    assert_eq!(status, 501);
+    assert!(answer["error"]["message"].as_str().unwrap().contains("embeddings"), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_chunk_tells_its_usage_where_that_is_asked_for() {
+    let server = server().await;
+    for (path, input) in [
+        ("/v1/completions", json!({"prompt": [9, 10, 11]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "Hi"}]})),
+    ] {
+        let mut body = json!({
+            "max_tokens": 12, "ignore_eos": true, "temperature": 0,
+            "stream_options": {"include_usage": true, "continuous_usage_stats": true},
+        });
+        body.as_object_mut().unwrap().extend(input.as_object().unwrap().clone());
+        let mut stream = server.stream(path, &body).await;
+        let mut used = Vec::new();
+        while let Some(event) = stream.next().await {
+            let of = |name: &str| event["usage"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {event}"));
+            assert_eq!(of("total_tokens"), of("prompt_tokens") + of("completion_tokens"));
+            used.push(of("completion_tokens"));
+        }
+        assert!(used.is_sorted() && used.len() > 2, "{used:?}");
+        assert_eq!(used.last(), Some(&12));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fields_that_ask_for_nothing_are_taken_and_others_refused_by_name() {
+    let server = server().await;
+    let neutral = json!({
+        "prompt": "Hi", "max_tokens": 2, "n": 2, "best_of": 2, "echo": false, "suffix": "", "guided_json": null,
+        "guided_regex": null, "structured_outputs": null, "prompt_logprobs": null, "skip_special_tokens": true,
+        "spaces_between_special_tokens": true, "include_stop_str_in_output": false, "use_beam_search": false,
+        "length_penalty": 1.0, "truncate_prompt_tokens": null, "return_token_ids": false, "priority": 0,
+        "allowed_token_ids": null, "bad_words": [], "stop_token_ids": [], "vllm_xargs": {}, "user": "me",
+    });
+    assert_eq!(server.ok("/v1/completions", &neutral).await["choices"].as_array().unwrap().len(), 2);
+    for (field, value) in [
+        ("best_of", json!(3)),
+        ("echo", json!(true)),
+        ("guided_json", json!({"type": "object"})),
+        ("prompt_logprobs", json!(1)),
+        ("priority", json!(5)),
+        ("skip_special_tokens", json!(false)),
+    ] {
+        let (status, answer) = server.post("/v1/completions", &json!({"prompt": "Hi", field: value})).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(field)), "{answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_completion_that_does_not_say_how_long_has_sixteen_tokens() {
+    let server = server().await;
+    let request = json!({"prompt": [9, 10, 11], "ignore_eos": true, "temperature": 0});
+    let answer = server.ok("/v1/completions", &request).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 16);
+    // Always the same token, which ends the answer where it is named.
+    let mut stopped = request;
+    stopped["logit_bias"] = json!({"300": 100});
+    assert_eq!(server.ok("/v1/completions", &stopped).await["choices"][0]["finish_reason"], "length");
+    stopped["stop_token_ids"] = json!([299, 300]);
+    let answer = server.ok("/v1/completions", &stopped).await;
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop", "{answer}");
+    assert_eq!(answer["usage"]["completion_tokens"], 1);
+    assert_eq!(answer["choices"][0]["text"], "");
+    stopped["stop_token_ids"] = json!([1_000_000]);
+    let (status, answer) = server.post("/v1/completions", &stopped).await;
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("stop_token_ids")), "{answer}");
+}

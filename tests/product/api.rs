@@ -130,3 +130,57 @@ async fn a_completion_that_does_not_say_how_long_has_sixteen_tokens() {
     let (status, answer) = server.post("/v1/completions", &stopped).await;
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("stop_token_ids")), "{answer}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_asked_of_stops_prompts_and_tokens_is_done() {
+    let server = server().await;
+    // Always the same token, whose text ends the answer.
+    let request = json!({"prompt": [9, 10, 11, 12], "max_tokens": 8, "temperature": 0, "logit_bias": {"300": 100}});
+    let with = |fields: Value| {
+        let mut request = request.clone();
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        request
+    };
+    let whole = server.ok("/v1/completions", &request).await["choices"][0]["text"].as_str().unwrap().to_owned();
+    let token = &whole[..whole.len() / 8];
+    for (fields, times) in [
+        (json!({"stop": token}), 0),
+        (json!({"stop": token, "include_stop_str_in_output": true}), 1),
+        (json!({"stop": token, "min_tokens": 3}), 3),
+        (json!({"stop": token, "min_tokens": 3, "include_stop_str_in_output": true}), 4),
+    ] {
+        let answer = server.ok("/v1/completions", &with(fields.clone())).await;
+        assert_eq!(answer["choices"][0]["text"], token.repeat(times), "{fields}");
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop", "{fields}");
+    }
+    let answer = server.ok("/v1/completions", &with(json!({"truncate_prompt_tokens": 3}))).await;
+    assert_eq!(answer["usage"]["prompt_tokens"], 3);
+    let ids = json!({"logprobs": 1, "return_tokens_as_token_ids": true});
+    let answer = server.ok("/v1/completions", &with(ids)).await;
+    assert_eq!(answer["choices"][0]["logprobs"]["tokens"][0], "token_id:300", "{answer}");
+    for (field, value) in [("truncate_prompt_tokens", json!(0)), ("truncate_prompt_tokens", json!(1_u64 << 40))] {
+        let (status, answer) = server.post("/v1/completions", &with(json!({field: value}))).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(field)), "{answer}");
+    }
+}
+
+/// The model's own template knows nothing of them, but the server passes them on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chat_goes_on_from_its_last_message() {
+    let server = server().await;
+    let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I said Hi and"}]);
+    let count = async |fields: Value| {
+        let mut request = json!({"messages": messages, "return_token_strs": true});
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let answer = server.ok("/tokenize", &request).await;
+        answer["token_strs"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect::<String>()
+    };
+    let goes_on = count(json!({"continue_final_message": true})).await;
+    assert!(goes_on.ends_with("I said Hi and"), "{goes_on}");
+    let closed = count(json!({"add_generation_prompt": false})).await;
+    assert!(closed.starts_with(&goes_on) && closed.len() > goes_on.len(), "{closed}");
+    assert_eq!(count(json!({"chat_template_kwargs": {"enable_thinking": false}})).await, count(json!({})).await);
+    let both = json!({"messages": messages, "continue_final_message": true, "add_generation_prompt": true});
+    let (status, answer) = server.post("/v1/chat/completions", &both).await;
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("continue_final_message")), "{answer}");
+}

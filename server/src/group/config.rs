@@ -50,8 +50,8 @@ pub struct Timeouts {
     pub step: Duration,
     /// The least time after which a rank that owes a report counts as hung, however short its step should be.
     pub step_floor: Duration,
-    /// Between two pings of the connection to each worker, busy or idle. Seldom: reports and `probe` tell sooner, except
-    /// of a worker that loads.
+    /// Between two pings of the connection to each worker, busy or idle. Seldom: reports and `probe` tell sooner, but
+    /// for a worker that loads.
     pub ping: Duration,
     /// For the answer; a worker whose connection does not answer counts as hung, and the group as lost. Longer than what
     /// the server itself may stand still: its clock runs on meanwhile, and answers that are there count for nothing.

@@ -84,15 +84,15 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let json = json::parse(&body.bytes, model.max_context)?;
-        let HttpRequest { model: asked, raw, stream, stream_usage } = match api {
+        let HttpRequest { model: asked, raw, stream, stream_usage, tokens_as_ids } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
         checking.check_model(&asked)?;
-        Ok((validate(raw, model, text)?, stream, stream_usage))
+        Ok((validate(raw, model, text)?, stream, stream_usage, tokens_as_ids))
     };
     let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
-    let (valid, stream, stream_usage) = prepared;
+    let (valid, stream, stream_usage, tokens_as_ids) = prepared;
     let generation = frontend.admit(valid, model, place).await?;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
@@ -104,6 +104,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
         stream_usage,
+        tokens_as_ids,
         draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };

@@ -19,6 +19,8 @@ pub(super) struct HttpRequest {
     pub(super) raw: RawRequest,
     pub(super) stream: bool,
     pub(super) stream_usage: StreamUsage,
+    /// Log-probabilities name tokens by their ids.
+    pub(super) tokens_as_ids: bool,
 }
 
 /// Where a stream tells its usage.
@@ -30,9 +32,9 @@ pub(super) struct StreamUsage {
     pub(super) in_each: bool,
 }
 
-/// Fields of both APIs that are not supported, each with the values that ask for nothing. Beside OpenAI's they are those
-/// that clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 36] = [
+/// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
+/// clients of vLLM send.
+const UNSUPPORTED: [(&str, Off); 33] = [
     ("response_format", |value| *value == json!({"type": "text"})),
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
@@ -48,7 +50,6 @@ const UNSUPPORTED: [(&str, Off); 36] = [
     ("guided_json", |_| false),
     ("guided_regex", |_| false),
     ("guided_whitespace_pattern", |_| false),
-    ("include_stop_str_in_output", is_false),
     ("kv_transfer_params", |_| false),
     ("length_penalty", is_one),
     ("logits_processors", is_empty_list),
@@ -60,13 +61,11 @@ const UNSUPPORTED: [(&str, Off); 36] = [
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
     ("return_token_ids", is_false),
-    ("return_tokens_as_token_ids", is_false),
     ("skip_special_tokens", is_true),
     ("spaces_between_special_tokens", is_true),
     ("structural_tag", |_| false),
     ("structured_outputs", |_| false),
     ("thinking_token_budget", |_| false),
-    ("truncate_prompt_tokens", |_| false),
     ("use_beam_search", is_false),
     ("vllm_xargs", is_empty_object),
 ];
@@ -190,6 +189,9 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.repetition_penalty = fields.number("repetition_penalty")?;
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
+    raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
+    raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
+    let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }
@@ -219,7 +221,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     labels(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok(HttpRequest { model, raw, stream, stream_usage })
+    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids })
 }
 
 /// The messages of a chat, and how they become a prompt.

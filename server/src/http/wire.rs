@@ -30,6 +30,8 @@ pub(super) struct Writer {
     /// As in the request.
     pub(super) logprobs: Option<u32>,
     pub(super) stream_usage: StreamUsage,
+    /// Log-probabilities name tokens by their ids.
+    pub(super) tokens_as_ids: bool,
     /// What is told of drafts, of which a step has so many at most.
     pub(super) draft_report: (DraftReport, u32),
     pub(super) tokenizer: Arc<Tokenizer>,
@@ -316,8 +318,11 @@ impl Writer {
         })
     }
 
-    /// A token's text, or its bytes spelled out where they are not whole characters.
+    /// A token's text, or its bytes spelled out where they are not whole characters; or its id, as vLLM spells it.
     fn token_text(&self, id: u32) -> String {
+        if self.tokens_as_ids {
+            return format!("token_id:{id}");
+        }
         let bytes = self.tokenizer.token_bytes(id);
         match str::from_utf8(bytes) {
             Ok(text) => text.to_owned(),

@@ -6,7 +6,7 @@
 
 use super::Chat;
 use super::{FieldError, RequestError};
-use crate::text::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
+use crate::text::{ChatMessage, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
 
 /// Stands at both ends of a text in [`fenced`]. Unicode keeps this code point from ever being a character, so no token
 /// spells it and no template looks for it.
@@ -42,28 +42,31 @@ pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) ->
         TextError::TooLong { max_bytes } => too_long(max_bytes + 1),
         error => RequestError::field(field, FieldError::Value, error.to_string()),
     })?;
-    if let Some(id) = assembled(chat, &prompt, max_bytes, template, &text.tokenizer) {
+    // The fences of a text have six bytes, and it has at least one of the prompt's, wherever the template writes it.
+    let fenced: Vec<ChatMessage> = messages.iter().map(fenced).collect();
+    let max_fenced_bytes = max_bytes.saturating_mul(1 + 2 * FENCE.len_utf8());
+    // A template that refuses the fences leaves nothing to compare with: then no control token is accounted for.
+    let fenced = template.render(&fenced, options, max_fenced_bytes).unwrap_or_default();
+    if let Some(id) = assembled(&prompt, &fenced, &text.tokenizer) {
         return Err(special_token(field.into(), "would, in the chat template, spell", &text.tokenizer, id));
     }
     match continue_final_message {
-        true => up_to_the_end_of(messages.last(), prompt),
+        true => up_to_the_end_of(messages.last(), prompt, &fenced),
         false => Ok(prompt),
     }
 }
 
-/// The prompt without what the template writes behind the last message: the answer goes on from its text.
-fn up_to_the_end_of(last: Option<&ChatMessage>, mut prompt: String) -> Result<String, RequestError> {
-    let content = last.map_or("", |last| last.content.trim());
-    match prompt.rfind(content).filter(|_| !content.is_empty()) {
-        Some(at) => {
-            prompt.truncate(at + content.len());
-            Ok(prompt)
-        }
-        None => {
-            let message = "the last message has no text that is in the prompt as it is";
-            Err(RequestError::field("continue_final_message", FieldError::Value, message))
-        }
+/// The prompt without what the template writes behind the text of the last message: the answer goes on from there.
+/// `fenced`: the prompt of the messages with fences, the last of which is the end of that text.
+fn up_to_the_end_of(last: Option<&ChatMessage>, mut prompt: String, fenced: &str) -> Result<String, RequestError> {
+    let mut parts = fenced.rsplit(FENCE);
+    let (behind, written) = (parts.next().unwrap_or_default(), parts.next());
+    if written.is_some_and(|text| last.is_some_and(|last| last.content == text)) && prompt.ends_with(behind) {
+        prompt.truncate(prompt.len() - behind.len());
+        return Ok(prompt);
     }
+    let message = "the chat template does not end with the text of the last message, or it has none";
+    Err(RequestError::field("continue_final_message", FieldError::Value, message))
 }
 
 /// What a client says to the template holds no control token, and takes no other name's place.
@@ -96,19 +99,8 @@ fn special_token(field: String, how: &str, tokenizer: &Tokenizer, id: u32) -> Re
 
 /// A control token that texts form only once they stand in the template, with each other or with the text around them:
 /// one that is no longer there when every text is fenced.
-fn assembled(
-    chat: &Chat,
-    prompt: &str,
-    max_bytes: usize,
-    template: &ChatTemplate,
-    tokenizer: &Tokenizer,
-) -> Option<u32> {
-    let fenced: Vec<ChatMessage> = chat.messages.iter().map(fenced).collect();
-    // The fences of a text have six bytes, and it has at least one of the prompt's, wherever the template writes it.
-    let max_bytes = max_bytes.saturating_mul(1 + 2 * FENCE.len_utf8());
-    // A template that refuses the fences leaves nothing to compare with: then no control token is accounted for.
-    let fenced = template.render(&fenced, &chat.options, max_bytes).unwrap_or_default();
-    let (written, accounted) = (tokenizer.special_tokens_in(prompt), tokenizer.special_tokens_in(&fenced));
+fn assembled(prompt: &str, fenced: &str, tokenizer: &Tokenizer) -> Option<u32> {
+    let (written, accounted) = (tokenizer.special_tokens_in(prompt), tokenizer.special_tokens_in(fenced));
     let same = written.iter().zip(&accounted).take_while(|(a, b)| a == b).count();
     written.get(same).copied().filter(|_| written != accounted)
 }
@@ -129,6 +121,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::text::ChatTemplate;
 
     const CONTEXT: u32 = 512;
 
@@ -263,7 +256,7 @@ mod tests {
         let chat = Chat { options, ..Chat::new(vec![user.clone(), begun]) };
         assert_eq!(with_options(chat.clone()).unwrap(), "<|eot_id|>user: Hi\n<|eot_id|>assistant:  I said Hi and \n");
         let goes_on = Chat { continue_final_message: true, ..chat };
-        assert_eq!(with_options(goes_on.clone()).unwrap(), "<|eot_id|>user: Hi\n<|eot_id|>assistant:  I said Hi and");
+        assert_eq!(with_options(goes_on.clone()).unwrap(), "<|eot_id|>user: Hi\n<|eot_id|>assistant:  I said Hi and ");
         let blank = Chat { messages: vec![user, ChatMessage::new("assistant", " ")], ..goes_on };
         assert_eq!(with_options(blank).unwrap_err().param(), "continue_final_message");
     }

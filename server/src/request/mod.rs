@@ -4,7 +4,7 @@ use std::{ops::RangeInclusive, sync::Arc};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
-    text::{ChatMessage, Start, TemplateOptions},
+    text::{ChatMessage, Start, Stops, TemplateOptions},
 };
 
 mod chat;
@@ -101,6 +101,10 @@ pub struct RawRequest {
     pub logit_bias: Vec<(u64, f64)>,
     /// Texts that end the output.
     pub stop: Vec<String>,
+    /// The one that does is part of it.
+    pub include_stop: bool,
+    /// Only so many tokens of the prompt, its last; -1: as many as the context has room for beside one. In (0, context).
+    pub truncate_prompt: Option<i64>,
     /// Go on past end-of-sequence tokens.
     pub ignore_eos: bool,
     /// Tokens that end the output, beside those.
@@ -134,6 +138,8 @@ impl RawRequest {
             repetition_penalty: None,
             logit_bias: Vec::new(),
             stop: Vec::new(),
+            include_stop: false,
+            truncate_prompt: None,
             ignore_eos: false,
             stop_tokens: Vec::new(),
             logprobs_field: "logprobs",
@@ -158,8 +164,8 @@ pub struct ValidRequest {
     pub sampling: SamplingParams,
     /// As in [`SequenceRequest`].
     pub logprobs: Option<u32>,
-    /// Texts that end the output, none empty.
-    pub stop: Vec<String>,
+    /// What ends the output by its text.
+    pub stop: Stops,
     /// As in [`SequenceRequest`].
     pub cache_salt: Arc<str>,
 }

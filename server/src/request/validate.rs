@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
-    text::{Start, Text, TextError},
+    text::{Start, Stops, Text, TextError},
 };
 
 /// Checks a request against the model, fills in what it leaves out, and makes its input tokens. Long prompts take a
@@ -41,7 +41,11 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         return Err(RequestError::field("n", FieldError::Value, message));
     }
     let mut valid_prompts = Vec::with_capacity(prompts.len());
-    for (index, (tokens, start)) in prompts.into_iter().enumerate() {
+    for (index, (mut tokens, start)) in prompts.into_iter().enumerate() {
+        if let Some(most) = raw.truncate_prompt {
+            let most = truncated("truncate_prompt_tokens", most, model)?;
+            tokens.drain(..tokens.len().saturating_sub(most));
+        }
         let field = if single { raw.input_field.to_owned() } else { format!("{}[{index}]", raw.input_field) };
         let max_tokens = fit_context(&field, &tokens, max_tokens, raw.usual_max_tokens, model)?;
         if min_tokens > max_tokens {
@@ -52,7 +56,8 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     }
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
-    let (prompts, stop) = (valid_prompts, raw.stop);
+    let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
+    let prompts = valid_prompts;
     Ok(ValidRequest { prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop, cache_salt })
 }
 
@@ -127,6 +132,13 @@ fn logit_bias(biases: &[(u64, f64)], model: &ModelInfo) -> Result<Vec<(u32, f32)
         Some(pair) => Err(wrong(format!("token {} is named twice", pair[0].0))),
         None => Ok(checked),
     }
+}
+
+/// How many tokens of a prompt are left.
+fn truncated(field: &str, most: i64, model: &ModelInfo) -> Result<usize, RequestError> {
+    let longest = i64::from(model.max_context).saturating_sub(1).max(1);
+    let most = if most == -1 { longest } else { integer(field, most, 1, longest)? };
+    Ok(most as usize)
 }
 
 fn check_stops(stops: &[String]) -> Result<(), RequestError> {

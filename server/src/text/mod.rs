@@ -21,7 +21,7 @@ mod tokenizer;
 pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
 pub use output::{OutputText, OutputToken, Piece};
-pub use stops::{Match, StopMatcher};
+pub use stops::{Match, StopMatcher, Stops};
 pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};
 pub use tokenizer::Tokenizer;
 

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{Detokenizer, Start, StopMatcher, Tokenizer};
+use super::{Detokenizer, Start, StopMatcher, Stops, Tokenizer};
 use crate::engine::GeneratedToken;
 
 /// A token that is part of the output.
@@ -36,6 +36,8 @@ impl Piece {
 pub struct OutputText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
+    /// Tokens in whose text no stop is looked for yet.
+    unchecked: u32,
     held_tokens: VecDeque<HeldToken>,
     decoded: Position,
     shown: Position,
@@ -58,10 +60,12 @@ struct HeldToken {
 
 impl OutputText {
     /// For a sequence that starts at `start` and ends at any of `stops`.
-    pub fn new(tokenizer: Arc<Tokenizer>, start: Start, stops: Vec<String>) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, start: Start, stops: Stops) -> Self {
+        let Stops { texts, shown, min_tokens } = stops;
         Self {
+            unchecked: min_tokens,
             detokenizer: Detokenizer::new(tokenizer, start),
-            stops: StopMatcher::new(stops),
+            stops: StopMatcher::new(texts, shown),
             held_tokens: VecDeque::new(),
             decoded: Position::default(),
             shown: Position::default(),
@@ -77,7 +81,11 @@ impl OutputText {
         let end = self.decoded.bytes + usize::from(self.detokenizer.holds_bytes());
         self.held_tokens.push_back(HeldToken { token, start, end });
 
-        let found = self.stops.push(&text);
+        let found = match self.unchecked {
+            0 => self.stops.push(&text),
+            _ => self.stops.pass(&text),
+        };
+        self.unchecked = self.unchecked.saturating_sub(1);
         self.shown.advance(&found.text);
         let shown = self.shown.bytes;
         let tokens = match found.stopped {
@@ -139,7 +147,8 @@ mod tests {
 
     fn run(stops: &[&str], text: &str) -> (Vec<(String, Vec<usize>)>, bool) {
         let tokenizer = tokenizer();
-        let stops = stops.iter().map(|stop| stop.to_string()).collect();
+        let texts = stops.iter().map(|stop| stop.to_string()).collect();
+        let stops = Stops { texts, ..Stops::default() };
         let mut output = OutputText::new(tokenizer.clone(), Start::Beginning, stops);
         let mut pieces = Vec::new();
         let mut keep = |piece: Piece| {
@@ -180,7 +189,7 @@ mod tests {
 
     #[test]
     fn control_tokens_are_output_without_text() {
-        let mut output = OutputText::new(tokenizer(), Start::Beginning, Vec::new());
+        let mut output = OutputText::new(tokenizer(), Start::Beginning, Stops::default());
         let (piece, _) = output.push(token(4));
         assert_eq!((piece.text.as_str(), piece.tokens.len()), ("", 1));
     }

@@ -5,23 +5,41 @@
 pub struct Match {
     /// Text that is part of the output whatever comes next.
     pub text: String,
-    /// A stop text is complete: `text` is the rest of the output, the stop is not part of it.
+    /// A stop text is complete: `text` is the rest of the output.
     pub stopped: bool,
+}
+
+/// What ends an output by its text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stops {
+    /// Any of them, none of them empty.
+    pub texts: Vec<String>,
+    /// It is part of the output.
+    pub shown: bool,
+    /// They are not looked for in the text of so many tokens.
+    pub min_tokens: u32,
 }
 
 /// Looks for stop texts in text that arrives in pieces; the result does not depend on where the pieces are cut.
 #[derive(Debug)]
 pub struct StopMatcher {
     stops: Vec<String>,
+    shown: bool,
     /// Text that may be the start of a stop: shorter than the longest stop between calls.
     held: String,
 }
 
 impl StopMatcher {
-    /// For these stop texts, none of them empty.
-    pub fn new(stops: Vec<String>) -> Self {
+    /// For these stop texts, none of them empty. `shown`: the one that is found is part of the output.
+    pub fn new(stops: Vec<String>, shown: bool) -> Self {
         debug_assert!(stops.iter().all(|stop| !stop.is_empty()));
-        Self { stops, held: String::new() }
+        Self { stops, shown, held: String::new() }
+    }
+
+    /// Takes a piece in which nothing is looked for.
+    pub fn pass(&mut self, piece: &str) -> Match {
+        let text = std::mem::take(&mut self.held) + piece;
+        Match { text, stopped: false }
     }
 
     /// Takes the next piece. The stop that is complete first ends the output; of several that end together, the
@@ -29,9 +47,9 @@ impl StopMatcher {
     pub fn push(&mut self, piece: &str) -> Match {
         self.held.push_str(piece);
         let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|at| (at + stop.len(), at)));
-        if let Some((_, start)) = found.min() {
+        if let Some((end, start)) = found.min() {
             let mut text = std::mem::take(&mut self.held);
-            text.truncate(start);
+            text.truncate(if self.shown { end } else { start });
             return Match { text, stopped: true };
         }
         let safe = self.held.len() - self.possible_start();
@@ -62,7 +80,7 @@ mod tests {
     use super::*;
 
     fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|stop| stop.to_string()).collect());
+        let mut matcher = StopMatcher::new(stops.iter().map(|stop| stop.to_string()).collect(), false);
         let mut shown = String::new();
         for piece in pieces {
             let found = matcher.push(piece);
@@ -73,6 +91,16 @@ mod tests {
         }
         shown.push_str(&matcher.finish());
         (shown, false)
+    }
+
+    #[test]
+    fn a_stop_that_is_shown_is_the_end_of_the_output() {
+        let mut matcher = StopMatcher::new(vec!["END".into(), "ND!".into()], true);
+        assert_eq!(matcher.push("one E").text, "one ");
+        assert_eq!(matcher.push("ND! two"), Match { text: "END".into(), stopped: true });
+        let mut matcher = StopMatcher::new(vec!["END".into()], false);
+        assert_eq!(matcher.pass("END E"), Match { text: "END E".into(), stopped: false });
+        assert_eq!(matcher.push("ND"), Match { text: "ND".into(), stopped: false }, "half of it was passed");
     }
 
     #[test]
@@ -91,7 +119,7 @@ mod tests {
 
     #[test]
     fn only_what_may_be_a_stop_is_held() {
-        let mut matcher = StopMatcher::new(vec!["\n\n".into()]);
+        let mut matcher = StopMatcher::new(vec!["\n\n".into()], false);
         assert_eq!(matcher.push("line\n"), Match { text: "line".into(), stopped: false });
         assert_eq!(matcher.push("next"), Match { text: "\nnext".into(), stopped: false });
     }

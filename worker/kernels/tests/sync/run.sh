@@ -57,7 +57,8 @@ noticed "steps that end before all have begun them" behind "data race"
 sums() { # RANKS COLUMNS HIDDEN [HEADS KV_HEADS HEAD_DIM INTERMEDIATE BLOCKS PAIR...]
     local ranks=$1 columns=$2 hidden=$3 heads=${4:-32} kv=${5:-8} dim=${6:-128} intermediate=${7:-4096} blocks=${8:-128}
     for pair in "${@:9}"; do
-        build sums sums.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_RANKS="$ranks" -DLP_COLUMNS="$columns" \
+        # Hundreds of threads on a few cores: with 16 ranks a wait was seen to take 40 s.
+        build sums sums.cpp -Wno-parentheses -DLP_PATIENCE=20 -DLP_LAYERS=1 -DLP_RANKS="$ranks" -DLP_COLUMNS="$columns" \
             -DLP_HIDDEN="$hidden" -DLP_HEADS=$((heads / ranks)) -DLP_KV_HEADS=$((ranks < kv ? kv / ranks : 1)) \
             -DLP_HEAD_DIM="$dim" -DLP_INTERMEDIATE=$((intermediate / ranks)) -DLP_BLOCKS="$blocks" -DLP_PAIR="$pair"
         "$out/sums"

@@ -103,7 +103,7 @@ pub struct RawRequest {
     pub stop: Vec<String>,
     /// The one that does is part of it.
     pub include_stop: bool,
-    /// Only so many tokens of the prompt, its last; -1: as many as the context has room for beside one. In (0, context).
+    /// Only so many tokens of the prompt, its last; -1: as many as the context has room for beside one.
     pub truncate_prompt: Option<i64>,
     /// Go on past end-of-sequence tokens.
     pub ignore_eos: bool,

@@ -162,7 +162,8 @@ fn check_stop_tokens(tokens: &[u32], model: &ModelInfo) -> Result<(), RequestErr
     Err(RequestError::field("stop_token_ids", FieldError::Value, message))
 }
 
-/// The tokens of a single input, which came in `field`. `special`: of a plain text with what the model expects around it.
+/// The tokens of an input of one prompt, which came in `field`. `special`: of a plain text with what the model expects
+/// around it.
 ///
 /// # Errors
 /// As [`validate`] has them of an input, but for its length in tokens.

@@ -59,6 +59,21 @@ pub(super) async fn completion(
 }
 
 /// The place comes first: it also bounds the memory of bodies.
+pub(super) async fn enter(
+    app: &App,
+    id: &RequestId,
+    route: &'static str,
+    request: Request,
+) -> Result<(Place, Request), ApiError> {
+    match app.frontend.enter(id, route) {
+        Ok(place) => Ok((place, request)),
+        Err(error) => {
+            app.frontend.uploads.discard(request.into_body()).await;
+            Err(error.into())
+        }
+    }
+}
+
 async fn answer(
     app: App,
     api: Api,
@@ -66,13 +81,7 @@ async fn answer(
     id: &RequestId,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let place = match app.frontend.enter(id, route) {
-        Ok(place) => place,
-        Err(error) => {
-            app.frontend.uploads.discard(request.into_body()).await;
-            return Err(error.into());
-        }
-    };
+    let (place, request) = enter(&app, id, route, request).await?;
     let record = place.record.clone();
     generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
 }

@@ -7,7 +7,14 @@ use axum::{
 };
 use serde_json::Value;
 
-use super::{App, completions::check_content_type, error::ApiError, fields::Fields, json::parse as parse_json, parse};
+use super::{
+    App,
+    completions::{check_content_type, enter},
+    error::ApiError,
+    fields::Fields,
+    json::parse as parse_json,
+    parse,
+};
 use crate::{
     engine::{FinishReason, ModelInfo},
     frontend::{GenerateError, Place, Prepared, RequestId},
@@ -78,13 +85,7 @@ async fn answer(
     request: Request,
     work: Work,
 ) -> Result<Response, ApiError> {
-    let place = match app.frontend.enter(id, route) {
-        Ok(place) => place,
-        Err(error) => {
-            app.frontend.uploads.discard(request.into_body()).await;
-            return Err(error.into());
-        }
-    };
+    let (place, request) = enter(&app, id, route, request).await?;
     let record = place.record.clone();
     let result = prepare(app, place, request, work).await;
     match result {

@@ -41,10 +41,11 @@ pub fn group_size(model: &Path, device: Device) -> u32 {
 ///
 /// # Errors
 /// The model or the address cannot be used, the workers fail for good, or a second signal cut requests off.
-pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
+pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let signals = Signals::take()?;
     raise_descriptor_limit(config.serve.max_connections as u64);
     let text = Arc::new(Text::load(&config.group.model_dir)?);
+    config.group.vocabulary = text.grammars.vocabulary().map(Arc::new);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
     let url = base_url(listener.local_addr()?);

@@ -101,7 +101,6 @@ async fn fields_that_ask_for_nothing_are_taken_and_others_refused_by_name() {
     for (field, value) in [
         ("best_of", json!(3)),
         ("echo", json!(true)),
-        ("guided_json", json!({"type": "object"})),
         ("prompt_logprobs", json!(1)),
         ("priority", json!(5)),
         ("skip_special_tokens", json!(false)),

@@ -18,4 +18,5 @@ mod refusals;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
 mod start;
+mod structured;
 mod sweep;

@@ -61,6 +61,7 @@ fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
         sampling,
         logprobs: None,
         cache_salt: Arc::default(),
+        grammar: None,
     }
 }
 
@@ -69,6 +70,9 @@ struct Group {
     batch: Batch,
     held: VecDeque<v1::Plan>,
     newest: u64,
+    /// Of so many samples one comes late, as where a mask does; 0: none.
+    late: u64,
+    rng: Rng,
 }
 
 impl Group {
@@ -98,7 +102,12 @@ impl Group {
             let input = self.batch.row_input(row);
             next_token(&[input.prompt, input.generated].concat())
         };
-        let tokens: Vec<u32> = step.samples.iter().map(next).collect();
+        let mut tokens: Vec<u32> = step.samples.iter().map(next).collect();
+        for token in tokens.iter_mut().filter(|_| self.late > 0) {
+            if self.rng.below(self.late) == 0 {
+                *token = Sampled::LATE;
+            }
+        }
         let sampled: Vec<Sampled> =
             tokens.iter().map(|&token| Sampled { token, logprob: None, top: Vec::new() }).collect();
         let verdicts = self.batch.complete(&sampled).to_vec();
@@ -107,7 +116,8 @@ impl Group {
                 Verdict::Token(None) => v1::Finish::None,
                 Verdict::Token(Some(Finish::Stop)) => v1::Finish::Stop,
                 Verdict::Token(Some(Finish::Length)) => v1::Finish::Length,
-                Verdict::Rejected => return None,
+                Verdict::Token(Some(Finish::Nothing)) | Verdict::Nothing => v1::Finish::Nothing,
+                Verdict::Rejected | Verdict::Late => return None,
             };
             Some(v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() })
         });
@@ -147,7 +157,9 @@ fn run(seed: u64) -> (usize, u64) {
         draft_corpus_tokens: 1 << 16,
         window: None,
     };
-    let group = || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0 };
+    let late = rng.below(2) * (2 + rng.below(20));
+    let group =
+        || Group { batch: Batch::new(batch_limits), held: VecDeque::new(), newest: 0, late, rng: Rng(seed ^ 0x1a7e) };
     let (kv_pages, page_positions) = (kv_pages as u32, PAGE_POSITIONS as u32);
     let shape = GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 };
     let ready = || Event::GroupReady(shape);

@@ -104,6 +104,7 @@ mod tests {
             device,
             unlooped: false,
             draft_corpus_tokens: 0,
+            vocabulary: None,
         }
     }
 

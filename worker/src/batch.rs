@@ -25,7 +25,7 @@ mod slot;
 use std::ops::Range;
 
 use crate::plan::PAGE_POSITIONS;
-use crate::sampling::{RowInput, Sampled};
+use crate::sampling::{Allowed, RowInput, Sampled};
 
 use corpus::Corpus;
 use draft_rows::{Base, DraftRows, Offer};
@@ -92,6 +92,8 @@ pub enum Finish {
     Stop,
     /// `max_tokens` or the end of the context was reached.
     Length,
+    /// Its grammar cannot be followed any further; there is no token.
+    Nothing,
 }
 
 /// What became of a token that a row sampled.
@@ -101,6 +103,10 @@ pub enum Verdict {
     Token(Option<Finish>),
     /// It follows a draft that did not hold.
     Rejected,
+    /// Nothing was drawn: the row is computed again.
+    Late,
+    /// Nothing can be drawn: the sequence has ended.
+    Nothing,
 }
 
 /// Bounds of a batch, fixed at load.
@@ -216,7 +222,7 @@ impl Batch {
         u32::try_from(self.slot(slot).last_position(self.limits.max_context)).unwrap_or(u32::MAX)
     }
 
-    /// What the sampler needs to know of the sequence of row `row` of the step.
+    /// What the sampler needs to know of the sequence of row `row` of the step, but for what a grammar allows it.
     ///
     /// # Panics
     /// If the step has no such row.
@@ -230,6 +236,7 @@ impl Batch {
             prompt,
             generated,
             suppress: if slot.is_stop_forbidden(generated.len()) { slot.stop_tokens() } else { &[] },
+            allowed: Allowed::All,
             logprobs: slot.logprobs(),
         }
     }
@@ -314,22 +321,34 @@ impl Batch {
             let rows = &self.step.rows[segment.rows.clone()];
             let sampling = rows.iter().filter(|row| row.sample).count();
             let drafted = slot.take_back();
-            let mut held = 0;
+            let (mut held, mut late) = (0, false);
             for (row, sampled) in rows[rows.len() - sampling..].iter().zip(samples.by_ref().take(sampling)) {
                 let (token, number) = (sampled.token, segment.slot);
-                assert!((token as usize) < self.limits.vocab_size, "slot {number}: sampled token {token}");
                 // The row's own token is the newest: what it follows was right.
                 let counts = !slot.is_finished()
+                    && !late
                     && slot.tokens().len() == row.position as usize + 1
                     && slot.tokens().last() == Some(&row.token);
-                self.verdicts.push(match counts {
-                    true => Verdict::Token(slot.append(token, self.limits.max_context)),
-                    false => Verdict::Rejected,
-                });
-                held += usize::from(counts);
+                let verdict = match token {
+                    _ if !counts => Verdict::Rejected,
+                    Sampled::LATE => Verdict::Late,
+                    Sampled::NOTHING => Verdict::Nothing,
+                    token => {
+                        assert!((token as usize) < self.limits.vocab_size, "slot {number}: sampled token {token}");
+                        Verdict::Token(slot.append(token, self.limits.max_context))
+                    }
+                };
+                late |= verdict == Verdict::Late;
+                if verdict == Verdict::Nothing {
+                    slot.fail();
+                }
+                self.verdicts.push(verdict);
+                held += usize::from(matches!(verdict, Verdict::Token(_)));
             }
-            slot.advance(rows.len() - sampling + held, &mut self.pages);
-            slot.learn(drafted, held.saturating_sub(1));
+            slot.advance(rows.len() - sampling + held + usize::from(late), late, &mut self.pages);
+            if !late {
+                slot.learn(drafted, held.saturating_sub(1));
+            }
             if held > 0 && slot.is_finished() {
                 slot.add_answer(&mut self.corpus);
             }

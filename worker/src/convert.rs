@@ -1,11 +1,13 @@
 //! worker/v1 messages to and from the worker's own types: the only place that knows both.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use looplane_proto::worker::v1;
 
 use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
+use crate::grammar::Vocabulary;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
 
@@ -53,7 +55,24 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         device,
         unlooped: request.unlooped,
         draft_corpus_tokens: request.draft_corpus_tokens as usize,
+        vocabulary: request.vocabulary.map(vocabulary).transpose()?.map(Arc::new),
     })
+}
+
+fn vocabulary(of: v1::Vocabulary) -> Result<Vocabulary, LoadError> {
+    let (mut left, mut words) = (&of.texts[..], Vec::with_capacity(of.lengths.len()));
+    for &length in &of.lengths {
+        let Some((word, rest)) = left.split_at_checked(length as usize) else { break };
+        words.push(word.to_owned());
+        left = rest;
+    }
+    if words.len() < of.lengths.len() || !left.is_empty() || of.end as usize >= words.len() {
+        let (bytes, tokens) = (of.texts.len(), of.lengths.len());
+        let problem =
+            format!("vocabulary: {bytes} bytes are not the texts of {tokens} tokens, of which {} ends", of.end);
+        return Err(LoadError::Request(problem));
+    }
+    Ok(Vocabulary { words, end: of.end })
 }
 
 /// What was loaded, with where other ranks find this one.
@@ -141,6 +160,7 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
         sampling: sampling(admit.sampling.ok_or("sampling is missing")?)?,
         logprobs: admit.logprobs.then_some(admit.top_logprobs),
         cache_salt: admit.cache_salt,
+        grammar: (!admit.grammar.is_empty()).then(|| admit.grammar.into()),
     })
 }
 
@@ -210,6 +230,7 @@ fn finish(finish: Option<Finish>) -> v1::Finish {
         None => v1::Finish::None,
         Some(Finish::Stop) => v1::Finish::Stop,
         Some(Finish::Length) => v1::Finish::Length,
+        Some(Finish::Nothing) => v1::Finish::Nothing,
     }
 }
 

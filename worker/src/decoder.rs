@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault, Verdict};
+use crate::grammar::Vocabulary;
 use crate::sampling::Sampled;
 
 pub use fault::{Fault, LoadError};
@@ -52,6 +53,8 @@ pub struct LoadRequest {
     pub unlooped: bool,
     /// Tokens of finished answers that are kept to draft from; 0: none.
     pub draft_corpus_tokens: usize,
+    /// For grammars; without it no sequence may have one.
+    pub vocabulary: Option<Arc<Vocabulary>>,
 }
 
 /// Where to compute.
@@ -181,7 +184,10 @@ pub fn outcome_tokens(sequences: &[u64], sampled: &[Sampled], verdicts: &[Verdic
     let tokens =
         sequences.iter().zip(sampled).zip(verdicts).filter_map(|((&sequence, sampled), verdict)| match verdict {
             Verdict::Token(finish) => Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish }),
-            Verdict::Rejected => None,
+            Verdict::Nothing => {
+                Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: Some(Finish::Nothing) })
+            }
+            Verdict::Rejected | Verdict::Late => None,
         });
     tokens.collect()
 }

@@ -25,7 +25,7 @@ use crate::{
     drafts::DraftReport,
     engine::{EngineHandle, EngineState, ModelInfo},
     metrics::FrontMetrics,
-    request::{RequestError, ValidRequest},
+    request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
     upload::Uploads,
 };
@@ -190,16 +190,28 @@ impl Frontend {
         }
     }
 
+    /// Compiles what a request is held to, if it is, on the front end's own threads.
+    async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
+        let Some((field, constraint)) = valid.constraint.take() else { return Ok(()) };
+        let text = self.text.clone();
+        let grammar = self.compute(INLINE_BYTES + 1, move || text.grammars.compile(&constraint)).await?;
+        let grammar = grammar.map_err(|problem| RequestError::field(field, FieldError::Value, problem))?;
+        valid.grammar = Some(grammar);
+        Ok(())
+    }
+
     /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.
     ///
     /// # Errors
-    /// As the engine's bounds and the engine's state have it; then no sequence stays queued.
+    /// What the output is held to cannot be followed; as the engine's bounds and the engine's state have it. Then no
+    /// sequence stays queued.
     pub async fn admit(
         &self,
-        valid: ValidRequest,
+        mut valid: ValidRequest,
         model: Arc<ModelInfo>,
         place: Place,
     ) -> Result<Generation, GenerateError> {
+        self.compile(&mut valid).await?;
         let (record, given_up) = (place.record.clone(), self.closing.child_token());
         let (requests, starts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();

@@ -1,9 +1,10 @@
 //! What a group is, what it may use, and how long what may take.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use looplane_proto::worker::v1::load_request;
+use looplane_proto::worker::v1::{Vocabulary, load_request};
 
 use crate::sched::{Limits, LimitsError};
 
@@ -28,6 +29,8 @@ pub struct GroupConfig {
     pub unlooped: bool,
     /// Tokens of finished answers that each rank keeps to draft from; 0: none.
     pub draft_corpus_tokens: u32,
+    /// For sequences that are held to a grammar; `None`: there are none.
+    pub vocabulary: Option<Arc<Vocabulary>>,
     /// Bound on the positions of one sequence; 0: the model's own.
     pub max_context: u32,
     /// What a step should take at most where sequences decode, in which prompts have few rows to keep it; none: as long
@@ -114,6 +117,7 @@ impl GroupConfig {
             device: load_request::Device::Auto,
             unlooped: false,
             draft_corpus_tokens: 0,
+            vocabulary: None,
             max_context: 0,
             itl_target: None,
             timing: Duration::from_millis(1500),

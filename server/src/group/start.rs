@@ -198,6 +198,7 @@ async fn load(
         device: config.device.into(),
         unlooped: config.unlooped,
         draft_corpus_tokens: config.draft_corpus_tokens,
+        vocabulary: config.vocabulary.as_deref().cloned(),
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

@@ -34,8 +34,7 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 33] = [
-    ("response_format", |value| *value == json!({"type": "text"})),
+const UNSUPPORTED: [(&str, Off); 27] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
@@ -44,11 +43,7 @@ const UNSUPPORTED: [(&str, Off); 33] = [
     ("detokenize", is_true),
     ("early_stopping", is_false),
     ("echo", is_false),
-    ("guided_choice", |_| false),
     ("guided_decoding_backend", |_| true),
-    ("guided_grammar", |_| false),
-    ("guided_json", |_| false),
-    ("guided_regex", |_| false),
     ("guided_whitespace_pattern", |_| false),
     ("kv_transfer_params", |_| false),
     ("length_penalty", is_one),
@@ -64,7 +59,6 @@ const UNSUPPORTED: [(&str, Off); 33] = [
     ("skip_special_tokens", is_true),
     ("spaces_between_special_tokens", is_true),
     ("structural_tag", |_| false),
-    ("structured_outputs", |_| false),
     ("thinking_token_budget", |_| false),
     ("use_beam_search", is_false),
     ("vllm_xargs", is_empty_object),
@@ -189,6 +183,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.repetition_penalty = fields.number("repetition_penalty")?;
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
+    raw.constraint = constraint::constraint(&mut fields)?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
@@ -377,5 +372,6 @@ fn logit_bias(value: Value) -> Result<Vec<(u64, f64)>, ApiError> {
     map.into_iter().map(entry).collect()
 }
 
+mod constraint;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@ use std::{ops::RangeInclusive, sync::Arc};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
-    text::{ChatMessage, Start, Stops, TemplateOptions},
+    text::{ChatMessage, Constraint, Start, Stops, TemplateOptions},
 };
 
 mod chat;
@@ -115,6 +115,8 @@ pub struct RawRequest {
     pub logprobs: Option<i64>,
     /// KV pages are shared with requests of the same salt alone.
     pub cache_salt: Option<String>,
+    /// What the output is held to, with the name of the field that says so.
+    pub constraint: Option<(String, Constraint)>,
 }
 
 impl RawRequest {
@@ -145,6 +147,7 @@ impl RawRequest {
             logprobs_field: "logprobs",
             logprobs: None,
             cache_salt: None,
+            constraint: None,
         }
     }
 }
@@ -168,6 +171,10 @@ pub struct ValidRequest {
     pub stop: Stops,
     /// As in [`SequenceRequest`].
     pub cache_salt: Arc<str>,
+    /// As in [`RawRequest`], to be compiled to `grammar`.
+    pub constraint: Option<(String, Constraint)>,
+    /// As in [`SequenceRequest`].
+    pub grammar: Option<Arc<str>>,
 }
 
 /// One prompt of a valid request.
@@ -197,6 +204,7 @@ impl ValidRequest {
                     sampling,
                     logprobs: self.logprobs,
                     cache_salt: self.cache_salt.clone(),
+                    grammar: self.grammar.clone(),
                 };
                 (request, prompt.start)
             })

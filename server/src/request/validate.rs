@@ -32,6 +32,14 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     check_stops(&raw.stop)?;
     check_stop_tokens(&raw.stop_tokens, model)?;
     let cache_salt = cache_salt(raw.cache_salt)?;
+    if raw.constraint.is_some() {
+        // The grammar says where an answer may end.
+        let message = "does not go with an answer that is held to a form: the form says where it ends";
+        let wrong = [("min_tokens", min_tokens > 0), ("ignore_eos", raw.ignore_eos)].into_iter().find(|of| of.1);
+        if let Some((field, _)) = wrong {
+            return Err(RequestError::field(field, FieldError::Value, message));
+        }
+    }
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -58,7 +66,18 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     stop_tokens.extend(&raw.stop_tokens);
     let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
     let prompts = valid_prompts;
-    Ok(ValidRequest { prompts, choices, min_tokens, stop_tokens, sampling, logprobs, stop, cache_salt })
+    Ok(ValidRequest {
+        prompts,
+        choices,
+        min_tokens,
+        stop_tokens,
+        sampling,
+        logprobs,
+        stop,
+        cache_salt,
+        constraint: raw.constraint,
+        grammar: None,
+    })
 }
 
 fn sampling(raw: &RawRequest, model: &ModelInfo, text: &Text) -> Result<SamplingParams, RequestError> {

@@ -25,6 +25,7 @@ pub(crate) fn request(seed: u64, prompt: u32, max_tokens: u32, stop_tokens: Vec<
         sampling,
         logprobs: None,
         cache_salt: Arc::default(),
+        grammar: None,
     }
 }
 

@@ -365,6 +365,12 @@ impl Scheduler {
         };
         let finish = Finish::try_from(token.finish)
             .map_err(|_| format!("a token of sequence {id} has the unknown finish {}", token.finish))?;
+        if finish == Finish::Nothing {
+            self.remove(id);
+            let reason = "the grammar that it is held to is too complex to be followed".into();
+            actions.push(Action::Failed { sequence: id, reason });
+            return Ok(());
+        }
         let full = sequence.generated.len() + 1 >= sequence.request.max_tokens as usize;
         if full && finish == Finish::None {
             return Err(format!("sequence {id} goes on past its {} tokens", sequence.request.max_tokens));
@@ -393,7 +399,7 @@ impl Scheduler {
             self.trials.end(id);
         }
         let reason = match finish {
-            Finish::None => return Ok(()),
+            Finish::None | Finish::Nothing => return Ok(()),
             Finish::Stop => FinishReason::Stop,
             Finish::Length => FinishReason::Length,
         };

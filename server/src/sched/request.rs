@@ -61,6 +61,8 @@ pub struct SequenceRequest {
     pub logprobs: Option<u32>,
     /// KV pages are shared with sequences of the same salt alone. Changes no token.
     pub cache_salt: Arc<str>,
+    /// The output is held to this grammar, as worker/v1 has it.
+    pub grammar: Option<Arc<str>>,
 }
 
 impl SequenceRequest {
@@ -74,6 +76,7 @@ impl SequenceRequest {
         let mut hasher = DefaultHasher::new();
         let sampling = &self.sampling;
         (&self.prompt, self.max_tokens, self.min_tokens, &self.stop_tokens, self.logprobs).hash(&mut hasher);
+        self.grammar.hash(&mut hasher);
         let numbers = [
             sampling.temperature,
             sampling.top_p,

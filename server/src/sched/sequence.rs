@@ -224,6 +224,7 @@ impl Sequence {
             logprobs: request.logprobs.is_some(),
             top_logprobs: request.logprobs.unwrap_or(0),
             cache_salt: request.cache_salt.to_string(),
+            grammar: request.grammar.as_deref().unwrap_or_default().to_owned(),
         }
     }
 }

@@ -141,7 +141,16 @@ impl Scheduler {
         let sampling = SamplingParams::greedy();
         let (prompt, stop_tokens) = (vec![0], Vec::new());
         let (min_tokens, logprobs, cache_salt) = (0, None, Arc::default());
-        let request = SequenceRequest { prompt, max_tokens, min_tokens, stop_tokens, sampling, logprobs, cache_salt };
+        let request = SequenceRequest {
+            prompt,
+            max_tokens,
+            min_tokens,
+            stop_tokens,
+            sampling,
+            logprobs,
+            cache_salt,
+            grammar: None,
+        };
         let id = self.next_sequence;
         self.next_sequence += 1;
         self.sequences.insert(id, Sequence::new(request));

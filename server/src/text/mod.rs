@@ -11,6 +11,7 @@ use serde_json::Value;
 
 mod defaults;
 mod detokenizer;
+mod grammar;
 mod output;
 mod segments;
 mod stops;
@@ -20,6 +21,7 @@ mod tokenizer;
 
 pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
+pub use grammar::{Constraint, Grammars};
 pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher, Stops};
 pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};
@@ -67,6 +69,8 @@ pub struct Text {
     pub template: Option<ChatTemplate>,
     /// What a request gets for the fields that it leaves out.
     pub defaults: GenerationDefaults,
+    /// What answers may be held to.
+    pub grammars: Grammars,
 }
 
 /// The part of config.json that the text side needs.
@@ -111,7 +115,9 @@ impl Text {
         defaults.add_eos_tokens(config_eos);
         defaults.add_eos_tokens(eos_token.and_then(|token| tokenizer.id(token)));
 
-        Ok(Self { tokenizer: Arc::new(tokenizer), template, defaults })
+        let tokenizer = Arc::new(tokenizer);
+        let grammars = Grammars::new(tokenizer.clone(), defaults.eos_tokens.first().copied());
+        Ok(Self { tokenizer, template, defaults, grammars })
     }
 }
 

@@ -127,6 +127,11 @@ impl Tokenizer {
         self.inner.decode(ids, !special).map_err(|error| TextError::Encode(error.to_string()))
     }
 
+    /// Token ids are under this.
+    pub fn tokens(&self) -> u32 {
+        self.ends.len() as u32
+    }
+
     /// The bytes that a token stands for, a control token's name included; empty for an id without a token.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         let index = id as usize;

@@ -38,7 +38,7 @@ static_assert(sizeof(RowLogprobs) == 168, "Rust mirrors this");
 
 struct SamplerLaunch {
   const float* logits;          // [rows][padded vocabulary] f32, as the decoder wrote them
-  // [rows][padded vocabulary] f32: logits after bias, penalties and suppression; rows without these never touch it.
+  // [rows][padded vocabulary] f32: logits after bias, penalties, suppression and mask; rows without these never touch it.
   float* processed;
   // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read it, and update it unless they are
   // several of their sequence.
@@ -54,7 +54,10 @@ struct SamplerLaunch {
   const u32* stop;
   u32* report;                  // mapped: why a wait failed
   u32 row_count, tag;
+  const u32* masks;             // [masks][kMaskWords]: a bit a token that may be drawn
+  // [row_count]: 1 + the row's mask; 0: it may draw all tokens. Null: so may all rows.
+  const u32* mask_of;
   u32 step;                     // of the chain; the first one's launches do not look at `stopped`, but set it
   u32 rows_before;              // of the same step, in launches before this one
 };
-static_assert(sizeof(SamplerLaunch) == 112, "Rust mirrors this");
+static_assert(sizeof(SamplerLaunch) == 128, "Rust mirrors this");

@@ -1,8 +1,8 @@
 // The sampler: from the logits of one step to its tokens and the rows of the next, on all blocks of a launch of its
 // own.
 //
-// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties and suppression on the
-// raw logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest id.
+// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties, suppression and mask on
+// the raw logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest id.
 // Log-probabilities are from raw logits: log of a sum of integer weights e^(x - max), multiples of 2^-40. So no result
 // depends on the number of blocks or threads, on other rows or on timing: maxima and integer sums alone cross lanes,
 // warps and blocks.
@@ -31,10 +31,12 @@
 namespace sampling {
 
 // One thread a row: where it begins. `position` is that of the new token, i.e. the tokens before it.
-LP_DEVICE void begin_row(RowState& row, const RowSampling& p, u32 position, u32 slot) {
+LP_DEVICE void begin_row(RowState& row, const RowSampling& p, u32 position, u32 slot, const u32* mask) {
   const bool greedy = p.temperature < kMinTemperature;
   const bool penalised = p.repetition_penalty != 1.0f || p.presence_penalty != 0.0f || p.frequency_penalty != 0.0f;
-  const bool processed = penalised || p.bias_count > 0 || (p.suppress_count > 0 && position < p.suppress_until);
+  const bool processed =
+      penalised || mask || p.bias_count > 0 || (p.suppress_count > 0 && position < p.suppress_until);
+  row.mask = mask;
   row.params = &p;
   row.scale = greedy ? 1.0f : div(1.0f, p.temperature);
   row.noise = Noise{p.seed_lo, p.seed_hi, position};
@@ -61,7 +63,9 @@ LP_DEVICE void begin(const SamplerLaunch& launch, Scratch& s, u32 block, u32 thr
     row.top_count = 0;
     const Row of = launch.rows[r];
     if (of.flags & kRowSample && of.position <= of.last_position) {
-      begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot);
+      const u32 mask = launch.mask_of ? launch.mask_of[r] : 0;
+      begin_row(row, launch.sampling[of.slot], of.position + 1, of.slot,
+                mask ? launch.masks + (u64)(mask - 1) * kMaskWords : nullptr);
       row.drafts = 0;
       if (of.flags & kRowSeveral) {
         row.flags |= kSeveral;
@@ -92,14 +96,14 @@ LP_DEVICE u64 pending(u32 thread, const Scratch& s) {
   return rows_where(thread, s, [](const RowState& row) { return row.says != 0; });
 }
 
-// Writes the logits after bias, penalties and suppression of the rows that have such.
+// Writes the logits after bias, penalties, suppression and mask of the rows that have such.
 LP_DEVICE void process(u32 thread, const Scratch& s) {
   const u64 rows = rows_where(thread, s,
                               [](const RowState& row) { return row.stage > kDone && row.flags & kProcessed; });
   if (rows == 0) return;
   const Ids own = own_ids(s.block);
 #pragma unroll 1
-  for (u32 step = 0; step < 3; step++) {
+  for (u32 step = 0; step < 4; step++) {
 #pragma unroll 1
     for (u64 left = rows; left != 0; left &= left - 1) {
       const u32 r = lowest_bit(left);
@@ -126,10 +130,13 @@ LP_DEVICE void process(u32 thread, const Scratch& s) {
           const u32 id = bias[2 * i];
           if (owns(own, id)) to[id] = penalised(add(raw[id], float_of(bias[2 * i + 1])), id);
         }
-      } else if (row.noise.position < p.suppress_until) {
+      } else if (step == 2 && row.noise.position < p.suppress_until) {
         const u32* suppress = (const u32*)p.suppress;
         for (u32 i = thread; i < p.suppress_count; i += kThreads)
           if (owns(own, suppress[i])) to[suppress[i]] = -kInfinity;
+      } else if (step == 3 && row.mask) {
+        for (u32 id = own.first + thread; id < own.end && id < kVocab; id += kThreads)
+          if (!(row.mask[id / 32] >> id % 32 & 1)) to[id] = -kInfinity;
       }
     }
     sync();

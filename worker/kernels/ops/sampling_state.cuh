@@ -9,6 +9,7 @@ namespace sampling {
 constexpr u32 kVocab = LP_VOCAB, kTiles = (kVocab + 15) / 16, kPadded = kTiles * 16;
 constexpr u32 kBlocks = LP_BLOCKS, kRows = LP_COLUMNS;
 constexpr u32 kNone = 0xffffffffu;       // no token
+constexpr u32 kMaskWords = (kVocab + 31) / 32; // of a mask: bit i % 32 of word i / 32 for token i
 constexpr u32 kMaxListed = 64;           // up to this top_k, blocks exchange their best tokens themselves
 constexpr float kMinTemperature = 1e-5f; // below: greedy
 constexpr u32 kSeen = 1u << 31;          // of a count: the token occurs in the prompt
@@ -69,6 +70,7 @@ struct Place { float value; u32 token; };
 
 struct RowState {
   const RowSampling* params;
+  const u32* mask;         // of the tokens that may be drawn; null: all
   u64 limit;               // kCheck: weight before a token that top_p keeps is less than this
   u32 stage, logprob_stage, flags;
   u32 says;                // kinds of the next exchange, a bit each; 0: the row is done

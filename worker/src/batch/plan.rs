@@ -1,5 +1,7 @@
 //! A plan as the batch takes it, and the ways in which one can be wrong. The rules are those of worker/v1 `Plan`.
 
+use std::sync::Arc;
+
 use super::Limits;
 use crate::sampling::SamplingParams;
 
@@ -67,6 +69,8 @@ pub struct Admit {
     pub logprobs: Option<u32>,
     /// Drafts are taken from answers to requests of the same salt.
     pub cache_salt: String,
+    /// Its output is held to this grammar, as [`crate::grammar`] reads it.
+    pub grammar: Option<Arc<str>>,
 }
 
 /// Gives the sequence in `slot` pages, perhaps for others that hold the same. Several may hold a page that none of them

@@ -1,5 +1,7 @@
 //! One slot of the batch: the tokens, pages and progress of the sequence in it.
 
+use std::sync::Arc;
+
 use super::corpus::Corpus;
 use super::draft::{Drafter, Trust};
 use super::draft_rows::Offer;
@@ -26,7 +28,10 @@ pub struct Slot {
     stop_tokens: Vec<u32>,
     sampling: Option<SamplingParams>,
     logprobs: Option<u32>,
+    grammar: Option<Arc<str>>,
     finished: bool,
+    /// The newest position is computed again: it drew nothing, since what it may draw was not known.
+    repeats: bool,
     /// Drafts are taken from answers of the same salt.
     salt: String,
     drafter: Drafter,
@@ -56,7 +61,9 @@ impl Slot {
             stop_tokens: Vec::new(),
             sampling: None,
             logprobs: None,
+            grammar: None,
             finished: false,
+            repeats: false,
             salt: String::new(),
             drafter: Drafter::default(),
             trust: Trust::default(),
@@ -129,12 +136,19 @@ impl Slot {
         self.logprobs
     }
 
+    /// The grammar that its output is held to.
+    pub fn grammar(&self) -> Option<&str> {
+        self.grammar.as_deref()
+    }
+
     pub(super) fn clear(&mut self) {
         self.busy = false;
         self.tokens.clear();
         self.pages.clear();
         self.stop_tokens.clear();
         self.sampling = None;
+        self.grammar = None;
+        self.repeats = false;
         (self.prompt_tokens, self.admitted_tokens, self.computed) = (0, 0, 0);
         self.finished = false;
         self.drafted = 0;
@@ -157,6 +171,7 @@ impl Slot {
         self.min_tokens = admit.min_tokens as usize;
         self.stop_tokens.extend_from_slice(&admit.stop_tokens);
         self.logprobs = admit.logprobs;
+        self.grammar.clone_from(&admit.grammar);
         self.sampling = Some(admit.sampling.clone());
         self.salt.clone_from(&admit.cache_salt);
         self.trust = Trust::default();
@@ -169,7 +184,7 @@ impl Slot {
         debug_assert_eq!(self.drafted, 0, "drafts are taken back before the next");
         let known = self.tokens.len();
         let has_chunk = first && self.chunk > 0;
-        if !self.decodes || self.finished || has_chunk || self.computed + 1 != known {
+        if !self.decodes || self.finished || has_chunk || self.next_position() + 1 != known || self.repeats {
             return;
         }
         // The row of a draft at position p samples the token after it.
@@ -297,13 +312,19 @@ impl Slot {
         if self.chunk > 0 { self.chunk } else { usize::from(self.decodes) }
     }
 
+    /// The first position that is computed next.
+    fn next_position(&self) -> usize {
+        self.computed - usize::from(self.repeats)
+    }
+
     /// The rows that come next; `first` in the first step of a plan.
     pub(super) fn rows(&self, slot: u32, first: bool) -> impl Iterator<Item = Row> {
         let chunk = first && self.chunk > 0;
-        let has_page = self.computed < self.pages.len() * PAGE_POSITIONS;
+        let start = self.next_position();
+        let has_page = start < self.pages.len() * PAGE_POSITIONS;
         let decodes = self.decodes && !self.finished && has_page;
         let len = if chunk { self.chunk } else { usize::from(decodes) + self.drafted };
-        let (start, all, known) = (self.computed, self.tokens.len(), self.tokens().len());
+        let (all, known) = (self.tokens.len(), self.tokens().len());
         self.tokens[start.min(all)..(start + len).min(all)].iter().enumerate().map(move |(i, &token)| Row {
             slot,
             token,
@@ -325,10 +346,13 @@ impl Slot {
         &self.pages[(self.computed / PAGE_POSITIONS).min(self.pages.len())..]
     }
 
-    /// `rows` more positions have been computed, and their pages written.
-    pub(super) fn advance(&mut self, rows: usize, pages: &mut Pages) {
-        let first = self.computed / PAGE_POSITIONS;
-        self.computed += rows;
+    /// `rows` more positions have been computed, and their pages written. `repeats`: the last of them drew nothing, and
+    /// is computed again, to the same K and V.
+    pub(super) fn advance(&mut self, rows: usize, repeats: bool, pages: &mut Pages) {
+        let next = self.next_position();
+        let first = next / PAGE_POSITIONS;
+        self.computed = next + rows;
+        self.repeats = repeats;
         for index in first..KvLayout::pages_for(self.computed) {
             pages.fill(self.pages[index], (self.computed - index * PAGE_POSITIONS).min(PAGE_POSITIONS));
         }
@@ -337,6 +361,11 @@ impl Slot {
     /// It has ended.
     pub fn is_finished(&self) -> bool {
         self.finished
+    }
+
+    /// It ends without another token: none may follow.
+    pub(super) fn fail(&mut self) {
+        self.finished = true;
     }
 
     /// Takes a sampled token and says whether the sequence ends with it.

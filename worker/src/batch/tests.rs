@@ -27,6 +27,7 @@ fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
         sampling: SamplingParams::greedy(),
         logprobs: None,
         cache_salt: String::new(),
+        grammar: None,
     }
 }
 

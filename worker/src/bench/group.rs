@@ -119,6 +119,7 @@ impl Group {
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
             unlooped: false,
             draft_corpus_tokens: 0,
+            vocabulary: None,
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
         let loaded: Vec<_> = match setup.on_gpu {
@@ -256,6 +257,7 @@ impl Group {
             sampling: SamplingParams { seed: u64::from(slot), ..self.sampling.clone() },
             logprobs: self.logprobs,
             cache_salt: String::new(),
+            grammar: None,
         }
     }
 }

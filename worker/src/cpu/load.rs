@@ -15,6 +15,7 @@ use super::team::{Placement, Team, TeamError};
 use super::weights::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::grammar::Grammars;
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
@@ -188,6 +189,12 @@ pub fn load_with(
         x,
         batch,
         sampler,
+        grammars: Grammars::new(
+            request.vocabulary.clone(),
+            loaded.vocab_size,
+            request.max_slots,
+            request.tensor_parallel,
+        ),
         steps: 0,
         #[cfg(test)]
         tap: None,
@@ -302,6 +309,7 @@ mod tests {
             device: crate::decoder::Device::Cpu,
             unlooped: false,
             draft_corpus_tokens: 0,
+            vocabulary: None,
         }
     }
 

@@ -8,7 +8,8 @@ use super::phases::{Activations, Pass, Shard};
 use super::team::Team;
 use crate::batch::{Batch, Boundary};
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
-use crate::sampling::{Exchange, ParallelFor, Sampler};
+use crate::grammar::{Grammars, LATE_MASKS};
+use crate::sampling::{Exchange, ParallelFor, RowInput, Sampler};
 
 /// Words that go in front of the sampler's in every exchange: the newest plan a rank holds.
 pub const AGREEMENT_WORDS: usize = 2;
@@ -21,6 +22,7 @@ pub struct LoopedDecoder {
     pub(super) x: Activations,
     pub(super) batch: Batch,
     pub(super) sampler: Sampler,
+    pub(super) grammars: Grammars,
     /// Steps in the life of the worker.
     pub(super) steps: u64,
     pub(super) message: Vec<u32>,
@@ -40,14 +42,18 @@ impl LoopedDecoder {
         loop {
             match self.batch.boundary(agreed) {
                 Boundary::Apply(version) => {
-                    self.batch.apply(&plans.take(version)?)?;
+                    let plan = plans.take(version)?;
+                    self.batch.apply(&plan)?;
+                    plan.admit.iter().for_each(|admit| self.grammars.admit(admit.slot, self.batch.slot(admit.slot)));
                     if self.batch.step().rows.is_empty() {
                         outcomes.send(Outcome { version, ..Outcome::default() })?;
                     }
                 }
                 Boundary::Step => {
                     let begun = Instant::now();
+                    self.grammars.ask(&self.batch);
                     self.forward()?;
+                    self.grammars.await_masks(LATE_MASKS);
                     let mut outcome = self.sample(plans.newest(), &mut agreed)?;
                     (outcome.step_time, outcome.wait_time) = (begun.elapsed(), self.fabric.take_waited());
                     outcomes.send(outcome)?;
@@ -106,7 +112,9 @@ impl LoopedDecoder {
         if let Some(tap) = &self.tap {
             tap(step, logits);
         }
-        let inputs: Vec<_> = step.samples.iter().map(|row| self.batch.row_input(*row)).collect();
+        let input =
+            |&row: &usize| RowInput { allowed: self.grammars.allowed(&self.batch, row), ..self.batch.row_input(row) };
+        let inputs: Vec<_> = step.samples.iter().map(input).collect();
         let mut exchange = Agreement {
             fabric: &mut self.fabric,
             place: Place { step: self.steps, layer: None, what: "sampling" },

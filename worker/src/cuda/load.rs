@@ -29,6 +29,7 @@ use super::weights::layout::Layout;
 use super::weights::upload::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
+use crate::grammar::Grammars;
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, Product};
@@ -194,7 +195,9 @@ pub fn load_with(
         let others = load_kernels(&gpu, &compiler, &cache, &layout, &others, &options.defines)?;
         launcher.gauged = Some(Gauged::new(gauge.clone(), &gpu, &layout, others)?);
     }
-    let decoder = LoopedDecoder { launcher, batch, rank: request.rank, since_drafts: u32::MAX };
+    let (vocabulary, slots, ranks) = (request.vocabulary.clone(), request.max_slots, request.tensor_parallel);
+    let grammars = Grammars::new(vocabulary, loaded.vocab_size, slots, ranks);
+    let decoder = LoopedDecoder { launcher, batch, grammars, rank: request.rank, since_drafts: u32::MAX };
     Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 

@@ -51,6 +51,21 @@ impl SamplingParams {
     }
 }
 
+/// Which tokens a row may draw, where its sequence is held to a grammar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Allowed<'a> {
+    /// It is held to none.
+    #[default]
+    All,
+    /// Those whose bit is set, at least one: bit `i % 32` of word `i / 32` for token i. Stop tokens are among them where
+    /// the sequence may end.
+    These(&'a [u32]),
+    /// That is not known yet.
+    Late,
+    /// That cannot be known: the grammar is too complex to be followed.
+    Nothing,
+}
+
 /// What sampling one row yielded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampled {
@@ -60,6 +75,18 @@ pub struct Sampled {
     pub logprob: Option<f32>,
     /// The most likely tokens under the raw logits with their log-probabilities, most likely first, lowest id on a tie.
     pub top: Vec<(u32, f32)>,
+}
+
+impl Sampled {
+    /// In place of a token, over all ids: the row sits the step out, since a rank did not know what it may draw.
+    pub const LATE: u32 = u32::MAX - 1;
+    /// In place of a token, over all ids: there is nothing that the row may draw.
+    pub const NOTHING: u32 = u32::MAX - 2;
+
+    /// One of those two.
+    pub fn none(instead: u32) -> Self {
+        Self { token: instead, logprob: None, top: Vec::new() }
+    }
 }
 
 /// One row to sample. Every rank passes the same rows in the same order.
@@ -75,6 +102,8 @@ pub struct RowInput<'a> {
     pub generated: &'a [u32],
     /// Tokens that must not be drawn: the stop tokens while fewer than min_tokens are generated.
     pub suppress: &'a [u32],
+    /// Tokens that may be drawn. What ranks know of them may differ by [`Allowed::Late`] and [`Allowed::Nothing`] alone.
+    pub allowed: Allowed<'a>,
     /// Asks for the log-probability of the drawn token and of this many most likely ones, at most [`MAX_TOP_LOGPROBS`].
     pub logprobs: Option<u32>,
 }

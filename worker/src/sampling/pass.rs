@@ -91,12 +91,20 @@ impl Found {
 mod tests {
     use super::*;
     use crate::sampling::select::{Limit, Progress, Selection};
-    use crate::sampling::{RowInput, SamplingParams};
+    use crate::sampling::{Allowed, RowInput, SamplingParams};
 
     /// A row's state at a stage, with a cut that keeps about half of the tokens.
     fn state(stage: Stage) -> RowState {
         let params = SamplingParams { temperature: 0.7, seed: 5, ..SamplingParams::greedy() };
-        let row = RowInput { params: &params, position: 3, prompt: &[], generated: &[], suppress: &[], logprobs: None };
+        let row = RowInput {
+            params: &params,
+            position: 3,
+            prompt: &[],
+            generated: &[],
+            suppress: &[],
+            allowed: Allowed::All,
+            logprobs: None,
+        };
         RowState { stage, cut: Cut { value: 0.1, tie_end: 900 }, ..RowState::new(&row, 5000) }
     }
 

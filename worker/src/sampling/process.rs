@@ -1,12 +1,12 @@
-//! Logit bias, penalties and suppressed tokens, applied to this rank's raw logits.
+//! Logit bias, penalties, suppressed tokens and masks, applied to this rank's raw logits.
 //!
 //! In this order: bias is added; logits of tokens in the prompt or the output are divided (if positive) or multiplied
 //! (if not) by the repetition penalty, as Hugging Face does; frequency and presence penalties of tokens in the output
-//! are subtracted, as the OpenAI API defines them; suppressed tokens become minus infinity.
+//! are subtracted, as the OpenAI API defines them; suppressed tokens, and those outside the mask, become minus infinity.
 
 use std::ops::Range;
 
-use super::params::RowInput;
+use super::params::{Allowed, RowInput};
 
 /// Marks of a token: its original logit is kept; it occurs in prompt or output. The rest counts it in the output.
 const CHANGED: u32 = 1 << 31;
@@ -77,10 +77,25 @@ impl Processor {
         for token in row.suppress.iter().filter(|token| self.tokens.contains(token)) {
             logits[(token - self.tokens.start) as usize] = f32::NEG_INFINITY;
         }
+        if let Allowed::These(mask) = row.allowed {
+            // Raw logits are asked for of tokens alone that were drawn.
+            self.forbid_others(mask, logits);
+        }
         if row.logprobs.is_some() {
             self.changed[start..].sort_unstable_by_key(|&(i, _)| i);
         }
         self.rows.push(start..self.changed.len());
+    }
+
+    /// Tokens without a bit in the mask cannot be drawn.
+    fn forbid_others(&self, mask: &[u32], logits: &mut [f32]) {
+        let first = self.tokens.start as usize;
+        for (index, logit) in logits[..self.tokens.len()].iter_mut().enumerate() {
+            let token = first + index;
+            if mask[token / 32] >> (token % 32) & 1 == 0 {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
     }
 
     /// What the logit of `token`, one of this rank, was in `row` (which asked for log-probabilities) before [`apply`]

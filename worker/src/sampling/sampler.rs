@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::caller::{Exchange, ParallelFor};
 use super::draw::{Cut, Entry, TopList};
 use super::logprobs::LogSum;
-use super::params::{MAX_TOP_LOGPROBS, RowInput, Sampled};
+use super::params::{Allowed, MAX_TOP_LOGPROBS, RowInput, Sampled};
 use super::pass::{Found, Pass};
 use super::process::Processor;
 use super::row::{MAX_LISTED, RowState, Stage, draw_listed};
@@ -31,9 +31,10 @@ const ENTRY_WORDS: usize = 2;
 const CANDIDATE_WORDS: usize = 3;
 /// Words of the sums of a selection's bins.
 const BINS_WORDS: usize = 2 * BINS;
-/// Most words of one row in one exchange: log-probabilities go with the first stage, which counts no bins.
+/// Most words of one row in one exchange: what a mask is and log-probabilities go with the first stage, which counts no
+/// bins.
 const MAX_ROW_WORDS: usize = BINS_WORDS;
-const _: () = assert!(2 + MAX_TOP_LOGPROBS * ENTRY_WORDS + MAX_LISTED * CANDIDATE_WORDS <= MAX_ROW_WORDS);
+const _: () = assert!(1 + 2 + MAX_TOP_LOGPROBS * ENTRY_WORDS + MAX_LISTED * CANDIDATE_WORDS <= MAX_ROW_WORDS);
 
 /// Samples the rows of a step together with the samplers of the other ranks. Allocates when it is made; afterwards only
 /// the record of changed logits may still grow, to what the rows of one step need at most.
@@ -90,7 +91,8 @@ impl Sampler {
     /// Draws the next token of every row.
     ///
     /// `logits` is [rows][local vocab] fp32, this rank's share of the raw logits; bias and penalties change it in
-    /// place. All ranks call this with the same rows, and all get the same results, in row order. The number of
+    /// place. All ranks call this with the same rows, and all get the same results, in row order: a row gets
+    /// [`Sampled::LATE`] or [`Sampled::NOTHING`] if one of the ranks says so of what it may draw. The number of
     /// exchanges follows from the rows' parameters alone, but for a top_k that keeps everything: 1 if every row is
     /// greedy, unfiltered or has a top_k of at most 64; else up to 10.
     ///
@@ -129,14 +131,21 @@ impl Sampler {
             for (row, input) in rows.iter().enumerate() {
                 let offset = self.states[row].offset;
                 let words = |rank: usize| &gathered[rank * stride + offset..(rank + 1) * stride];
-                let used = if first { self.decode_logprobs(row, input, words) } else { 0 };
+                if first && let Some(instead) = instead_of_token(input, words, shape.tensor_parallel) {
+                    self.states[row].stage = Stage::Done;
+                    self.results[row] = Sampled::none(instead);
+                    continue;
+                }
+                let used = if first { self.decode_first(row, input, words) } else { 0 };
                 self.conclude(row, logits, |rank| &words(rank)[used..]);
             }
             first = false;
         }
         for (row, input) in rows.iter().enumerate() {
             let state = &self.states[row];
-            self.results[row].logprob = input.logprobs.map(|_| state.log_sum.logprob(state.raw));
+            let drawn = self.results[row].token < Sampled::NOTHING;
+            let wanted = input.logprobs.filter(|_| drawn);
+            self.results[row].logprob = wanted.map(|_| state.log_sum.logprob(state.raw));
         }
         Ok(&self.results[..rows.len()])
     }
@@ -171,6 +180,9 @@ impl Sampler {
         for (row, input) in rows.iter().enumerate() {
             self.states[row].offset = self.message.len();
             let found = row * leaves..(row + 1) * leaves;
+            if first && input.allowed != Allowed::All {
+                self.message.push(mask_word(input));
+            }
             if let (true, Some(top)) = (first, input.logprobs) {
                 self.encode_logprobs(found.clone(), top as usize);
             }
@@ -231,17 +243,19 @@ impl Sampler {
         self.message.extend([entry.value.to_bits(), entry.token, raw.to_bits()]);
     }
 
-    /// Merges the ranks' log-sum-exp and best tokens by raw logit; the number of words read.
-    fn decode_logprobs<'a>(&mut self, row: usize, input: &RowInput<'_>, words: impl Fn(usize) -> &'a [u32]) -> usize {
+    /// Merges the ranks' log-sum-exp and best tokens by raw logit; the number of words that go in front of the stage's
+    /// in the first exchange.
+    fn decode_first<'a>(&mut self, row: usize, input: &RowInput<'_>, words: impl Fn(usize) -> &'a [u32]) -> usize {
         let result = &mut self.results[row];
         result.top.clear();
-        let Some(top) = input.logprobs else { return 0 };
+        let of_mask = usize::from(input.allowed != Allowed::All);
+        let Some(top) = input.logprobs else { return of_mask };
         let used = 2 + top as usize * ENTRY_WORDS;
         let mut sums = [LogSum::EMPTY; MAX_LEAVES];
         let sums = &mut sums[..self.shape.tensor_parallel];
         self.merged.reset(top as usize);
         for (rank, sum) in sums.iter_mut().enumerate() {
-            let words = words(rank);
+            let words = &words(rank)[of_mask..];
             *sum = LogSum { max: f32::from_bits(words[0]), sum: f32::from_bits(words[1]) };
             for entry in words[2..used].chunks_exact(ENTRY_WORDS) {
                 self.merged.offer(Entry { value: f32::from_bits(entry[0]), token: entry[1] });
@@ -251,7 +265,7 @@ impl Sampler {
         self.states[row].log_sum = log_sum;
         let tokens = self.merged.entries().iter().filter(|entry| **entry != Entry::NONE);
         result.top.extend(tokens.map(|entry| (entry.token, log_sum.logprob(entry.value))));
-        used
+        of_mask + used
     }
 
     /// Draws the conclusion of a round for one row from the words of all ranks.
@@ -311,6 +325,22 @@ impl Sampler {
         self.states[row].raw = raw;
         self.states[row].stage = Stage::Done;
     }
+}
+
+/// What this rank says of the mask of a row that has one: 0 if it is known.
+fn mask_word(row: &RowInput<'_>) -> u32 {
+    match row.allowed {
+        Allowed::All | Allowed::These(_) => 0,
+        Allowed::Late => Sampled::LATE,
+        Allowed::Nothing => Sampled::NOTHING,
+    }
+}
+
+/// What a row gets in place of a token, by what the ranks say of its mask: it waits for the latest of them.
+fn instead_of_token<'a>(row: &RowInput<'_>, words: impl Fn(usize) -> &'a [u32], ranks: usize) -> Option<u32> {
+    let has_mask = row.allowed != Allowed::All;
+    let said = has_mask.then(|| (0..ranks).map(|rank| words(rank)[0]).max());
+    said.flatten().filter(|&instead| instead > 0)
 }
 
 /// A unit's record. One that a panic left half written is written anew before it is read.

@@ -151,6 +151,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
         device: crate::decoder::Device::Cpu,
         unlooped: false,
         draft_corpus_tokens: 0,
+        vocabulary: None,
         model_dir: model.to_owned(),
         rank,
         tensor_parallel: arrangement.tensor_parallel,
@@ -189,6 +190,7 @@ fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
                     sampling: request.sampling.clone(),
                     logprobs: Some(0),
                     cache_salt: String::new(),
+                    grammar: None,
                 });
                 next_page -= pages;
                 plan.grants.push(PageGrant { slot, first: 0, pages: (next_page..next_page + pages).rev().collect() });

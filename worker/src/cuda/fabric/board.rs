@@ -1,4 +1,5 @@
-//! The board on which the hosts of a group agree between launches: all offer a number, and all take the least.
+//! The board on which the hosts of a group agree between launches: all offer a number, and all take the least, or the
+//! bits that all have.
 //!
 //! A rank writes on a segment of shared memory of its own and reads those of all. Agreements are numbered: a *round*.
 //!
@@ -98,6 +99,18 @@ impl Board {
     /// # Errors
     /// A rank did not come within the limit.
     pub fn agree(&mut self, step: u64, offer: u64) -> Result<u64, Fault> {
+        self.meet(step, offer, u64::min)
+    }
+
+    /// Offers bits and returns those that all ranks offer, the same to each. A round, as of [`Self::agree`].
+    ///
+    /// # Errors
+    /// A rank did not come within the limit.
+    pub fn all(&mut self, step: u64, bits: u64) -> Result<u64, Fault> {
+        self.meet(step, bits, |a, b| a & b)
+    }
+
+    fn meet(&mut self, step: u64, offer: u64, both: fn(u64, u64) -> u64) -> Result<u64, Fault> {
         self.round = self.round.wrapping_add(1);
         // Relaxed: the flag's release publishes them.
         self.own.word(self.place()).store(offer as u32, Ordering::Relaxed);
@@ -105,16 +118,16 @@ impl Board {
         #[cfg(test)]
         self.told(Moment::Post);
         self.own.word(FLAG).store(self.round, Ordering::Release);
-        let mut least = offer;
+        let mut agreed = offer;
         for (peer, segment) in self.peers.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
             let segment = segment.as_ref().expect("all ranks' parts, because control calls join before run");
             self.await_round(peer, segment, step)?;
             #[cfg(test)]
             self.told(Moment::Read);
             let [low, high] = [0, 4].map(|half| segment.word(self.place() + half).load(Ordering::Relaxed));
-            least = least.min(u64::from(low) | u64::from(high) << 32);
+            agreed = both(agreed, u64::from(low) | u64::from(high) << 32);
         }
-        Ok(least)
+        Ok(agreed)
     }
 
     fn await_round(&self, peer: usize, segment: &Segment, step: u64) -> Result<(), Fault> {
@@ -130,7 +143,7 @@ impl Board {
                     rank: self.rank,
                     peer,
                     step,
-                    phase: "agreeing on the next plan".into(),
+                    phase: "agreeing between launches".into(),
                     expected: u64::from(self.round),
                     seen: u64::from(seen),
                     waited_ms: begun.elapsed().as_millis() as u64,
@@ -201,9 +214,13 @@ mod tests {
                     scope.spawn(move || {
                         board.hook = Some(delays(board.rank as u64 + 1));
                         for round in 0..rounds {
-                            let agreed = board.agree(round as u64, offer(board.rank, round)).unwrap();
-                            let least = (0..ranks).map(|rank| offer(rank, round)).min().unwrap();
-                            assert_eq!(agreed, least, "rank {} of {ranks}, round {round}", board.rank);
+                            let offers = (0..ranks).map(|rank| offer(rank, round));
+                            // Rounds of both kinds, in turns.
+                            let (agreed, expected) = match round % 3 {
+                                0 => (board.all(round as u64, offer(board.rank, round)), offers.fold(!0, |a, b| a & b)),
+                                _ => (board.agree(round as u64, offer(board.rank, round)), offers.fold(!0, u64::min)),
+                            };
+                            assert_eq!(agreed.unwrap(), expected, "rank {} of {ranks}, round {round}", board.rank);
                         }
                         assert_eq!(board.round, START.wrapping_add(rounds as u32));
                     });
@@ -256,7 +273,7 @@ mod tests {
                 panic!("{fault}");
             };
             assert_eq!((expected, seen), (u64::from(START) + 1, u64::from(START)));
-            assert!(phase == "agreeing on the next plan" && waited_ms >= 50, "{phase}, {waited_ms}");
+            assert!(phase == "agreeing between launches" && waited_ms >= 50, "{phase}, {waited_ms}");
         });
     }
 }

@@ -165,6 +165,14 @@ impl Fabric {
     pub fn agree(&mut self, step: u64, newest: u64) -> Result<u64, Fault> {
         self.board.agree(step, newest)
     }
+
+    /// Offers bits and returns those that all ranks offer; see [`Board::all`].
+    ///
+    /// # Errors
+    /// A rank did not come within the limit.
+    pub fn all(&mut self, step: u64, bits: u64) -> Result<u64, Fault> {
+        self.board.all(step, bits)
+    }
 }
 
 const NOT_JOINED: &str = "ranks join once, because control calls it so";

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::looped_decoder::Launcher;
+use super::looped_decoder::{Draws, Launcher};
 use super::mailbox::Mailbox;
 use super::passes::Passes;
 use super::pools::{InboxPlan, Pools};
@@ -99,6 +99,13 @@ struct Chain {
     steps: u32,
     /// Steps that are in the stream.
     put: u32,
+}
+
+impl Chain {
+    /// Words for the tokens of the step that is put next.
+    fn tokens(&self) -> u64 {
+        self.decoder.tokens + (self.put as usize * self.columns * size_of::<u64>()) as u64
+    }
 }
 
 /// Where the ranks of a group meet, and what lies where in their inboxes.
@@ -255,6 +262,7 @@ impl Engine {
     fn start_over(&mut self) {
         self.launches.clear();
         (self.rows_used, self.items_used, self.tokens_used, self.finished) = (0, 0, 0, false);
+        self.sampler.forget_masks();
         self.mailbox.start_over();
         self.steps += 1;
         self.since = Instant::now();
@@ -341,9 +349,22 @@ impl Launcher for Engine {
         self.sampler.count(slot as usize, tokens, 0, &self.stream).map_err(|error| self.failed(error))
     }
 
-    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+    fn all_know(&mut self, known: u64) -> Result<u64, Fault> {
+        match &mut self.ties {
+            Some(ties) => ties.fabric.all(self.steps, known),
+            None => Ok(known),
+        }
+    }
+
+    fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault> {
         self.renew_tags(steps)?;
-        self.put(rows, steps, sampled).map_err(|error| self.failed(error))
+        self.put(rows, steps, draws).map_err(|error| self.failed(error))
+    }
+
+    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault> {
+        let ticket = self.launches.last().expect("the launch whose rows are drawn");
+        let masks: Vec<_> = masks.iter().map(|&(row, mask)| (ticket.column(row), mask)).collect();
+        self.put_masked_sampler(&masks).map_err(|error| self.failed(error))
     }
 
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault> {

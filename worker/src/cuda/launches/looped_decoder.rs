@@ -3,8 +3,9 @@
 //! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
 //! tokens, and asks it to stop when a newer plan is there, nobody is left, or tokens were drafted that are worth their
 //! rows. Any other step is a launch for each of its passes ([`super::passes`]), a later launch seeing K and V of the
-//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped. Where all
-//! rows want the largest logit and nothing more the decoder draws, else the sampler does.
+//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped; and one with
+//! rows that grammars hold, whose masks the host hands to the sampler while the decoder computes. Where all rows want
+//! the largest logit and nothing more the decoder draws, else the sampler does.
 
 use std::time::Instant;
 
@@ -12,11 +13,43 @@ use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, ROW_SEVERAL, Row};
 use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource, outcome_tokens};
-use crate::sampling::{MIN_TEMPERATURE, Sampled};
+use crate::grammar::{Grammars, LATE_MASKS};
+use crate::sampling::{Allowed, MIN_TEMPERATURE, Sampled};
 
 /// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A
 /// launch of many steps ends up to two steps after it was asked to.
 const SOON_AFTER_DRAFTS: u32 = 16;
+
+/// Rows whose masks ranks agree on at a time: a bit each that it is known, and one that there is one.
+const ROWS_AGREED: usize = 32;
+
+/// Who draws the tokens of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Draws {
+    /// The decoder: the largest logit of each row.
+    Decoder,
+    /// The sampler.
+    Sampler,
+    /// The sampler, once [`Launcher::draw`] has said what rows may draw: of a launch of one step.
+    Masked,
+}
+
+impl Draws {
+    /// The sampler, or else the decoder.
+    pub fn sampler_if(sampled: bool) -> Self {
+        if sampled { Self::Sampler } else { Self::Decoder }
+    }
+}
+
+/// A sampled row of a step.
+struct Drawn {
+    launch: usize,
+    /// Its number in the launch.
+    row: usize,
+    slot: u32,
+    /// In place of a token.
+    instead: Option<u32>,
+}
 
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
 pub trait Launcher: Send {
@@ -33,6 +66,9 @@ pub trait Launcher: Send {
     /// and goes on when all have. No launch is under way.
     fn agree(&mut self, newest: u64) -> Result<u64, Fault>;
 
+    /// The bits of `known` that are set on all ranks. Every rank calls it at the same launches.
+    fn all_know(&mut self, known: u64) -> Result<u64, Fault>;
+
     /// Rows of the slot are sampled as its new sequence asks, in launches after this. No launch is under way.
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault>;
 
@@ -40,8 +76,12 @@ pub trait Launcher: Send {
     fn held(&mut self, slot: u32, tokens: &[u32]) -> Result<(), Fault>;
 
     /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and
-    /// none is under way. `sampled`: the sampler draws, not the decoder.
-    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault>;
+    /// none is under way.
+    fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault>;
+
+    /// The sampler draws for the launch put last, which was put as [`Draws::Masked`]: some rows among the tokens of
+    /// their masks, as [`Allowed::These`] has them.
+    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault>;
 
     /// Waits for the tokens of a step of launch `launch`, the last one under way; false if it ended before. May ask it
     /// to end soon once `superseded` is true.
@@ -63,6 +103,8 @@ pub struct LoopedDecoder<L> {
     pub launcher: L,
     /// The sequences.
     pub batch: Batch,
+    /// What they may draw.
+    pub grammars: Grammars,
     /// This rank.
     pub rank: usize,
     /// Steps since the last one in which a draft held.
@@ -115,6 +157,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         self.batch.apply(plan)?;
         for admit in &plan.admit {
             self.launcher.admit(admit.slot, self.batch.slot(admit.slot))?;
+            self.grammars.admit(admit.slot, self.batch.slot(admit.slot));
         }
         for grant in &plan.grants {
             self.launcher.write_pages(grant.slot, grant.first as usize, &grant.pages)?;
@@ -125,7 +168,8 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
-        if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS {
+        let held = || step.samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
+        if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS || held() {
             return false;
         }
         let steps = self.batch.steps_left().min(self.launcher.most_steps());
@@ -149,7 +193,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
         let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
         let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
-        let launch = self.launcher.launch(&rows, steps, self.sampled(0..rows.len()))?;
+        let launch = self.launcher.launch(&rows, steps, Draws::sampler_if(self.sampled(0..rows.len())))?;
         // Slots ascend.
         let row_of = |slot| rows.binary_search_by_key(&slot, |row| row.slot).expect("a decoding row, since none joins");
         let version = self.batch.version();
@@ -179,26 +223,70 @@ impl<L: Launcher> LoopedDecoder<L> {
 
     fn one_step(&mut self, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let begun = Instant::now();
-        let step = self.batch.step();
-        let (mut draws, mut last) = (Vec::with_capacity(step.samples.len()), 0);
-        for pass in self.launcher.passes().of(&step.rows) {
-            let sampled = self.sampled(pass.clone().filter(|row| step.rows[*row].sample));
-            let launch = self.launcher.launch(&device_rows(&step.rows[pass.clone()]), 1, sampled)?;
+        self.grammars.ask(&self.batch);
+        let mut draws: Vec<Drawn> = Vec::with_capacity(self.batch.step().samples.len());
+        let mut last = 0;
+        for pass in self.launcher.passes().of(&self.batch.step().rows) {
+            let rows = &self.batch.step().rows[pass.clone()];
+            let samples: Vec<usize> = pass.clone().filter(|row| self.batch.step().rows[*row].sample).collect();
+            let held = samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
+            let sampled = self.sampled(samples.iter().copied());
+            let draw = if held { Draws::Masked } else { Draws::sampler_if(sampled) };
+            last = self.launcher.launch(&device_rows(rows), 1, draw)?;
             // Passes hold the rows that sample in the order of the step.
-            let drawn = pass.enumerate().filter(|(_, row)| step.rows[*row].sample);
-            draws.extend(drawn.map(|(place, row)| (launch, place, step.rows[row].slot)));
-            last = launch;
+            let first = draws.len();
+            let slot = |row: usize| self.batch.step().rows[row].slot;
+            let drawn = |&row: &usize| Drawn { launch: last, row: row - pass.start, slot: slot(row), instead: None };
+            draws.extend(samples.iter().map(drawn));
+            if held {
+                self.draw_masked(&samples, &mut draws[first..])?;
+            }
         }
-        if step.samples.len() == step.rows.len() {
+        if self.batch.step().samples.len() == self.batch.step().rows.len() {
             // Tokens are there before the driver says that the launch has ended; when, the step before says, as it does
             // not of steps with prompts.
             self.launcher.wait_step(last, 0, &|| false)?;
         }
         self.launcher.finish()?;
-        let drawn =
-            draws.into_iter().map(|(launch, place, slot)| self.launcher.sampled(launch, 0, place, self.logprobs(slot)));
-        let sampled: Vec<Sampled> = drawn.collect();
+        let sampled = draws.into_iter().map(|Drawn { launch, row, slot, instead }| match instead {
+            Some(instead) => Sampled::none(instead),
+            None => self.launcher.sampled(launch, 0, row, self.logprobs(slot)),
+        });
+        let sampled: Vec<Sampled> = sampled.collect();
         self.complete(&sampled, begun.elapsed(), outcomes)
+    }
+
+    /// Hands the masks of a pass to the sampler, while the decoder computes: those that all ranks know by now.
+    /// `samples`: the rows of the step that the pass samples.
+    fn draw_masked(&mut self, samples: &[usize], drawn: &mut [Drawn]) -> Result<(), Fault> {
+        self.grammars.await_masks(LATE_MASKS);
+        for (rows, drawn) in samples.chunks(ROWS_AGREED).zip(drawn.chunks_mut(ROWS_AGREED)) {
+            let mut known = 0u64;
+            for (bit, &row) in rows.iter().enumerate() {
+                let (is_known, exists) = match self.grammars.allowed(&self.batch, row) {
+                    Allowed::All | Allowed::These(_) => (1, 1),
+                    Allowed::Late => (0, 1),
+                    Allowed::Nothing => (1, 0),
+                };
+                known |= is_known << bit | exists << (bit + ROWS_AGREED);
+            }
+            let known = self.launcher.all_know(known)?;
+            for (bit, drawn) in drawn.iter_mut().enumerate() {
+                drawn.instead = match (known >> bit & 1, known >> (bit + ROWS_AGREED) & 1) {
+                    (0, _) => Some(Sampled::LATE),
+                    (_, 0) => Some(Sampled::NOTHING),
+                    _ => None,
+                };
+            }
+        }
+        let masks = samples.iter().zip(drawn.iter()).filter_map(|(&row, drawn)| {
+            match self.grammars.allowed(&self.batch, row) {
+                Allowed::These(mask) => Some((drawn.row, mask)),
+                _ => None,
+            }
+        });
+        let masks: Vec<(usize, &[u32])> = masks.collect();
+        self.launcher.draw(&masks)
     }
 
     /// Of sequences with penalties that had several rows in a step, whose samples were of `slots`.

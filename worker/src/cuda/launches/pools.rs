@@ -135,7 +135,7 @@ impl Memory {
             words: words.iter().sum::<u64>() + inbox.matrix,
             logits,
             matrix,
-            sampler: sampler.bytes(request.max_slots),
+            sampler: sampler.bytes(request.max_slots, request.max_batch_tokens),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,
         };

@@ -33,6 +33,10 @@ pub struct Sampler {
     stopped: DeviceBuffer,
     host_sampling: PinnedBuffer<RowSampling>,
     host_lists: PinnedBuffer<u32>,
+    /// What rows under way may draw: of each launch which mask a row has, and the masks.
+    masks: DeviceBuffer,
+    host_masks: PinnedBuffer<u32>,
+    masks_used: usize,
     /// Tokens to be counted: read by the GPU, and written anew only when it has.
     host_tokens: PinnedBuffer<u32>,
     tokens_used: usize,
@@ -57,6 +61,9 @@ impl Sampler {
             stopped: DeviceBuffer::zeroed(&gpu, STOPPED_BYTES)?,
             host_sampling,
             host_lists: PinnedBuffer::zeroed(&gpu, slots * LIST_WORDS)?,
+            masks: DeviceBuffer::zeroed(&gpu, kernel.masks_words(slots, sizes.max_batch_tokens) * size_of::<u32>())?,
+            host_masks: PinnedBuffer::zeroed(&gpu, kernel.masks_words(slots, sizes.max_batch_tokens))?,
+            masks_used: 0,
             host_tokens: PinnedBuffer::zeroed(&gpu, sizes.slot_pages * PAGE_POSITIONS)?,
             tokens_used: 0,
             kernel,
@@ -168,6 +175,38 @@ impl Sampler {
         checked("cuLaunchKernel", launched)
     }
 
+    /// No launch is under way: masks that launches were given are of no use any more.
+    pub fn forget_masks(&mut self) {
+        self.masks_used = 0;
+    }
+
+    /// Copies masks, each of a row of a launch of so many rows, behind what is in the stream: the launch with them. All
+    /// rows of launches under way that sample are at most as many as slots.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn with_masks(
+        &mut self,
+        launch: SamplerLaunch,
+        masks: &[(usize, &[u32])],
+        stream: &Stream,
+    ) -> Result<SamplerLaunch, CudaError> {
+        let (first, rows, words) = (self.masks_used, launch.row_count as usize, self.kernel.mask_words());
+        let end = first + rows + masks.len() * words;
+        let (mask_of, of_rows) = self.host_masks[first..end].split_at_mut(rows);
+        mask_of.fill(0);
+        for (number, ((row, mask), to)) in (1..).zip(masks.iter().zip(of_rows.chunks_exact_mut(words))) {
+            mask_of[*row] = number;
+            to.copy_from_slice(mask);
+        }
+        self.masks_used = end;
+        let address = |word: usize| self.masks.address() + (word * size_of::<u32>()) as u64;
+        // SAFETY: these words are written again only once no launch is under way.
+        unsafe { self.masks.write_async(first * size_of::<u32>(), &self.host_masks[first..end], stream)? };
+        Ok(SamplerLaunch { mask_of: address(first), masks: address(first + rows), ..launch })
+    }
+
     /// Puts launches into the stream, behind that of the decoder whose rows they draw for: one for as many rows as the
     /// kernel takes. Fills in where its own memory is.
     ///
@@ -188,6 +227,7 @@ impl Sampler {
                 logprobs: launch.logprobs + first * size_of::<RowLogprobs>() as u64,
                 // The step's last launch ends the chain: those behind one that does would do nothing.
                 stop: if first + rows == all { launch.stop } else { self.stopped.address() + 4 },
+                mask_of: if launch.mask_of == 0 { 0 } else { launch.mask_of + first * size_of::<u32>() as u64 },
                 row_count: rows as u32,
                 rows_before: first as u32,
                 ..launch

@@ -49,6 +49,7 @@ pub struct SamplerKernel {
     pub(super) threads: u32,
     pub(super) blocks: u32,
     pub(super) words_bytes: u64,
+    pub(super) vocab: usize,
     pub(super) padded_vocab: usize,
     pub(super) rows: usize,
     pub(super) module: Module,
@@ -94,15 +95,17 @@ impl SamplerKernel {
             threads: threads as u32,
             blocks: blocks as u32,
             words_bytes,
+            vocab: vocab_size,
             padded_vocab: vocab_size.next_multiple_of(ROW_TILE),
             rows,
             module,
         })
     }
 
-    /// Bytes of memory that [`Sampler::new`] takes.
-    pub fn bytes(&self, slots: usize) -> u64 {
-        self.words_bytes + (self.processed_bytes() + slots * self.slot_bytes() + STOPPED_BYTES) as u64
+    /// Bytes of memory that [`Sampler::new`] takes, for steps of up to `rows` rows.
+    pub fn bytes(&self, slots: usize, rows: usize) -> u64 {
+        let masks = self.masks_words(slots, rows) * size_of::<u32>();
+        self.words_bytes + (self.processed_bytes() + slots * self.slot_bytes() + masks + STOPPED_BYTES) as u64
     }
 
     pub(super) fn processed_bytes(&self) -> usize {
@@ -111,6 +114,16 @@ impl SamplerKernel {
 
     pub(super) fn counts_bytes(&self) -> usize {
         self.padded_vocab * size_of::<u32>()
+    }
+
+    /// Words of a mask.
+    pub(super) fn mask_words(&self) -> usize {
+        self.vocab.div_ceil(u32::BITS as usize)
+    }
+
+    /// Words of the masks of as many rows as there are slots, and which of them each of the `rows` of a step has.
+    pub(super) fn masks_words(&self, slots: usize, rows: usize) -> usize {
+        slots * self.mask_words() + rows
     }
 
     fn slot_bytes(&self) -> usize {

@@ -85,6 +85,10 @@ pub struct SamplerLaunch {
     pub row_count: u32,
     /// Of the token words.
     pub tag: u32,
+    /// `[masks][words of a mask]`: a bit a token that may be drawn.
+    pub masks: u64,
+    /// `[row_count]` u32: 1 + the row's mask, or 0; itself 0 if no row has one.
+    pub mask_of: u64,
     /// Step of the chain.
     pub step: u32,
     /// Rows of the same step, in launches before this one.

@@ -4,18 +4,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::plans::{Request, drive, plans};
-use crate::batch::Plan;
+use super::plans::{END, Request, drive, plans, regex, vocabulary};
+use crate::batch::{Admit, Plan};
 use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
-use crate::cuda::launches::looped_decoder::Launcher;
+use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome};
 use crate::golden;
+use crate::grammar::tests::masks_along;
 use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
 use crate::plan::KvLayout;
-use crate::sampling::{Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingParams, Serial};
+use crate::sampling::{Allowed, Alone, RowInput, Sampled, Sampler, SamplerShape, SamplingParams, Serial};
 
 /// Set: a machine without a GPU fails the tests.
 pub(super) const REQUIRE_GPU: &str = "LOOPLANE_REQUIRE_GPU";
@@ -58,6 +59,7 @@ pub(super) fn request(model: &str) -> LoadRequest {
         device: Device::Cuda,
         unlooped: false,
         draft_corpus_tokens: 0,
+        vocabulary: None,
     }
 }
 
@@ -91,7 +93,7 @@ fn logits(decoder: &mut CudaDecoder, slot: u32, tokens: &[u32], rows: usize) -> 
             reserved: 0,
         };
         let rows: Vec<Row> = tokens.iter().enumerate().map(row).collect();
-        engine.launch(&rows, 1, true).unwrap_or_else(|fault| panic!("{fault}"));
+        engine.launch(&rows, 1, Draws::Sampler).unwrap_or_else(|fault| panic!("{fault}"));
         (0..rows.len()).for_each(|column| engine.keep_logits(column, column).unwrap());
         engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
         let padded = engine.logits(1).len();
@@ -223,7 +225,7 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
             let runs = [mode, LoopMode::On].map(|mode| {
                 gauge.set(mode, false);
                 let engine = &mut decoder.decoder.launcher;
-                let launch = engine.launch(&[step(200)], 5, false).unwrap_or_else(|fault| panic!("{fault}"));
+                let launch = engine.launch(&[step(200)], 5, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
                 engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
                 (0..5).map(|step| engine.sampled(launch, step, 0, false).token).collect::<Vec<_>>()
             });
@@ -235,7 +237,7 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
             let engine = &mut decoder.decoder.launcher;
             let row =
                 Row { token: 1, position: 1, first_position: 1, last_position: 4, flags: ROW_SAMPLE, ..Row::default() };
-            engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+            engine.launch(&[row], 3, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
             engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
             let noted = gauge.take().pop().expect("a traced launch notes times");
             eprintln!("{model}, loop {mode:?}: {:?}", noted.phases);
@@ -286,7 +288,7 @@ fn sanitized() {
         flags: ROW_SAMPLE,
         ..Row::default()
     };
-    let launch = engine.launch(&[row], 3, false).unwrap_or_else(|fault| panic!("{fault}"));
+    let launch = engine.launch(&[row], 3, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
     engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
     let last: Vec<f32> = reference[66].iter().map(|bits| f32::from_bits(*bits)).collect();
     assert_eq!(engine.sampled(launch, 0, 0, false).token, largest(&last));
@@ -418,6 +420,8 @@ fn drawn_by_cpu(decoder: &mut CudaDecoder, request: &Request, reply: &[Sampled])
     let shape = SamplerShape { vocab_size, padded_vocab, tensor_parallel: 1, rank: 0, max_rows: 1 };
     let mut sampler = Sampler::new(shape);
     let prompt = request.prompt.len();
+    let held = Admit { tokens: all.clone(), ..request.admit(0, 0) };
+    let masks = request.grammar.as_ref().map(|_| masks_along(vocabulary(), vocab_size, &held));
     let drawn = (prompt..all.len()).map(|position| {
         let forbidden = position - prompt < request.min_tokens as usize;
         let input = RowInput {
@@ -426,6 +430,7 @@ fn drawn_by_cpu(decoder: &mut CudaDecoder, request: &Request, reply: &[Sampled])
             prompt: &request.prompt,
             generated: &all[prompt..position],
             suppress: if forbidden { &request.stop_tokens } else { &[] },
+            allowed: masks.as_ref().map_or(Allowed::All, |masks| Allowed::These(&masks[position - prompt])),
             logprobs: request.logprobs,
         };
         let mut row = rows[position - 1].clone();
@@ -479,6 +484,41 @@ fn sampled_tokens_are_those_of_the_cpu_sampler() {
         let mut plans = plans(&[Request { prompt, ..request.clone() }], 64, 64, 16);
         plans[0].admit[0].prompt_tokens = request.prompt.len() as u32;
         assert!(run_plans(model, plans, 1, true)[0] == after, "preempted");
+    }
+}
+
+/// Rows with masks beside rows without, in passes of all kinds: what the CPU's sampler draws by the same masks, and the
+/// same bits whatever the chunks, the neighbours and whether masks come late.
+#[test]
+fn rows_that_grammars_hold_draw_what_the_cpu_sampler_draws() {
+    if !gpu() {
+        return;
+    }
+    let mut requests = choosy_requests();
+    for (index, grammar) in [(0, "([a-z]{4} )+"), (2, ".*"), (5, "[^a-z]*"), (7, "(ab|cd)*;"), (9, "[0-9]{12}")] {
+        requests[index].grammar = regex(grammar);
+        requests[index].stop_tokens = vec![END];
+    }
+    let run = |requests: &[Request], chunk, steps, eager| {
+        let mut plans = plans(requests, chunk, 64, steps);
+        // Rows whose masks come late take more steps.
+        plans.last_mut().expect("there are plans").steps = 500;
+        let request = LoadRequest { vocabulary: Some(vocabulary()), ..request("llama-gqa") };
+        yields(load_rank(&request, &Options::default()), plans, requests.len(), eager)
+    };
+    let whole = run(&requests, 64, 16, true);
+    let mut decoder = load("llama-gqa", &Options::default());
+    for (index, (request, reply)) in requests.iter().zip(&whole).enumerate() {
+        let cpu = drawn_by_cpu(&mut decoder, request, reply);
+        let off = reply.iter().zip(&cpu).position(|(a, b)| !near(a, b));
+        assert_eq!(off.map(|step| (step, &reply[step], &cpu[step])), None, "request {index}");
+    }
+    assert_eq!(whole[9].len(), 13, "twelve digits and the end");
+    for (chunk, steps, eager) in [(5, 3, true), (30, 200, false)] {
+        assert!(run(&requests, chunk, steps, eager) == whole, "chunks of {chunk}, plans of {steps} steps");
+    }
+    for (request, reply) in requests.iter().zip(&whole).filter(|(request, _)| request.grammar.is_some()) {
+        assert!(run(std::slice::from_ref(request), 64, 40, true)[0] == *reply, "alone");
     }
 }
 
@@ -543,7 +583,7 @@ fn a_wait_that_fails_is_reported_with_its_place() {
         Row { token: 1, flags: ROW_SAMPLE, ..Row::default() },
         Row { token: 2, slot: 1, position: 5, first_row: 1, first_position: 4, last_position: 5, ..Row::default() },
     ];
-    let fault = engine.launch(&rows, 1, false).and_then(|_| engine.finish()).unwrap_err();
+    let fault = engine.launch(&rows, 1, Draws::Decoder).and_then(|_| engine.finish()).unwrap_err();
     eprintln!("{fault}");
     // The wait for K and V, or one of those over the chip that wait for its result, in blocks without a part in what
     // lies between for the next layer's input: they all begin within microseconds.

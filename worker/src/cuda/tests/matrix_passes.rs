@@ -12,7 +12,7 @@ use super::plans::{Request, alike, drive, plans, sharing_plans, with_drafts};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
 use crate::cuda::Options;
 use crate::cuda::kernels::launch::Row;
-use crate::cuda::launches::looped_decoder::Launcher;
+use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::decoder::{Decoder, LoadRequest, Outcome};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{ModelConfig, Tensor};
@@ -470,7 +470,7 @@ fn chain(model: &mut Model, rows: &[ChainRow], steps: u32, stop: Option<usize>, 
     };
     let launched: Vec<Row> = rows.iter().enumerate().map(row).collect();
     let engine = &mut model.decoder.decoder.launcher;
-    let launch = engine.launch(&launched, steps, sampled).unwrap_or_else(|fault| panic!("{fault}"));
+    let launch = engine.launch(&launched, steps, Draws::sampler_if(sampled)).unwrap_or_else(|fault| panic!("{fault}"));
     let mut all: Vec<Vec<u32>> = Vec::new();
     while engine.wait_step(launch, all.len() as u32, &|| false).unwrap_or_else(|fault| panic!("{fault}")) {
         let step = all.len() as u32;

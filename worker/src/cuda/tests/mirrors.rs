@@ -126,6 +126,8 @@ fn sampler_structs() -> String {
             report,
             row_count,
             tag,
+            masks,
+            mask_of,
             step,
             rows_before,
         })

@@ -7,9 +7,10 @@ use crate::batch::{Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Pl
 use crate::cuda::kernels::items::Bounds;
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, Row};
 use crate::cuda::kernels::variants::{Attention, Width};
-use crate::cuda::launches::looped_decoder::{Launcher, LoopedDecoder};
+use crate::cuda::launches::looped_decoder::{Draws, Launcher, LoopedDecoder};
 use crate::cuda::launches::passes::Passes;
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
+use crate::grammar::{Grammars, Vocabulary};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::{Sampled, SamplingParams};
 
@@ -34,12 +35,21 @@ pub struct Request {
     pub stop_tokens: Vec<u32>,
     pub sampling: SamplingParams,
     pub logprobs: Option<u32>,
+    pub grammar: Option<Arc<str>>,
 }
 
 impl Request {
     pub fn greedy(prompt: &[u32], max_tokens: u32) -> Self {
         let sampling = SamplingParams::greedy();
-        Self { prompt: prompt.to_vec(), max_tokens, min_tokens: 0, stop_tokens: Vec::new(), sampling, logprobs: None }
+        Self {
+            prompt: prompt.to_vec(),
+            max_tokens,
+            min_tokens: 0,
+            stop_tokens: Vec::new(),
+            sampling,
+            logprobs: None,
+            grammar: None,
+        }
     }
 
     pub fn pages(&self) -> u32 {
@@ -58,6 +68,7 @@ impl Request {
             sampling: self.sampling.clone(),
             logprobs: self.logprobs,
             cache_salt: String::new(),
+            grammar: self.grammar.clone(),
         }
     }
 }
@@ -207,6 +218,21 @@ pub fn replies(outcomes: &[Outcome], sequences: usize) -> Vec<(Vec<u32>, Option<
     replies
 }
 
+/// A byte a token, then the end.
+pub fn vocabulary() -> Arc<Vocabulary> {
+    let words = (0..=255).map(|byte| vec![byte]).chain([b"\xff<end>".to_vec()]);
+    Arc::new(Vocabulary { words: words.collect(), end: END })
+}
+
+/// The token that ends answers of [`vocabulary`].
+pub const END: u32 = 256;
+
+/// A grammar of a regular expression.
+pub fn regex(regex: &str) -> Option<Arc<str>> {
+    let grammar = llguidance::api::TopLevelGrammar::from_regex(regex);
+    Some(serde_json::to_string(&grammar).unwrap().into())
+}
+
 /// What became of a launch, for tests to look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Launched {
@@ -220,6 +246,8 @@ struct FakeLaunch {
     rows: Vec<Row>,
     steps: u32,
     sampled: bool,
+    /// Its masks are yet to come.
+    masked: bool,
     /// By step and row.
     tokens: Vec<Vec<u32>>,
 }
@@ -321,6 +349,22 @@ impl Launcher for Fake {
         Ok(newest)
     }
 
+    fn all_know(&mut self, known: u64) -> Result<u64, Fault> {
+        assert!(!self.finished, "ranks agree on masks while the decoder computes");
+        Ok(known)
+    }
+
+    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault> {
+        let launch = self.launches.last_mut().expect("a launch");
+        assert!(std::mem::take(&mut launch.masked), "masks of a launch without");
+        for &(row, mask) in masks {
+            let drawn = &mut launch.tokens[0][row];
+            let has = |token: &u32| mask[*token as usize / 32] >> (token % 32) & 1 == 1;
+            *drawn = (*drawn..VOCAB as u32).chain(0..*drawn).find(has).expect("a mask allows a token");
+        }
+        Ok(())
+    }
+
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         assert!(self.finished, "a slot changes under a launch");
         self.penalised[slot as usize] = sequence.sampling().has_penalties();
@@ -333,7 +377,9 @@ impl Launcher for Fake {
         Ok(())
     }
 
-    fn launch(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, Fault> {
+    fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault> {
+        let (sampled, masked) = (draws != Draws::Decoder, draws == Draws::Masked);
+        assert!(!masked || steps == 1, "masks are of one step");
         let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
         let mut held = self.widths.iter().filter(|width| rows.len() <= width.columns);
         let width = held.next().unwrap_or_else(|| panic!("no kernel for {} rows", rows.len()));
@@ -357,7 +403,7 @@ impl Launcher for Fake {
         assert!(steps == 1 || self.launches.is_empty(), "several steps beside another launch");
         let choosy = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0 && self.choosy[row.slot as usize]);
         assert!(sampled || !choosy, "the decoder draws only the largest logit");
-        self.launches.push(FakeLaunch { rows: rows.to_vec(), steps, sampled, tokens: Vec::new() });
+        self.launches.push(FakeLaunch { rows: rows.to_vec(), steps, sampled, masked, tokens: Vec::new() });
         if steps == 1 {
             self.run_step(self.launches.len() - 1);
         }
@@ -383,6 +429,7 @@ impl Launcher for Fake {
     }
 
     fn finish(&mut self) -> Result<(), Fault> {
+        assert!(self.launches.iter().all(|of| !of.masked), "masks never came");
         let run = |of: &FakeLaunch| of.tokens.len() as u32;
         // Steps that nobody waits for write to memory all the same.
         while self.launches[0].steps > 1 && run(&self.launches[0]) < self.last_step {
@@ -466,10 +513,44 @@ fn run_model(
         window: None,
     };
     let launcher = Fake::new(model, pages as usize, widths, log.clone());
-    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), rank: 0, since_drafts: u32::MAX };
+    let grammars = Grammars::new(Some(vocabulary()), VOCAB, SLOTS, 1);
+    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), grammars, rank: 0, since_drafts: u32::MAX };
     let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
     let log = log.lock().unwrap().clone();
     (outcomes, log)
+}
+
+/// Beside others, in whatever chunks and passes, with and without drafts.
+#[test]
+fn sequences_that_grammars_hold_yield_what_these_allow_and_others_what_they_do_alone() {
+    let mut requests: Vec<_> = (0..SLOTS as u32).map(|i| request(i, 1 + (i as usize * 29) % 90, 60 + i * 7)).collect();
+    for (slot, grammar) in [(1, "([a-f]{3}-)+"), (4, "[0-9]{40}"), (5, "(ab|cd)*"), (11, ".*")] {
+        requests[slot].grammar = regex(grammar);
+        requests[slot].stop_tokens = vec![END];
+    }
+    requests[5].logprobs = Some(2);
+    let mut held = None;
+    for widths in [&WIDTHS[..], &MATRIX_WIDTHS] {
+        for (chunk, steps, eager, each) in [(64, 40, false, 0), (30, 50, true, 7), (7, 4, true, 7)] {
+            let mut plans = plans(&requests, chunk, BATCH_TOKENS, steps);
+            // Late rows take more steps.
+            plans.last_mut().unwrap().steps = 1000;
+            let times: Vec<_> = [(1, 10), (160, 100)].map(|(rows, us)| StepTime { rows, us }).into();
+            plans.iter_mut().for_each(|plan| plan.drafts = Drafts { each, rows: 100, times: times.clone() });
+            let (outcomes, _) = run_model(next_of_period, widths, &requests, plans, eager);
+            let yielded: Vec<_> = replies(&outcomes, SLOTS);
+            for (slot, reply) in yielded.iter().enumerate().filter(|(slot, _)| requests[*slot].grammar.is_none()) {
+                assert_eq!(*reply, expected_of(next_of_period, &requests[slot]), "slot {slot}");
+            }
+            let of = |slot: usize| yielded[slot].0.clone();
+            let (threes, digits, pairs) = (of(1), of(4), of(5));
+            assert!(threes.iter().enumerate().all(|(at, token)| (at % 4 == 3) == (*token == u32::from(b'-'))));
+            assert_eq!((digits.len(), digits[40]), (41, END), "{digits:?}");
+            assert!(pairs.iter().all(|token| *token == END || (b'a'..=b'd').any(|byte| u32::from(byte) == *token)));
+            let all = [threes, digits, pairs, of(11)];
+            assert_eq!(held.get_or_insert_with(|| all.clone()), &all, "{} widths, chunks of {chunk}", widths.len());
+        }
+    }
 }
 
 /// Several sequences, alone and in crowds, of which some have log-probabilities, stops or penalties.

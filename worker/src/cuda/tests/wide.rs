@@ -11,7 +11,7 @@ use super::gpu::{BROKEN, gpu};
 use super::plans::{Request, drive, plans, replies};
 use crate::batch;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
-use crate::cuda::launches::looped_decoder::Launcher;
+use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
 use crate::decoder::{Decoder, Device, LoadRequest};
 use crate::model::source::{RandomSource, Source};
@@ -120,6 +120,7 @@ pub(super) fn load_rows(
         device: Device::Cuda,
         unlooped,
         draft_corpus_tokens: 0,
+        vocabulary: None,
     };
     let options = Options { random: Some((config.clone(), source)), poison: true, ..options };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))
@@ -199,7 +200,9 @@ impl Model {
                 });
             }
             let sampled: Vec<usize> = (0..pass.len()).filter(|column| samples[pass.start + column]).collect();
-            engine.launch(&launched, 1, !sampled.is_empty()).unwrap_or_else(|fault| panic!("{fault}"));
+            engine
+                .launch(&launched, 1, Draws::sampler_if(!sampled.is_empty()))
+                .unwrap_or_else(|fault| panic!("{fault}"));
             for column in sampled {
                 engine.keep_logits(column, kept).unwrap();
                 kept += 1;
@@ -216,7 +219,7 @@ impl Model {
         let row = |(column, &row): (usize, &(u32, u32, u32))| decoding_row(column, row, steps);
         let rows: Vec<Row> = rows.iter().enumerate().map(row).collect();
         let engine = &mut self.decoder.decoder.launcher;
-        let launch = engine.launch(&rows, steps, false).unwrap_or_else(|fault| panic!("{fault}"));
+        let launch = engine.launch(&rows, steps, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
         for step in 0..steps {
             assert!(engine.wait_step(launch, step, &|| false).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
         }

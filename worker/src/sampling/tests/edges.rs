@@ -1,7 +1,7 @@
 //! Known pitfalls, and values that should not occur but do.
 
 use super::{Case, SplitMix, greedy, plain, random_logits, run, same, token};
-use crate::sampling::SamplingParams;
+use crate::sampling::{Allowed, Sampled, SamplingParams};
 
 /// Tokens drawn over many seeds.
 fn drawn(params: &SamplingParams, logits: &[f32]) -> std::collections::BTreeSet<u32> {
@@ -106,6 +106,31 @@ fn bias_and_suppression_can_force_a_token_and_logprobs_stay_raw() {
     // Infinite bias of both signs on infinite logits makes NaN, which counts as minus infinity.
     let params = SamplingParams { logit_bias: vec![(0, f32::NEG_INFINITY)], ..greedy() };
     assert_eq!(token(Case::new(params, vec![f32::INFINITY, -1.0, -2.0])), 1);
+}
+
+/// Row 1 has a mask of one token; what ranks say of it decides, and the rows beside it are as without.
+#[test]
+fn a_row_whose_mask_a_rank_does_not_know_draws_nothing() {
+    let params = SamplingParams { top_k: 3, ..plain(1.0, 8) };
+    let cases = [0, 1, 2].map(|row| Case::new(params.clone(), random_logits(0, 333, &mut SplitMix(4 + row))));
+    let mut cases = cases.map(|case| Case { logprobs: Some(2), ..case });
+    let without = run(4, &cases).0;
+    cases[1].mask = vec![0; 11];
+    cases[1].mask[9] = 1 << 4;
+    let masked = run(4, &cases).0;
+    assert_eq!(masked[1].token, 9 * 32 + 4);
+    assert_eq!(masked[1].top, without[1].top, "raw logits have no mask");
+    let (late, nothing) = (Allowed::Late, Allowed::Nothing);
+    for (unknown, instead) in [
+        (vec![(2, late)], Sampled::LATE),
+        (vec![(0, nothing), (1, nothing), (2, nothing), (3, nothing)], Sampled::NOTHING),
+        (vec![(0, nothing), (3, late)], Sampled::LATE),
+    ] {
+        cases[1].unknown = unknown;
+        let drawn = run(4, &cases).0;
+        assert!(same(&drawn[1..2], &[Sampled::none(instead)]), "{:?}", drawn[1]);
+        assert!(same(&drawn[..1], &without[..1]) && same(&drawn[2..], &without[2..]));
+    }
 }
 
 #[test]

@@ -23,6 +23,9 @@ fn case() -> impl Strategy<Value = Case> {
         let params = SamplingParams { temperature, top_k, top_p, min_p, seed, ..greedy() };
         let mut case = Case::new(params, random_logits(kind, VOCAB, &mut random));
         (case.position, case.logprobs) = (position, logprobs);
+        if processed && seed.is_multiple_of(2) {
+            case.mask = (0..VOCAB.div_ceil(32)).map(|_| random.next() as u32).collect();
+        }
         if processed {
             case.prompt = (0..30).map(|_| random.below(VOCAB) as u32).collect();
             case.generated = (0..30).map(|_| random.below(50) as u32).collect();
@@ -102,7 +105,7 @@ fn results_do_not_depend_on_threads() {
     let padded_vocab = padded(VOCAB);
     let shape = SamplerShape { vocab_size: VOCAB, padded_vocab, tensor_parallel: 1, rank: 0, max_rows: 4 };
     let mut sampler = Sampler::new(shape);
-    let rows: Vec<_> = cases.iter().map(Case::input).collect();
+    let rows: Vec<_> = cases.iter().map(|case| case.input(0)).collect();
     let mut logits = Vec::new();
     for case in &cases {
         logits.extend_from_slice(&case.logits);

@@ -8,7 +8,7 @@ mod reference;
 use std::convert::Infallible;
 use std::sync::{Barrier, Mutex};
 
-use super::{Exchange, ParallelFor, RowInput, Sampled, Sampler, SamplerShape, SamplingParams};
+use super::{Allowed, Exchange, ParallelFor, RowInput, Sampled, Sampler, SamplerShape, SamplingParams};
 use crate::plan::{MAX_LEAVES, ROW_TILE};
 
 /// Everything that decides one row's result.
@@ -19,6 +19,10 @@ struct Case {
     prompt: Vec<u32>,
     generated: Vec<u32>,
     suppress: Vec<u32>,
+    /// A bit a token that may be drawn; empty: all may.
+    mask: Vec<u32>,
+    /// Ranks that do not know the mask, with what they say.
+    unknown: Vec<(usize, Allowed<'static>)>,
     logprobs: Option<u32>,
     /// [vocab_size] raw logits.
     logits: Vec<f32>,
@@ -27,16 +31,21 @@ struct Case {
 impl Case {
     fn new(params: SamplingParams, logits: Vec<f32>) -> Self {
         let none = Vec::new;
-        Self { params, position: 0, prompt: none(), generated: none(), suppress: none(), logprobs: None, logits }
+        let [prompt, generated, suppress, mask] = [none(), none(), none(), none()];
+        let unknown = Vec::new();
+        Self { params, position: 0, prompt, generated, suppress, mask, unknown, logprobs: None, logits }
     }
 
-    fn input(&self) -> RowInput<'_> {
+    fn input(&self, rank: usize) -> RowInput<'_> {
+        let says = self.unknown.iter().find(|(of, _)| *of == rank).map(|(_, says)| *says);
+        let known = if self.mask.is_empty() { Allowed::All } else { Allowed::These(&self.mask) };
         RowInput {
             params: &self.params,
             position: self.position,
             prompt: &self.prompt,
             generated: &self.generated,
             suppress: &self.suppress,
+            allowed: says.unwrap_or(known),
             logprobs: self.logprobs,
         }
     }
@@ -151,7 +160,7 @@ fn run(tensor_parallel: usize, cases: &[Case]) -> (Vec<Sampled>, usize) {
         let mut sampler = Sampler::new(shape);
         let max_words = sampler.max_words();
         let mut member = Member { group: &group, rank, max_words, rounds: 0, gathered: Vec::new() };
-        let rows: Vec<RowInput<'_>> = cases.iter().map(Case::input).collect();
+        let rows: Vec<RowInput<'_>> = cases.iter().map(|case| case.input(rank)).collect();
         let local = shape.local_vocab();
         let mut logits: Vec<f32> = Vec::new();
         for case in cases {

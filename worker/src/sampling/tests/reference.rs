@@ -24,7 +24,8 @@ fn processed(case: &Case) -> Vec<f32> {
         if count > 0 {
             logit = logit - params.frequency_penalty * count as f32 - params.presence_penalty;
         }
-        if logit.is_nan() || case.suppress.contains(&id) { f32::NEG_INFINITY } else { logit }
+        let masked = case.mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 0);
+        if logit.is_nan() || masked || case.suppress.contains(&id) { f32::NEG_INFINITY } else { logit }
     };
     case.logits.iter().enumerate().map(one).collect()
 }
@@ -144,6 +145,10 @@ fn process(case: &mut Case, random: &mut SplitMix) {
     // Few distinct tokens, so that they repeat.
     case.generated = history(60, random).into_iter().map(|token| token % 20 * 7).collect();
     case.suppress = history(3, random);
+    if random.below(3) == 0 {
+        case.mask = (0..vocab.div_ceil(32)).map(|_| (random.next() & random.next()) as u32 | 1 << 5).collect();
+        case.suppress.clear();
+    }
     let mut bias: Vec<u32> = history(6, random);
     bias.sort_unstable();
     bias.dedup();

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::super::looped_decoder::Draws;
 use super::{By, Chain, Engine, MATRIX_STEPS_AHEAD, STEPS_AHEAD, Ticket};
 use crate::cuda::device::gpu::Stream;
 use crate::cuda::device::memory::DeviceBuffer;
@@ -15,9 +16,10 @@ use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 
 impl Engine {
-    /// Puts a launch of so many steps into the stream, and says which of those under way it is. `sampled`: a chain,
-    /// whose tokens the sampler draws. Matrix passes whose rows sample are a chain in any case.
-    pub(super) fn put(&mut self, rows: &[Row], steps: u32, sampled: bool) -> Result<usize, CudaError> {
+    /// Puts a launch of so many steps into the stream, and says which of those under way it is. Where the sampler draws
+    /// it is a chain. Matrix passes whose rows sample are a chain in any case.
+    pub(super) fn put(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, CudaError> {
+        let sampled = draws != Draws::Decoder;
         if self.finished {
             self.start_over();
         }
@@ -60,8 +62,15 @@ impl Engine {
         };
         self.chain = None;
         if samples && (sampled || kernel.is_none()) {
-            self.chain = Some(self.chain(by, launch, &ticket, rows, steps)?);
-            self.extend(0)?;
+            let chain = self.chain(by, launch, &ticket, rows, steps)?;
+            match draws {
+                Draws::Masked => self.put_chain_decoder(&chain)?,
+                Draws::Decoder | Draws::Sampler => {}
+            }
+            self.chain = Some(chain);
+            if draws != Draws::Masked {
+                self.extend(0)?;
+            }
         } else {
             self.put_decoder(&by, launch, 0, false)?;
         }
@@ -168,32 +177,56 @@ impl Engine {
 
     /// Puts the steps of the chain under way into the stream that are to be there while the host waits for step
     /// `waited`, and are not yet.
-    #[allow(unsafe_code)]
     pub(super) fn extend(&mut self, waited: u32) -> Result<(), CudaError> {
         let Some(mut chain) = self.chain.take() else { return Ok(()) };
         let ahead = if matches!(chain.by, By::Kernel(_)) { STEPS_AHEAD } else { MATRIX_STEPS_AHEAD };
         while chain.put < (waited + ahead).min(chain.steps) {
-            let step = chain.put;
-            let tag = chain.decoder.epoch + self.tags(step);
-            let before = step as usize * chain.columns;
-            let tokens = chain.decoder.tokens + (before * size_of::<u64>()) as u64;
-            let decoder = Launch {
-                stopped: if step > 0 { self.sampler.stopped_address() } else { 0 },
-                tokens,
-                epoch: tag,
-                ..chain.decoder
-            };
-            self.put_decoder(&chain.by, decoder, step, step + 1 < chain.steps)?;
-            if let Some(sampler) = chain.sampler {
-                let logprobs = sampler.logprobs + (before * size_of::<RowLogprobs>()) as u64;
-                let sampler = SamplerLaunch { tokens, logprobs, tag, step, ..sampler };
-                // SAFETY: logits and rows are those of the launch in front of the sampler's.
-                unsafe { self.sampler.launch(sampler, &self.stream)? };
-            }
+            self.put_chain_decoder(&chain)?;
+            self.put_chain_sampler(&chain, &[])?;
             chain.put += 1;
         }
         self.chain = Some(chain);
         Ok(())
+    }
+
+    /// Puts the sampler of a chain of one step into the stream, whose decoder is there: it draws by masks.
+    pub(super) fn put_masked_sampler(&mut self, masks: &[(usize, &[u32])]) -> Result<(), CudaError> {
+        let mut chain = self.chain.take().expect("a launch whose rows have masks is a chain");
+        self.put_chain_sampler(&chain, masks)?;
+        chain.put = chain.steps;
+        self.chain = Some(chain);
+        Ok(())
+    }
+
+    /// Puts the decoder of the chain's next step into the stream.
+    fn put_chain_decoder(&mut self, chain: &Chain) -> Result<(), CudaError> {
+        let step = chain.put;
+        let decoder = Launch {
+            stopped: if step > 0 { self.sampler.stopped_address() } else { 0 },
+            tokens: chain.tokens(),
+            epoch: chain.decoder.epoch + self.tags(step),
+            ..chain.decoder
+        };
+        self.put_decoder(&chain.by, decoder, step, step + 1 < chain.steps)
+    }
+
+    /// Puts the sampler of the chain's next step into the stream, if it has one. Rows may have masks.
+    #[allow(unsafe_code)]
+    fn put_chain_sampler(&mut self, chain: &Chain, masks: &[(usize, &[u32])]) -> Result<(), CudaError> {
+        let Some(sampler) = chain.sampler else { return Ok(()) };
+        let (step, before) = (chain.put, chain.put as usize * chain.columns);
+        let mut sampler = SamplerLaunch {
+            tokens: chain.tokens(),
+            logprobs: sampler.logprobs + (before * size_of::<RowLogprobs>()) as u64,
+            tag: chain.decoder.epoch + self.tags(step),
+            step,
+            ..sampler
+        };
+        if !masks.is_empty() {
+            sampler = self.sampler.with_masks(sampler, masks, &self.stream)?;
+        }
+        // SAFETY: logits and rows are those of the launch in front of the sampler's.
+        unsafe { self.sampler.launch(sampler, &self.stream) }
     }
 
     /// Puts a launch of the decoder into the stream: of a chain, for its step `step`, perhaps with more behind it.

@@ -42,6 +42,12 @@ prefix-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/prefix_figures.py {{ARGS}}
 
+# Needs torch and safetensors, which make up the checkpoint.
+# What it costs to hold answers to a form.
+structured-figures *ARGS:
+    cargo build --release --workspace
+    python3 deploy/compare/structured_figures.py {{ARGS}}
+
 # Needs torch and safetensors, which make up the checkpoints.
 # What drafts are worth.
 draft-figures *ARGS:

@@ -27,6 +27,8 @@ pub enum SequenceEvent {
     Prompt {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
+        /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
+        logprobs: Vec<GeneratedToken>,
     },
     /// A step had drafts; before its tokens. [`SequenceStream`] keeps it.
     Drafts(DraftStep),
@@ -118,6 +120,7 @@ pub struct SequenceStream {
     taken: u64,
     all_taken: Counter,
     cached_tokens: u32,
+    prompt_logprobs: Vec<GeneratedToken>,
     drafts: Vec<DraftStep>,
     ended: bool,
     because: Unwanted,
@@ -128,8 +131,9 @@ impl SequenceStream {
     /// its end, so the engine never waits for a slow reader and the buffer is bounded by `max_tokens`.
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
         let (all_taken, because) = (Counter::default(), Unwanted::Abandoned);
-        let drafts = Vec::new();
-        Self { id, events, commands, taken: 0, all_taken, cached_tokens: 0, drafts, ended: false, because }
+        let (drafts, prompt_logprobs) = (Vec::new(), Vec::new());
+        let (taken, cached_tokens, ended) = (0, 0, false);
+        Self { id, events, commands, taken, all_taken, cached_tokens, prompt_logprobs, drafts, ended, because }
     }
 
     /// Counts every token that the reader takes in `counter`, too: what clients are told of is what is counted.
@@ -148,6 +152,12 @@ impl SequenceStream {
         self.cached_tokens
     }
 
+    /// The prompt's tokens from the second on with their log-probabilities, if these are wanted; known with the first
+    /// token, once.
+    pub fn take_prompt_logprobs(&mut self) -> Vec<GeneratedToken> {
+        std::mem::take(&mut self.prompt_logprobs)
+    }
+
     /// Steps with drafts, up to that of the last token taken; once.
     pub fn take_drafts(&mut self) -> Vec<DraftStep> {
         std::mem::take(&mut self.drafts)
@@ -157,7 +167,9 @@ impl SequenceStream {
     pub async fn next(&mut self) -> Option<SequenceEvent> {
         let event = loop {
             match self.events.recv().await {
-                Some(SequenceEvent::Prompt { cached_tokens }) => self.cached_tokens = cached_tokens,
+                Some(SequenceEvent::Prompt { cached_tokens, logprobs }) => {
+                    (self.cached_tokens, self.prompt_logprobs) = (cached_tokens, logprobs);
+                }
                 Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
                 event => break event,
             }

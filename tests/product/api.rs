@@ -100,8 +100,8 @@ async fn fields_that_ask_for_nothing_are_taken_and_others_refused_by_name() {
     assert_eq!(server.ok("/v1/completions", &neutral).await["choices"].as_array().unwrap().len(), 2);
     for (field, value) in [
         ("best_of", json!(3)),
-        ("echo", json!(true)),
-        ("prompt_logprobs", json!(1)),
+        ("echo", json!(1)),
+        ("prompt_logprobs", json!(21)),
         ("priority", json!(5)),
         ("skip_special_tokens", json!(false)),
     ] {
@@ -182,4 +182,100 @@ async fn a_chat_goes_on_from_its_last_message() {
     let both = json!({"messages": messages, "continue_final_message": true, "add_generation_prompt": true});
     let (status, answer) = server.post("/v1/chat/completions", &both).await;
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("continue_final_message")), "{answer}");
+}
+
+/// What the model says of a text is what it said of it as its own answer: the log-probabilities have the same bits.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_have_the_log_probabilities_that_they_had_as_answers() {
+    let model = fixture("llama-gqa");
+    let model = model.to_str().expect("the path is UTF-8");
+    let mut of_ranks = None;
+    for (ranks, slots) in [("1", "3"), ("2", "64"), ("4", "2")] {
+        let server = Server::start(&["--model", model, "--tp", ranks, "--max-slots", slots]).await;
+        let beginning = json!([9, 10, 11, 300, 12]);
+        let asks = json!({"prompt": beginning, "max_tokens": 40, "logprobs": 3, "temperature": 1, "seed": 3,
+            "ignore_eos": true, "return_tokens_as_token_ids": true});
+        let said = server.ok("/v1/completions", &asks).await["choices"][0]["logprobs"].clone();
+        let id = |token: &Value| token.as_str().unwrap().strip_prefix("token_id:").unwrap().parse::<u32>().unwrap();
+        let ids: Vec<u32> = said["tokens"].as_array().unwrap().iter().map(id).collect();
+        let prompt: Vec<u32> = [9, 10, 11, 300, 12].into_iter().chain(ids.clone()).collect();
+        let mut scoring = json!({"prompt": prompt, "max_tokens": 1, "logprobs": 3, "echo": true, "temperature": 0,
+            "return_tokens_as_token_ids": true});
+        // Again: what is cached is of no use here. A crowd beside it, which shares the rows of steps.
+        for others in [0, 1, 5] {
+            let more = (0..others).map(|_| server.ok("/v1/completions", &scoring));
+            let (echoed, _) = tokio::join!(server.ok("/v1/completions", &scoring), futures::future::join_all(more));
+            let told = &echoed["choices"][0]["logprobs"];
+            assert_eq!(told["token_logprobs"][0], Value::Null);
+            assert_eq!(told["top_logprobs"][0], Value::Null);
+            for field in ["tokens", "token_logprobs", "top_logprobs"] {
+                let answers = said[field].as_array().unwrap();
+                let told = told[field].as_array().unwrap();
+                assert_eq!(told.len(), 46);
+                assert_eq!(&told[5..45], &answers[..], "{field}, {ranks} ranks");
+            }
+            assert_eq!(echoed["usage"]["completion_tokens"], 1);
+        }
+        scoring["max_tokens"] = json!(0);
+        let mut alone = server.ok("/v1/completions", &scoring).await;
+        assert_eq!(alone["usage"]["completion_tokens"], 0);
+        assert_eq!(alone["choices"][0]["finish_reason"], "length");
+        let logprobs = alone["choices"][0]["logprobs"].take();
+        assert_eq!(logprobs["tokens"].as_array().unwrap().len(), 45);
+        assert_eq!(of_ranks.get_or_insert_with(|| logprobs.clone()), &logprobs, "{ranks} ranks");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_is_echoed_and_told_of_as_clients_of_other_servers_know_it() {
+    let server = server().await;
+    let text = "Hi, h\u{e9} there";
+    let asks = json!({"prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": true});
+    let with = |more: Value| {
+        let mut asks = asks.clone();
+        asks.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        asks
+    };
+    let plain = server.ok("/v1/completions", &asks).await;
+    let echoed = server.ok("/v1/completions", &with(json!({"echo": true, "logprobs": 0, "n": 2}))).await;
+    let answer = plain["choices"][0]["text"].as_str().unwrap();
+    for choice in echoed["choices"].as_array().unwrap() {
+        assert_eq!(choice["text"], format!("{text}{answer}"));
+        let offsets: Vec<u64> =
+            choice["logprobs"]["text_offset"].as_array().unwrap().iter().map(|at| at.as_u64().unwrap()).collect();
+        assert!(offsets.is_sorted() && offsets[offsets.len() - 4] == text.chars().count() as u64, "{offsets:?}");
+    }
+    let streamed =
+        with(json!({"echo": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true}}));
+    let mut stream = server.stream("/v1/completions", &streamed).await;
+    let (mut all, mut used) = (String::new(), 0);
+    while let Some(event) = stream.next().await {
+        all += event["choices"][0]["text"].as_str().unwrap_or_default();
+        used = event["usage"]["completion_tokens"].as_u64().unwrap();
+    }
+    assert_eq!((all, used), (format!("{text}{answer}"), 4));
+    let told = server.ok("/v1/completions", &with(json!({"prompt_logprobs": 2}))).await;
+    let list = told["choices"][0]["prompt_logprobs"].as_array().unwrap().clone();
+    assert_eq!(list.len() as u64, told["usage"]["prompt_tokens"].as_u64().unwrap());
+    assert_eq!((list[0].is_null(), told["choices"][0]["text"].as_str()), (true, Some(answer)));
+    for of in &list[1..] {
+        let of = of.as_object().unwrap();
+        assert!((2..=3).contains(&of.len()) && of.values().any(|entry| entry["rank"] == 1), "{of:?}");
+        assert!(
+            of.values().all(|entry| entry["logprob"].as_f64().unwrap() < 0.0 && entry["decoded_token"].is_string())
+        );
+    }
+    let messages = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0});
+    let chat = server.ok("/v1/chat/completions", &messages).await;
+    assert_eq!(
+        chat["prompt_logprobs"].as_array().unwrap().len() as u64,
+        chat["usage"]["prompt_tokens"].as_u64().unwrap()
+    );
+    for (body, param) in [
+        (json!({"prompt": "x", "max_tokens": 0}), "max_tokens"),
+        (json!({"prompt": "x", "prompt_logprobs": 1, "stream": true}), "prompt_logprobs"),
+    ] {
+        let (status, answer) = server.post("/v1/completions", &body).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{body}: {answer}");
+    }
 }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
 use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
-use looplane_worker::batch::{Batch, Boundary, Drafting, Finish, Limits as BatchLimits, Verdict};
+use looplane_worker::batch::{Batch, Boundary, Drafting, Limits as BatchLimits};
 use looplane_worker::convert;
+use looplane_worker::decoder::Outcome;
 use looplane_worker::plan::PAGE_POSITIONS;
 use looplane_worker::sampling::Sampled;
 
@@ -62,6 +63,7 @@ fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
         logprobs: None,
         cache_salt: Arc::default(),
         grammar: None,
+        prompt_logprobs: (rng.below(5) == 0).then_some(0),
     }
 }
 
@@ -95,35 +97,28 @@ impl Group {
 
     fn step(&mut self) -> v1::Outcome {
         let step = self.batch.step();
-        let (number, rows) = (step.number, step.rows.len());
-        let slots: Vec<u32> = step.samples.iter().map(|&row| step.rows[row].slot).collect();
-        let sequences: Vec<u64> = slots.iter().map(|&slot| self.batch.slot(slot).sequence()).collect();
+        let (number, rows_in_all) = (step.number, step.rows.len());
         let next = |&row: &usize| {
+            if let Some(token) = self.batch.given(row) {
+                return token;
+            }
             let input = self.batch.row_input(row);
             next_token(&[input.prompt, input.generated].concat())
         };
         let mut tokens: Vec<u32> = step.samples.iter().map(next).collect();
-        for token in tokens.iter_mut().filter(|_| self.late > 0) {
-            if self.rng.below(self.late) == 0 {
+        for (token, row) in tokens.iter_mut().zip(&step.samples).filter(|_| self.late > 0) {
+            if self.rng.below(self.late) == 0 && self.batch.given(*row).is_none() {
                 *token = Sampled::LATE;
             }
         }
+        let rows = self.batch.sampled_rows();
         let sampled: Vec<Sampled> =
-            tokens.iter().map(|&token| Sampled { token, logprob: None, top: Vec::new() }).collect();
-        let verdicts = self.batch.complete(&sampled).to_vec();
-        let tokens = sequences.into_iter().zip(tokens).zip(verdicts).filter_map(|((sequence, token), verdict)| {
-            let finish = match verdict {
-                Verdict::Token(None) => v1::Finish::None,
-                Verdict::Token(Some(Finish::Stop)) => v1::Finish::Stop,
-                Verdict::Token(Some(Finish::Length)) => v1::Finish::Length,
-                Verdict::Token(Some(Finish::Nothing)) | Verdict::Nothing => v1::Finish::Nothing,
-                Verdict::Rejected | Verdict::Late => return None,
-            };
-            Some(v1::SampledToken { sequence, token, finish: finish.into(), ..v1::SampledToken::default() })
-        });
-        let tokens = tokens.collect();
-        let version = self.batch.version();
-        v1::Outcome { version, step: number, ran_step: true, tokens, rows: rows as u32, ..v1::Outcome::default() }
+            tokens.iter().map(|&token| Sampled { logprob: Some(-(token as f32)), ..Sampled::none(token) }).collect();
+        let mut outcome = Outcome { step: number, ran_step: true, rows: rows_in_all, ..Outcome::default() };
+        let verdicts = self.batch.complete(&sampled);
+        outcome.take_samples(&rows, sampled, verdicts);
+        outcome.version = self.batch.version();
+        convert::outcome(outcome)
     }
 }
 
@@ -131,6 +126,8 @@ impl Group {
 struct Seen {
     request: Option<SequenceRequest>,
     tokens: Vec<u32>,
+    /// The prompt's tokens with their log-probabilities.
+    prompt: Vec<(u32, Option<f32>)>,
     ended: bool,
     cancelled: bool,
 }
@@ -206,7 +203,11 @@ fn run(seed: u64) -> (usize, u64) {
         }
         for action in actions {
             match action {
-                Action::Prompt { cached_tokens, .. } => cached += u64::from(cached_tokens),
+                Action::Prompt { sequence, cached_tokens, logprobs } => {
+                    cached += u64::from(cached_tokens);
+                    let told = logprobs.iter().map(|token| (token.id, token.logprob));
+                    seen.get_mut(&sequence).unwrap().prompt = told.collect();
+                }
                 Action::Token { sequence, token } => seen.get_mut(&sequence).unwrap().tokens.push(token.id),
                 Action::Finished { sequence, .. } => seen.get_mut(&sequence).unwrap().ended = true,
                 other => panic!("{other:?}"),
@@ -223,7 +224,11 @@ fn run(seed: u64) -> (usize, u64) {
         }
     }
     for (sequence, seen) in &seen {
-        let expected = expected(seen.request.as_ref().unwrap());
+        let request = seen.request.as_ref().unwrap();
+        let scored = request.prompt_logprobs.is_some() && !seen.tokens.is_empty();
+        let told = request.prompt[1..].iter().map(|&token| (token, Some(-(token as f32)))).filter(|_| scored);
+        assert_eq!(seen.prompt, told.collect::<Vec<_>>(), "prompt of sequence {sequence}");
+        let expected = expected(request);
         let whole = seen.ended && seen.tokens == expected;
         assert!(
             whole || seen.cancelled && expected.starts_with(&seen.tokens),

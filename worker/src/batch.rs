@@ -107,6 +107,8 @@ pub enum Verdict {
     Late,
     /// Nothing can be drawn: the sequence has ended.
     Nothing,
+    /// It is the next of the prompt, and sampled for its log-probability alone.
+    Given,
 }
 
 /// Bounds of a batch, fixed at load.
@@ -222,6 +224,21 @@ impl Batch {
         u32::try_from(self.slot(slot).last_position(self.limits.max_context)).unwrap_or(u32::MAX)
     }
 
+    /// Of each row of the step that samples, its sequence and its position.
+    pub fn sampled_rows(&self) -> Vec<(u64, u32)> {
+        let rows = self.step.samples.iter().map(|&row| self.step.rows[row]);
+        rows.map(|row| (self.slot(row.slot).sequence(), row.position)).collect()
+    }
+
+    /// The token of its prompt that follows row `row` of the step, which is sampled for the log-probability of that.
+    ///
+    /// # Panics
+    /// If the step has no such row.
+    pub fn given(&self, row: usize) -> Option<u32> {
+        let Row { slot, position, .. } = self.step.rows[row];
+        self.slot(slot).given(position)
+    }
+
     /// What the sampler needs to know of the sequence of row `row` of the step, but for what a grammar allows it.
     ///
     /// # Panics
@@ -229,15 +246,17 @@ impl Batch {
     pub fn row_input(&self, row: usize) -> RowInput<'_> {
         let Row { slot, position, .. } = self.step.rows[row];
         let slot = self.slot(slot);
-        let (prompt, generated) = slot.tokens_to(position).split_at(slot.prompt().len());
+        let given = slot.given(position);
+        let seen = slot.tokens_to(position);
+        let (prompt, generated) = seen.split_at(slot.prompt().len().min(seen.len()));
         RowInput {
             params: slot.sampling(),
             position: position + 1,
             prompt,
             generated,
             suppress: if slot.is_stop_forbidden(generated.len()) { slot.stop_tokens() } else { &[] },
-            allowed: Allowed::All,
-            logprobs: slot.logprobs(),
+            allowed: given.map_or(Allowed::All, Allowed::Only),
+            logprobs: if given.is_some() { slot.prompt_logprobs() } else { slot.logprobs() },
         }
     }
 
@@ -301,6 +320,10 @@ impl Batch {
         if rows > self.limits.max_batch_tokens as u64 {
             return Err(PlanFault::TooManyRows { version, rows, limit: self.limits.max_batch_tokens });
         }
+        let (samples, limit) = (self.samples(true), self.limits.max_slots);
+        if samples > limit {
+            return Err(PlanFault::TooManySamples { version, rows: samples, limit });
+        }
         self.lay_out_step();
         Ok(())
     }
@@ -319,10 +342,13 @@ impl Batch {
         for segment in &self.step.segments {
             let slot = &mut self.slots[segment.slot as usize];
             let rows = &self.step.rows[segment.rows.clone()];
-            let sampling = rows.iter().filter(|row| row.sample).count();
+            // Of the rows that sample the last, and those of drafts behind it, draw what comes next.
+            let given = rows.iter().filter(|row| row.sample && slot.given(row.position).is_some()).count();
+            let drawing = rows.iter().filter(|row| row.sample).count() - given;
             let drafted = slot.take_back();
+            samples.by_ref().take(given).for_each(|_| self.verdicts.push(Verdict::Given));
             let (mut held, mut late) = (0, false);
-            for (row, sampled) in rows[rows.len() - sampling..].iter().zip(samples.by_ref().take(sampling)) {
+            for (row, sampled) in rows[rows.len() - drawing..].iter().zip(samples.by_ref().take(drawing)) {
                 let (token, number) = (sampled.token, segment.slot);
                 // The row's own token is the newest: what it follows was right.
                 let counts = !slot.is_finished()
@@ -345,7 +371,7 @@ impl Batch {
                 self.verdicts.push(verdict);
                 held += usize::from(matches!(verdict, Verdict::Token(_)));
             }
-            slot.advance(rows.len() - sampling + held + usize::from(late), late, &mut self.pages);
+            slot.advance(rows.len() - drawing + held + usize::from(late), late, &mut self.pages);
             if !late {
                 slot.learn(drafted, held.saturating_sub(1));
             }
@@ -454,11 +480,17 @@ impl Batch {
         }
         let first = self.steps_run == 0;
         let decoding = self.slots.iter().map(|slot| slot.rows(0, first).count()).sum::<usize>();
-        let samples = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
+        let samples = self.samples(first);
+        let tokens = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
         // Every row that samples has room for its logits.
         let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
-        self.draft(Base { rows: decoding, tokens: samples, room: room.min(self.drafts.rows as usize) });
+        self.draft(Base { rows: decoding, tokens, room: room.min(self.drafts.rows as usize) });
         self.lay_out_rows();
+    }
+
+    /// Rows of the next step that sample, without drafts.
+    fn samples(&self, first: bool) -> usize {
+        self.slots.iter().map(|slot| slot.rows(0, first).filter(|row| row.sample).count()).sum()
     }
 
     /// Drafts for the step that comes, which is `base` without them.

@@ -146,6 +146,9 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
     if admit.top_logprobs > MAX_TOP_LOGPROBS {
         return Err(format!("top_logprobs is {}, over {MAX_TOP_LOGPROBS}", admit.top_logprobs));
     }
+    if admit.prompt_logprobs > Some(MAX_TOP_LOGPROBS) {
+        return Err(format!("prompt_logprobs is {:?}, over {MAX_TOP_LOGPROBS}", admit.prompt_logprobs));
+    }
     if admit.top_logprobs > 0 && !admit.logprobs {
         return Err(format!("top_logprobs is {} without logprobs", admit.top_logprobs));
     }
@@ -160,6 +163,7 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
         sampling: sampling(admit.sampling.ok_or("sampling is missing")?)?,
         logprobs: admit.logprobs.then_some(admit.top_logprobs),
         cache_salt: admit.cache_salt,
+        prompt_logprobs: admit.prompt_logprobs,
         grammar: (!admit.grammar.is_empty()).then(|| admit.grammar.into()),
     })
 }
@@ -203,12 +207,21 @@ fn sampling(sampling: v1::Sampling) -> Result<SamplingParams, String> {
 /// What a step yielded.
 pub fn outcome(outcome: Outcome) -> v1::Outcome {
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    let likely = |top: Vec<(u32, f32)>| {
+        top.into_iter().map(|(token, logprob)| v1::TokenLogprob { token, logprob }).collect::<Vec<_>>()
+    };
+    let prompt = outcome.prompt.into_iter().map(|of| v1::PromptToken {
+        sequence: of.sequence,
+        position: of.position,
+        logprob: of.sampled.logprob.unwrap_or(f32::NAN),
+        top: likely(of.sampled.top),
+    });
     let tokens = outcome.tokens.into_iter().map(|token| v1::SampledToken {
         sequence: token.sequence,
         token: token.sampled.token,
         finish: finish(token.finish).into(),
         logprob: token.sampled.logprob,
-        top: token.sampled.top.into_iter().map(|(token, logprob)| v1::TokenLogprob { token, logprob }).collect(),
+        top: likely(token.sampled.top),
     });
     let drafted = outcome.drafted.into_iter();
     let drafted = drafted.map(|(sequence, tokens)| v1::SequenceDrafts { sequence, tokens: tokens as u32 });
@@ -222,6 +235,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         wait_ns: nanoseconds(outcome.wait_time),
         positions: outcome.positions as u64,
         drafted: drafted.collect(),
+        prompt: prompt.collect(),
     }
 }
 

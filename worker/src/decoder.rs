@@ -148,6 +148,8 @@ pub struct Outcome {
     pub ran_step: bool,
     /// What was sampled, in slot order; empty on ranks other than 0.
     pub tokens: Vec<OutcomeToken>,
+    /// Tokens of prompts whose log-probabilities are wanted; empty on ranks other than 0.
+    pub prompt: Vec<PromptToken>,
     /// Rows computed.
     pub rows: usize,
     /// Positions whose K and V were read.
@@ -179,17 +181,31 @@ pub struct OutcomeToken {
     pub finish: Option<Finish>,
 }
 
-/// The tokens of a step's samples that count, with the sequences that they are of.
-pub fn outcome_tokens(sequences: &[u64], sampled: &[Sampled], verdicts: &[Verdict]) -> Vec<OutcomeToken> {
-    let tokens =
-        sequences.iter().zip(sampled).zip(verdicts).filter_map(|((&sequence, sampled), verdict)| match verdict {
-            Verdict::Token(finish) => Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: *finish }),
-            Verdict::Nothing => {
-                Some(OutcomeToken { sequence, sampled: sampled.clone(), finish: Some(Finish::Nothing) })
+/// A token of a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptToken {
+    /// Its sequence.
+    pub sequence: u64,
+    /// Its position.
+    pub position: u32,
+    /// The token itself, with log-probabilities.
+    pub sampled: Sampled,
+}
+
+impl Outcome {
+    /// Takes up what became of the step's samples: of each its sequence and the position of its row.
+    pub fn take_samples(&mut self, rows: &[(u64, u32)], sampled: Vec<Sampled>, verdicts: &[Verdict]) {
+        for ((&(sequence, position), sampled), verdict) in rows.iter().zip(sampled).zip(verdicts) {
+            match *verdict {
+                Verdict::Token(finish) => self.tokens.push(OutcomeToken { sequence, sampled, finish }),
+                Verdict::Nothing => {
+                    self.tokens.push(OutcomeToken { sequence, sampled, finish: Some(Finish::Nothing) });
+                }
+                Verdict::Given => self.prompt.push(PromptToken { sequence, position: position + 1, sampled }),
+                Verdict::Rejected | Verdict::Late => {}
             }
-            Verdict::Rejected | Verdict::Late => None,
-        });
-    tokens.collect()
+        }
+    }
 }
 
 /// A loaded rank: its shard packed, its memory taken.

@@ -8,9 +8,9 @@ use tokio_util::sync::CancellationToken;
 use super::{error::GenerateError, place::Place, record::Record};
 use crate::{
     drafts::DraftStep,
-    engine::{FinishReason, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
+    engine::{FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
     request::ValidRequest,
-    text::{OutputText, Piece},
+    text::{OutputText, Piece, Tokenizer},
 };
 
 /// A request whose sequences are queued or running. Dropping it cancels them.
@@ -41,7 +41,18 @@ pub enum ChoiceEvent {
         cached_tokens: u32,
         /// Steps with drafts.
         drafts: Vec<DraftStep>,
+        /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
+        prompt_logprobs: Vec<GeneratedToken>,
     },
+}
+
+/// What a choice tells of its prompt.
+#[derive(Debug)]
+pub(super) struct Echo {
+    /// Its tokens.
+    pub(super) tokens: Vec<u32>,
+    /// As the client wrote it, if it wrote a text.
+    pub(super) text: Option<String>,
 }
 
 /// One sequence, on its way to becoming text. Dropping it cancels the sequence.
@@ -53,6 +64,14 @@ pub struct Choice {
     stream: Option<SequenceStream>,
     output: OutputText,
     stop_tokens: Vec<u32>,
+    /// What is yet to be told in front of the output.
+    echo: Option<Echo>,
+    /// Characters that were.
+    echoed_chars: usize,
+    /// The output is not told.
+    prompt_alone: bool,
+    prompt_logprobs: Vec<GeneratedToken>,
+    tokenizer: Arc<Tokenizer>,
     /// The end, known but not yet told.
     finish: Option<FinishReason>,
     completion_tokens: u32,
@@ -65,20 +84,27 @@ pub struct Choice {
 }
 
 impl Choice {
+    /// `prompt_alone`: the output is not told.
     pub(super) fn new(
         index: u32,
         stream: SequenceStream,
-        output: OutputText,
+        text: (OutputText, Arc<Tokenizer>),
         stop_tokens: Vec<u32>,
+        (echo, prompt_alone): (Option<Echo>, bool),
         record: Arc<Record>,
         given_up: CancellationToken,
     ) -> Self {
-        let stream = Some(stream);
+        let (stream, (output, tokenizer)) = (Some(stream), text);
         Self {
             index,
             stream,
             output,
             stop_tokens,
+            echo,
+            echoed_chars: 0,
+            prompt_alone,
+            prompt_logprobs: Vec::new(),
+            tokenizer,
             finish: None,
             completion_tokens: 0,
             cached_tokens: 0,
@@ -95,7 +121,14 @@ impl Choice {
                 self.record.finished(reason);
                 let Self { completion_tokens, cached_tokens, .. } = *self;
                 let drafts = std::mem::take(&mut self.drafts);
-                return Some(Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts }));
+                let prompt_logprobs = std::mem::take(&mut self.prompt_logprobs);
+                return Some(Ok(ChoiceEvent::Finished {
+                    reason,
+                    completion_tokens,
+                    cached_tokens,
+                    drafts,
+                    prompt_logprobs,
+                }));
             }
             let stream = self.stream.as_mut()?;
             let event = tokio::select! {
@@ -103,7 +136,7 @@ impl Choice {
                 event = stream.next() => event,
                 () = self.given_up.cancelled() => return Some(Err(self.give_up(GenerateError::ShuttingDown))),
             };
-            match self.apply(event) {
+            match self.apply(event).map(|piece| self.behind_echo(piece)) {
                 Ok(piece) if piece.is_empty() => {}
                 Ok(piece) => return Some(Ok(ChoiceEvent::Delta(piece))),
                 Err(error) => return Some(Err(error)),
@@ -121,6 +154,11 @@ impl Choice {
 
     fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {
         match event {
+            Some(SequenceEvent::Token(_)) if self.prompt_alone => Ok(Piece::default()),
+            Some(SequenceEvent::Finished(_)) if self.prompt_alone => {
+                self.end(FinishReason::Length);
+                Ok(Piece::default())
+            }
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
                 self.record.token();
@@ -146,6 +184,26 @@ impl Choice {
         }
     }
 
+    /// Output behind the prompt, if that is to be told and was not: what is known of it came with the first token.
+    fn behind_echo(&mut self, mut output: Piece) -> Piece {
+        if let Some(stream) = &mut self.stream {
+            self.prompt_logprobs.append(&mut stream.take_prompt_logprobs());
+        }
+        output.tokens.iter_mut().for_each(|token| token.text_offset += self.echoed_chars);
+        let Some(Echo { tokens, text }) = self.echo.take() else { return output };
+        let mut known = self.prompt_logprobs.iter();
+        let token = |(index, id): (usize, u32)| {
+            let of = if index > 0 { known.next().cloned() } else { None };
+            of.unwrap_or(GeneratedToken { id, logprob: None, top: Vec::new() })
+        };
+        let tokens = tokens.into_iter().enumerate().map(token).collect();
+        let mut piece = Piece::echo(&self.tokenizer, tokens, text);
+        self.echoed_chars = piece.text.chars().count();
+        output.tokens.iter_mut().for_each(|token| token.text_offset += self.echoed_chars);
+        piece.append(output);
+        piece
+    }
+
     /// Lets go of a sequence that has not ended by itself, too: a stop text was found.
     fn end(&mut self, reason: FinishReason) {
         self.let_go(Unwanted::Complete);
@@ -163,6 +221,7 @@ impl Choice {
     fn let_go(&mut self, because: Unwanted) {
         if let Some(mut stream) = self.stream.take() {
             (self.cached_tokens, self.drafts) = (stream.cached_tokens(), stream.take_drafts());
+            self.prompt_logprobs.append(&mut stream.take_prompt_logprobs());
             stream.let_go(because);
         }
     }

@@ -15,6 +15,7 @@ mod pool;
 mod record;
 
 pub use error::GenerateError;
+use generation::Echo;
 pub use generation::{Choice, ChoiceEvent, Generation};
 pub use place::Place;
 pub use record::{Record, RequestId};
@@ -213,13 +214,17 @@ impl Frontend {
     ) -> Result<Generation, GenerateError> {
         self.compile(&mut valid).await?;
         let (record, given_up) = (place.record.clone(), self.closing.child_token());
-        let (requests, starts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
+        let (requests, prompts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
         let streams = self.engine.submit(requests).await?;
-        let parts = streams.into_iter().zip(starts).zip(stop_tokens).zip(0..);
-        let choices = parts.map(|(((stream, start), stop_tokens), index)| {
-            let output = OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone());
-            Choice::new(index, stream, output, stop_tokens, record.clone(), given_up.clone())
+        let parts = streams.into_iter().zip(prompts).zip(stop_tokens).zip(0..);
+        let choices = parts.map(|(((stream, prompt), stop_tokens), index)| {
+            let tokenizer = &self.text.tokenizer;
+            let output = OutputText::new(tokenizer.clone(), prompt.start, valid.stop.clone());
+            let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone() });
+            let told = (echo, valid.prompt_alone);
+            let text = (output, tokenizer.clone());
+            Choice::new(index, stream, text, stop_tokens, told, record.clone(), given_up.clone())
         });
         let choices: Vec<Choice> = choices.collect();
         record.accepted(valid.prompt_tokens(), choices.len() as u32);

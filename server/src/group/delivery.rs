@@ -273,8 +273,8 @@ impl Delivery {
         let (mut result, now) = (Ok(()), Instant::now());
         for action in actions.drain(..) {
             match action {
-                Action::Prompt { sequence, cached_tokens } => {
-                    self.send(sequence, SequenceEvent::Prompt { cached_tokens }, now);
+                Action::Prompt { sequence, cached_tokens, logprobs } => {
+                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, logprobs }, now);
                 }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),
@@ -290,7 +290,7 @@ impl Delivery {
     fn send(&mut self, sequence: u64, event: SequenceEvent, now: Instant) {
         let Some(stream) = self.streams.get_mut(&sequence) else { return };
         let ended = match &event {
-            SequenceEvent::Prompt { cached_tokens } => {
+            SequenceEvent::Prompt { cached_tokens, .. } => {
                 stream.life.prompt(*cached_tokens, now, &self.metrics);
                 None
             }

@@ -112,6 +112,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         model: frontend.model_id.clone(),
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
+        prompt_logprobs: generation.request.prompt_logprobs,
         stream_usage,
         tokens_as_ids,
         draft_report: frontend.draft_report,
@@ -171,11 +172,10 @@ async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
     while let Some(event) = choice.next().await {
         match event? {
             ChoiceEvent::Delta(piece) => {
-                whole.output.text.push_str(&piece.text);
-                whole.output.tokens.extend(piece.tokens);
+                whole.output.append(piece);
             }
-            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts } => {
-                (whole.finish, whole.drafts) = (Some(reason), drafts);
+            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
+                (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason), drafts, prompt_logprobs);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
         }
@@ -256,13 +256,13 @@ impl EventStream {
         while self.ready.is_empty() && !self.ended {
             match self.choices.next().await {
                 Some((index, Ok(ChoiceEvent::Delta(piece)))) => {
-                    self.of_choice[index as usize] += piece.tokens.len() as u64;
+                    self.of_choice[index as usize] += (piece.tokens.len() - piece.echoed) as u64;
                     // Without log-probabilities a token without text is nothing to tell.
                     if !piece.text.is_empty() || self.writer.logprobs.is_some() {
                         self.ready.push_back(self.writer.delta(index, &piece, self.so_far(index)));
                     }
                 }
-                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts }))) => {
+                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. }))) => {
                     self.drafts = drafts;
                     self.completion_tokens += u64::from(completion_tokens);
                     if is_first(index, self.choices_each) {

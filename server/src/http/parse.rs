@@ -34,7 +34,7 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 27] = [
+const UNSUPPORTED: [(&str, Off); 25] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
@@ -42,7 +42,6 @@ const UNSUPPORTED: [(&str, Off); 27] = [
     ("bad_words", is_empty_list),
     ("detokenize", is_true),
     ("early_stopping", is_false),
-    ("echo", is_false),
     ("guided_decoding_backend", |_| true),
     ("guided_whitespace_pattern", |_| false),
     ("kv_transfer_params", |_| false),
@@ -52,7 +51,6 @@ const UNSUPPORTED: [(&str, Off); 27] = [
     ("min_thinking_tokens", |_| false),
     ("priority", |value| value.as_f64() == Some(0.0)),
     ("prompt_embeds", |_| false),
-    ("prompt_logprobs", |_| false),
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
     ("return_token_ids", is_false),
@@ -64,7 +62,8 @@ const UNSUPPORTED: [(&str, Off); 27] = [
     ("vllm_xargs", is_empty_object),
 ];
 
-const UNSUPPORTED_CHAT: [(&str, Off); 17] = [
+const UNSUPPORTED_CHAT: [(&str, Off); 18] = [
+    ("echo", is_false),
     ("chat_template", |_| false),
     ("documents", is_empty_list),
     ("include_reasoning", Value::is_boolean),
@@ -154,6 +153,7 @@ pub(super) fn completion(body: Value) -> Result<HttpRequest, ApiError> {
     raw.max_tokens = fields.integer("max_tokens")?;
     raw.usual_max_tokens = Some(COMPLETION_TOKENS);
     raw.logprobs = fields.integer("logprobs")?;
+    raw.echo = fields.boolean("echo")?.unwrap_or(false);
     raw.n = fields.integer("n")?;
     // The best of as many as there are are all of them.
     if let Some(best_of) = fields.integer("best_of")?.filter(|best_of| *best_of != raw.n.unwrap_or(1)) {
@@ -184,6 +184,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
     raw.constraint = constraint::constraint(&mut fields)?;
+    raw.prompt_logprobs = fields.integer("prompt_logprobs")?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
@@ -198,6 +199,10 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
         raw.logit_bias = logit_bias(bias)?;
     }
     let stream = fields.boolean("stream")?.unwrap_or(false);
+    if stream && raw.prompt_logprobs.is_some() {
+        let message = "does not go with stream: true; those of an echo do";
+        return Err(RequestError::field("prompt_logprobs", FieldError::Value, message).into());
+    }
     let stream_usage = match fields.value("stream_options") {
         Some(_) if !stream => {
             let message = "only makes sense with stream: true";

@@ -1,13 +1,13 @@
 //! Responses as OpenAI writes them: whole ones and the chunks of a stream.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::parse::StreamUsage;
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
-    engine::{FinishReason, client_logprob},
+    engine::{FinishReason, GeneratedToken, client_logprob},
     text::{OutputToken, Piece, Tokenizer},
 };
 
@@ -29,6 +29,8 @@ pub(super) struct Writer {
     pub(super) system_fingerprint: String,
     /// As in the request.
     pub(super) logprobs: Option<u32>,
+    /// As in the request.
+    pub(super) prompt_logprobs: Option<u32>,
     pub(super) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
     pub(super) tokens_as_ids: bool,
@@ -72,6 +74,8 @@ pub(super) struct WholeChoice {
     pub(super) completion_tokens: u32,
     pub(super) cached_tokens: u32,
     pub(super) drafts: Vec<DraftStep>,
+    /// The prompt's tokens from the second on with their log-probabilities.
+    pub(super) prompt_logprobs: Vec<GeneratedToken>,
 }
 
 /// What became of a request, beside its answer; as vLLM has it.
@@ -93,6 +97,9 @@ struct Envelope<'a, C> {
     usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<Metrics>,
+    /// Of a chat, as vLLM has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Serialize)]
@@ -148,13 +155,28 @@ struct CompletionChoice<'a> {
     index: u32,
     logprobs: Option<CompletionLogprobs>,
     finish_reason: Option<&'static str>,
+    /// As vLLM has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
+}
+
+/// Of each of a prompt's tokens: it, and the most likely ones in its place, by their ids. Null of the first.
+type PromptLogprobs = Vec<Option<BTreeMap<u32, PromptLogprob>>>;
+
+#[derive(Serialize)]
+struct PromptLogprob {
+    logprob: f32,
+    /// From 1 on; null of one that is not among the most likely that were asked for.
+    rank: Option<usize>,
+    decoded_token: String,
 }
 
 #[derive(Serialize)]
 struct CompletionLogprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Option<Vec<TopMap>>,
+    /// Null of a prompt's first token.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Option<Vec<Option<TopMap>>>,
     text_offset: Vec<usize>,
 }
 
@@ -187,7 +209,8 @@ impl Writer {
             }
             Api::Completion => {
                 let logprobs = self.completion_logprobs(&piece.tokens);
-                let choice = CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None };
+                let choice =
+                    CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None, prompt_logprobs: None };
                 self.completion_chunk(choice, so_far)
             }
         }
@@ -199,7 +222,9 @@ impl Writer {
         match self.api {
             Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason, so_far),
             Api::Completion => {
-                self.completion_chunk(CompletionChoice { text: "", index, logprobs: None, finish_reason }, so_far)
+                let text = "";
+                let choice = CompletionChoice { text, index, logprobs: None, finish_reason, prompt_logprobs: None };
+                self.completion_chunk(choice, so_far)
             }
         }
     }
@@ -215,7 +240,7 @@ impl Writer {
     pub(super) fn usage(&self, usage: Usage, metrics: Option<Metrics>) -> Option<String> {
         self.stream_usage
             .at_end
-            .then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics))
+            .then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics, None))
     }
 
     /// The response to a request that does not stream.
@@ -230,16 +255,19 @@ impl Writer {
                     logprobs: self.chat_logprobs(&output.tokens),
                     finish_reason: finish.map(finish_word),
                 };
-                self.envelope("chat.completion", choices.iter().map(choice).collect(), usage, metrics)
+                let prompt_logprobs = choices.first().and_then(|whole| self.prompt_logprobs(whole));
+                let choices = choices.iter().map(choice).collect();
+                self.envelope("chat.completion", choices, usage, metrics, prompt_logprobs)
             }
             Api::Completion => {
-                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| CompletionChoice {
-                    text: &output.text,
-                    index: *index,
-                    logprobs: self.completion_logprobs(&output.tokens),
-                    finish_reason: finish.map(finish_word),
+                let choice = |whole: &'a WholeChoice| CompletionChoice {
+                    text: &whole.output.text,
+                    index: whole.index,
+                    logprobs: self.completion_logprobs(&whole.output.tokens),
+                    finish_reason: whole.finish.map(finish_word),
+                    prompt_logprobs: self.prompt_logprobs(whole),
                 };
-                self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics)
+                self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics, None)
             }
         }
     }
@@ -253,11 +281,11 @@ impl Writer {
         so_far: Usage,
     ) -> String {
         let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
-        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None)
+        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None, None)
     }
 
     fn completion_chunk(&self, choice: CompletionChoice<'_>, so_far: Usage) -> String {
-        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None)
+        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None, None)
     }
 
     /// Where only the end tells of usage, chunks before it say null.
@@ -279,9 +307,20 @@ impl Writer {
         choices: Vec<C>,
         usage: Option<Option<Usage>>,
         metrics: Option<Metrics>,
+        prompt_logprobs: Option<PromptLogprobs>,
     ) -> String {
-        let Self { id, created, model, system_fingerprint, .. } = self;
-        let envelope = Envelope { id, object, created: *created, model, system_fingerprint, choices, usage, metrics };
+        let Self { id, model, system_fingerprint, .. } = self;
+        let envelope = Envelope {
+            id,
+            object,
+            created: self.created,
+            model,
+            system_fingerprint,
+            choices,
+            usage,
+            metrics,
+            prompt_logprobs,
+        };
         serde_json::to_string(&envelope).expect("strings and numbers with string keys are always JSON")
     }
 
@@ -304,18 +343,34 @@ impl Writer {
     fn completion_logprobs(&self, tokens: &[OutputToken]) -> Option<CompletionLogprobs> {
         let count = self.logprobs?;
         let top = |token: &OutputToken| {
-            let sampled = (token.token.id, sampled_logprob(token));
+            let sampled = (token.token.id, token.token.logprob?);
+            let likely = &token.token.top[..token.token.top.len().min(count as usize)];
             // OpenAI's map also has the sampled token where it is none of the most likely ones.
-            let missing = token.token.top.iter().all(|(id, _)| *id != sampled.0);
+            let missing = likely.iter().all(|(id, _)| *id != sampled.0);
             let named = |(id, logprob): &(u32, f32)| (self.token_text(*id), client_logprob(*logprob));
-            TopMap(token.token.top.iter().chain(missing.then_some(&sampled)).map(named).collect())
+            Some(TopMap(likely.iter().chain(missing.then_some(&sampled)).map(named).collect()))
         };
         Some(CompletionLogprobs {
             tokens: tokens.iter().map(|token| self.token_text(token.token.id)).collect(),
-            token_logprobs: tokens.iter().map(sampled_logprob).collect(),
+            token_logprobs: tokens.iter().map(|token| token.token.logprob.map(client_logprob)).collect(),
             top_logprobs: (count > 0).then(|| tokens.iter().map(top).collect()),
             text_offset: tokens.iter().map(|token| token.text_offset).collect(),
         })
+    }
+
+    fn prompt_logprobs(&self, choice: &WholeChoice) -> Option<PromptLogprobs> {
+        let count = self.prompt_logprobs? as usize;
+        let of_token = |token: &GeneratedToken| {
+            let likely = token.top.iter().take(count).zip(1..).map(|(&(id, logprob), rank)| (id, logprob, Some(rank)));
+            // Those found among the most likely take the place of the token's own entry.
+            let own = [(token.id, token.logprob.unwrap_or(f32::NAN), None)];
+            let all = own.into_iter().chain(likely).map(|(id, logprob, rank)| {
+                let decoded_token = self.token_text(id);
+                (id, PromptLogprob { logprob: client_logprob(logprob), rank, decoded_token })
+            });
+            Some(all.collect())
+        };
+        Some([None].into_iter().chain(choice.prompt_logprobs.iter().map(of_token)).collect())
     }
 
     /// A token's text, or its bytes spelled out where they are not whole characters; or its id, as vLLM spells it.

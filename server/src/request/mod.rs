@@ -117,6 +117,10 @@ pub struct RawRequest {
     pub cache_salt: Option<String>,
     /// What the output is held to, with the name of the field that says so.
     pub constraint: Option<(String, Constraint)>,
+    /// The output begins with the prompt.
+    pub echo: bool,
+    /// Report log-probabilities of the prompt's tokens, and of so many most likely ones in their places.
+    pub prompt_logprobs: Option<i64>,
 }
 
 impl RawRequest {
@@ -148,6 +152,8 @@ impl RawRequest {
             logprobs: None,
             cache_salt: None,
             constraint: None,
+            echo: false,
+            prompt_logprobs: None,
         }
     }
 }
@@ -175,6 +181,12 @@ pub struct ValidRequest {
     pub constraint: Option<(String, Constraint)>,
     /// As in [`SequenceRequest`].
     pub grammar: Option<Arc<str>>,
+    /// The output begins with the prompt.
+    pub echo: bool,
+    /// What is told of the prompt beside that, as in [`SequenceRequest`].
+    pub prompt_logprobs: Option<u32>,
+    /// The prompt is all that is asked about: the one token that is generated is not told.
+    pub prompt_alone: bool,
 }
 
 /// One prompt of a valid request.
@@ -186,12 +198,16 @@ pub struct ValidPrompt {
     pub max_tokens: u32,
     /// Where the output stands in its text.
     pub start: Start,
+    /// As the client wrote it, if it wrote a text.
+    pub text: Option<String>,
 }
 
 impl ValidRequest {
-    /// The sequences to generate, prompt by prompt, and where the output of each starts. Choice k of a prompt has the
-    /// same seed whatever else the request holds; that of choice 0 is the request's.
-    pub fn sequences(&self) -> impl Iterator<Item = (SequenceRequest, Start)> + '_ {
+    /// The sequences to generate, prompt by prompt, and the prompt of each. Choice k of a prompt has the same seed
+    /// whatever else the request holds; that of choice 0 is the request's.
+    pub fn sequences(&self) -> impl Iterator<Item = (SequenceRequest, &ValidPrompt)> + '_ {
+        // What is echoed has log-probabilities if the output has.
+        let prompt_logprobs = self.prompt_logprobs.max(self.logprobs.filter(|_| self.echo));
         self.prompts.iter().flat_map(move |prompt| {
             (0..self.choices).map(move |choice| {
                 let sampling =
@@ -205,8 +221,9 @@ impl ValidRequest {
                     logprobs: self.logprobs,
                     cache_salt: self.cache_salt.clone(),
                     grammar: self.grammar.clone(),
+                    prompt_logprobs,
                 };
-                (request, prompt.start)
+                (request, prompt)
             })
         })
     }

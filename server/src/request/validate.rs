@@ -24,7 +24,14 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         Some(count) => Some(integer(raw.logprobs_field, count, 0, MAX_TOP_LOGPROBS as i64)? as u32),
         None => None,
     };
+    let prompt_logprobs = match raw.prompt_logprobs {
+        // -1 is how vLLM's clients say "all", which nobody needs.
+        Some(count) => Some(integer("prompt_logprobs", count, 0, MAX_TOP_LOGPROBS as i64)? as u32),
+        None => None,
+    };
+    let prompt_alone = raw.max_tokens == Some(0) && (raw.echo || prompt_logprobs.is_some());
     let max_tokens = match raw.max_tokens {
+        Some(_) if prompt_alone => Some(1),
         Some(count) => Some(integer(raw.max_tokens_field, count, 1, i64::from(u32::MAX))? as u32),
         None => None,
     };
@@ -43,6 +50,11 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
+    let mut texts = match &raw.input {
+        Input::Texts(texts) if raw.echo => texts.clone(),
+        _ => Vec::new(),
+    };
+    texts.reverse();
     let prompts = prompts(raw.input, raw.input_field, true, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
         let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
@@ -60,7 +72,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
             let message = format!("{min_tokens} is more than the {max_tokens} tokens that may be generated");
             return Err(RequestError::field("min_tokens", FieldError::Value, message));
         }
-        valid_prompts.push(ValidPrompt { tokens, max_tokens, start });
+        valid_prompts.push(ValidPrompt { tokens, max_tokens, start, text: texts.pop() });
     }
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
@@ -77,6 +89,9 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         cache_salt,
         constraint: raw.constraint,
         grammar: None,
+        echo: raw.echo,
+        prompt_logprobs,
+        prompt_alone,
     })
 }
 

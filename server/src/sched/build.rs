@@ -75,11 +75,19 @@ impl Scheduler {
             budget -= rows[index];
         }
         let mut computed = Vec::new();
+        // A step has room for the logits of as many rows as there are slots: one for each sequence, and what is left
+        // for prompts whose log-probabilities are wanted.
+        let mut samples = (self.slots.len() - self.running.len()) as u32;
         for ((id, slot, left), rows) in prompts.into_iter().zip(rows) {
             let more = (left - rows).min(budget);
             budget -= more;
-            if rows + more > 0 {
-                self.prefill(slot, rows + more, plan);
+            let mut rows = rows + more;
+            if self.sequences[&id].request.prompt_logprobs.is_some() {
+                rows = rows.min(samples + 1);
+                samples -= rows.saturating_sub(1);
+            }
+            if rows > 0 {
+                self.prefill(slot, rows, plan);
                 computed.push(id);
             }
         }

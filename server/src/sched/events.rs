@@ -35,6 +35,8 @@ pub enum Action {
         sequence: u64,
         /// Tokens of the prompt that were not computed, since cached pages held them.
         cached_tokens: u32,
+        /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
+        logprobs: Vec<GeneratedToken>,
     },
     /// The next token of a sequence.
     Token {

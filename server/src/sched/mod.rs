@@ -332,6 +332,11 @@ impl Scheduler {
             return Err("an outcome without a group".into());
         }
         self.pipeline.report(&outcome)?;
+        for token in outcome.prompt {
+            if let Some(sequence) = self.sequences.get_mut(&token.sequence) {
+                sequence.take_prompt_token(token);
+            }
+        }
         for token in outcome.tokens {
             self.token(outcome.version, token, actions)?;
         }
@@ -388,7 +393,8 @@ impl Scheduler {
         // Nobody reads what the group proves itself with.
         let is_read = self.trials.self_test != Some(id);
         if is_read && sequence.generated.len() == 1 {
-            actions.push(Action::Prompt { sequence: id, cached_tokens: sequence.cached_tokens });
+            let logprobs = std::mem::take(&mut sequence.prompt_logprobs);
+            actions.push(Action::Prompt { sequence: id, cached_tokens: sequence.cached_tokens, logprobs });
         }
         if is_read {
             let top = token.top.iter().map(|entry| (entry.token, entry.logprob)).collect();

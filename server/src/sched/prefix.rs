@@ -90,7 +90,8 @@ impl Scheduler {
         for turn in self.queue.iter().take(LOOK_AHEAD).take_while(is_equal) {
             let sequence = &self.sequences[&turn.id];
             // The last token is computed; and where a page is cached, so are all before it.
-            let keys = &sequence.keys[..((sequence.len() - 1) / u64::from(pool.page_positions())) as usize];
+            let full = ((sequence.len() - 1) / u64::from(pool.page_positions())) as usize;
+            let keys = &sequence.keys[..full.min(sequence.keys.len())];
             let cached = keys.partition_point(|&key| pool.may_hold(key));
             if cached > most_cached && 2 * cached >= keys.len() {
                 (best, most_cached) = (Some(*turn), cached);

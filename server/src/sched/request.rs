@@ -63,6 +63,8 @@ pub struct SequenceRequest {
     pub cache_salt: Arc<str>,
     /// The output is held to this grammar, as worker/v1 has it.
     pub grammar: Option<Arc<str>>,
+    /// Log-probabilities of the prompt's tokens are wanted, and of this many most likely ones in their places.
+    pub prompt_logprobs: Option<u32>,
 }
 
 impl SequenceRequest {
@@ -76,7 +78,7 @@ impl SequenceRequest {
         let mut hasher = DefaultHasher::new();
         let sampling = &self.sampling;
         (&self.prompt, self.max_tokens, self.min_tokens, &self.stop_tokens, self.logprobs).hash(&mut hasher);
-        self.grammar.hash(&mut hasher);
+        (&self.grammar, self.prompt_logprobs).hash(&mut hasher);
         let numbers = [
             sampling.temperature,
             sampling.top_p,

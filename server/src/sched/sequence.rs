@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use looplane_proto::worker::v1::{Admit, LogitBias, Sampling};
+use looplane_proto::worker::v1::{Admit, LogitBias, PromptToken, Sampling};
 
 use super::pages::{Content, PagePool};
 #[cfg(test)]
 use super::prefix::{SABOTAGE, Sabotage};
-use super::request::SequenceRequest;
+use super::request::{GeneratedToken, SequenceRequest};
 
 /// A sequence from its submission to its end.
 #[derive(Debug)]
@@ -16,7 +16,10 @@ pub(super) struct Sequence {
     pub(super) request: SequenceRequest,
     /// Tokens that came back, in order; they outlive preemption and the loss of the group.
     pub(super) generated: Vec<u32>,
-    /// Of each page that its tokens fill, as [`Content::key`]; none without a prefix cache.
+    /// The prompt's tokens from the second on with their log-probabilities, as far as they are wanted and known.
+    pub(super) prompt_logprobs: Vec<GeneratedToken>,
+    /// Of each page that its tokens fill, as [`Content::key`]; none without a prefix cache, or where every row of the
+    /// prompt has to be computed for its log-probability.
     pub(super) keys: Vec<u64>,
     /// Tokens of the prompt that were not computed before the first token came: cached pages held them.
     pub(super) cached_tokens: u32,
@@ -135,6 +138,7 @@ impl Sequence {
         Self {
             request,
             generated: Vec::new(),
+            prompt_logprobs: Vec::new(),
             keys: Vec::new(),
             cached_tokens: 0,
             overtaken: 0,
@@ -155,6 +159,15 @@ impl Sequence {
         self.request.positions()
     }
 
+    /// Takes a token of its prompt with its log-probability; one that came before, ahead of a preemption, is left out.
+    pub(super) fn take_prompt_token(&mut self, of: PromptToken) {
+        let next = self.prompt_logprobs.len() + 1;
+        if let Some(&id) = self.request.prompt.get(next).filter(|_| of.position as usize == next) {
+            let top = of.top.iter().map(|entry| (entry.token, entry.logprob)).collect();
+            self.prompt_logprobs.push(GeneratedToken { id, logprob: Some(of.logprob), top });
+        }
+    }
+
     /// Its place in the order; `id` is its number.
     pub(super) fn turn(&self, id: u64) -> Turn {
         Turn { behind: self.reader_behind, id }
@@ -162,6 +175,9 @@ impl Sequence {
 
     /// Keys of the pages that its tokens fill by now.
     pub(super) fn extend_keys(&mut self, page_positions: u32) {
+        if self.request.prompt_logprobs.is_some() {
+            return;
+        }
         while (self.keys.len() as u64 + 1) * u64::from(page_positions) <= self.len() {
             let mut hasher = DefaultHasher::new();
             match self.keys.last() {
@@ -225,6 +241,7 @@ impl Sequence {
             top_logprobs: request.logprobs.unwrap_or(0),
             cache_salt: request.cache_salt.to_string(),
             grammar: request.grammar.as_deref().unwrap_or_default().to_owned(),
+            prompt_logprobs: request.prompt_logprobs,
         }
     }
 }

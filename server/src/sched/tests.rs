@@ -154,7 +154,7 @@ impl Run {
         assert_eq!(tokens, wanted, "every token that somebody wants is handed on");
         for action in actions {
             match action {
-                Action::Prompt { sequence, cached_tokens } => {
+                Action::Prompt { sequence, cached_tokens, .. } => {
                     let seen = self.seen.get_mut(&sequence).unwrap();
                     assert!(seen.cached_tokens.is_none() && seen.tokens.is_empty(), "said once, and first");
                     seen.cached_tokens = Some(cached_tokens);

@@ -150,6 +150,7 @@ impl Scheduler {
             logprobs,
             cache_salt,
             grammar: None,
+            prompt_logprobs: None,
         };
         let id = self.next_sequence;
         self.next_sequence += 1;

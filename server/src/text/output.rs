@@ -21,9 +21,31 @@ pub struct Piece {
     pub text: String,
     /// The tokens whose text (or its start) is now out, in order.
     pub tokens: Vec<OutputToken>,
+    /// How many of them, the first, are the prompt's.
+    pub echoed: usize,
 }
 
 impl Piece {
+    /// A prompt as output: its tokens, the first of which has no log-probability, and its text, unless the client wrote
+    /// another.
+    pub fn echo(tokenizer: &Arc<Tokenizer>, tokens: Vec<GeneratedToken>, text: Option<String>) -> Self {
+        let mut output = OutputText::new(tokenizer.clone(), Start::Beginning, Stops::default());
+        let mut piece = Self::default();
+        for token in tokens {
+            piece.append(output.push(token).0);
+        }
+        piece.append(output.finish().0);
+        piece.echoed = piece.tokens.len();
+        piece.text = text.unwrap_or(piece.text);
+        piece
+    }
+
+    /// What became known behind it.
+    pub fn append(&mut self, more: Self) {
+        self.text.push_str(&more.text);
+        self.tokens.extend(more.tokens);
+    }
+
     /// Whether nothing became known.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty() && self.tokens.is_empty()
@@ -92,7 +114,7 @@ impl OutputText {
             true => self.take_tokens(|held| held.start.bytes < shown),
             false => self.take_tokens(|held| held.end <= shown),
         };
-        (Piece { text: found.text, tokens }, found.stopped)
+        (Piece { text: found.text, tokens, echoed: 0 }, found.stopped)
     }
 
     /// The rest, at the end of a sequence that no stop text ended; the flag says that one did after all.
@@ -105,7 +127,7 @@ impl OutputText {
         self.shown.advance(&text);
         let shown = self.shown.bytes;
         let tokens = self.take_tokens(|held| !found.stopped || held.start.bytes < shown);
-        (Piece { text, tokens }, found.stopped)
+        (Piece { text, tokens, echoed: 0 }, found.stopped)
     }
 
     fn take_tokens(&mut self, known: impl Fn(&HeldToken) -> bool) -> Vec<OutputToken> {

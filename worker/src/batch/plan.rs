@@ -71,6 +71,8 @@ pub struct Admit {
     pub cache_salt: String,
     /// Its output is held to this grammar, as [`crate::grammar`] reads it.
     pub grammar: Option<Arc<str>>,
+    /// Log-probabilities of the prompt's tokens are wanted, and of this many most likely ones in their places.
+    pub prompt_logprobs: Option<u32>,
 }
 
 /// Gives the sequence in `slot` pages, perhaps for others that hold the same. Several may hold a page that none of them
@@ -231,6 +233,16 @@ pub enum PlanFault {
         slot: u32,
         /// What is wrong, with numbers.
         problem: String,
+    },
+    /// The first step has more rows that sample than the worker has room for.
+    #[error("plan {version}: {rows} rows of its first step sample, more than {limit}")]
+    TooManySamples {
+        /// The plan.
+        version: u64,
+        /// Rows.
+        rows: usize,
+        /// `max_slots`.
+        limit: usize,
     },
     /// The first step has more rows than the worker has room for.
     #[error("plan {version}: its first step has {rows} rows, more than {limit}")]

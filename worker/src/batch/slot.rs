@@ -28,6 +28,7 @@ pub struct Slot {
     stop_tokens: Vec<u32>,
     sampling: Option<SamplingParams>,
     logprobs: Option<u32>,
+    prompt_logprobs: Option<u32>,
     grammar: Option<Arc<str>>,
     finished: bool,
     /// The newest position is computed again: it drew nothing, since what it may draw was not known.
@@ -61,6 +62,7 @@ impl Slot {
             stop_tokens: Vec::new(),
             sampling: None,
             logprobs: None,
+            prompt_logprobs: None,
             grammar: None,
             finished: false,
             repeats: false,
@@ -136,6 +138,17 @@ impl Slot {
         self.logprobs
     }
 
+    /// Log-probabilities of the prompt's tokens are wanted: of each and of this many most likely ones.
+    pub fn prompt_logprobs(&self) -> Option<u32> {
+        self.prompt_logprobs
+    }
+
+    /// The token of the prompt behind `position`, if its log-probability is wanted.
+    pub fn given(&self, position: u32) -> Option<u32> {
+        let next = self.prompt().get(position as usize + 1).copied();
+        next.filter(|_| self.prompt_logprobs.is_some())
+    }
+
     /// The grammar that its output is held to.
     pub fn grammar(&self) -> Option<&str> {
         self.grammar.as_deref()
@@ -171,6 +184,7 @@ impl Slot {
         self.min_tokens = admit.min_tokens as usize;
         self.stop_tokens.extend_from_slice(&admit.stop_tokens);
         self.logprobs = admit.logprobs;
+        self.prompt_logprobs = admit.prompt_logprobs;
         self.grammar.clone_from(&admit.grammar);
         self.sampling = Some(admit.sampling.clone());
         self.salt.clone_from(&admit.cache_salt);
@@ -329,7 +343,7 @@ impl Slot {
             slot,
             token,
             position: (start + i) as u32,
-            sample: start + i + 1 >= known,
+            sample: start + i + 1 >= known || self.given((start + i) as u32).is_some(),
         })
     }
 

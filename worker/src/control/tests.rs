@@ -9,9 +9,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::*;
 use crate::batch::{Batch, Boundary, Drafting, Limits};
-use crate::decoder::{
-    LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, PLANS_AHEAD, Phase, PlanSource, Progress, outcome_tokens,
-};
+use crate::decoder::{LoadRequest, Loaded, OUTCOMES_AHEAD, OutcomeSink, PLANS_AHEAD, Phase, PlanSource, Progress};
 use crate::sampling::Sampled;
 
 const LIMITS: Limits = Limits {
@@ -102,21 +100,20 @@ fn step(batch: &mut Batch) -> Outcome {
     let sampled =
         step.samples.iter().map(|&row| Sampled { token: next(row), logprob: Some(-0.5), top: vec![(1, -0.5)] });
     let sampled: Vec<Sampled> = sampled.collect();
-    let sequences: Vec<u64> = step.samples.iter().map(|&row| batch.slot(step.rows[row].slot).sequence()).collect();
-    let drafted = batch.drafted();
-    let verdicts = batch.complete(&sampled).to_vec();
-    let tokens = outcome_tokens(&sequences, &sampled, &verdicts);
-    Outcome {
+    let (rows, drafted) = (batch.sampled_rows(), batch.drafted());
+    let mut outcome = Outcome {
         version: step.version,
         step: step.number,
         ran_step: true,
-        tokens,
         rows: step.rows.len(),
         positions: step.positions,
         drafted,
         step_time: Duration::from_nanos(5),
         wait_time: Duration::from_nanos(3),
-    }
+        ..Outcome::default()
+    };
+    outcome.take_samples(&rows, sampled.clone(), batch.complete(&sampled));
+    outcome
 }
 
 /// A worker on a real socket, and a client of it.

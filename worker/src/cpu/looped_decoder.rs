@@ -7,7 +7,7 @@ use super::fabric::{Fabric, Place};
 use super::phases::{Activations, Pass, Shard};
 use super::team::Team;
 use crate::batch::{Batch, Boundary};
-use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, outcome_tokens};
+use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource};
 use crate::grammar::{Grammars, LATE_MASKS};
 use crate::sampling::{Exchange, ParallelFor, RowInput, Sampler};
 
@@ -129,11 +129,10 @@ impl LoopedDecoder {
             _ => self.sampler.sample(&inputs, logits, &mut exchange, &OnTeam(&self.team))?,
         };
         *agreed = exchange.agreed;
-        let sequences: Vec<u64> =
-            step.samples.iter().map(|row| self.batch.slot(step.rows[*row].slot).sequence()).collect();
+        let rows = self.batch.sampled_rows();
         let verdicts = self.batch.complete(sampled);
         if self.shard.rank.rank == 0 {
-            outcome.tokens = outcome_tokens(&sequences, sampled, verdicts);
+            outcome.take_samples(&rows, sampled.to_vec(), verdicts);
         }
         Ok(outcome)
     }

@@ -21,7 +21,7 @@ mod threads;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::batch::{Batch, Slot};
+use crate::batch::{self, Batch, Slot};
 use crate::sampling::Allowed;
 
 use follower::Follower;
@@ -129,7 +129,9 @@ impl Grammars {
                 continue;
             }
             let rows = &step.rows[segment.rows.clone()];
-            if let Some(first) = rows.iter().position(|row| row.sample) {
+            // Tokens of the prompt need no mask.
+            let draws = |row: &batch::Row| row.sample && slot.given(row.position).is_none();
+            if let Some(first) = rows.iter().position(draws) {
                 let drafts: Vec<u32> = rows[first + 1..].iter().map(|row| row.token).collect();
                 self.ask_for(segment.slot, slot, rows[first].position as usize + 1, &drafts);
             }
@@ -171,13 +173,16 @@ impl Grammars {
         }
     }
 
-    /// Whether a row of the step, by its number, is held to a grammar.
+    /// Whether a row of the step, by its number, may not draw any token.
     pub fn holds(&self, batch: &Batch, row: usize) -> bool {
-        batch.slot(batch.step().rows[row].slot).grammar().is_some()
+        batch.given(row).is_some() || batch.slot(batch.step().rows[row].slot).grammar().is_some()
     }
 
     /// What a row of the step may draw, as far as it is known by now.
     pub fn allowed(&self, batch: &Batch, row: usize) -> Allowed<'_> {
+        if let Some(token) = batch.given(row) {
+            return Allowed::Only(token);
+        }
         if !self.holds(batch, row) {
             return Allowed::All;
         }

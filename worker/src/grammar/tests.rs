@@ -65,6 +65,7 @@ fn batch(grammar: &str, drafts: u32) -> (Batch, Grammars) {
         logprobs: None,
         cache_salt: String::new(),
         grammar: Some(grammar.into()),
+        prompt_logprobs: None,
     };
     let plan = Plan {
         version: 1,

@@ -51,15 +51,17 @@ impl SamplingParams {
     }
 }
 
-/// Which tokens a row may draw, where its sequence is held to a grammar.
+/// Which tokens a row may draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Allowed<'a> {
-    /// It is held to none.
+    /// Any.
     #[default]
     All,
-    /// Those whose bit is set, at least one: bit `i % 32` of word `i / 32` for token i. Stop tokens are among them where
+    /// Those that a grammar allows: those whose bit is set, at least one: bit `i % 32` of word `i / 32` for token i. Stop tokens are among them where
     /// the sequence may end.
     These(&'a [u32]),
+    /// This one: it is sampled for its log-probability.
+    Only(u32),
     /// That is not known yet.
     Late,
     /// That cannot be known: the grammar is too complex to be followed.

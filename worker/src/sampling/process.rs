@@ -77,9 +77,13 @@ impl Processor {
         for token in row.suppress.iter().filter(|token| self.tokens.contains(token)) {
             logits[(token - self.tokens.start) as usize] = f32::NEG_INFINITY;
         }
-        if let Allowed::These(mask) = row.allowed {
-            // Raw logits are asked for of tokens alone that were drawn.
-            self.forbid_others(mask, logits);
+        // Raw logits are asked for of tokens alone that were drawn.
+        match row.allowed {
+            Allowed::These(mask) => {
+                self.forbid(logits, |token| mask[token as usize / 32] >> (token % 32) & 1 == 0);
+            }
+            Allowed::Only(only) => self.forbid(logits, |token| token != only),
+            Allowed::All | Allowed::Late | Allowed::Nothing => {}
         }
         if row.logprobs.is_some() {
             self.changed[start..].sort_unstable_by_key(|&(i, _)| i);
@@ -87,12 +91,10 @@ impl Processor {
         self.rows.push(start..self.changed.len());
     }
 
-    /// Tokens without a bit in the mask cannot be drawn.
-    fn forbid_others(&self, mask: &[u32], logits: &mut [f32]) {
-        let first = self.tokens.start as usize;
-        for (index, logit) in logits[..self.tokens.len()].iter_mut().enumerate() {
-            let token = first + index;
-            if mask[token / 32] >> (token % 32) & 1 == 0 {
+    /// Tokens that are forbidden cannot be drawn.
+    fn forbid(&self, logits: &mut [f32], forbidden: impl Fn(u32) -> bool) {
+        for (token, logit) in self.tokens.clone().zip(logits) {
+            if forbidden(token) {
                 *logit = f32::NEG_INFINITY;
             }
         }

@@ -330,7 +330,7 @@ impl Sampler {
 /// What this rank says of the mask of a row that has one: 0 if it is known.
 fn mask_word(row: &RowInput<'_>) -> u32 {
     match row.allowed {
-        Allowed::All | Allowed::These(_) => 0,
+        Allowed::All | Allowed::These(_) | Allowed::Only(_) => 0,
         Allowed::Late => Sampled::LATE,
         Allowed::Nothing => Sampled::NOTHING,
     }

@@ -78,7 +78,7 @@ impl Group {
         let mut actions = Vec::new();
         self.scheduler.apply(Event::Outcome(self.worker.run(u64::MAX).expect("a step")), &mut actions);
         let prompt = |action| match action {
-            Action::Prompt { sequence, cached_tokens } => Some((sequence, cached_tokens)),
+            Action::Prompt { sequence, cached_tokens, .. } => Some((sequence, cached_tokens)),
             _ => None,
         };
         actions.into_iter().filter_map(prompt).collect()

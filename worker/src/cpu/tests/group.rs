@@ -191,6 +191,7 @@ fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
                     logprobs: Some(0),
                     cache_salt: String::new(),
                     grammar: None,
+                    prompt_logprobs: None,
                 });
                 next_page -= pages;
                 plan.grants.push(PageGrant { slot, first: 0, pages: (next_page..next_page + pages).rev().collect() });

@@ -26,7 +26,7 @@ use crate::cuda::sampler::draw::Sampler;
 use crate::cuda::sampler::launch::SamplerLaunch;
 use crate::cuda::weights::upload::Weights;
 use crate::decoder::Fault;
-use crate::sampling::Sampled;
+use crate::sampling::{Allowed, Sampled};
 
 /// How often a wait polls the driver whether the kernel still runs.
 const DRIVER_POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -361,10 +361,10 @@ impl Launcher for Engine {
         self.put(rows, steps, draws).map_err(|error| self.failed(error))
     }
 
-    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault> {
+    fn draw(&mut self, allowed: &[(usize, Allowed<'_>)]) -> Result<(), Fault> {
         let ticket = self.launches.last().expect("the launch whose rows are drawn");
-        let masks: Vec<_> = masks.iter().map(|&(row, mask)| (ticket.column(row), mask)).collect();
-        self.put_masked_sampler(&masks).map_err(|error| self.failed(error))
+        let allowed: Vec<_> = allowed.iter().map(|&(row, allowed)| (ticket.column(row), allowed)).collect();
+        self.put_masked_sampler(&allowed).map_err(|error| self.failed(error))
     }
 
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault> {
@@ -431,13 +431,13 @@ impl Launcher for Engine {
         collected.map_err(|error| self.failed(error))
     }
 
-    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: bool) -> Sampled {
+    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: Option<u32>) -> Sampled {
         let ticket = &self.launches[launch];
         let index = ticket.start + step as usize * ticket.columns + ticket.column(row);
         let token = self.mailbox.token(index).1;
-        match logprobs && token != NO_TOKEN {
-            true => self.mailbox.logprobs(index).of(token),
-            false => Sampled { token, logprob: None, top: Vec::new() },
+        match logprobs.filter(|_| token != NO_TOKEN) {
+            Some(top) => self.mailbox.logprobs(index).of(token, top),
+            None => Sampled { token, logprob: None, top: Vec::new() },
         }
     }
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, ROW_SEVERAL, Row};
-use crate::decoder::{Fault, Outcome, OutcomeSink, OutcomeToken, PlanSource, outcome_tokens};
+use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource};
 use crate::grammar::{Grammars, LATE_MASKS};
 use crate::sampling::{Allowed, MIN_TEMPERATURE, Sampled};
 
@@ -46,7 +46,8 @@ struct Drawn {
     launch: usize,
     /// Its number in the launch.
     row: usize,
-    slot: u32,
+    /// Log-probabilities that are wanted of it.
+    logprobs: Option<u32>,
     /// In place of a token.
     instead: Option<u32>,
 }
@@ -79,9 +80,9 @@ pub trait Launcher: Send {
     /// none is under way.
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault>;
 
-    /// The sampler draws for the launch put last, which was put as [`Draws::Masked`]: some rows among the tokens of
-    /// their masks, as [`Allowed::These`] has them.
-    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault>;
+    /// The sampler draws for the launch put last, which was put as [`Draws::Masked`]: some rows among the tokens that
+    /// they are allowed.
+    fn draw(&mut self, allowed: &[(usize, Allowed<'_>)]) -> Result<(), Fault>;
 
     /// Waits for the tokens of a step of launch `launch`, the last one under way; false if it ended before. May ask it
     /// to end soon once `superseded` is true.
@@ -93,8 +94,9 @@ pub trait Launcher: Send {
     /// Waits until no launch is under way. Tokens stay until the next launch.
     fn finish(&mut self) -> Result<(), Fault>;
 
-    /// What was drawn for a row of a launch; `logprobs`: with log-probabilities, for which the launch was sampled.
-    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: bool) -> Sampled;
+    /// What was drawn for a row of a launch, with its log-probability and those of so many most likely tokens, if they
+    /// are wanted: the launch was sampled for them.
+    fn sampled(&self, launch: usize, step: u32, row: usize, logprobs: Option<u32>) -> Sampled;
 }
 
 /// A loaded rank, ready to run.
@@ -207,10 +209,11 @@ impl<L: Launcher> LoopedDecoder<L> {
             self.batch.leave_out_drafts();
             let batch_step = self.batch.step();
             let slots = batch_step.samples.iter().map(|row| batch_step.rows[*row].slot);
-            let sampled: Vec<Sampled> =
-                slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.logprobs(slot))).collect();
+            let sampled =
+                slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.batch.slot(slot).logprobs()));
+            let sampled: Vec<Sampled> = sampled.collect();
             let now = Instant::now();
-            self.complete(&sampled, now - std::mem::replace(&mut since, now), outcomes)?;
+            self.complete(sampled, now - std::mem::replace(&mut since, now), outcomes)?;
             if !stopped && (superseded() || self.batch.step().drafted > 0) {
                 // Steps that run before the kernel sees it still count.
                 self.launcher.stop();
@@ -235,9 +238,13 @@ impl<L: Launcher> LoopedDecoder<L> {
             last = self.launcher.launch(&device_rows(rows), 1, draw)?;
             // Passes hold the rows that sample in the order of the step.
             let first = draws.len();
-            let slot = |row: usize| self.batch.step().rows[row].slot;
-            let drawn = |&row: &usize| Drawn { launch: last, row: row - pass.start, slot: slot(row), instead: None };
-            draws.extend(samples.iter().map(drawn));
+            let logprobs = |row: usize| self.batch.row_input(row).logprobs;
+            draws.extend(samples.iter().map(|&row| Drawn {
+                launch: last,
+                row: row - pass.start,
+                logprobs: logprobs(row),
+                instead: None,
+            }));
             if held {
                 self.draw_masked(&samples, &mut draws[first..])?;
             }
@@ -248,12 +255,12 @@ impl<L: Launcher> LoopedDecoder<L> {
             self.launcher.wait_step(last, 0, &|| false)?;
         }
         self.launcher.finish()?;
-        let sampled = draws.into_iter().map(|Drawn { launch, row, slot, instead }| match instead {
+        let sampled = draws.into_iter().map(|Drawn { launch, row, logprobs, instead }| match instead {
             Some(instead) => Sampled::none(instead),
-            None => self.launcher.sampled(launch, 0, row, self.logprobs(slot)),
+            None => self.launcher.sampled(launch, 0, row, logprobs),
         });
         let sampled: Vec<Sampled> = sampled.collect();
-        self.complete(&sampled, begun.elapsed(), outcomes)
+        self.complete(sampled, begun.elapsed(), outcomes)
     }
 
     /// Hands the masks of a pass to the sampler, while the decoder computes: those that all ranks know by now.
@@ -264,7 +271,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             let mut known = 0u64;
             for (bit, &row) in rows.iter().enumerate() {
                 let (is_known, exists) = match self.grammars.allowed(&self.batch, row) {
-                    Allowed::All | Allowed::These(_) => (1, 1),
+                    Allowed::All | Allowed::These(_) | Allowed::Only(_) => (1, 1),
                     Allowed::Late => (0, 1),
                     Allowed::Nothing => (1, 0),
                 };
@@ -279,37 +286,30 @@ impl<L: Launcher> LoopedDecoder<L> {
                 };
             }
         }
-        let masks = samples.iter().zip(drawn.iter()).filter_map(|(&row, drawn)| {
-            match self.grammars.allowed(&self.batch, row) {
-                Allowed::These(mask) => Some((drawn.row, mask)),
-                _ => None,
-            }
-        });
-        let masks: Vec<(usize, &[u32])> = masks.collect();
-        self.launcher.draw(&masks)
+        let allowed = samples.iter().map(|&row| self.grammars.allowed(&self.batch, row));
+        let of_rows = drawn.iter().map(|drawn| drawn.row).zip(allowed);
+        let bounded = of_rows.filter(|(_, allowed)| matches!(allowed, Allowed::These(_) | Allowed::Only(_)));
+        let bounded: Vec<(usize, Allowed<'_>)> = bounded.collect();
+        self.launcher.draw(&bounded)
     }
 
     /// Of sequences with penalties that had several rows in a step, whose samples were of `slots`.
-    fn count_held(&mut self, slots: &[u32], tokens: &[OutcomeToken]) -> Result<(), Fault> {
+    fn count_held(&mut self, slots: &[u32], outcome: &Outcome) -> Result<(), Fault> {
         for of_slot in slots.chunk_by(|slot, next| slot == next).filter(|rows| rows.len() > 1) {
             let slot = self.batch.slot(of_slot[0]);
-            if slot.sampling().has_penalties() && !slot.is_finished() {
-                let held = tokens.iter().filter(|token| token.sequence == slot.sequence());
-                let held: Vec<u32> = held.map(|token| token.sampled.token).collect();
+            let held = outcome.tokens.iter().filter(|token| token.sequence == slot.sequence());
+            let held: Vec<u32> = held.map(|token| token.sampled.token).collect();
+            if slot.sampling().has_penalties() && !slot.is_finished() && !held.is_empty() {
                 self.launcher.held(of_slot[0], &held)?;
             }
         }
         Ok(())
     }
 
-    fn logprobs(&self, slot: u32) -> bool {
-        self.batch.slot(slot).logprobs().is_some()
-    }
-
     /// Moves the batch on by a step, and reports it.
     fn complete(
         &mut self,
-        sampled: &[Sampled],
+        sampled: Vec<Sampled>,
         step_time: std::time::Duration,
         outcomes: &OutcomeSink,
     ) -> Result<(), Fault> {
@@ -328,13 +328,11 @@ impl<L: Launcher> LoopedDecoder<L> {
             step_time,
             ..Outcome::default()
         };
-        let slots = step.samples.iter().map(|row| step.rows[*row].slot);
-        let slots: Vec<u32> = slots.collect();
-        let sequences: Vec<u64> = slots.iter().map(|slot| self.batch.slot(*slot).sequence()).collect();
-        outcome.tokens = outcome_tokens(&sequences, sampled, self.batch.complete(sampled));
-        if !outcome.drafted.is_empty() {
-            self.count_held(&slots, &outcome.tokens)?;
-        }
+        let slots: Vec<u32> = step.samples.iter().map(|row| step.rows[*row].slot).collect();
+        let rows = self.batch.sampled_rows();
+        let verdicts = self.batch.complete(&sampled);
+        outcome.take_samples(&rows, sampled, verdicts);
+        self.count_held(&slots, &outcome)?;
         // Of a sequence that drafts there is a token more for each that held.
         let held =
             !outcome.drafted.is_empty() && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);

@@ -16,6 +16,7 @@ use crate::cuda::error::{CudaError, checked};
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::kernels::sizes::Sizes;
 use crate::plan::PAGE_POSITIONS;
+use crate::sampling::Allowed;
 
 /// Threads of a block that counts tokens.
 const COUNT_THREADS: u32 = 256;
@@ -98,6 +99,8 @@ impl Sampler {
     #[allow(unsafe_code)]
     pub fn admit(&mut self, slot: u32, sequence: &Slot, stream: &Stream) -> Result<(), CudaError> {
         let (params, slot) = (sequence.sampling(), slot as usize);
+        // Rows of the prompt and of the output get as many; each tells those that are wanted.
+        let logprobs = sequence.logprobs().max(sequence.prompt_logprobs());
         let (first_bias, first_suppressed) = (slot * LIST_WORDS, slot * LIST_WORDS + 2 * MOST_BIASES);
         let (biases, suppressed) = (params.logit_bias.len(), suppressed(sequence));
         let bias_words = params.logit_bias.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]);
@@ -113,8 +116,8 @@ impl Sampler {
             repetition_penalty: params.repetition_penalty,
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
-            flags: if sequence.logprobs().is_some() { WANT_LOGPROBS } else { 0 },
-            top_logprobs: sequence.logprobs().unwrap_or(0),
+            flags: if logprobs.is_some() { WANT_LOGPROBS } else { 0 },
+            top_logprobs: logprobs.unwrap_or(0),
             bias_count: biases as u32,
             suppress_count: suppressed.len() as u32,
             suppress_until: u32::try_from(sequence.prompt().len() + sequence.min_tokens()).unwrap_or(u32::MAX),
@@ -180,8 +183,8 @@ impl Sampler {
         self.masks_used = 0;
     }
 
-    /// Copies masks, each of a row of a launch of so many rows, behind what is in the stream: the launch with them. All
-    /// rows of launches under way that sample are at most as many as slots.
+    /// Copies what rows of a launch are allowed behind what is in the stream: the launch with it. All rows of launches
+    /// under way that sample are at most as many as slots.
     ///
     /// # Errors
     /// The driver refuses.
@@ -189,16 +192,23 @@ impl Sampler {
     pub fn with_masks(
         &mut self,
         launch: SamplerLaunch,
-        masks: &[(usize, &[u32])],
+        allowed: &[(usize, Allowed<'_>)],
         stream: &Stream,
     ) -> Result<SamplerLaunch, CudaError> {
         let (first, rows, words) = (self.masks_used, launch.row_count as usize, self.kernel.mask_words());
-        let end = first + rows + masks.len() * words;
+        let end = first + rows + allowed.len() * words;
         let (mask_of, of_rows) = self.host_masks[first..end].split_at_mut(rows);
         mask_of.fill(0);
-        for (number, ((row, mask), to)) in (1..).zip(masks.iter().zip(of_rows.chunks_exact_mut(words))) {
-            mask_of[*row] = number;
-            to.copy_from_slice(mask);
+        for (number, (&(row, allowed), to)) in (1..).zip(allowed.iter().zip(of_rows.chunks_exact_mut(words))) {
+            mask_of[row] = number;
+            match allowed {
+                Allowed::These(mask) => to.copy_from_slice(mask),
+                Allowed::Only(token) => {
+                    to.fill(0);
+                    to[token as usize / 32] = 1 << (token % 32);
+                }
+                Allowed::All | Allowed::Late | Allowed::Nothing => to.fill(u32::MAX),
+            }
         }
         self.masks_used = end;
         let address = |word: usize| self.masks.address() + (word * size_of::<u32>()) as u64;

@@ -96,9 +96,9 @@ pub struct SamplerLaunch {
 }
 
 impl RowLogprobs {
-    /// With the token that they are of.
-    pub fn of(&self, token: u32) -> Sampled {
-        let top = self.top[..(self.count as usize).min(MAX_TOP_LOGPROBS)].iter();
+    /// With the token that they are of; of the most likely tokens so many.
+    pub fn of(&self, token: u32, most: u32) -> Sampled {
+        let top = self.top[..(self.count.min(most) as usize).min(MAX_TOP_LOGPROBS)].iter();
         Sampled { token, logprob: Some(self.logprob), top: top.map(|of| (of.token, of.logprob)).collect() }
     }
 }
@@ -120,6 +120,7 @@ mod tests {
     fn log_probabilities_become_what_the_cpu_sampler_gives() {
         let mut of = RowLogprobs { logprob: -1.5, count: 2, ..RowLogprobs::default() };
         of.top[..3].copy_from_slice(&[1, 2, 3].map(|token| Likely { token, logprob: -(token as f32) }));
-        assert_eq!(of.of(9), Sampled { token: 9, logprob: Some(-1.5), top: vec![(1, -1.0), (2, -2.0)] });
+        assert_eq!(of.of(9, 20), Sampled { token: 9, logprob: Some(-1.5), top: vec![(1, -1.0), (2, -2.0)] });
+        assert_eq!(of.of(9, 1).top, [(1, -1.0)]);
     }
 }

@@ -227,7 +227,7 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
                 let engine = &mut decoder.decoder.launcher;
                 let launch = engine.launch(&[step(200)], 5, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
                 engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
-                (0..5).map(|step| engine.sampled(launch, step, 0, false).token).collect::<Vec<_>>()
+                (0..5).map(|step| engine.sampled(launch, step, 0, None).token).collect::<Vec<_>>()
             });
             assert!(runs[0] == runs[1] && runs[0][4] < 768, "{model}, loop {mode:?}: {runs:?}");
         }
@@ -291,7 +291,7 @@ fn sanitized() {
     let launch = engine.launch(&[row], 3, Draws::Decoder).unwrap_or_else(|fault| panic!("{fault}"));
     engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
     let last: Vec<f32> = reference[66].iter().map(|bits| f32::from_bits(*bits)).collect();
-    assert_eq!(engine.sampled(launch, 0, 0, false).token, largest(&last));
+    assert_eq!(engine.sampled(launch, 0, 0, None).token, largest(&last));
 }
 
 /// Tags start again, in passes of either kernel and within what a sequence needs.
@@ -519,6 +519,42 @@ fn rows_that_grammars_hold_draw_what_the_cpu_sampler_draws() {
     }
     for (request, reply) in requests.iter().zip(&whole).filter(|(request, _)| request.grammar.is_some()) {
         assert!(run(std::slice::from_ref(request), 64, 40, true)[0] == *reply, "alone");
+    }
+}
+
+/// What the model says of tokens in a prompt is what it said of them as its answer: the same bits, in chunks of any
+/// length, beside others, in passes of all kinds.
+#[test]
+fn prompts_have_the_log_probabilities_that_they_had_as_answers() {
+    if !gpu() {
+        return;
+    }
+    let mut requests = choosy_requests();
+    requests.truncate(6);
+    requests.iter_mut().for_each(|request| request.logprobs = Some(4));
+    let answers = run_plans("llama-gqa", plans(&requests, 64, 64, 16), requests.len(), true);
+    for (request, answer) in requests.iter_mut().zip(&answers) {
+        request.prompt.extend(answer.iter().map(|sampled| sampled.token));
+        request.prompt_logprobs = Some(4);
+        // One of them is penalised for what it says next.
+        request.max_tokens = 5;
+    }
+    // A step samples as many rows as there are slots at most.
+    for (count, chunk, eager) in [(1, 16, true), (6, 2, false), (5, 3, true)] {
+        let outcomes = drive(
+            move |source, sink| Box::new(load("llama-gqa", &Options::default())).run(source, sink),
+            plans(&requests[..count], chunk, 64, 16),
+            eager,
+        );
+        let mut told = vec![Vec::new(); count];
+        for of in outcomes.into_iter().flat_map(|outcome| outcome.prompt) {
+            assert_eq!(of.position as usize, told[of.sequence as usize].len() + 1, "sequence {}", of.sequence);
+            told[of.sequence as usize].push(of.sampled);
+        }
+        for ((told, answer), request) in told.iter().zip(&answers).zip(&requests) {
+            assert_eq!(told.len() + 1, request.prompt.len());
+            assert!(told[told.len() - answer.len()..] == answer[..], "{count} prompts in chunks of {chunk}");
+        }
     }
 }
 

@@ -474,7 +474,7 @@ fn chain(model: &mut Model, rows: &[ChainRow], steps: u32, stop: Option<usize>, 
     let mut all: Vec<Vec<u32>> = Vec::new();
     while engine.wait_step(launch, all.len() as u32, &|| false).unwrap_or_else(|fault| panic!("{fault}")) {
         let step = all.len() as u32;
-        all.push((0..rows.len()).map(|row| engine.sampled(launch, step, row, false).token).collect());
+        all.push((0..rows.len()).map(|row| engine.sampled(launch, step, row, None).token).collect());
         if stop == Some(step as usize) {
             engine.stop();
         }

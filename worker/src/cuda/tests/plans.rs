@@ -12,7 +12,7 @@ use crate::cuda::launches::passes::Passes;
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource, Vitals, outcome_stream, plan_stream};
 use crate::grammar::{Grammars, Vocabulary};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
-use crate::sampling::{Sampled, SamplingParams};
+use crate::sampling::{Allowed, Sampled, SamplingParams};
 
 const VOCAB: usize = 300;
 const CONTEXT: usize = 512;
@@ -36,6 +36,7 @@ pub struct Request {
     pub sampling: SamplingParams,
     pub logprobs: Option<u32>,
     pub grammar: Option<Arc<str>>,
+    pub prompt_logprobs: Option<u32>,
 }
 
 impl Request {
@@ -49,6 +50,7 @@ impl Request {
             sampling,
             logprobs: None,
             grammar: None,
+            prompt_logprobs: None,
         }
     }
 
@@ -69,6 +71,7 @@ impl Request {
             logprobs: self.logprobs,
             cache_salt: String::new(),
             grammar: self.grammar.clone(),
+            prompt_logprobs: self.prompt_logprobs,
         }
     }
 }
@@ -354,12 +357,16 @@ impl Launcher for Fake {
         Ok(known)
     }
 
-    fn draw(&mut self, masks: &[(usize, &[u32])]) -> Result<(), Fault> {
+    fn draw(&mut self, allowed: &[(usize, Allowed<'_>)]) -> Result<(), Fault> {
         let launch = self.launches.last_mut().expect("a launch");
         assert!(std::mem::take(&mut launch.masked), "masks of a launch without");
-        for &(row, mask) in masks {
+        for &(row, allowed) in allowed {
             let drawn = &mut launch.tokens[0][row];
-            let has = |token: &u32| mask[*token as usize / 32] >> (token % 32) & 1 == 1;
+            let has = |token: &u32| match allowed {
+                Allowed::These(mask) => mask[*token as usize / 32] >> (token % 32) & 1 == 1,
+                Allowed::Only(only) => only == *token,
+                other => panic!("{other:?} is nothing to draw by"),
+            };
             *drawn = (*drawn..VOCAB as u32).chain(0..*drawn).find(has).expect("a mask allows a token");
         }
         Ok(())
@@ -368,7 +375,8 @@ impl Launcher for Fake {
     fn admit(&mut self, slot: u32, sequence: &Slot) -> Result<(), Fault> {
         assert!(self.finished, "a slot changes under a launch");
         self.penalised[slot as usize] = sequence.sampling().has_penalties();
-        self.choosy[slot as usize] = sequence.logprobs().is_some() || sequence.sampling().temperature > 0.0;
+        self.choosy[slot as usize] =
+            sequence.logprobs().or(sequence.prompt_logprobs()).is_some() || sequence.sampling().temperature > 0.0;
         Ok(())
     }
 
@@ -446,11 +454,11 @@ impl Launcher for Fake {
         Ok(())
     }
 
-    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: bool) -> Sampled {
+    fn sampled(&self, launch: usize, step: u32, column: usize, logprobs: Option<u32>) -> Sampled {
         let of = &self.launches[launch];
-        assert!(of.sampled || !logprobs, "the decoder gives no log-probabilities");
+        assert!(of.sampled || logprobs.is_none(), "the decoder gives no log-probabilities");
         let token = of.tokens[step as usize][column];
-        Sampled { token, logprob: logprobs.then_some(-(token as f32)), top: Vec::new() }
+        Sampled { token, logprob: logprobs.map(|_| -(token as f32)), top: Vec::new() }
     }
 }
 

@@ -224,7 +224,7 @@ impl Model {
             assert!(engine.wait_step(launch, step, &|| false).unwrap_or_else(|fault| panic!("{fault}")), "step {step}");
         }
         engine.finish().unwrap_or_else(|fault| panic!("{fault}"));
-        let token = |step, column| engine.sampled(launch, step, column, false).token;
+        let token = |step, column| engine.sampled(launch, step, column, None).token;
         (0..steps).map(|step| (0..rows.len()).map(|column| token(step, column)).collect()).collect()
     }
 

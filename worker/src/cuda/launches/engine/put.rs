@@ -14,6 +14,7 @@ use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SA
 use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
+use crate::sampling::Allowed;
 
 impl Engine {
     /// Puts a launch of so many steps into the stream, and says which of those under way it is. Where the sampler draws
@@ -189,10 +190,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts the sampler of a chain of one step into the stream, whose decoder is there: it draws by masks.
-    pub(super) fn put_masked_sampler(&mut self, masks: &[(usize, &[u32])]) -> Result<(), CudaError> {
+    /// Puts the sampler of a chain of one step into the stream, whose decoder is there: some rows draw what they
+    /// are allowed.
+    pub(super) fn put_masked_sampler(&mut self, allowed: &[(usize, Allowed<'_>)]) -> Result<(), CudaError> {
         let mut chain = self.chain.take().expect("a launch whose rows have masks is a chain");
-        self.put_chain_sampler(&chain, masks)?;
+        self.put_chain_sampler(&chain, allowed)?;
         chain.put = chain.steps;
         self.chain = Some(chain);
         Ok(())
@@ -210,9 +212,10 @@ impl Engine {
         self.put_decoder(&chain.by, decoder, step, step + 1 < chain.steps)
     }
 
-    /// Puts the sampler of the chain's next step into the stream, if it has one. Rows may have masks.
+    /// Puts the sampler of the chain's next step into the stream, if it has one. Some rows may draw what
+    /// they are allowed alone.
     #[allow(unsafe_code)]
-    fn put_chain_sampler(&mut self, chain: &Chain, masks: &[(usize, &[u32])]) -> Result<(), CudaError> {
+    fn put_chain_sampler(&mut self, chain: &Chain, allowed: &[(usize, Allowed<'_>)]) -> Result<(), CudaError> {
         let Some(sampler) = chain.sampler else { return Ok(()) };
         let (step, before) = (chain.put, chain.put as usize * chain.columns);
         let mut sampler = SamplerLaunch {
@@ -222,8 +225,8 @@ impl Engine {
             step,
             ..sampler
         };
-        if !masks.is_empty() {
-            sampler = self.sampler.with_masks(sampler, masks, &self.stream)?;
+        if !allowed.is_empty() {
+            sampler = self.sampler.with_masks(sampler, allowed, &self.stream)?;
         }
         // SAFETY: logits and rows are those of the launch in front of the sampler's.
         unsafe { self.sampler.launch(sampler, &self.stream) }

@@ -14,6 +14,7 @@ pub mod grpc;
 pub mod http;
 pub mod listener;
 pub mod metrics;
+pub mod reply;
 pub mod request;
 pub mod sched;
 pub mod text;

@@ -204,9 +204,11 @@ impl Frontend {
         let (requests, starts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
         let streams = self.engine.submit(requests).await?;
+        let markers = valid.format.markers();
+        let shown: Vec<u32> = markers.iter().filter_map(|marker| self.text.tokenizer.id(marker)).collect();
         let parts = streams.into_iter().zip(starts).zip(stop_tokens).zip(0..);
         let choices = parts.map(|(((stream, start), stop_tokens), index)| {
-            let output = OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone());
+            let output = OutputText::new(self.text.tokenizer.clone(), start, valid.stop.clone()).showing(shown.clone());
             Choice::new(index, stream, output, stop_tokens, record.clone(), given_up.clone())
         });
         let choices: Vec<Choice> = choices.collect();

@@ -4,11 +4,14 @@ use std::sync::Arc;
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::parse::StreamUsage;
+use super::{
+    parse::StreamUsage,
+    reply::{Told, WholeCall, WholeMessage},
+};
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
-    engine::{FinishReason, client_logprob},
-    text::{OutputToken, Piece, Tokenizer},
+    engine::client_logprob,
+    text::{OutputToken, Tokenizer},
 };
 
 /// Which API's shapes.
@@ -67,8 +70,10 @@ impl Usage {
 #[derive(Debug, Default)]
 pub(super) struct WholeChoice {
     pub(super) index: u32,
-    pub(super) output: Piece,
-    pub(super) finish: Option<FinishReason>,
+    pub(super) message: WholeMessage,
+    pub(super) tokens: Vec<OutputToken>,
+    /// OpenAI's word for why it ended.
+    pub(super) finish: Option<&'static str>,
     pub(super) completion_tokens: u32,
     pub(super) cached_tokens: u32,
     pub(super) drafts: Vec<DraftStep>,
@@ -109,8 +114,39 @@ struct ChatChoice<'a> {
 #[derive(Serialize)]
 struct Message<'a> {
     role: &'static str,
-    content: &'a str,
+    /// Null beside calls and thinking that nothing follows.
+    content: Option<&'a str>,
     refusal: Option<()>,
+    #[serde(flatten)]
+    reasoning: Option<Reasoning<'a>>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    tool_calls: &'a [WholeCall],
+}
+
+impl<'a> Message<'a> {
+    fn new(WholeMessage { content, reasoning, calls }: &'a WholeMessage) -> Self {
+        let has_more = !reasoning.is_empty() || !calls.is_empty();
+        Self {
+            role: "assistant",
+            content: Some(content.as_str()).filter(|content| !content.is_empty() || !has_more),
+            refusal: None,
+            reasoning: (!reasoning.is_empty()).then(|| Reasoning::new(reasoning)),
+            tool_calls: calls,
+        }
+    }
+}
+
+/// By both names that clients know: DeepSeek's, which vLLM had first, and the one that vLLM has now.
+#[derive(Serialize)]
+struct Reasoning<'a> {
+    reasoning_content: &'a str,
+    reasoning: &'a str,
+}
+
+impl<'a> Reasoning<'a> {
+    fn new(text: &'a str) -> Self {
+        Self { reasoning_content: text, reasoning: text }
+    }
 }
 
 #[derive(Serialize, Default)]
@@ -119,6 +155,52 @@ struct Delta<'a> {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(flatten)]
+    reasoning: Option<Reasoning<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_calls: Option<[CallDelta<'a>; 1]>,
+}
+
+impl<'a> Delta<'a> {
+    /// Nothing new to read: text all the same, as clients expect of every chunk between the first and the last.
+    fn new(told: Option<&'a Told>) -> Self {
+        let call = |index: &u32, start, name, arguments| {
+            Some([CallDelta { index: *index, start, function: FunctionDelta { name, arguments } }])
+        };
+        let nothing = Self::default();
+        match told {
+            None => Self { content: Some(""), ..nothing },
+            Some(Told::Content(text)) => Self { content: Some(text), ..nothing },
+            Some(Told::Reasoning(text)) => Self { reasoning: Some(Reasoning::new(text)), ..nothing },
+            Some(Told::Call { index, id, name }) => {
+                let start = CallStart { id, r#type: "function" };
+                Self { tool_calls: call(index, Some(start), Some(name), ""), ..nothing }
+            }
+            Some(Told::Arguments { index, text }) => Self { tool_calls: call(index, None, None, text), ..nothing },
+        }
+    }
+}
+
+/// The first of a call has all that names it, later ones more of its arguments.
+#[derive(Serialize)]
+struct CallDelta<'a> {
+    index: u32,
+    #[serde(flatten)]
+    start: Option<CallStart<'a>>,
+    function: FunctionDelta<'a>,
+}
+
+#[derive(Serialize)]
+struct CallStart<'a> {
+    id: &'a str,
+    r#type: &'static str,
+}
+
+#[derive(Serialize)]
+struct FunctionDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
 }
 
 #[derive(Serialize)]
@@ -174,28 +256,26 @@ impl Serialize for TopMap {
 impl Writer {
     /// The chunk that opens a choice; completions have none.
     pub(super) fn opening(&self, index: u32, so_far: Usage) -> Option<String> {
-        let delta = Delta { role: Some("assistant"), content: Some("") };
+        let delta = Delta { role: Some("assistant"), ..Delta::new(None) };
         (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None, so_far))
     }
 
-    /// A chunk with more output.
-    pub(super) fn delta(&self, index: u32, piece: &Piece, so_far: Usage) -> String {
+    /// A chunk with more output, or only with the tokens of some that is held back.
+    pub(super) fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage) -> String {
         match self.api {
-            Api::Chat => {
-                let delta = Delta { role: None, content: Some(&piece.text) };
-                self.chat_chunk(index, delta, self.chat_logprobs(&piece.tokens), None, so_far)
-            }
+            Api::Chat => self.chat_chunk(index, Delta::new(told), self.chat_logprobs(tokens), None, so_far),
             Api::Completion => {
-                let logprobs = self.completion_logprobs(&piece.tokens);
-                let choice = CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None };
+                let text = if let Some(Told::Content(text)) = told { text } else { "" };
+                let logprobs = self.completion_logprobs(tokens);
+                let choice = CompletionChoice { text, index, logprobs, finish_reason: None };
                 self.completion_chunk(choice, so_far)
             }
         }
     }
 
     /// The chunk that ends a choice.
-    pub(super) fn finish(&self, index: u32, reason: FinishReason, so_far: Usage) -> String {
-        let finish_reason = Some(finish_word(reason));
+    pub(super) fn finish(&self, index: u32, reason: &'static str, so_far: Usage) -> String {
+        let finish_reason = Some(reason);
         match self.api {
             Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason, so_far),
             Api::Completion => {
@@ -223,21 +303,21 @@ impl Writer {
         let usage = Some(Some(usage));
         match self.api {
             Api::Chat => {
-                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| ChatChoice {
+                let choice = |WholeChoice { index, message, tokens, finish, .. }: &'a WholeChoice| ChatChoice {
                     index: *index,
-                    message: Some(Message { role: "assistant", content: &output.text, refusal: None }),
+                    message: Some(Message::new(message)),
                     delta: None,
-                    logprobs: self.chat_logprobs(&output.tokens),
-                    finish_reason: finish.map(finish_word),
+                    logprobs: self.chat_logprobs(tokens),
+                    finish_reason: *finish,
                 };
                 self.envelope("chat.completion", choices.iter().map(choice).collect(), usage, metrics)
             }
             Api::Completion => {
-                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| CompletionChoice {
-                    text: &output.text,
+                let choice = |WholeChoice { index, message, tokens, finish, .. }: &'a WholeChoice| CompletionChoice {
+                    text: &message.content,
                     index: *index,
-                    logprobs: self.completion_logprobs(&output.tokens),
-                    finish_reason: finish.map(finish_word),
+                    logprobs: self.completion_logprobs(tokens),
+                    finish_reason: *finish,
                 };
                 self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics)
             }
@@ -334,11 +414,4 @@ impl Writer {
 /// Of a token without one: none was computed.
 fn sampled_logprob(token: &OutputToken) -> f32 {
     client_logprob(token.token.logprob.unwrap_or(f32::NAN))
-}
-
-fn finish_word(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
-    }
 }

@@ -9,6 +9,8 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::reply::{Parsers, ToolFormat};
+
 mod defaults;
 mod detokenizer;
 mod output;
@@ -17,6 +19,7 @@ mod stops;
 mod template;
 mod time;
 mod tokenizer;
+mod tools;
 
 pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
@@ -24,6 +27,7 @@ pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher, Stops};
 pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};
 pub use tokenizer::Tokenizer;
+pub use tools::{Call, Function, Tool, ToolCall};
 
 /// Why a model directory's text files cannot be served, or a text cannot be processed.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +71,12 @@ pub struct Text {
     pub template: Option<ChatTemplate>,
     /// What a request gets for the fields that it leaves out.
     pub defaults: GenerationDefaults,
+    /// The chat template tells the model of tools.
+    pub takes_tools: bool,
+    /// How the model writes tool calls; `None`: that is not known.
+    pub tool_format: Option<ToolFormat>,
+    /// The model's thinking is told apart from its answer.
+    pub thinks: bool,
 }
 
 /// The part of config.json that the text side needs.
@@ -111,7 +121,18 @@ impl Text {
         defaults.add_eos_tokens(config_eos);
         defaults.add_eos_tokens(eos_token.and_then(|token| tokenizer.id(token)));
 
-        Ok(Self { tokenizer: Arc::new(tokenizer), template, defaults })
+        let takes_tools = template.as_ref().is_some_and(ChatTemplate::takes_tools);
+        let tokenizer = Arc::new(tokenizer);
+        let text = Self { tokenizer, template, defaults, takes_tools, tool_format: None, thinks: false };
+        Ok(text.with_parsers(Parsers::default()))
+    }
+
+    /// Replies are read as the operator says.
+    pub fn with_parsers(self, parsers: Parsers) -> Self {
+        let template = self.template.as_ref().map_or("", ChatTemplate::source);
+        let tool_format = parsers.tool_format(template);
+        let thinks = parsers.thinks(template, |text| self.tokenizer.id(text).is_some());
+        Self { tool_format, thinks, ..self }
     }
 }
 

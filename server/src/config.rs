@@ -118,8 +118,8 @@ pub struct ServeArgs {
     )]
     pub per_request_spec_decode_metrics: DraftReport,
 
-    /// How tool calls are found in answers to chats with tools: auto goes by what the chat template has the model write;
-    /// none refuses tools
+    /// How tool calls are found in answers to chats with tools: auto goes by what the chat template has the model
+    /// write, none refuses tools
     #[arg(
         long,
         value_enum,

@@ -56,8 +56,9 @@ enum At {
 impl Calls {
     pub(super) fn new(format: ToolFormat, names: Vec<String>, one_call: bool) -> Self {
         let at = match format {
-            ToolFormat::Llama3Json => At::Between,
-            ToolFormat::Hermes | ToolFormat::Mistral => At::Text(Marker::new(format.marker())),
+            // Small models of Hermes' kind leave the tags out, as Llama does: they call a tool all the same.
+            ToolFormat::Hermes | ToolFormat::Llama3Json => At::Between,
+            ToolFormat::Mistral => At::Text(Marker::new(format.marker())),
         };
         let (held, marked, in_list, open, count) = (String::new(), false, false, false, 0);
         Self { format, names, one_call, at, held, marked, in_list, open, count }
@@ -219,9 +220,9 @@ impl Calls {
         self.held.clear();
         match self.format {
             _ if self.one_call => self.at = At::Over,
-            ToolFormat::Hermes => self.at = At::Closing(Marker::behind(HERMES_CLOSE)),
+            ToolFormat::Hermes if self.marked => self.at = At::Closing(Marker::behind(HERMES_CLOSE)),
             ToolFormat::Mistral if !self.in_list => self.text(),
-            ToolFormat::Llama3Json | ToolFormat::Mistral => self.at = At::Between,
+            _ => self.at = At::Between,
         }
     }
 

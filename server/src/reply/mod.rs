@@ -1,5 +1,5 @@
-//! What a chat's reply is made of: content, reasoning and tool calls, told apart as the text comes. Pure: pieces of text
-//! in, parts out; what comes out does not depend on where the pieces are cut.
+//! What a chat's reply is made of: content, reasoning and tool calls, told apart as the text comes. Pure: pieces of
+//! text in, parts out; what comes out does not depend on where the pieces are cut.
 //!
 //! Nothing is taken back. Text that may still become a marker is held until that is decided; a call that is malformed
 //! before its arguments begin is content, whole. Arguments go out as they come, byte for byte the model's own.

@@ -61,7 +61,7 @@ impl CallObject {
         self.name.as_deref()
     }
 
-    /// The arguments of a call that has ended, where none was [`Step::Argument`]: a tool without any has an empty object.
+    /// The arguments of a call that has ended, where none was [`Step::Argument`]: an empty object if it has none.
     pub(super) fn whole_arguments(&self) -> &str {
         if self.early.is_empty() { "{}" } else { &self.early }
     }

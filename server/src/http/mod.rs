@@ -18,6 +18,7 @@ mod completions;
 mod error;
 mod fields;
 mod json;
+mod message;
 mod messages;
 mod metrics;
 mod parse;

@@ -1,7 +1,6 @@
 //! A choice as its client reads it: in parts, with names for its calls.
 
 use futures::{Stream, stream};
-use serde::Serialize;
 use uuid::Uuid;
 
 use crate::{
@@ -64,28 +63,6 @@ pub(super) enum Told {
     Arguments { index: u32, text: String },
 }
 
-/// The message of a whole answer.
-#[derive(Debug, Default)]
-pub(super) struct WholeMessage {
-    pub(super) content: String,
-    pub(super) reasoning: String,
-    pub(super) calls: Vec<WholeCall>,
-}
-
-/// A call in the message of a whole answer.
-#[derive(Debug, Serialize)]
-pub(super) struct WholeCall {
-    id: String,
-    r#type: &'static str,
-    function: WholeFunction,
-}
-
-#[derive(Debug, Serialize)]
-struct WholeFunction {
-    name: String,
-    arguments: String,
-}
-
 impl ReplyChoice {
     /// `thinks`: the prompt has begun the thinking.
     fn new(choice: Choice, format: &Format, thinks: bool, include_reasoning: bool) -> Self {
@@ -143,29 +120,6 @@ impl ReplyChoice {
             Part::CallEnd { .. } => None,
         });
         told.collect()
-    }
-}
-
-impl WholeMessage {
-    pub(super) fn add(&mut self, told: Told) {
-        match told {
-            Told::Content(text) => self.content.push_str(&text),
-            Told::Reasoning(text) => self.reasoning.push_str(&text),
-            Told::Call { id, name, .. } => {
-                let function = WholeFunction { name, arguments: String::new() };
-                self.calls.push(WholeCall { id, r#type: "function", function });
-            }
-            Told::Arguments { text, .. } => {
-                let call = self.calls.last_mut().expect("a call begins before its arguments");
-                call.function.arguments.push_str(&text);
-            }
-        }
-    }
-
-    /// Bytes of text.
-    pub(super) fn len(&self) -> usize {
-        let calls = self.calls.iter().map(|call| call.function.name.len() + call.function.arguments.len());
-        self.content.len() + self.reasoning.len() + calls.sum::<usize>()
     }
 }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::{
+    message::{Delta, Message, WholeMessage},
     parse::StreamUsage,
-    reply::{Told, WholeCall, WholeMessage},
+    reply::Told,
 };
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
@@ -112,98 +113,6 @@ struct ChatChoice<'a> {
 }
 
 #[derive(Serialize)]
-struct Message<'a> {
-    role: &'static str,
-    /// Null beside calls and thinking that nothing follows.
-    content: Option<&'a str>,
-    refusal: Option<()>,
-    #[serde(flatten)]
-    reasoning: Option<Reasoning<'a>>,
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    tool_calls: &'a [WholeCall],
-}
-
-impl<'a> Message<'a> {
-    fn new(WholeMessage { content, reasoning, calls }: &'a WholeMessage) -> Self {
-        let has_more = !reasoning.is_empty() || !calls.is_empty();
-        Self {
-            role: "assistant",
-            content: Some(content.as_str()).filter(|content| !content.is_empty() || !has_more),
-            refusal: None,
-            reasoning: (!reasoning.is_empty()).then(|| Reasoning::new(reasoning)),
-            tool_calls: calls,
-        }
-    }
-}
-
-/// By both names that clients know: DeepSeek's, which vLLM had first, and the one that vLLM has now.
-#[derive(Serialize)]
-struct Reasoning<'a> {
-    reasoning_content: &'a str,
-    reasoning: &'a str,
-}
-
-impl<'a> Reasoning<'a> {
-    fn new(text: &'a str) -> Self {
-        Self { reasoning_content: text, reasoning: text }
-    }
-}
-
-#[derive(Serialize, Default)]
-struct Delta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
-    #[serde(flatten)]
-    reasoning: Option<Reasoning<'a>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    tool_calls: Option<[CallDelta<'a>; 1]>,
-}
-
-impl<'a> Delta<'a> {
-    /// Nothing new to read: text all the same, as clients expect of every chunk between the first and the last.
-    fn new(told: Option<&'a Told>) -> Self {
-        let call = |index: &u32, start, name, arguments| {
-            Some([CallDelta { index: *index, start, function: FunctionDelta { name, arguments } }])
-        };
-        let nothing = Self::default();
-        match told {
-            None => Self { content: Some(""), ..nothing },
-            Some(Told::Content(text)) => Self { content: Some(text), ..nothing },
-            Some(Told::Reasoning(text)) => Self { reasoning: Some(Reasoning::new(text)), ..nothing },
-            Some(Told::Call { index, id, name }) => {
-                let start = CallStart { id, r#type: "function" };
-                Self { tool_calls: call(index, Some(start), Some(name), ""), ..nothing }
-            }
-            Some(Told::Arguments { index, text }) => Self { tool_calls: call(index, None, None, text), ..nothing },
-        }
-    }
-}
-
-/// The first of a call has all that names it, later ones more of its arguments.
-#[derive(Serialize)]
-struct CallDelta<'a> {
-    index: u32,
-    #[serde(flatten)]
-    start: Option<CallStart<'a>>,
-    function: FunctionDelta<'a>,
-}
-
-#[derive(Serialize)]
-struct CallStart<'a> {
-    id: &'a str,
-    r#type: &'static str,
-}
-
-#[derive(Serialize)]
-struct FunctionDelta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    name: Option<&'a str>,
-    arguments: &'a str,
-}
-
-#[derive(Serialize)]
 struct ChatLogprobs {
     content: Vec<ChatToken>,
     refusal: Option<()>,
@@ -256,14 +165,16 @@ impl Serialize for TopMap {
 impl Writer {
     /// The chunk that opens a choice; completions have none.
     pub(super) fn opening(&self, index: u32, so_far: Usage) -> Option<String> {
-        let delta = Delta { role: Some("assistant"), ..Delta::new(None) };
-        (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None, so_far))
+        (self.api == Api::Chat).then(|| self.chat_chunk(index, Delta::opening(), None, None, so_far))
     }
 
     /// A chunk with more output, or only with the tokens of some that is held back.
     pub(super) fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage) -> String {
         match self.api {
-            Api::Chat => self.chat_chunk(index, Delta::new(told), self.chat_logprobs(tokens), None, so_far),
+            Api::Chat => {
+                let logprobs = self.chat_logprobs(tokens).filter(|_| !tokens.is_empty());
+                self.chat_chunk(index, Delta::new(told), logprobs, None, so_far)
+            }
             Api::Completion => {
                 let text = if let Some(Told::Content(text)) = told { text } else { "" };
                 let logprobs = self.completion_logprobs(tokens);

@@ -44,7 +44,7 @@ pub fn group_size(model: &Path, device: Device) -> u32 {
 pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let signals = Signals::take()?;
     raise_descriptor_limit(config.serve.max_connections as u64);
-    let text = Arc::new(Text::load(&config.group.model_dir)?);
+    let text = Arc::new(Text::load(&config.group.model_dir)?.with_parsers(config.parsers));
     config.group.vocabulary = text.grammars.vocabulary().map(Arc::new);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;

@@ -15,6 +15,7 @@ use crate::{
     drafts::DraftReport,
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
+    reply::{Parsers, ReasoningParser, ToolCallParser},
     sched::Limits,
 };
 
@@ -116,6 +117,28 @@ pub struct ServeArgs {
         env = "LOOPLANE_PER_REQUEST_SPEC_DECODE_METRICS"
     )]
     pub per_request_spec_decode_metrics: DraftReport,
+
+    /// How tool calls are found in answers to chats with tools: auto goes by what the chat template has the model
+    /// write, none refuses tools
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        default_value_t = ToolCallParser::Auto,
+        env = "LOOPLANE_TOOL_CALL_PARSER"
+    )]
+    pub tool_call_parser: ToolCallParser,
+
+    /// How thinking is told apart from answers to chats: auto does it where chat template or tokenizer know the tags
+    /// <think> and </think>, none leaves it in the content
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        default_value_t = ReasoningParser::Auto,
+        env = "LOOPLANE_REASONING_PARSER"
+    )]
+    pub reasoning_parser: ReasoningParser,
 
     /// Bound on prompt and output of one sequence in tokens; 0: the model's own
     #[arg(long, value_name = "N", default_value_t = 0, env = "LOOPLANE_MAX_CONTEXT")]
@@ -244,6 +267,8 @@ pub struct Config {
     pub until_stdin_closes: bool,
     /// The front end's bounds.
     pub serve: ServeOptions,
+    /// How answers are read.
+    pub parsers: Parsers,
     /// The workers and their bounds.
     pub group: GroupConfig,
 }
@@ -327,6 +352,7 @@ impl ServeArgs {
                 drain: Duration::from_secs(self.drain_seconds.into()),
                 ..ServeOptions::default()
             },
+            parsers: Parsers { tool_calls: self.tool_call_parser, reasoning: self.reasoning_parser },
             group: GroupConfig {
                 threads,
                 limits: Limits {
@@ -423,6 +449,14 @@ mod tests {
         let target = group(&["--itl-target-ms", "20"]).itl_target;
         assert_eq!((target, group(&[]).itl_target), (Some(Duration::from_millis(20)), None));
         assert_eq!((group(&[]).kv_bytes_limit, group(&["--kv-memory-mib", "3"]).kv_bytes_limit), (0, 3 << 20));
+    }
+
+    #[test]
+    fn how_answers_are_read() {
+        let parsers = |options: &[&str]| check(options).unwrap().parsers;
+        assert_eq!(parsers(&[]), Parsers::default());
+        let given = parsers(&["--tool-call-parser", "llama3_json", "--reasoning-parser", "none"]);
+        assert_eq!(given, Parsers { tool_calls: ToolCallParser::Llama3Json, reasoning: ReasoningParser::None });
     }
 
     #[test]

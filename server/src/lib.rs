@@ -1,8 +1,9 @@
 //! Looplane's front end: requests in over HTTP and gRPC, sequences out to the engine, text back.
 //!
 //! `http` and `grpc` read and write, `upload` bounds what they read, `request` says what is valid, `text` knows the
-//! model's tokenizer and template, `frontend` joins them to the [`engine`] seam, `listener` runs them on a socket. On
-//! the other side of the seam `group` feeds the workers of a replica with what `sched` decides.
+//! model's tokenizer and template, `reply` finds tool calls and thinking in what it writes, `frontend` joins them to
+//! the [`engine`] seam, `listener` runs them on a socket. On the other side of the seam `group` feeds the workers of a
+//! replica with what `sched` decides.
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -14,6 +15,7 @@ pub mod grpc;
 pub mod http;
 pub mod listener;
 pub mod metrics;
+pub mod reply;
 pub mod request;
 pub mod sched;
 pub mod text;

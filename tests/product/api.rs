@@ -279,3 +279,37 @@ async fn a_prompt_is_echoed_and_told_of_as_clients_of_other_servers_know_it() {
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{body}: {answer}");
     }
 }
+
+/// The demo's template knows none.
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_are_refused_where_the_model_knows_none_and_taken_where_they_ask_for_nothing() {
+    let server = server().await;
+    let with = |fields: Value| {
+        let mut request = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2});
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        request
+    };
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
+    for fields in [
+        json!({"tools": null, "tool_choice": null, "parallel_tool_calls": null, "include_reasoning": false}),
+        json!({"tools": [], "tool_choice": "none", "parallel_tool_calls": true}),
+        json!({"tools": tools, "tool_choice": "none"}),
+    ] {
+        let answer = server.ok("/v1/chat/completions", &with(fields)).await;
+        assert!(answer["choices"][0]["message"]["tool_calls"].is_null(), "{answer}");
+    }
+    for (fields, param) in [
+        (json!({"tools": tools}), "tools"),
+        (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0].function.name"),
+        (json!({"tool_choice": "auto"}), "tool_choice"),
+        (json!({"functions": [{"name": "f"}]}), "functions"),
+        (json!({"function_call": "auto"}), "function_call"),
+    ] {
+        let (status, answer) = server.post("/v1/chat/completions", &with(fields.clone())).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{fields}: {answer}");
+    }
+    // Where a prompt is only cut into tokens, too.
+    let request = json!({"messages": [{"role": "user", "content": "Hi"}], "tools": tools});
+    let (status, answer) = server.post("/tokenize", &request).await;
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("tools")), "{answer}");
+}

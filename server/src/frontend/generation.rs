@@ -144,6 +144,13 @@ impl Choice {
         }
     }
 
+    /// Ends the choice as a stop text does: its reader has all that it wants.
+    pub fn complete(&mut self) {
+        if self.stream.is_some() {
+            self.end(FinishReason::Stop);
+        }
+    }
+
     /// Everything that [`Choice::next`] returns, as a stream with the choice's index.
     pub fn into_stream(self) -> impl Stream<Item = (u32, Result<ChoiceEvent, GenerateError>)> {
         stream::unfold(

@@ -217,10 +217,12 @@ impl Frontend {
         let (requests, prompts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
         let streams = self.engine.submit(requests).await?;
+        let markers = valid.format.markers();
+        let shown: Vec<u32> = markers.iter().filter_map(|marker| self.text.tokenizer.id(marker)).collect();
         let parts = streams.into_iter().zip(prompts).zip(stop_tokens).zip(0..);
         let choices = parts.map(|(((stream, prompt), stop_tokens), index)| {
             let tokenizer = &self.text.tokenizer;
-            let output = OutputText::new(tokenizer.clone(), prompt.start, valid.stop.clone());
+            let output = OutputText::new(tokenizer.clone(), prompt.start, valid.stop.clone()).showing(shown.clone());
             let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone() });
             let told = (echo, valid.prompt_alone);
             let text = (output, tokenizer.clone());

@@ -24,12 +24,13 @@ use super::{
     error::ApiError,
     json,
     parse::{self, HttpRequest},
+    reply::{Replies, ReplyChoice, ReplyEvent},
     wire::{Api, Usage, WholeChoice, Writer},
 };
 use crate::{
     drafts::DraftStep,
     engine::ModelInfo,
-    frontend::{Choice, ChoiceEvent, Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
+    frontend::{Frontend, GenerateError, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
     request::validate,
     text::Text,
@@ -93,15 +94,15 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let json = json::parse(&body.bytes, model.max_context)?;
-        let HttpRequest { model: asked, raw, stream, stream_usage, tokens_as_ids } = match api {
+        let HttpRequest { model: asked, raw, stream, stream_usage, tokens_as_ids, include_reasoning } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
         checking.check_model(&asked)?;
-        Ok((validate(raw, model, text)?, stream, stream_usage, tokens_as_ids))
+        Ok((validate(raw, model, text)?, stream, stream_usage, tokens_as_ids, include_reasoning))
     };
     let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
-    let (valid, stream, stream_usage, tokens_as_ids) = prepared;
+    let (valid, stream, stream_usage, tokens_as_ids, include_reasoning) = prepared;
     let generation = frontend.admit(valid, model, place).await?;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
@@ -119,10 +120,11 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
+    let replies = Replies::new(generation, include_reasoning);
     let mut response = if stream {
-        streamed(generation, writer, frontend.metrics.clone())
+        streamed(replies, writer, frontend.metrics.clone())
     } else {
-        whole(frontend, generation, writer).await?
+        whole(frontend, replies, writer).await?
     };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
@@ -145,8 +147,8 @@ pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Waits for all choices. The client going away drops this future, and with it the sequences.
-async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> Result<Response, ApiError> {
-    let Generation { request, choices, place, .. } = generation;
+async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<Response, ApiError> {
+    let Replies { request, choices, place } = replies;
     // Side by side, so that a stop text or an error of any of them is noticed as it comes.
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
@@ -155,7 +157,7 @@ async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> R
     let firsts = wholes.iter().filter(|whole| is_first(whole.index, request.choices));
     let cached_tokens = firsts.map(|whole| u64::from(whole.cached_tokens)).sum();
     let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
-    let bytes = wholes.iter().map(|whole| whole.output.text.len()).sum::<usize>()
+    let bytes = wholes.iter().map(|whole| whole.message.len()).sum::<usize>()
         + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
     let body = frontend.compute(bytes, move || writer.whole(&wholes, usage, metrics)).await?;
@@ -167,14 +169,15 @@ async fn whole(frontend: &Frontend, generation: Generation, writer: Writer) -> R
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-async fn read_whole(mut choice: Choice) -> Result<WholeChoice, GenerateError> {
-    let mut whole = WholeChoice { index: choice.index, ..WholeChoice::default() };
+async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateError> {
+    let mut whole = WholeChoice { index: choice.index(), ..WholeChoice::default() };
     while let Some(event) = choice.next().await {
         match event? {
-            ChoiceEvent::Delta(piece) => {
-                whole.output.append(piece);
+            ReplyEvent::Delta { told, tokens, .. } => {
+                told.into_iter().for_each(|told| whole.message.add(told));
+                whole.tokens.extend(tokens);
             }
-            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
+            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
                 (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason), drafts, prompt_logprobs);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
@@ -188,9 +191,9 @@ fn is_first(index: u32, choices_each: u32) -> bool {
     index.is_multiple_of(choices_each)
 }
 
-fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Response {
+fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
     let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
-    let mut response = Sse::new(EventStream::start(generation, writer, metrics)).keep_alive(keep_alive).into_response();
+    let mut response = Sse::new(EventStream::start(replies, writer, metrics)).keep_alive(keep_alive).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // nginx would hold the events back until its buffer is full.
@@ -201,8 +204,8 @@ fn streamed(generation: Generation, writer: Writer, metrics: FrontMetrics) -> Re
 /// The events of one streamed response. The client going away drops it, and with it the sequences.
 struct EventStream {
     writer: Writer,
-    choices: SelectAll<BoxStream<'static, (u32, Result<ChoiceEvent, GenerateError>)>>,
-    /// Written, not yet sent: the opening chunks, or at most the last two.
+    choices: SelectAll<BoxStream<'static, (u32, Result<ReplyEvent, GenerateError>)>>,
+    /// Written, not yet sent: the opening chunks, those of one event, or the last two.
     ready: VecDeque<String>,
     /// Of each prompt.
     choices_each: u32,
@@ -219,14 +222,10 @@ struct EventStream {
 }
 
 impl EventStream {
-    fn start(
-        generation: Generation,
-        writer: Writer,
-        metrics: FrontMetrics,
-    ) -> impl Stream<Item = Result<Event, Infallible>> {
-        let Generation { request, choices, place, .. } = generation;
+    fn start(replies: Replies, writer: Writer, metrics: FrontMetrics) -> impl Stream<Item = Result<Event, Infallible>> {
+        let Replies { request, choices, place } = replies;
         let none = Usage::new(request.prompt_tokens(), None, 0);
-        let opening = choices.iter().filter_map(|choice| writer.opening(choice.index, none));
+        let opening = choices.iter().filter_map(|choice| writer.opening(choice.index(), none));
         let events = Self {
             ready: opening.collect(),
             writer,
@@ -255,14 +254,19 @@ impl EventStream {
     async fn next(&mut self) -> Option<String> {
         while self.ready.is_empty() && !self.ended {
             match self.choices.next().await {
-                Some((index, Ok(ChoiceEvent::Delta(piece)))) => {
-                    self.of_choice[index as usize] += (piece.tokens.len() - piece.echoed) as u64;
+                Some((index, Ok(ReplyEvent::Delta { told, mut tokens, echoed }))) => {
+                    self.of_choice[index as usize] += (tokens.len() - echoed) as u64;
+                    let so_far = self.so_far(index);
                     // Without log-probabilities a token without text is nothing to tell.
-                    if !piece.text.is_empty() || self.writer.logprobs.is_some() {
-                        self.ready.push_back(self.writer.delta(index, &piece, self.so_far(index)));
+                    if told.is_empty() && self.writer.logprobs.is_some() {
+                        self.ready.push_back(self.writer.delta(index, None, &tokens, so_far));
+                    }
+                    for told in told {
+                        let tokens = std::mem::take(&mut tokens);
+                        self.ready.push_back(self.writer.delta(index, Some(&told), &tokens, so_far));
                     }
                 }
-                Some((index, Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. }))) => {
+                Some((index, Ok(ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. }))) => {
                     self.drafts = drafts;
                     self.completion_tokens += u64::from(completion_tokens);
                     if is_first(index, self.choices_each) {

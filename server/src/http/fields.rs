@@ -69,6 +69,13 @@ impl Fields {
         self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
     }
 
+    pub(super) fn required_string(&mut self, name: &str) -> Result<String, ApiError> {
+        match self.required(name)? {
+            Value::String(text) => Ok(text),
+            _ => Err(wrong_type(self.path(name), "a string")),
+        }
+    }
+
     /// Takes fields of the API that are not supported; only values that ask for nothing pass.
     pub(super) fn unsupported(&mut self, table: &[(&'static str, Off)]) -> Result<(), ApiError> {
         for (name, asks_for_nothing) in table {

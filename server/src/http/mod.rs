@@ -18,9 +18,13 @@ mod completions;
 mod error;
 mod fields;
 mod json;
+mod message;
+mod messages;
 mod metrics;
 mod parse;
+mod reply;
 mod tokens;
+mod tools;
 mod wire;
 
 pub use error::ApiError;

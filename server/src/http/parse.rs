@@ -5,11 +5,9 @@ use serde_json::{Value, json};
 use super::{
     error::{ApiError, wrong_type},
     fields::{Fields, Off},
+    messages::conversation,
 };
-use crate::{
-    request::{Chat, FieldError, Input, RawRequest, RequestError},
-    text::{ChatMessage, TemplateOptions},
-};
+use crate::request::{FieldError, Input, RawRequest, RequestError};
 
 /// A request as HTTP brings it: what to generate, and how to answer.
 #[derive(Debug)]
@@ -21,6 +19,8 @@ pub(super) struct HttpRequest {
     pub(super) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
     pub(super) tokens_as_ids: bool,
+    /// The answer tells what was thought before it.
+    pub(super) include_reasoning: bool,
 }
 
 /// Where a stream tells its usage.
@@ -62,17 +62,13 @@ const UNSUPPORTED: [(&str, Off); 25] = [
     ("vllm_xargs", is_empty_object),
 ];
 
-const UNSUPPORTED_CHAT: [(&str, Off); 18] = [
+const UNSUPPORTED_CHAT: [(&str, Off); 14] = [
     ("echo", is_false),
     ("chat_template", |_| false),
     ("documents", is_empty_list),
-    ("include_reasoning", Value::is_boolean),
     ("media_io_kwargs", is_empty_object),
     ("mm_processor_kwargs", is_empty_object),
     ("return_assistant_tokens_mask", is_false),
-    ("tools", is_empty_list),
-    ("tool_choice", |value| value == "none"),
-    ("parallel_tool_calls", Value::is_boolean),
     ("functions", is_empty_list),
     ("function_call", |value| value == "none"),
     ("audio", |_| false),
@@ -85,16 +81,7 @@ const UNSUPPORTED_CHAT: [(&str, Off); 18] = [
 
 const UNSUPPORTED_COMPLETION: [(&str, Off); 1] = [("suffix", |value| value == "")];
 
-const UNSUPPORTED_MESSAGE: [(&str, Off); 6] = [
-    ("tool_calls", is_empty_list),
-    ("tool_call_id", |_| false),
-    ("function_call", |_| false),
-    ("audio", |_| false),
-    ("refusal", |_| false),
-    ("annotations", is_empty_list),
-];
-
-fn is_empty_list(value: &Value) -> bool {
+pub(super) fn is_empty_list(value: &Value) -> bool {
     value.as_array().is_some_and(Vec::is_empty)
 }
 
@@ -142,8 +129,9 @@ pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
     }
     raw.logprobs_field = "top_logprobs";
     raw.logprobs = wanted.then(|| top.unwrap_or(0));
+    let include_reasoning = fields.boolean("include_reasoning")?.unwrap_or(true);
     fields.unsupported(&UNSUPPORTED_CHAT)?;
-    common(fields, raw)
+    Ok(HttpRequest { include_reasoning, ..common(fields, raw)? })
 }
 
 /// Reads the body of `/v1/completions`.
@@ -221,25 +209,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     labels(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids })
-}
-
-/// The messages of a chat, and how they become a prompt.
-pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
-    let messages = messages(fields.required("messages")?)?;
-    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
-    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
-    if continue_final_message && add_generation_prompt == Some(true) {
-        let message = "and add_generation_prompt exclude each other: an answer goes on, or begins";
-        return Err(RequestError::field("continue_final_message", FieldError::Value, message).into());
-    }
-    let kwargs = match fields.value("chat_template_kwargs") {
-        None => serde_json::Map::new(),
-        Some(Value::Object(kwargs)) => kwargs,
-        Some(_) => return Err(wrong_type("chat_template_kwargs", "an object")),
-    };
-    let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
-    Ok(Chat { messages, options: TemplateOptions { add_generation_prompt, kwargs }, continue_final_message })
+    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, include_reasoning: false })
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.
@@ -251,62 +221,6 @@ fn labels(fields: &mut Fields) -> Result<(), ApiError> {
         Some(metadata) if !metadata.is_object() => Err(wrong_type("metadata", "an object")),
         _ => Ok(()),
     }
-}
-
-fn messages(value: Value) -> Result<Vec<ChatMessage>, ApiError> {
-    let Value::Array(list) = value else { return Err(wrong_type("messages", "a list of messages")) };
-    list.into_iter().enumerate().map(|(index, value)| message(value, &format!("messages[{index}]"))).collect()
-}
-
-fn message(value: Value, path: &str) -> Result<ChatMessage, ApiError> {
-    let mut fields = Fields::new(value, path)?;
-    let role_path = fields.path("role");
-    let Value::String(role) = fields.required("role")? else { return Err(wrong_type(role_path, "a string")) };
-    let role = match role.as_str() {
-        // OpenAI's newer name for the same role; models' templates know the older one.
-        "system" | "developer" => "system",
-        "user" => "user",
-        "assistant" => "assistant",
-        "tool" | "function" => {
-            let message = "tools are not supported";
-            return Err(RequestError::field(role_path, FieldError::Unsupported, message).into());
-        }
-        _ => {
-            let message = format!("{role:?} is none of system, developer, user, assistant");
-            return Err(RequestError::field(role_path, FieldError::Value, message).into());
-        }
-    };
-    fields.unsupported(&UNSUPPORTED_MESSAGE)?;
-    let content_path = fields.path("content");
-    let content = content(fields.required("content")?, &content_path)?;
-    let name = fields.string("name")?;
-    fields.finish()?;
-    Ok(ChatMessage { role: role.into(), content, name })
-}
-
-/// A text, or a list of text parts, which are one text in pieces.
-fn content(value: Value, path: &str) -> Result<String, ApiError> {
-    let parts = match value {
-        Value::String(text) => return Ok(text),
-        Value::Array(parts) if !parts.is_empty() => parts,
-        _ => return Err(wrong_type(path, "a string or a list of text parts")),
-    };
-    let mut text = String::new();
-    for (index, part) in parts.into_iter().enumerate() {
-        let mut part = Fields::new(part, &format!("{path}[{index}]"))?;
-        let type_path = part.path("type");
-        if part.required("type")? != "text" {
-            let message = "only parts of type \"text\" are supported";
-            return Err(RequestError::field(type_path, FieldError::Unsupported, message).into());
-        }
-        let text_path = part.path("text");
-        match part.required("text")? {
-            Value::String(piece) => text.push_str(&piece),
-            _ => return Err(wrong_type(text_path, "a string")),
-        }
-        part.finish()?;
-    }
-    Ok(text)
 }
 
 /// A text, a list of texts, a list of token ids, or a list of lists of token ids.

@@ -13,7 +13,7 @@ use super::{
     error::ApiError,
     fields::Fields,
     json::parse as parse_json,
-    parse,
+    messages, parse,
 };
 use crate::{
     engine::{FinishReason, ModelInfo},
@@ -33,7 +33,7 @@ pub(super) async fn tokenize(
         let input = match fields.value("prompt") {
             Some(Value::String(prompt)) => Input::Texts(vec![prompt]),
             Some(_) => return Err(super::error::wrong_type("prompt", "a string")),
-            None => Input::Chat(parse::conversation(&mut fields)?),
+            None => Input::Chat(messages::conversation(&mut fields)?),
         };
         fields.finish()?;
         let tokens = match (&input, add_special) {

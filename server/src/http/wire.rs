@@ -4,11 +4,15 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::parse::StreamUsage;
+use super::{
+    message::{Delta, Message, WholeMessage},
+    parse::StreamUsage,
+    reply::Told,
+};
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
-    engine::{FinishReason, GeneratedToken, client_logprob},
-    text::{OutputToken, Piece, Tokenizer},
+    engine::{GeneratedToken, client_logprob},
+    text::{OutputToken, Tokenizer},
 };
 
 /// Which API's shapes.
@@ -69,8 +73,10 @@ impl Usage {
 #[derive(Debug, Default)]
 pub(super) struct WholeChoice {
     pub(super) index: u32,
-    pub(super) output: Piece,
-    pub(super) finish: Option<FinishReason>,
+    pub(super) message: WholeMessage,
+    pub(super) tokens: Vec<OutputToken>,
+    /// OpenAI's word for why it ended.
+    pub(super) finish: Option<&'static str>,
     pub(super) completion_tokens: u32,
     pub(super) cached_tokens: u32,
     pub(super) drafts: Vec<DraftStep>,
@@ -111,21 +117,6 @@ struct ChatChoice<'a> {
     delta: Option<Delta<'a>>,
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<&'static str>,
-}
-
-#[derive(Serialize)]
-struct Message<'a> {
-    role: &'static str,
-    content: &'a str,
-    refusal: Option<()>,
-}
-
-#[derive(Serialize, Default)]
-struct Delta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
 }
 
 #[derive(Serialize)]
@@ -196,29 +187,28 @@ impl Serialize for TopMap {
 impl Writer {
     /// The chunk that opens a choice; completions have none.
     pub(super) fn opening(&self, index: u32, so_far: Usage) -> Option<String> {
-        let delta = Delta { role: Some("assistant"), content: Some("") };
-        (self.api == Api::Chat).then(|| self.chat_chunk(index, delta, None, None, so_far))
+        (self.api == Api::Chat).then(|| self.chat_chunk(index, Delta::opening(), None, None, so_far))
     }
 
-    /// A chunk with more output.
-    pub(super) fn delta(&self, index: u32, piece: &Piece, so_far: Usage) -> String {
+    /// A chunk with more output, or only with the tokens of some that is held back.
+    pub(super) fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage) -> String {
         match self.api {
             Api::Chat => {
-                let delta = Delta { role: None, content: Some(&piece.text) };
-                self.chat_chunk(index, delta, self.chat_logprobs(&piece.tokens), None, so_far)
+                let logprobs = self.chat_logprobs(tokens).filter(|_| !tokens.is_empty());
+                self.chat_chunk(index, Delta::new(told), logprobs, None, so_far)
             }
             Api::Completion => {
-                let logprobs = self.completion_logprobs(&piece.tokens);
-                let choice =
-                    CompletionChoice { text: &piece.text, index, logprobs, finish_reason: None, prompt_logprobs: None };
+                let text = if let Some(Told::Content(text)) = told { text } else { "" };
+                let logprobs = self.completion_logprobs(tokens);
+                let choice = CompletionChoice { text, index, logprobs, finish_reason: None, prompt_logprobs: None };
                 self.completion_chunk(choice, so_far)
             }
         }
     }
 
     /// The chunk that ends a choice.
-    pub(super) fn finish(&self, index: u32, reason: FinishReason, so_far: Usage) -> String {
-        let finish_reason = Some(finish_word(reason));
+    pub(super) fn finish(&self, index: u32, reason: &'static str, so_far: Usage) -> String {
+        let finish_reason = Some(reason);
         match self.api {
             Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason, so_far),
             Api::Completion => {
@@ -248,12 +238,12 @@ impl Writer {
         let usage = Some(Some(usage));
         match self.api {
             Api::Chat => {
-                let choice = |WholeChoice { index, output, finish, .. }: &'a WholeChoice| ChatChoice {
+                let choice = |WholeChoice { index, message, tokens, finish, .. }: &'a WholeChoice| ChatChoice {
                     index: *index,
-                    message: Some(Message { role: "assistant", content: &output.text, refusal: None }),
+                    message: Some(Message::new(message)),
                     delta: None,
-                    logprobs: self.chat_logprobs(&output.tokens),
-                    finish_reason: finish.map(finish_word),
+                    logprobs: self.chat_logprobs(tokens),
+                    finish_reason: *finish,
                 };
                 let prompt_logprobs = choices.first().and_then(|whole| self.prompt_logprobs(whole));
                 let choices = choices.iter().map(choice).collect();
@@ -261,10 +251,10 @@ impl Writer {
             }
             Api::Completion => {
                 let choice = |whole: &'a WholeChoice| CompletionChoice {
-                    text: &whole.output.text,
+                    text: &whole.message.content,
                     index: whole.index,
-                    logprobs: self.completion_logprobs(&whole.output.tokens),
-                    finish_reason: whole.finish.map(finish_word),
+                    logprobs: self.completion_logprobs(&whole.tokens),
+                    finish_reason: whole.finish,
                     prompt_logprobs: self.prompt_logprobs(whole),
                 };
                 self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics, None)
@@ -389,11 +379,4 @@ impl Writer {
 /// Of a token without one: none was computed.
 fn sampled_logprob(token: &OutputToken) -> f32 {
     client_logprob(token.token.logprob.unwrap_or(f32::NAN))
-}
-
-fn finish_word(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
-    }
 }

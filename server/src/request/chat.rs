@@ -4,13 +4,14 @@
 //! message and begin another, as the operator for instance; such a text is refused by name. (It is not encoded as plain
 //! text: templates trim, cut and convert texts as they like, so where one ends up in the prompt cannot be known.)
 
-use super::Chat;
-use super::{FieldError, RequestError};
-use crate::text::{ChatMessage, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
+use std::borrow::Cow;
 
-/// Stands at both ends of a text in [`fenced`]. Unicode keeps this code point from ever being a character, so no token
-/// spells it and no template looks for it.
-const FENCE: char = '\u{fdd0}';
+use super::{
+    Chat, FieldError, RequestError,
+    fences::{FENCE, fenced, fenced_tool},
+    tools::check_template,
+};
+use crate::text::{ChatMessage, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
 
 /// The prompt of these messages, which came in `field`, for a context of `max_context` tokens.
 ///
@@ -22,20 +23,27 @@ pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) ->
         let message = "the model has no chat template; use /v1/completions";
         return Err(RequestError::field(field, FieldError::Unsupported, message));
     };
-    let Chat { messages, options, continue_final_message } = chat;
+    let Chat { messages, options, continue_final_message, .. } = chat;
+    check_template(chat, text)?;
     check_kwargs(options, text)?;
     let max_bytes = text.tokenizer.max_text_bytes(max_context);
     let too_long = |prompt_bytes| RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context };
-    let bytes = messages.iter().flat_map(texts).map(|(_, text)| text.len()).sum();
+    let tools: Vec<String> = options.tools.iter().map(json).collect();
+    let bytes = messages.iter().flat_map(texts).map(|(_, text)| text.len()).chain(tools.iter().map(String::len)).sum();
     if bytes > max_bytes {
         return Err(too_long(bytes));
     }
     for (index, message) in messages.iter().enumerate() {
         for (name, value) in texts(message) {
-            if let Some(id) = text.tokenizer.special_tokens_in(value).first().copied() {
+            if let Some(id) = text.tokenizer.special_tokens_in(&value).first().copied() {
                 let field = format!("{field}[{index}].{name}");
                 return Err(special_token(field, "holds", &text.tokenizer, id));
             }
+        }
+    }
+    for (index, tool) in tools.iter().enumerate() {
+        if let Some(id) = text.tokenizer.special_tokens_in(tool).first().copied() {
+            return Err(special_token(format!("tools[{index}]"), "holds", &text.tokenizer, id));
         }
     }
     let prompt = template.render(messages, options, max_bytes).map_err(|error| match error {
@@ -44,9 +52,11 @@ pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) ->
     })?;
     // The fences of a text have six bytes, and it has at least one of the prompt's, wherever the template writes it.
     let fenced: Vec<ChatMessage> = messages.iter().map(fenced).collect();
+    let fenced_tools = options.tools.iter().map(fenced_tool).collect();
+    let fenced_options = TemplateOptions { tools: fenced_tools, kwargs: options.kwargs.clone(), ..*options };
     let max_fenced_bytes = max_bytes.saturating_mul(1 + 2 * FENCE.len_utf8());
     // A template that refuses the fences leaves nothing to compare with: then no control token is accounted for.
-    let fenced = template.render(&fenced, options, max_fenced_bytes).unwrap_or_default();
+    let fenced = template.render(&fenced, &fenced_options, max_fenced_bytes).unwrap_or_default();
     if let Some(id) = assembled(&prompt, &fenced, &text.tokenizer) {
         return Err(special_token(field.into(), "would, in the chat template, spell", &text.tokenizer, id));
     }
@@ -85,9 +95,17 @@ fn check_kwargs(options: &TemplateOptions, text: &Text) -> Result<(), RequestErr
 }
 
 /// The texts of a message that the client chooses, with the names of their fields.
-fn texts(message: &ChatMessage) -> impl Iterator<Item = (&'static str, &str)> {
-    let name = message.name.as_deref().map(|name| ("name", name));
-    [("role", message.role.as_str())].into_iter().chain(name).chain([("content", message.content.as_str())])
+fn texts(message: &ChatMessage) -> impl Iterator<Item = (&'static str, Cow<'_, str>)> {
+    let ChatMessage { role, content, name, reasoning_content, tool_calls, tool_call_id } = message;
+    let options = [("name", name), ("reasoning_content", reasoning_content), ("tool_call_id", tool_call_id)];
+    let given = options.into_iter().filter_map(|(name, text)| Some((name, Cow::from(text.as_deref()?))));
+    let calls = tool_calls.iter().map(|call| ("tool_calls", json(call).into()));
+    [("role", role.into()), ("content", content.into())].into_iter().chain(given).chain(calls)
+}
+
+/// What a template may write of a value: all texts in it, their names, too.
+fn json(value: &impl serde::Serialize) -> String {
+    serde_json::to_string(value).expect("texts, numbers and lists of them are always JSON")
 }
 
 fn special_token(field: String, how: &str, tokenizer: &Tokenizer, id: u32) -> RequestError {
@@ -103,15 +121,6 @@ fn assembled(prompt: &str, fenced: &str, tokenizer: &Tokenizer) -> Option<u32> {
     let (written, accounted) = (tokenizer.special_tokens_in(prompt), tokenizer.special_tokens_in(fenced));
     let same = written.iter().zip(&accounted).take_while(|(a, b)| a == b).count();
     written.get(same).copied().filter(|_| written != accounted)
-}
-
-/// The message with fences around its texts. Blank ones form no token, and templates ask for them.
-fn fenced(message: &ChatMessage) -> ChatMessage {
-    let fence = |text: &String| match text.trim().is_empty() {
-        true => text.clone(),
-        false => format!("{FENCE}{text}{FENCE}"),
-    };
-    ChatMessage { role: message.role.clone(), content: fence(&message.content), name: message.name.as_ref().map(fence) }
 }
 
 #[cfg(test)]

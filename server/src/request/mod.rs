@@ -4,14 +4,18 @@ use std::{ops::RangeInclusive, sync::Arc};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
+    reply::Format,
     text::{ChatMessage, Constraint, Start, Stops, TemplateOptions},
 };
 
 mod chat;
 mod error;
+mod fences;
+mod tools;
 mod validate;
 
 pub use error::{FieldError, RequestError};
+pub use tools::{MAX_TOOLS, ToolChoice};
 pub use validate::{encode, validate};
 
 /// Choices of one prompt; each is a sequence of its own.
@@ -55,6 +59,12 @@ pub struct Chat {
     pub options: TemplateOptions,
     /// The answer goes on from the last message's text, where it stands.
     pub continue_final_message: bool,
+    /// Which of the tools may or must be called; those of the options are all that the model is told of.
+    pub tool_choice: ToolChoice,
+    /// The answer ends with its first call.
+    pub one_call: bool,
+    /// Tool calls and thinking are told apart from the answer's content, for a client that takes them so.
+    pub in_parts: bool,
 }
 
 impl Chat {
@@ -175,6 +185,8 @@ pub struct ValidRequest {
     pub logprobs: Option<u32>,
     /// What ends the output by its text.
     pub stop: Stops,
+    /// What is told apart in it.
+    pub format: Format,
     /// As in [`SequenceRequest`].
     pub cache_salt: Arc<str>,
     /// As in [`RawRequest`], to be compiled to `grammar`.
@@ -200,6 +212,8 @@ pub struct ValidPrompt {
     pub start: Start,
     /// As the client wrote it, if it wrote a text.
     pub text: Option<String>,
+    /// It has begun the output's thinking.
+    pub thinks: bool,
 }
 
 impl ValidRequest {

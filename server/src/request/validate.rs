@@ -5,10 +5,11 @@ use std::sync::Arc;
 use super::{
     FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
     MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest,
-    chat, draw_seed,
+    chat, draw_seed, tools,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
+    reply::Format,
     text::{Start, Stops, Text, TextError},
 };
 
@@ -55,13 +56,17 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         _ => Vec::new(),
     };
     texts.reverse();
+    let format = match &raw.input {
+        Input::Chat(chat) => tools::format(chat, text)?,
+        Input::Texts(_) | Input::Tokens(_) => Format::default(),
+    };
     let prompts = prompts(raw.input, raw.input_field, true, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
         let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
         return Err(RequestError::field("n", FieldError::Value, message));
     }
     let mut valid_prompts = Vec::with_capacity(prompts.len());
-    for (index, (mut tokens, start)) in prompts.into_iter().enumerate() {
+    for (index, Encoded { mut tokens, start, thinks }) in prompts.into_iter().enumerate() {
         if let Some(most) = raw.truncate_prompt {
             let most = truncated("truncate_prompt_tokens", most, model)?;
             tokens.drain(..tokens.len().saturating_sub(most));
@@ -72,7 +77,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
             let message = format!("{min_tokens} is more than the {max_tokens} tokens that may be generated");
             return Err(RequestError::field("min_tokens", FieldError::Value, message));
         }
-        valid_prompts.push(ValidPrompt { tokens, max_tokens, start, text: texts.pop() });
+        valid_prompts.push(ValidPrompt { tokens, max_tokens, start, text: texts.pop(), thinks });
     }
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
@@ -86,6 +91,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         sampling,
         logprobs,
         stop,
+        format,
         cache_salt,
         constraint: raw.constraint,
         grammar: None,
@@ -209,10 +215,17 @@ pub fn encode(
     text: &Text,
 ) -> Result<Vec<u32>, RequestError> {
     let all = prompts(input, field, special, "", model, text)?;
-    Ok(all.into_iter().flat_map(|(tokens, _)| tokens).collect())
+    Ok(all.into_iter().flat_map(|prompt| prompt.tokens).collect())
 }
 
-/// Each prompt's tokens and where its output stands. `special`: of plain texts with what the model expects around them.
+/// A prompt of which only the length is not checked yet.
+struct Encoded {
+    tokens: Vec<u32>,
+    start: Start,
+    thinks: bool,
+}
+
+/// Each prompt. `special`: of plain texts with what the model expects around them.
 fn prompts(
     input: Input,
     field: &str,
@@ -220,7 +233,7 @@ fn prompts(
     salt: &str,
     model: &ModelInfo,
     text: &Text,
-) -> Result<Vec<(Vec<u32>, Start)>, RequestError> {
+) -> Result<Vec<Encoded>, RequestError> {
     let wrong = |message: String| RequestError::field(field, FieldError::Value, message);
     let check_count = |count: usize| match count {
         0 => Err(wrong("must not be empty".into())),
@@ -234,9 +247,10 @@ fn prompts(
                 return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {messages}")));
             }
             let prompt = chat::prompt(&chat, field, model.max_context, text)?;
+            let thinks = tools::thinks(&chat, &prompt);
             // The template has written the special tokens, the begin token included.
             let tokens = encode_text(&prompt, false, salt, field, text)?;
-            Ok(vec![(tokens, Start::Beginning)])
+            Ok(vec![Encoded { tokens, start: Start::Beginning, thinks }])
         }
         Input::Texts(texts) => {
             check_count(texts.len())?;
@@ -249,7 +263,10 @@ fn prompts(
             if let Some(prompt_bytes) = texts.iter().map(String::len).find(|bytes| *bytes > max_bytes) {
                 return Err(RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context });
             }
-            let tokens = |prompt: &String| Ok((encode_text(prompt, special, salt, field, text)?, Start::Middle));
+            let tokens = |prompt: &String| {
+                let tokens = encode_text(prompt, special, salt, field, text)?;
+                Ok(Encoded { tokens, start: Start::Middle, thinks: false })
+            };
             texts.iter().map(tokens).collect()
         }
         Input::Tokens(lists) => {
@@ -260,7 +277,8 @@ fn prompts(
                     return Err(wrong(format!("token {id} does not exist; the vocabulary has {size} tokens")));
                 }
                 let text_before = tokens.iter().any(|id| !text.tokenizer.is_special(*id));
-                Ok((tokens, if text_before { Start::Middle } else { Start::Beginning }))
+                let start = if text_before { Start::Middle } else { Start::Beginning };
+                Ok(Encoded { tokens, start, thinks: false })
             };
             lists.into_iter().map(check).collect()
         }

@@ -23,6 +23,8 @@ pub struct Detokenizer {
     /// The first bytes of a character that is not whole yet: at most 3 between calls.
     pending: Vec<u8>,
     leading_space: LeadingSpace,
+    /// Control tokens that are text all the same.
+    shown: Vec<u32>,
 }
 
 impl Detokenizer {
@@ -32,12 +34,17 @@ impl Detokenizer {
             Start::Beginning => tokenizer.leading_space(),
             Start::Middle => LeadingSpace::Keep,
         };
-        Self { tokenizer, pending: Vec::new(), leading_space }
+        Self { tokenizer, pending: Vec::new(), leading_space, shown: Vec::new() }
+    }
+
+    /// The names of these control tokens are part of the text.
+    pub fn showing(self, shown: Vec<u32>) -> Self {
+        Self { shown, ..self }
     }
 
     /// The text that became whole with this token.
     pub fn push(&mut self, id: u32) -> String {
-        if self.tokenizer.is_special(id) {
+        if self.tokenizer.is_special(id) && !self.shown.contains(&id) {
             return String::new();
         }
         let mut bytes = self.tokenizer.token_bytes(id);

@@ -9,6 +9,8 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::reply::{Parsers, ToolFormat};
+
 mod defaults;
 mod detokenizer;
 mod grammar;
@@ -18,6 +20,7 @@ mod stops;
 mod template;
 mod time;
 mod tokenizer;
+mod tools;
 
 pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
@@ -26,6 +29,7 @@ pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher, Stops};
 pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};
 pub use tokenizer::Tokenizer;
+pub use tools::{Call, Function, Tool, ToolCall};
 
 /// Why a model directory's text files cannot be served, or a text cannot be processed.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +75,12 @@ pub struct Text {
     pub defaults: GenerationDefaults,
     /// What answers may be held to.
     pub grammars: Grammars,
+    /// The chat template tells the model of tools.
+    pub takes_tools: bool,
+    /// How the model writes tool calls; `None`: that is not known.
+    pub tool_format: Option<ToolFormat>,
+    /// The model's thinking is told apart from its answer.
+    pub thinks: bool,
 }
 
 /// The part of config.json that the text side needs.
@@ -115,9 +125,19 @@ impl Text {
         defaults.add_eos_tokens(config_eos);
         defaults.add_eos_tokens(eos_token.and_then(|token| tokenizer.id(token)));
 
+        let takes_tools = template.as_ref().is_some_and(ChatTemplate::takes_tools);
         let tokenizer = Arc::new(tokenizer);
         let grammars = Grammars::new(tokenizer.clone(), defaults.eos_tokens.first().copied());
-        Ok(Self { tokenizer, template, defaults, grammars })
+        let text = Self { tokenizer, template, defaults, grammars, takes_tools, tool_format: None, thinks: false };
+        Ok(text.with_parsers(Parsers::default()))
+    }
+
+    /// Replies are read as the operator says.
+    pub fn with_parsers(self, parsers: Parsers) -> Self {
+        let template = self.template.as_ref().map_or("", ChatTemplate::source);
+        let tool_format = parsers.tool_format(template);
+        let thinks = parsers.thinks(template, |text| self.tokenizer.id(text).is_some());
+        Self { tool_format, thinks, ..self }
     }
 }
 

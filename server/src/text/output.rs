@@ -94,6 +94,11 @@ impl OutputText {
         }
     }
 
+    /// The names of these control tokens are part of the output.
+    pub fn showing(self, shown: Vec<u32>) -> Self {
+        Self { detokenizer: self.detokenizer.showing(shown), ..self }
+    }
+
     /// Takes the next token: what became known, and whether a stop text ends the output here.
     pub fn push(&mut self, token: GeneratedToken) -> (Piece, bool) {
         let start = self.decoded;
@@ -210,9 +215,12 @@ mod tests {
     }
 
     #[test]
-    fn control_tokens_are_output_without_text() {
+    fn control_tokens_are_output_without_text_unless_they_are_shown() {
         let mut output = OutputText::new(tokenizer(), Start::Beginning, Stops::default());
         let (piece, _) = output.push(token(4));
         assert_eq!((piece.text.as_str(), piece.tokens.len()), ("", 1));
+        let mut output = OutputText::new(tokenizer(), Start::Beginning, Stops::default()).showing(vec![4]);
+        assert_eq!(output.push(token(4)).0.text, "<|eot_id|>");
+        assert_eq!(output.push(token(3)).0.text, "");
     }
 }

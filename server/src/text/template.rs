@@ -13,27 +13,36 @@ use minijinja::{
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 
-use super::{TextError, time::strftime};
+use super::{Function, TextError, Tool, ToolCall, time::strftime};
 
 /// Instructions that one rendering may take: a thousand messages need some hundred thousand.
 const FUEL: u64 = 5_000_000;
 
 /// One message of a chat.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct ChatMessage {
-    /// "system", "user" or "assistant".
+    /// "system", "user", "assistant" or "tool".
     pub role: String,
     /// Its text.
     pub content: String,
     /// Who speaks, where a template tells speakers of a role apart.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// What the assistant thought before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// What the assistant called. Left out where it called nothing: templates ask whether it is there.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+    /// Of a tool's answer: the call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
 }
 
 impl ChatMessage {
-    /// A message without a name.
+    /// A message that is nothing but its text.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into(), name: None }
+        Self { role: role.into(), content: content.into(), ..Self::default() }
     }
 }
 
@@ -44,11 +53,13 @@ pub struct TemplateOptions {
     pub add_generation_prompt: bool,
     /// What the template knows by names of its own, such as `enable_thinking`.
     pub kwargs: serde_json::Map<String, serde_json::Value>,
+    /// What the model may call.
+    pub tools: Vec<Tool>,
 }
 
 impl Default for TemplateOptions {
     fn default() -> Self {
-        Self { add_generation_prompt: true, kwargs: serde_json::Map::new() }
+        Self { add_generation_prompt: true, kwargs: serde_json::Map::new(), tools: Vec::new() }
     }
 }
 
@@ -60,6 +71,7 @@ pub const TEMPLATE_NAMES: [&str; 6] =
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
     bos_token: String,
     eos_token: String,
 }
@@ -81,7 +93,27 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
-        Ok(Self { environment, bos_token: bos_token.into(), eos_token: eos_token.into() })
+        Ok(Self { environment, source: source.into(), bos_token: bos_token.into(), eos_token: eos_token.into() })
+    }
+
+    /// The template's text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Whether it tells the model of tools: the name of one turns up in a prompt. (That a template names the variable
+    /// says less: some only ask for it to raise.)
+    pub fn takes_tools(&self) -> bool {
+        let name = "get_local_time";
+        let schema = serde_json::json!({"type": "object", "properties": {}});
+        let function = Function {
+            name: name.into(),
+            description: Some("The time".into()),
+            parameters: schema.as_object().cloned(),
+        };
+        let options = TemplateOptions { tools: vec![Tool::Function(function)], ..TemplateOptions::default() };
+        let prompt = self.render(&[ChatMessage::new("user", "Hi")], &options, usize::MAX);
+        prompt.is_ok_and(|prompt| prompt.contains(name))
     }
 
     /// The prompt for these messages.
@@ -105,7 +137,8 @@ impl ChatTemplate {
             add_generation_prompt => options.add_generation_prompt,
             bos_token => self.bos_token.as_str(),
             eos_token => self.eos_token.as_str(),
-            tools => (),
+            // Templates ask whether there are any.
+            tools => (!options.tools.is_empty()).then(|| Value::from(Serde(&options.tools))),
             documents => (),
             ..Value::from(Serde(&options.kwargs))
         };

@@ -12,6 +12,7 @@ mod metrics;
 mod refusals;
 #[path = "../common/scrape.rs"]
 mod scrape;
+mod tools;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
@@ -54,11 +55,15 @@ fn text() -> Arc<Text> {
 
 impl Server {
     async fn start(options: ServeOptions) -> (Self, Script) {
+        Self::start_with(options, text()).await
+    }
+
+    async fn start_with(options: ServeOptions, text: Arc<Text>) -> (Self, Script) {
         let (handle, script) = engine::script();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = StopSignal::default();
-        let task = tokio::spawn(listener::run(listener, handle, text(), options, stop.clone()));
+        let task = tokio::spawn(listener::run(listener, handle, text, options, stop.clone()));
         (Self { address, stop, task }, script)
     }
 

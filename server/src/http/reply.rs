@@ -1,0 +1,155 @@
+//! A choice as its client reads it: in parts, with names for its calls.
+
+use futures::{Stream, stream};
+use uuid::Uuid;
+
+use crate::{
+    drafts::DraftStep,
+    engine::{FinishReason, GeneratedToken},
+    frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place},
+    reply::{Format, Part, Reply, ToolFormat},
+    request::ValidRequest,
+    text::OutputToken,
+};
+
+/// A request whose sequences are queued or running. Dropping it cancels them.
+#[derive(Debug)]
+pub(super) struct Replies {
+    pub(super) request: ValidRequest,
+    pub(super) choices: Vec<ReplyChoice>,
+    pub(super) place: Place,
+}
+
+impl Replies {
+    pub(super) fn new(generation: Generation, include_reasoning: bool) -> Self {
+        let Generation { request, choices, place, .. } = generation;
+        let reply = |choice: Choice| {
+            let prompt = &request.prompts[(choice.index / request.choices) as usize];
+            ReplyChoice::new(choice, &request.format, prompt.thinks, include_reasoning)
+        };
+        let choices = choices.into_iter().map(reply).collect();
+        Self { request, choices, place }
+    }
+}
+
+/// One choice. Dropping it cancels the sequence.
+#[derive(Debug)]
+pub(super) struct ReplyChoice {
+    choice: Choice,
+    reply: Reply,
+    tools: Option<ToolFormat>,
+    include_reasoning: bool,
+    /// A call has been told of.
+    called: bool,
+    /// The end, known but not yet told.
+    end: Option<ReplyEvent>,
+}
+
+/// What a choice made known.
+#[derive(Debug)]
+pub(super) enum ReplyEvent {
+    /// More output, and the tokens behind it; each may come without the other.
+    Delta {
+        told: Vec<Told>,
+        tokens: Vec<OutputToken>,
+        /// How many of the tokens are the prompt's.
+        echoed: usize,
+    },
+    /// The end. `reason` is OpenAI's word for why, the rest as in [`ChoiceEvent::Finished`].
+    Finished {
+        reason: &'static str,
+        completion_tokens: u32,
+        cached_tokens: u32,
+        drafts: Vec<DraftStep>,
+        prompt_logprobs: Vec<GeneratedToken>,
+    },
+}
+
+/// A part of an answer, or more of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Told {
+    Content(String),
+    Reasoning(String),
+    Call { index: u32, id: String, name: String },
+    Arguments { index: u32, text: String },
+}
+
+impl ReplyChoice {
+    /// `thinks`: the prompt has begun the thinking.
+    fn new(choice: Choice, format: &Format, thinks: bool, include_reasoning: bool) -> Self {
+        let (reply, tools) = (Reply::new(format, thinks), format.tools);
+        Self { choice, reply, tools, include_reasoning, called: false, end: None }
+    }
+
+    /// Its number in the response.
+    pub(super) fn index(&self) -> u32 {
+        self.choice.index
+    }
+
+    /// What becomes known next; `None` after the end or an error.
+    pub(super) async fn next(&mut self) -> Option<Result<ReplyEvent, GenerateError>> {
+        if let Some(end) = self.end.take() {
+            return Some(Ok(end));
+        }
+        match self.choice.next().await? {
+            Ok(ChoiceEvent::Delta(piece)) => {
+                let parts = self.reply.push(&piece.text);
+                if self.reply.is_over() {
+                    self.choice.complete();
+                }
+                let (told, echoed) = (self.tell(parts), piece.echoed);
+                Some(Ok(ReplyEvent::Delta { told, tokens: piece.tokens, echoed }))
+            }
+            Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs }) => {
+                let parts = self.reply.finish();
+                let told = self.tell(parts);
+                let reason = finish_word(reason, self.called);
+                let end = ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs };
+                if told.is_empty() {
+                    return Some(Ok(end));
+                }
+                self.end = Some(end);
+                Some(Ok(ReplyEvent::Delta { told, tokens: Vec::new(), echoed: 0 }))
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// Everything that [`ReplyChoice::next`] returns, as a stream with the choice's index.
+    pub(super) fn into_stream(self) -> impl Stream<Item = (u32, Result<ReplyEvent, GenerateError>)> {
+        stream::unfold(self, |mut reply| async move { reply.next().await.map(|event| ((reply.index(), event), reply)) })
+    }
+
+    fn tell(&mut self, parts: Vec<Part>) -> Vec<Told> {
+        let told = parts.into_iter().filter_map(|part| match part {
+            Part::Content(text) => Some(Told::Content(text)),
+            Part::Reasoning(text) => self.include_reasoning.then_some(Told::Reasoning(text)),
+            Part::Call { index, name } => {
+                self.called = true;
+                Some(Told::Call { index, id: call_id(self.tools), name })
+            }
+            Part::Arguments { index, text } => Some(Told::Arguments { index, text }),
+            Part::CallEnd { .. } => None,
+        });
+        told.collect()
+    }
+}
+
+/// A new name for a call, random so that no two of a conversation are alike. Mistral's templates refuse any but nine
+/// letters and digits.
+fn call_id(format: Option<ToolFormat>) -> String {
+    let id = Uuid::new_v4().simple().to_string();
+    match format {
+        Some(ToolFormat::Mistral) => id[..9].to_owned(),
+        _ => format!("call_{id}"),
+    }
+}
+
+/// OpenAI's word. A limit that cuts a call off is told as a limit.
+fn finish_word(reason: FinishReason, called: bool) -> &'static str {
+    match reason {
+        FinishReason::Stop if called => "tool_calls",
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}

@@ -193,9 +193,9 @@ impl Frontend {
 
     /// Compiles what a request is held to, if it is, on the front end's own threads.
     async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
-        let Some((field, constraint)) = valid.constraint.take() else { return Ok(()) };
+        let Some((field, form)) = valid.form.take() else { return Ok(()) };
         let text = self.text.clone();
-        let grammar = self.compute(INLINE_BYTES + 1, move || text.grammars.compile(&constraint)).await?;
+        let grammar = self.compute(INLINE_BYTES + 1, move || text.grammars.compile(&form)).await?;
         let grammar = grammar.map_err(|problem| RequestError::field(field, FieldError::Value, problem))?;
         valid.grammar = Some(grammar);
         Ok(())

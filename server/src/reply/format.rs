@@ -4,6 +4,11 @@ use clap::ValueEnum;
 
 use super::thinking;
 
+/// Ends the thinking of a reply.
+pub const THINKING_CLOSES: &str = thinking::CLOSE;
+/// Begins it.
+pub const THINKING_OPENS: &str = thinking::OPEN;
+
 /// How a model writes tool calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToolFormat {

@@ -6,11 +6,15 @@
 
 mod calls;
 mod format;
+mod grammar;
 mod marker;
 mod object;
 mod thinking;
 
-pub use format::{Format, Parsers, ReasoningParser, ToolCallParser, ToolFormat, thinks_at_the_end_of};
+pub use format::{
+    Format, Parsers, ReasoningParser, THINKING_CLOSES, THINKING_OPENS, ToolCallParser, ToolFormat, thinks_at_the_end_of,
+};
+pub use grammar::{CallGrammar, calls};
 
 use calls::Calls;
 use thinking::Thinking;

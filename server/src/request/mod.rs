@@ -5,12 +5,13 @@ use std::{ops::RangeInclusive, sync::Arc};
 use crate::{
     engine::{SamplingParams, SequenceRequest},
     reply::Format,
-    text::{ChatMessage, Constraint, Start, Stops, TemplateOptions},
+    text::{ChatMessage, Constraint, Form, Start, Stops, TemplateOptions},
 };
 
 mod chat;
 mod error;
 mod fences;
+mod form;
 mod tools;
 mod validate;
 
@@ -189,8 +190,8 @@ pub struct ValidRequest {
     pub format: Format,
     /// As in [`SequenceRequest`].
     pub cache_salt: Arc<str>,
-    /// As in [`RawRequest`], to be compiled to `grammar`.
-    pub constraint: Option<(String, Constraint)>,
+    /// What the output is held to, with the name of the field that says so, to be compiled to `grammar`.
+    pub form: Option<(String, Form)>,
     /// As in [`SequenceRequest`].
     pub grammar: Option<Arc<str>>,
     /// The output begins with the prompt.

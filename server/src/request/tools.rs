@@ -2,7 +2,7 @@
 
 use super::{Chat, FieldError, RequestError};
 use crate::{
-    reply::{Format, thinks_at_the_end_of},
+    reply::{self, CallGrammar, Format, thinks_at_the_end_of},
     text::{Text, Tool},
 };
 
@@ -40,7 +40,6 @@ pub(super) fn format(chat: &Chat, text: &Text) -> Result<Format, RequestError> {
                        name the format with --tool-call-parser";
         return Err(RequestError::field("tools", FieldError::Unsupported, message));
     };
-    constrain(&chat.tool_choice)?;
     let names = tools.iter().map(|tool| tool.name().to_owned()).collect();
     Ok(Format { tools: Some(format), names, one_call: chat.one_call, reasoning })
 }
@@ -62,18 +61,17 @@ pub(super) fn thinks(chat: &Chat, prompt: &str) -> bool {
     }
 }
 
-/// Makes the model call a tool where the request says that it must.
-///
-/// # Errors
-/// Names `tool_choice`: decoding would have to be constrained to calls. **This is the one place that refuses it.**
-fn constrain(choice: &ToolChoice) -> Result<(), RequestError> {
-    match choice {
-        ToolChoice::Auto => Ok(()),
-        ToolChoice::Required | ToolChoice::Named(_) => {
-            let message = "only \"auto\" and \"none\" are supported: the model cannot be made to call a tool";
-            Err(RequestError::field("tool_choice", FieldError::Unsupported, message))
-        }
-    }
+/// Calls that the answer may be, or must be (`true`), as a grammar; `None`: there are no tools.
+pub(super) fn calls(chat: &Chat, format: &Format, text: &Text) -> Option<(CallGrammar, bool)> {
+    let tools = format.tools?;
+    let may_be = |tool: &&Tool| match &chat.tool_choice {
+        ToolChoice::Auto | ToolChoice::Required => true,
+        ToolChoice::Named(name) => tool.name() == name,
+    };
+    let named: Vec<_> = chat.options.tools.iter().filter(may_be).map(|tool| (tool.name(), tool.parameters())).collect();
+    let one_call = chat.one_call || matches!(chat.tool_choice, ToolChoice::Named(_));
+    let grammar = reply::calls(tools, &named, one_call, |marker| text.grammars.marker(marker));
+    Some((grammar, chat.tool_choice != ToolChoice::Auto))
 }
 
 /// Names are such that no template and no parser mistakes them, and the choice is one of them.
@@ -180,8 +178,6 @@ mod tests {
             (vec![function("f", ""), function("f", "")], ToolChoice::Auto, "tools[1].function.name"),
             (vec![function("f", ""); MAX_TOOLS + 1], ToolChoice::Auto, "tools"),
             (one(), ToolChoice::Named("g".into()), "tool_choice.function.name"),
-            (one(), ToolChoice::Named("f".into()), "tool_choice"),
-            (one(), ToolChoice::Required, "tool_choice"),
         ] {
             assert_eq!(valid(chat(tools, choice), &text(LLAMA)).unwrap_err().param(), param);
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
     MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest,
-    chat, draw_seed, tools,
+    chat, draw_seed, form, tools,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -40,14 +40,6 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     check_stops(&raw.stop)?;
     check_stop_tokens(&raw.stop_tokens, model)?;
     let cache_salt = cache_salt(raw.cache_salt)?;
-    if raw.constraint.is_some() {
-        // The grammar says where an answer may end.
-        let message = "does not go with an answer that is held to a form: the form says where it ends";
-        let wrong = [("min_tokens", min_tokens > 0), ("ignore_eos", raw.ignore_eos)].into_iter().find(|of| of.1);
-        if let Some((field, _)) = wrong {
-            return Err(RequestError::field(field, FieldError::Value, message));
-        }
-    }
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -59,6 +51,10 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     let format = match &raw.input {
         Input::Chat(chat) => tools::format(chat, text)?,
         Input::Texts(_) | Input::Tokens(_) => Format::default(),
+    };
+    let calls = match &raw.input {
+        Input::Chat(chat) => tools::calls(chat, &format, text),
+        Input::Texts(_) | Input::Tokens(_) => None,
     };
     let prompts = prompts(raw.input, raw.input_field, true, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
@@ -81,6 +77,10 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     }
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
+    let form = form::form(raw.constraint, calls, &format, valid_prompts.iter().any(|prompt| prompt.thinks));
+    if form.is_some() {
+        form::check_end(min_tokens, raw.ignore_eos)?;
+    }
     let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
     let prompts = valid_prompts;
     Ok(ValidRequest {
@@ -93,7 +93,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         stop,
         format,
         cache_salt,
-        constraint: raw.constraint,
+        form,
         grammar: None,
         echo: raw.echo,
         prompt_logprobs,

@@ -10,11 +10,41 @@ use looplane_proto::worker::v1::Vocabulary;
 use serde_json::{Value, json};
 
 use super::Tokenizer;
+use crate::reply::{CallGrammar, THINKING_CLOSES, THINKING_OPENS};
 
 /// In front of a control token's name in a [`Vocabulary`]: no text has this byte.
 const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 
 /// What an answer is held to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Form {
+    /// Its text, but for thinking in front.
+    pub body: Body,
+    /// Thinking may stand in front.
+    pub thinking: Option<Thinking>,
+}
+
+/// How the thinking in front of a form begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Thinking {
+    /// With its tag, or there is none.
+    Tagged,
+    /// The prompt has begun it.
+    Begun,
+}
+
+/// What the text of an answer is held to.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Body {
+    /// What the client says.
+    Constraint(Constraint),
+    /// Tool calls.
+    Calls(CallGrammar),
+    /// One or the other.
+    Either(Constraint, CallGrammar),
+}
+
+/// What a client may hold an answer to.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Constraint {
     /// JSON that a schema allows.
@@ -33,8 +63,8 @@ impl Constraint {
         Self::Json(json!({"type": "object"}))
     }
 
-    fn grammar(&self) -> TopLevelGrammar {
-        let grammar = match self {
+    fn grammar(&self) -> GrammarWithLexer {
+        match self {
             Self::Json(schema) => GrammarWithLexer::from_json_schema(schema.clone()),
             Self::Regex(regex) => GrammarWithLexer::from_regex(regex),
             Self::Choice(choices) => {
@@ -43,8 +73,43 @@ impl Constraint {
                 GrammarWithLexer::from_lark(format!("start: {}", choices.join(" | ")))
             }
             Self::Lark(grammar) => GrammarWithLexer::from_lark(grammar.clone()),
+        }
+    }
+}
+
+impl Form {
+    /// `marker`: how Lark names a text that may be a token of its own.
+    fn grammar(&self, marker: impl Fn(&str) -> Option<String>) -> TopLevelGrammar {
+        let (constraint, calls) = match &self.body {
+            Body::Constraint(constraint) if self.thinking.is_none() => {
+                return TopLevelGrammar::from_grammar(constraint.grammar());
+            }
+            Body::Constraint(constraint) => (Some(constraint), None),
+            Body::Calls(calls) => (None, Some(calls)),
+            Body::Either(constraint, calls) => (Some(constraint), Some(calls)),
         };
-        TopLevelGrammar::from_grammar(grammar)
+        let bodies = [constraint.map(|_| "@form"), calls.map(|_| "calls")];
+        let body = bodies.into_iter().flatten().collect::<Vec<_>>().join(" | ");
+        let spelled = |text: &str| marker(text).unwrap_or_else(|| json!(text).to_string());
+        let thought = match (self.thinking, marker(THINKING_CLOSES)) {
+            (None, _) => String::new(),
+            (Some(_), Some(close)) => format!("thought: /(?s:.*)/ {close} BLANK\n"),
+            (Some(_), None) => format!("thought: closed BLANK\nclosed[suffix={}]: /(?s:.*)/\n", json!(THINKING_CLOSES)),
+        };
+        let start = match self.thinking {
+            None => format!("start: {body}"),
+            Some(Thinking::Begun) => format!("start: thought ({body})\nBLANK: /\\s*/"),
+            Some(Thinking::Tagged) => {
+                format!("start: ({} thought)? ({body})\nBLANK: /\\s*/", spelled(THINKING_OPENS))
+            }
+        };
+        let rules = calls.map_or("", |calls| &calls.rules);
+        let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{thought}{rules}"))];
+        let named = |name: &str, grammar| GrammarWithLexer { name: Some(name.to_owned()), ..grammar };
+        grammars.extend(constraint.map(|constraint| named("form", constraint.grammar())));
+        let schemas = calls.iter().flat_map(|calls| &calls.schemas);
+        grammars.extend(schemas.map(|(name, schema)| named(name, GrammarWithLexer::from_json_schema(schema.clone()))));
+        TopLevelGrammar { grammars, max_tokens: None }
     }
 }
 
@@ -86,13 +151,19 @@ impl Grammars {
     ///
     /// # Errors
     /// In words: what is wrong with it, or too much about it.
-    pub fn compile(&self, constraint: &Constraint) -> Result<Arc<str>, String> {
+    pub fn compile(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
-        let grammar = constraint.grammar();
+        let grammar = form.grammar(|text| self.marker(text));
         let parser = factory.create_parser(grammar.clone());
         parser.map_err(|error| error.to_string())?;
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
+    }
+
+    /// How Lark names a text that is a control token, which no other text spells; `None`: it is not.
+    pub fn marker(&self, text: &str) -> Option<String> {
+        let id = self.tokenizer.id(text).filter(|id| self.tokenizer.is_special(*id));
+        id.map(|id| format!("<[{id}]>"))
     }
 
     fn factory(&self) -> Result<ParserFactory, String> {
@@ -118,10 +189,15 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::reply::{ToolFormat, calls};
     use crate::text::Text;
 
     fn grammars() -> Grammars {
         Text::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa")).unwrap().grammars
+    }
+
+    fn form(constraint: Constraint) -> Form {
+        Form { body: Body::Constraint(constraint), thinking: None }
     }
 
     #[test]
@@ -147,7 +223,7 @@ mod tests {
             Constraint::Choice(vec!["yes \"indeed\"".into(), "no\n".into()]),
             Constraint::Lark("start: \"a\" start | \"b\"".into()),
         ] {
-            let grammar = grammars.compile(&good).unwrap();
+            let grammar = grammars.compile(&form(good)).unwrap();
             assert!(serde_json::from_str::<TopLevelGrammar>(&grammar).is_ok());
         }
         for (bad, says) in [
@@ -155,8 +231,72 @@ mod tests {
             (Constraint::Regex("(".into()), "regex"),
             (Constraint::Lark("start: nothing".into()), "nothing"),
         ] {
-            let problem = grammars.compile(&bad).unwrap_err();
+            let problem = grammars.compile(&form(bad)).unwrap_err();
             assert!(problem.contains(says), "{problem}");
         }
+    }
+
+    /// What llguidance says of a text that a grammar is to allow, followed to its end.
+    fn allows(form: &Form, text: &str) -> bool {
+        let grammars = grammars();
+        let grammar: TopLevelGrammar = serde_json::from_str(&grammars.compile(form).unwrap()).unwrap();
+        let mut parser = grammars.factory.get().unwrap().as_ref().unwrap().create_parser(grammar).unwrap();
+        parser.start_without_prompt();
+        let bytes: Vec<u32> = text.bytes().map(|byte| id_of(&grammars, byte)).collect();
+        let followed = bytes
+            .iter()
+            .all(|&token| parser.validate_token(token).unwrap_or(false) && parser.consume_token(token).is_ok());
+        followed && parser.is_accepting()
+    }
+
+    fn id_of(grammars: &Grammars, byte: u8) -> u32 {
+        (0..768).find(|id| grammars.tokenizer.token_bytes(*id) == [byte]).unwrap()
+    }
+
+    #[test]
+    fn calls_are_held_to_their_format_and_schemas() {
+        let schema = json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"],
+            "additionalProperties": false, "$defs": {"n": {"type": "integer"}}});
+        let tools = [("f", schema.as_object()), ("g", None)];
+        let held = |format, one_call, thinking| {
+            let calls = calls(format, &tools, one_call, |_| None);
+            Form { body: Body::Calls(calls), thinking }
+        };
+        let hermes = |text: &str| format!("<tool_call>\n{text}\n</tool_call>");
+        let (f, g) = (r#"{"name": "f", "arguments": {"n": 5}}"#, r#"{"name": "g", "arguments": {"a": []}}"#);
+        for (form, text, expected) in [
+            (held(ToolFormat::Hermes, false, None), hermes(f), true),
+            (held(ToolFormat::Hermes, false, None), format!("{}\n{}", hermes(f), hermes(g)), true),
+            (held(ToolFormat::Hermes, true, None), format!("{}\n{}", hermes(f), hermes(g)), false),
+            (held(ToolFormat::Hermes, true, None), hermes(r#"{"name": "f", "arguments": {"n": "5"}}"#), false),
+            (held(ToolFormat::Hermes, true, None), hermes(r#"{"name": "h", "arguments": {}}"#), false),
+            (held(ToolFormat::Hermes, true, None), "Hi".into(), false),
+            (held(ToolFormat::Llama3Json, false, None), f.replace("arguments", "parameters"), true),
+            (held(ToolFormat::Llama3Json, true, None), f.into(), false),
+            (held(ToolFormat::Mistral, false, None), format!("[TOOL_CALLS][{f},{g}]"), true),
+            (held(ToolFormat::Mistral, true, None), format!("[TOOL_CALLS][{f},{g}]"), false),
+            (held(ToolFormat::Hermes, true, Some(Thinking::Tagged)), hermes(f), true),
+            (
+                held(ToolFormat::Hermes, true, Some(Thinking::Tagged)),
+                format!("<think>so\n</think>\n{}", hermes(f)),
+                true,
+            ),
+            (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), format!("so\n</think>\n\n{}", hermes(f)), true),
+            (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), hermes(f), false),
+        ] {
+            assert_eq!(allows(&form, &text), expected, "{text} by {form:?}");
+        }
+    }
+
+    #[test]
+    fn a_form_may_stand_behind_thinking_or_beside_calls() {
+        let json = || Constraint::Json(json!({"type": "integer"}));
+        let behind = |thinking| Form { body: Body::Constraint(json()), thinking: Some(thinking) };
+        assert!(allows(&behind(Thinking::Tagged), "7") && allows(&behind(Thinking::Tagged), "<think>a</think>7"));
+        assert!(allows(&behind(Thinking::Begun), "a</think> 7") && !allows(&behind(Thinking::Begun), "7"));
+        let calls = calls(ToolFormat::Hermes, &[("f", None)], false, |_| None);
+        let either = Form { body: Body::Either(json(), calls), thinking: None };
+        assert!(allows(&either, "12") && !allows(&either, "Hi"));
+        assert!(allows(&either, "<tool_call>\n{\"name\":\"f\",\"arguments\":{}}\n</tool_call>"));
     }
 }

@@ -24,7 +24,7 @@ mod tools;
 
 pub use defaults::GenerationDefaults;
 pub use detokenizer::{Detokenizer, Start};
-pub use grammar::{Constraint, Grammars};
+pub use grammar::{Body, Constraint, Form, Grammars, Thinking};
 pub use output::{OutputText, OutputToken, Piece};
 pub use stops::{Match, StopMatcher, Stops};
 pub use template::{ChatMessage, ChatTemplate, TEMPLATE_NAMES, TemplateOptions};

@@ -13,6 +13,13 @@ pub enum Tool {
 }
 
 impl Tool {
+    /// JSON schema of its arguments, if it takes any that it names.
+    pub fn parameters(&self) -> Option<&Map<String, Value>> {
+        match self {
+            Self::Function(function) => function.parameters.as_ref(),
+        }
+    }
+
     /// What calls name it by.
     pub fn name(&self) -> &str {
         match self {

@@ -1,0 +1,34 @@
+//! What an answer is held to, put together from what a request says in several fields.
+
+use super::{FieldError, RequestError};
+use crate::{
+    reply::{CallGrammar, Format},
+    text::{Body, Constraint, Form, Thinking},
+};
+
+/// What the answer is held to, with the field that says so: what the client says; calls (`true`: nothing else is an
+/// answer); or one or the other, where it may call. Thinking stands in front where the model thinks; `thinks`: the prompt
+/// has begun it.
+pub(super) fn form(
+    constraint: Option<(String, Constraint)>,
+    calls: Option<(CallGrammar, bool)>,
+    format: &Format,
+    thinks: bool,
+) -> Option<(String, Form)> {
+    let (field, body) = match (constraint, calls) {
+        // Nothing but a call is an answer then.
+        (_, Some((calls, true))) => ("tools".to_owned(), Body::Calls(calls)),
+        (Some((field, constraint)), Some((calls, false))) => (field, Body::Either(constraint, calls)),
+        (Some((field, constraint)), None) => (field, Body::Constraint(constraint)),
+        (None, _) => return None,
+    };
+    let thinking = format.reasoning.then_some(if thinks { Thinking::Begun } else { Thinking::Tagged });
+    Some((field, Form { body, thinking }))
+}
+
+/// The form says where an answer ends, so nothing else may.
+pub(super) fn check_end(min_tokens: u32, ignore_eos: bool) -> Result<(), RequestError> {
+    let wrong = [("min_tokens", min_tokens > 0), ("ignore_eos", ignore_eos)].into_iter().find(|of| of.1);
+    let message = "does not go with an answer that is held to a form, which says where it ends";
+    wrong.map_or(Ok(()), |(field, _)| Err(RequestError::field(field, FieldError::Value, message)))
+}

@@ -153,3 +153,16 @@ fn finish_word(reason: FinishReason, called: bool) -> &'static str {
         FinishReason::Length => "length",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_calls_name_is_one_that_its_models_template_takes_back() {
+        let of = |format| call_id(Some(format));
+        assert!(of(ToolFormat::Hermes).starts_with("call_") && of(ToolFormat::Hermes) != of(ToolFormat::Hermes));
+        let short = of(ToolFormat::Mistral);
+        assert!(short.len() == 9 && short.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{short}");
+    }
+}

@@ -80,12 +80,12 @@ pub enum ToolCallParser {
     Auto,
     /// Not at all: requests with tools are refused.
     None,
-    /// [`ToolFormat::Hermes`].
+    /// Hermes and Qwen: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
     Hermes,
-    /// [`ToolFormat::Llama3Json`].
+    /// Llama 3: `{"name": .., "parameters": {..}}`.
     #[value(name = "llama3_json")]
     Llama3Json,
-    /// [`ToolFormat::Mistral`].
+    /// Mistral: `[TOOL_CALLS]`, then a list of calls, or a name and `[ARGS]`.
     Mistral,
 }
 

@@ -132,7 +132,8 @@ fn thinking_comes_first_or_not_at_all() {
     for (thinks, text, told) in [
         (false, format!("\n<think>\nI < you.\n</think>\n\nHi. {call}"), &["(I < you.)", "Hi.", "f#{}"][..]),
         (true, format!("I see {call}.\n\n</think>\n{call}"), &[&format!("(I see {call}.)"), "f#{}"]),
-        (true, "\nI s".into(), &["(I s)"]),
+        (true, " I s \n".into(), &["( I s)"]),
+        (false, "<think> I s \n".into(), &["(I s)"]),
         (true, "all </thin".into(), &["(all </thin)"]),
         (false, "<think></think>Hi".into(), &["Hi"]),
         (false, "Hi <think>no</think>".into(), &["Hi <think>no</think>"]),

@@ -12,7 +12,7 @@ pub(super) const CLOSE: &str = "</think>";
 pub(super) enum Thinking {
     /// At its start, where it may begin.
     Start(Marker),
-    /// In it. Whitespace at both ends only sets it apart.
+    /// In it. Whitespace between it and its tags only sets it apart.
     Inside(Marker),
     /// Right behind it.
     Behind,
@@ -21,9 +21,9 @@ pub(super) enum Thinking {
 }
 
 impl Thinking {
-    /// `begun`: the prompt ends with its tag.
+    /// `begun`: in the prompt, from whose last character it goes on.
     pub(super) fn new(begun: bool) -> Self {
-        if begun { Self::Inside(Marker::behind(CLOSE)) } else { Self::Start(Marker::new(OPEN)) }
+        if begun { Self::Inside(Marker::new(CLOSE)) } else { Self::Start(Marker::new(OPEN)) }
     }
 
     /// Takes a character; what is known not to be thinking is returned.
@@ -32,7 +32,7 @@ impl Thinking {
         match self {
             Self::Start(open) => {
                 if open.push(c, &mut passed).is_some() {
-                    *self = Self::new(true);
+                    *self = Self::Inside(Marker::behind(CLOSE));
                 } else if !passed.is_empty() {
                     passed.push_str(&open.release());
                     *self = Self::Answer;

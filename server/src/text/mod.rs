@@ -141,7 +141,8 @@ impl Text {
     }
 }
 
-/// chat_template.jinja, or else the `chat_template` of tokenizer_config.json: a text, or a list of named ones.
+/// chat_template.jinja, or else the `chat_template` of tokenizer_config.json: a text, or a list of named ones, of which
+/// chats with tools have one of their own.
 fn load_template(
     dir: &Path,
     tokenizer_config: &Value,
@@ -149,20 +150,23 @@ fn load_template(
     eos_token: &str,
 ) -> Result<Option<ChatTemplate>, TextError> {
     let file = dir.join("chat_template.jinja");
-    let (path, source) = match read_optional(&file)? {
+    let (path, source, tool_use) = match read_optional(&file)? {
         Some(bytes) => match String::from_utf8(bytes) {
-            Ok(source) => (file, source),
+            Ok(source) => (file, source, None),
             Err(_) => return Err(TextError::Malformed { path: file, what: "not UTF-8".into() }),
         },
         None => {
             let path = dir.join("tokenizer_config.json");
             match &tokenizer_config["chat_template"] {
                 Value::Null => return Ok(None),
-                Value::String(source) => (path, source.clone()),
+                Value::String(source) => (path, source.clone(), None),
                 Value::Array(named) => {
-                    let default = named.iter().find(|entry| entry["name"] == "default");
-                    match default.and_then(|entry| entry["template"].as_str()) {
-                        Some(source) => (path, source.to_owned()),
+                    let named = |name: &str| {
+                        let template = named.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+                        template.map(str::to_owned)
+                    };
+                    match named("default") {
+                        Some(source) => (path, source, named("tool_use")),
                         None => return Ok(None),
                     }
                 }
@@ -172,9 +176,16 @@ fn load_template(
             }
         }
     };
-    match ChatTemplate::new(&source, bos_token, eos_token) {
-        Ok(template) => Ok(Some(template)),
-        Err(what) => Err(TextError::Malformed { path, what: format!("the chat template does not parse: {what}") }),
+    let parse = |source: &str| {
+        ChatTemplate::new(source, bos_token, eos_token).map_err(|what| {
+            let what = format!("the chat template does not parse: {what}");
+            TextError::Malformed { path: path.clone(), what }
+        })
+    };
+    let template = parse(&source)?;
+    match tool_use {
+        Some(source) => Ok(Some(template.with_tool_use(parse(&source)?))),
+        None => Ok(Some(template)),
     }
 }
 
@@ -254,9 +265,12 @@ mod tests {
         };
         assert_eq!(configured(Value::Null), None);
         let named = serde_json::json!([
-            {"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "{{ bos_token }}named"},
+            {"name": "tool_use", "template": "{{ tools[0].function.name }}<tool_call>{\"arguments\""},
+            {"name": "default", "template": "{{ bos_token }}named"},
         ]);
         assert_eq!(configured(named).as_deref(), Some("<s>named"));
+        let text = Text::load(dir.path()).unwrap();
+        assert_eq!((text.takes_tools, text.tool_format), (true, Some(ToolFormat::Hermes)), "by the one for tools");
         fs::write(dir.path().join("chat_template.jinja"), "file {{ messages[0].content }}").unwrap();
         assert_eq!(configured("config".into()).as_deref(), Some("file x"));
     }

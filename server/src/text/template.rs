@@ -72,6 +72,8 @@ pub const TEMPLATE_NAMES: [&str; 6] =
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
+    /// For chats with tools, where the model has one of its own for them.
+    tool_use: Option<Box<Self>>,
     bos_token: String,
     eos_token: String,
 }
@@ -93,12 +95,23 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
-        Ok(Self { environment, source: source.into(), bos_token: bos_token.into(), eos_token: eos_token.into() })
+        Ok(Self {
+            environment,
+            source: source.into(),
+            tool_use: None,
+            bos_token: bos_token.into(),
+            eos_token: eos_token.into(),
+        })
     }
 
-    /// The template's text.
+    /// Chats with tools have that template.
+    pub fn with_tool_use(self, template: Self) -> Self {
+        Self { tool_use: Some(template.into()), ..self }
+    }
+
+    /// The text of the template for chats with tools.
     pub fn source(&self) -> &str {
-        &self.source
+        self.tool_use.as_ref().map_or(&self.source, |template| &template.source)
     }
 
     /// Whether it tells the model of tools: the name of one turns up in a prompt. (That a template names the variable
@@ -127,6 +140,9 @@ impl ChatTemplate {
         options: &TemplateOptions,
         max_bytes: usize,
     ) -> Result<String, TextError> {
+        if let Some(template) = self.tool_use.as_ref().filter(|_| !options.tools.is_empty()) {
+            return template.render(messages, options, max_bytes);
+        }
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
             TextError::Template(reason)

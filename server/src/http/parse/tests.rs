@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{engine::ModelInfo, request::validate, text::Text};
 
-const FIELDS: [&str; 30] = [
+const FIELDS: [&str; 38] = [
     "model",
     "messages",
     "prompt",
@@ -36,8 +36,16 @@ const FIELDS: [&str; 30] = [
     "echo",
     "best_of",
     "metadata",
+    "tool_choice",
+    "parallel_tool_calls",
     "role",
     "content",
+    "tool_calls",
+    "tool_call_id",
+    "function",
+    "name",
+    "arguments",
+    "parameters",
 ];
 
 /// Any JSON, of the names and kinds that requests are made of.
@@ -51,7 +59,19 @@ fn any_json() -> impl Strategy<Value = Value> {
         any::<f64>().prop_map(Value::from),
         (-3.0..3.0f64).prop_map(Value::from),
         "\\PC{0,12}".prop_map(Value::from),
-        prop::sample::select(vec!["user", "system", "text", "none", "auto"]).prop_map(Value::from),
+        prop::sample::select(vec![
+            "user",
+            "system",
+            "text",
+            "none",
+            "auto",
+            "function",
+            "required",
+            "tool",
+            "assistant",
+            "{}"
+        ])
+        .prop_map(Value::from),
     ];
     leaf.prop_recursive(4, 48, 6, |inner| {
         let name = prop_oneof![
@@ -68,7 +88,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 }
 
 fn any_body() -> impl Strategy<Value = Value> {
-    let field = (prop::sample::select(FIELDS[..28].to_vec()), any_json());
+    let field = (prop::sample::select(FIELDS[..30].to_vec()), any_json());
     (prop::collection::vec(field, 0..4), any::<bool>()).prop_map(|(fields, chat)| {
         let mut body = match chat {
             true => json!({"messages": [{"role": "user", "content": "Hi"}]}),

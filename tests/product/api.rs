@@ -103,7 +103,7 @@ async fn fields_that_ask_for_nothing_are_taken_and_others_refused_by_name() {
         ("echo", json!(1)),
         ("prompt_logprobs", json!(21)),
         ("priority", json!(5)),
-        ("skip_special_tokens", json!(false)),
+        ("skip_special_tokens", json!("no")),
     ] {
         let (status, answer) = server.post("/v1/completions", &json!({"prompt": "Hi", field: value})).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(field)), "{answer}");

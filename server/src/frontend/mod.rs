@@ -218,7 +218,10 @@ impl Frontend {
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
         let streams = self.engine.submit(requests).await?;
         let markers = valid.format.markers();
-        let shown: Vec<u32> = markers.iter().filter_map(|marker| self.text.tokenizer.id(marker)).collect();
+        let shown: Vec<u32> = match valid.show_special {
+            true => self.text.tokenizer.special().collect(),
+            false => markers.iter().filter_map(|marker| self.text.tokenizer.id(marker)).collect(),
+        };
         let parts = streams.into_iter().zip(prompts).zip(stop_tokens).zip(0..);
         let choices = parts.map(|(((stream, prompt), stop_tokens), index)| {
             let tokenizer = &self.text.tokenizer;

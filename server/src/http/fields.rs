@@ -33,6 +33,8 @@ impl Fields {
     }
 
     pub(super) fn value(&mut self, name: &str) -> Option<Value> {
+        #[cfg(test)]
+        asked::note(self.path(name));
         self.fields.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -114,5 +116,22 @@ impl Fields {
                 None => Err(wrong_type(self.path(name), expected)),
             },
         }
+    }
+}
+
+/// The names that were asked for, by the paths of errors: tests hold documents to them.
+#[cfg(test)]
+pub(super) mod asked {
+    use std::{cell::RefCell, collections::BTreeSet};
+
+    thread_local!(static NAMES: RefCell<BTreeSet<String>> = RefCell::default());
+
+    pub(super) fn note(path: String) {
+        NAMES.with_borrow_mut(|names| names.insert(path));
+    }
+
+    /// Those since the last time.
+    pub(in crate::http) fn take() -> BTreeSet<String> {
+        NAMES.take()
     }
 }

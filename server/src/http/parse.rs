@@ -34,7 +34,7 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 25] = [
+const UNSUPPORTED: [(&str, Off); 24] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
@@ -54,7 +54,6 @@ const UNSUPPORTED: [(&str, Off); 25] = [
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
     ("return_token_ids", is_false),
-    ("skip_special_tokens", is_true),
     ("spaces_between_special_tokens", is_true),
     ("structural_tag", |_| false),
     ("thinking_token_budget", |_| false),
@@ -175,6 +174,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.prompt_logprobs = fields.integer("prompt_logprobs")?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
+    raw.show_special = !fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;

@@ -1,64 +1,89 @@
-//! Texts of a chat set apart from everything around them, to see which control tokens stand in the template itself.
+//! The texts that a client wrote into a chat, changed one by one: set apart from everything around them, or marked where
+//! they spell control tokens.
+
+use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
 use super::tools::is_word;
-use crate::text::{Call, ChatMessage, Function, Tool, ToolCall};
+use crate::text::{Call, ChatMessage, Function, Tokenizer, Tool, ToolCall};
 
-/// Stands at both ends of a fenced text. Unicode keeps this code point from ever being a character, so no token spells
-/// it and no template looks for it.
+/// Stands at both ends of a fenced text, and within a control token that a text spells. Unicode keeps this code point
+/// from ever being a character, so no token spells it and no template looks for it.
 pub(super) const FENCE: char = '\u{fdd0}';
 
-/// The message with fences around its texts.
-pub(super) fn fenced(message: &ChatMessage) -> ChatMessage {
-    ChatMessage {
-        role: message.role.clone(),
-        content: text(&message.content),
-        name: message.name.as_ref().map(text),
-        reasoning_content: message.reasoning_content.as_ref().map(text),
-        tool_calls: message.tool_calls.iter().map(call).collect(),
-        tool_call_id: message.tool_call_id.as_ref().map(phrase),
-    }
-}
+/// Changes a text of a client's.
+type Change<'a> = &'a dyn Fn(&str) -> String;
 
-/// The tool with fences around its texts.
-pub(super) fn fenced_tool(tool: &Tool) -> Tool {
-    let Tool::Function(Function { name, description, parameters }) = tool;
-    Tool::Function(Function {
-        name: phrase(name),
-        description: description.as_ref().map(text),
-        parameters: parameters.as_ref().map(|schema| object(schema, phrase)),
-    })
-}
-
-fn call(ToolCall { id, call: Call::Function { name, arguments } }: &ToolCall) -> ToolCall {
-    let call = Call::Function { name: phrase(name), arguments: object(arguments, text) };
-    ToolCall { id: phrase(id), call }
-}
-
-/// Blank ones form no token, and templates ask for them.
-fn text(text: &String) -> String {
+/// The texts with fences at both ends. Blank ones form no token, and templates ask for them.
+pub(super) fn fenced(text: &str) -> String {
     match text.trim().is_empty() {
-        true => text.clone(),
+        true => text.to_owned(),
         false => format!("{FENCE}{text}{FENCE}"),
     }
 }
 
+/// The text with a mark behind the first character of each control token that it spells: it spells none any more.
+pub(super) fn marked(text: &str, tokenizer: &Tokenizer) -> String {
+    let mut marked = Cow::from(text);
+    // A mark may lay bare another token, which began within the first.
+    while let spans = tokenizer.special_spans(&marked)
+        && !spans.is_empty()
+    {
+        let (mut next, mut end) = (String::with_capacity(marked.len() + 8), 0);
+        for span in spans {
+            let first = marked[span.clone()].chars().next().map_or(0, char::len_utf8);
+            next.push_str(&marked[end..span.start + first]);
+            next.push(FENCE);
+            end = span.start + first;
+        }
+        next.push_str(&marked[end..]);
+        marked = next.into();
+    }
+    marked.into_owned()
+}
+
+/// The message with its texts changed.
+pub(super) fn message(of: &ChatMessage, change: Change<'_>) -> ChatMessage {
+    ChatMessage {
+        role: of.role.clone(),
+        content: change(&of.content),
+        name: of.name.as_deref().map(change),
+        reasoning_content: of.reasoning_content.as_deref().map(change),
+        tool_calls: of.tool_calls.iter().map(|of| call(of, change)).collect(),
+        tool_call_id: of.tool_call_id.as_deref().map(|id| phrase(id, change)),
+    }
+}
+
+/// The tool with its texts changed.
+pub(super) fn tool(Tool::Function(Function { name, description, parameters }): &Tool, change: Change<'_>) -> Tool {
+    Tool::Function(Function {
+        name: phrase(name, change),
+        description: description.as_deref().map(change),
+        parameters: parameters.as_ref().map(|schema| object(schema, &|text| phrase(text, change))),
+    })
+}
+
+fn call(ToolCall { id, call: Call::Function { name, arguments } }: &ToolCall, change: Change<'_>) -> ToolCall {
+    let call = Call::Function { name: phrase(name, change), arguments: object(arguments, change) };
+    ToolCall { id: phrase(id, change), call }
+}
+
 /// Templates ask for words, such as the types of a schema, its keys and the length of a call's id; and control tokens
 /// are more than words.
-fn phrase(phrase: &String) -> String {
-    if is_word(phrase) { phrase.clone() } else { text(phrase) }
+fn phrase(phrase: &str, change: Change<'_>) -> String {
+    if is_word(phrase) { phrase.to_owned() } else { change(phrase) }
 }
 
-fn object(fields: &Map<String, Value>, fence: fn(&String) -> String) -> Map<String, Value> {
-    fields.iter().map(|(key, field)| (fence(key), value(field, fence))).collect()
+fn object(fields: &Map<String, Value>, change: Change<'_>) -> Map<String, Value> {
+    fields.iter().map(|(key, field)| (change(key), value(field, change))).collect()
 }
 
-fn value(any: &Value, fence: fn(&String) -> String) -> Value {
+fn value(any: &Value, change: Change<'_>) -> Value {
     match any {
-        Value::String(text) => fence(text).into(),
-        Value::Array(list) => list.iter().map(|item| value(item, fence)).collect(),
-        Value::Object(fields) => object(fields, fence).into(),
+        Value::String(text) => change(text).into(),
+        Value::Array(list) => list.iter().map(|item| value(item, change)).collect(),
+        Value::Object(fields) => object(fields, change).into(),
         Value::Null | Value::Bool(_) | Value::Number(_) => any.clone(),
     }
 }

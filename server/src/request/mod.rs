@@ -128,6 +128,8 @@ pub struct RawRequest {
     pub cache_salt: Option<String>,
     /// What the output is held to, with the name of the field that says so.
     pub constraint: Option<(String, Constraint)>,
+    /// Names of control tokens are part of the output.
+    pub show_special: bool,
     /// The output begins with the prompt.
     pub echo: bool,
     /// Report log-probabilities of the prompt's tokens, and of so many most likely ones in their places.
@@ -163,6 +165,7 @@ impl RawRequest {
             logprobs: None,
             cache_salt: None,
             constraint: None,
+            show_special: false,
             echo: false,
             prompt_logprobs: None,
         }
@@ -194,6 +197,8 @@ pub struct ValidRequest {
     pub form: Option<(String, Form)>,
     /// As in [`SequenceRequest`].
     pub grammar: Option<Arc<str>>,
+    /// Names of control tokens are part of the output.
+    pub show_special: bool,
     /// The output begins with the prompt.
     pub echo: bool,
     /// What is told of the prompt beside that, as in [`SequenceRequest`].

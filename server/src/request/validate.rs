@@ -95,6 +95,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         cache_salt,
         form,
         grammar: None,
+        show_special: raw.show_special,
         echo: raw.echo,
         prompt_logprobs,
         prompt_alone,
@@ -247,9 +248,12 @@ fn prompts(
                 return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {messages}")));
             }
             let prompt = chat::prompt(&chat, field, model.max_context, text)?;
-            let thinks = tools::thinks(&chat, &prompt);
+            let thinks = tools::thinks(&chat, &prompt.text);
             // The template has written the special tokens, the begin token included.
-            let tokens = encode_text(&prompt, false, salt, field, text)?;
+            let mut tokens = Vec::new();
+            for part in prompt.parts() {
+                tokens.extend(encode_text(part, false, salt, field, text)?);
+            }
             Ok(vec![Encoded { tokens, start: Start::Beginning, thinks }])
         }
         Input::Texts(texts) => {

@@ -57,6 +57,21 @@ pub enum Constraint {
     Lark(String),
 }
 
+/// White space between the tokens of JSON. Its length is bounded: models that are lost write no end of it.
+const JSON_SPACE: &str = "[ \\t\\n\\r]{1,64}";
+
+/// JSON that a schema allows, with white space that the schema itself may say something of (`x-guidance`).
+fn json(schema: &Value) -> GrammarWithLexer {
+    let mut schema = match schema {
+        Value::Object(_) => schema.clone(),
+        // `true` and `false` are schemas, too.
+        other => json!({"allOf": [other]}),
+    };
+    let fields = schema.as_object_mut().expect("an object, as made above");
+    fields.entry("x-guidance").or_insert_with(|| json!({"whitespace_pattern": JSON_SPACE}));
+    GrammarWithLexer::from_json_schema(schema)
+}
+
 impl Constraint {
     /// Any JSON object.
     pub fn json_object() -> Self {
@@ -65,7 +80,7 @@ impl Constraint {
 
     fn grammar(&self) -> GrammarWithLexer {
         match self {
-            Self::Json(schema) => GrammarWithLexer::from_json_schema(schema.clone()),
+            Self::Json(schema) => self::json(schema),
             Self::Regex(regex) => GrammarWithLexer::from_regex(regex),
             Self::Choice(choices) => {
                 // A string of Lark is one of JSON.
@@ -108,7 +123,7 @@ impl Form {
         let named = |name: &str, grammar| GrammarWithLexer { name: Some(name.to_owned()), ..grammar };
         grammars.extend(constraint.map(|constraint| named("form", constraint.grammar())));
         let schemas = calls.iter().flat_map(|calls| &calls.schemas);
-        grammars.extend(schemas.map(|(name, schema)| named(name, GrammarWithLexer::from_json_schema(schema.clone()))));
+        grammars.extend(schemas.map(|(name, schema)| named(name, json(schema))));
         TopLevelGrammar { grammars, max_tokens: None }
     }
 }
@@ -285,6 +300,16 @@ mod tests {
             (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), hermes(f), false),
         ] {
             assert_eq!(allows(&form, &text), expected, "{text} by {form:?}");
+        }
+    }
+
+    #[test]
+    fn white_space_of_json_has_an_end() {
+        let list = form(Constraint::Json(json!({"type": "array", "items": {"type": "integer"}})));
+        assert!(allows(&list, &format!("[1,{}2]", " ".repeat(64))) && allows(&list, "[\n  1,\n  2\n]"));
+        assert!(!allows(&list, &format!("[1,{}2]", " ".repeat(65))));
+        for (schema, text) in [(json!(true), "[1, 2]"), (json!({}), "{\"a\": null}")] {
+            assert!(allows(&form(Constraint::Json(schema)), text));
         }
     }
 

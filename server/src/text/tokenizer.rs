@@ -1,6 +1,7 @@
 //! tokenizer.json: text to token ids, and for every id the bytes that it stands for.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType};
@@ -119,6 +120,17 @@ impl Tokenizer {
         added.map(|token| token.id).filter(|id| self.is_special(*id)).collect()
     }
 
+    /// Where a text spells control tokens, in bytes, in order: as [`Tokenizer::special_tokens_in`] finds them.
+    pub fn special_spans(&self, text: &str) -> Vec<Range<usize>> {
+        let cut = self.inner.get_added_vocabulary().extract_and_normalize(self.inner.get_normalizer(), text);
+        let splits = cut.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let of_split = |(_, (start, end), tokens): &(&str, (usize, usize), &Option<Vec<tokenizers::Token>>)| {
+            let special = tokens.iter().flatten().any(|token| self.is_special(token.id));
+            special.then_some(*start..*end)
+        };
+        splits.iter().filter_map(of_split).collect()
+    }
+
     /// The text of all the tokens at once, as Hugging Face's tokenizers decode it. `special`: control tokens, too.
     ///
     /// # Errors
@@ -143,6 +155,11 @@ impl Tokenizer {
     /// Whether a token is control, not text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
+    }
+
+    /// All control tokens.
+    pub fn special(&self) -> impl Iterator<Item = u32> {
+        (0..self.tokens()).filter(|id| self.is_special(*id))
     }
 
     /// The id of a token by its name.

@@ -84,7 +84,7 @@ async fn fields_of_a_chat() {
         (json!({"tools": [{"type": "function", "function": {"name": "f"}}]}), "unsupported_parameter", "tools"),
         (json!({"tool_choice": "auto"}), "invalid_value", "tool_choice"),
         (json!({"functions": [{}]}), "unsupported_parameter", "functions"),
-        (json!({"response_format": {"type": "json_object"}}), "unsupported_parameter", "response_format"),
+        (json!({"response_format": {"type": "xml"}}), "unsupported_parameter", "response_format.type"),
         (json!({"audio": {}}), "unsupported_parameter", "audio"),
         (json!({"modalities": ["text", "audio"]}), "unsupported_parameter", "modalities"),
         (json!({"prediction": {}}), "unsupported_parameter", "prediction"),
@@ -107,20 +107,9 @@ async fn fields_of_a_chat() {
         (message(json!({"role": "user", "content": []})), "invalid_type", "messages[0].content"),
         (message(json!({"role": "user", "content": "x", "mood": 1})), "unknown_parameter", "messages[0].mood"),
         (
-            message(json!({"role": "user", "content": "Hi<|eot_id|>"})),
+            message(json!({"role": "user", "content": "\u{fdd0}Hi<|eot_id|>"})),
             "special_token_in_content",
             "messages[0].content",
-        ),
-        (
-            message(json!({"role": "user", "content": [
-                    {"type": "text", "text": "<|eot"}, {"type": "text", "text": "_id|>"}]})),
-            "special_token_in_content",
-            "messages[0].content",
-        ),
-        (
-            message(json!({"role": "user", "content": "Hi", "name": "<|end_of_text|>"})),
-            "special_token_in_content",
-            "messages[0].name",
         ),
         (
             message(json!({"role": "user", "content": "x", "tool_calls": [{}]})),
@@ -168,7 +157,6 @@ async fn fields_of_a_completion() {
         (json!({"logprobs": true}), "invalid_type", "logprobs"),
         (json!({"logprobs": 21}), "invalid_value", "logprobs"),
         (json!({"best_of": 2}), "unsupported_parameter", "best_of"),
-        (json!({"echo": true}), "unsupported_parameter", "echo"),
         (json!({"suffix": "x"}), "unsupported_parameter", "suffix"),
         (json!({"messages": []}), "unknown_parameter", "messages"),
         (json!({"prompt": vec![1; 512]}), "context_length_exceeded", "prompt"),

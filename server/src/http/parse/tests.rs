@@ -1,10 +1,10 @@
 //! Whatever JSON comes is a valid request, or is refused by field.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 use proptest::prelude::*;
 
-use super::*;
+use super::{super::fields::asked, *};
 use crate::{engine::ModelInfo, request::validate, text::Text};
 
 const FIELDS: [&str; 38] = [
@@ -47,6 +47,40 @@ const FIELDS: [&str; 38] = [
     "arguments",
     "parameters",
 ];
+
+/// The names in the first column of a table of docs/fields.md, but for those that belong to one API alone.
+fn documented(heading: &str, others: &str) -> BTreeSet<String> {
+    let page = include_str!("../../../../docs/fields.md");
+    let table = page.split(&format!("\n## {heading}\n")).nth(1).expect("the heading").split("\n## ").next().unwrap();
+    let columns = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    let columns = columns.filter(|names| !names.starts_with(others));
+    let names = columns.flat_map(|names| names.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>());
+    names.collect()
+}
+
+#[test]
+fn the_page_of_fields_has_those_that_are_known() {
+    type Parse = fn(Value) -> Result<HttpRequest, ApiError>;
+    let apis: [(Parse, Value, &str, &str); 2] = [
+        (chat, json!({"messages": [{"role": "user", "content": "x"}]}), "Chats", "of completions"),
+        (completion, json!({"prompt": "x"}), "Completions", "of chats"),
+    ];
+    for (parse, body, own, others) in apis {
+        asked::take();
+        parse(body.clone()).unwrap();
+        let known: BTreeSet<String> = asked::take().into_iter().filter(|path| !path.contains(['.', '['])).collect();
+        let tables = ["Both", own, "Not supported"].map(|heading| documented(heading, others));
+        let documented: BTreeSet<String> = tables.into_iter().flatten().collect();
+        assert_eq!(documented, known, "{own}");
+        // Each is looked at: none takes whatever comes, but for those that change nothing.
+        for field in known.iter().filter(|field| *field != "guided_decoding_backend") {
+            let mut body = body.clone();
+            body[field] = json!([[{"no": "such"}]]);
+            let error = parse(body).expect_err(field).body().to_string();
+            assert!(error.contains(&format!("\"param\":\"{field}")), "{field}: {error}");
+        }
+    }
+}
 
 /// Any JSON, of the names and kinds that requests are made of.
 fn any_json() -> impl Strategy<Value = Value> {

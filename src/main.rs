@@ -1,6 +1,7 @@
 //! The one binary: reads the command line and hands it to the crate that has the command. Only this package names them
 //! all.
 
+mod key;
 mod log;
 mod output;
 mod progress;
@@ -17,6 +18,7 @@ use looplane_server::config::{LogFormat, ServeArgs, demo_model, file_arguments, 
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
 use tokio::runtime::Runtime;
 
+use key::KeyArgs;
 use output::{EXIT_FAILURE, finish, report, say};
 
 /// Exit code where the options cannot work, as clap has it.
@@ -36,6 +38,8 @@ struct Cli {
 enum Command {
     /// Serve a model over HTTP (OpenAI-style) and gRPC
     Serve(Box<ServeArgs>),
+    /// Draw an API key: the key goes to standard error, and the line for --api-key-file to standard output
+    Key(KeyArgs),
     /// One worker of a model; `serve` starts these itself
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -55,7 +59,7 @@ fn main() -> ExitCode {
     let log = match &cli.command {
         Command::Worker(_) => log::start_in_worker(),
         Command::Serve(args) => log::start(args.log),
-        Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
+        Command::Key(_) | Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
     };
     if let Err(error) = log {
         return report(&error, EXIT_USAGE);
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
             }
             looplane_worker::run(&args)
         }
+        Command::Key(args) => finish(key::draw(&args)),
         Command::Bench(args) => finish(bench(&args)),
         Command::Scaling(args) => finish(scaling::report(&args, say)),
         Command::Loadtest(args) => {

@@ -47,7 +47,15 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     let text = Arc::new(Text::load(&config.group.model_dir)?);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
-    let url = base_url(listener.local_addr()?);
+    let address = listener.local_addr()?;
+    let url = base_url(address, config.serve.tls.is_some());
+    let with_key = config.serve.access.keys.is_some();
+    if !with_key && !address.ip().is_loopback() {
+        tracing::warn!(
+            "anybody who can reach {address} may use this server: ask for a key with --api-key-file or --api-key, or \
+             listen on 127.0.0.1 only (--host)"
+        );
+    }
     let group = &config.group;
     tracing::info!(
         target: BANNER,
@@ -63,7 +71,7 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
     tokio::spawn(progress::show(engine.watch_state(), format));
-    let example = http::example(&url, &config.serve.model_id, text.template.is_some());
+    let example = http::example(&url, &config.serve.model_id, text.template.is_some(), with_key);
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;

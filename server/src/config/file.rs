@@ -23,9 +23,10 @@ pub fn file_arguments(command: &Command, path: &Path) -> Result<Vec<String>, Con
         let value = match value {
             toml::Value::String(text) => text.clone(),
             toml::Value::Integer(number) => number.to_string(),
+            toml::Value::Boolean(truth) => truth.to_string(),
             other => {
                 return Err(wrong(format!(
-                    "{key} is of type {}, but must be a text or a whole number",
+                    "{key} is of type {}, but must be a text, a whole number, true or false",
                     other.type_str()
                 )));
             }

@@ -47,15 +47,8 @@ pub async fn run(config: Config, format: LogFormat) -> anyhow::Result<()> {
     let text = Arc::new(Text::load(&config.group.model_dir)?);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
-    let address = listener.local_addr()?;
-    let url = base_url(address, config.serve.tls.is_some());
+    let url = base_url(listener.local_addr()?, config.serve.tls.is_some());
     let with_key = config.serve.access.keys.is_some();
-    if !with_key && !address.ip().is_loopback() {
-        tracing::warn!(
-            "anybody who can reach {address} may use this server: ask for a key with --api-key-file or --api-key, or \
-             listen on 127.0.0.1 only (--host)"
-        );
-    }
     let group = &config.group;
     tracing::info!(
         target: BANNER,

@@ -110,7 +110,14 @@ pub async fn run(
     options: ServeOptions,
     stop: StopSignal,
 ) -> Result<(), ServeError> {
-    let base_url = base_url(listener.local_addr()?, options.tls.is_some()).into();
+    let address = listener.local_addr()?;
+    if options.access.keys.is_none() && !address.ip().is_loopback() {
+        tracing::warn!(
+            "whoever can reach {address} may use this server: ask for keys (--api-key-file, --api-key), or listen on \
+             127.0.0.1 only (--host)"
+        );
+    }
+    let base_url = base_url(address, options.tls.is_some()).into();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
     let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, .. } = options;
     let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);

@@ -12,7 +12,7 @@ mod signals;
 use std::{env, ffi::OsString, path::PathBuf, process::ExitCode};
 
 use anyhow::Context;
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
 use looplane_loadtest::{LoadtestArgs, LoadtestCommand, sweep::Machine};
 use looplane_server::config::{LogFormat, ServeArgs, demo_model, file_arguments, without_empty_variables};
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
@@ -89,8 +89,10 @@ fn parse() -> anyhow::Result<Cli> {
     let command = without_empty_variables(Cli::command());
     let matches = command.clone().get_matches_from(&words);
     let serve = matches.subcommand_matches("serve");
-    if let Some(path) = serve.and_then(|serve| serve.get_one::<PathBuf>("config")) {
-        let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), path)?;
+    if let Some((serve, path)) = serve.and_then(|serve| Some((serve, serve.get_one::<PathBuf>("config")?))) {
+        let given =
+            |id: &str| matches!(serve.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
+        let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), given, path)?;
         let after_subcommand = 2;
         words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
     }

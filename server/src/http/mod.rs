@@ -44,7 +44,8 @@ const MAX_REQUEST_ID_BYTES: usize = 128;
 const CHAT_PAGE: &str = include_str!("chat.html");
 /// Nothing but the page itself, talking to this server.
 const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
-                                script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+                                script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; \
+                                frame-ancestors 'none'";
 /// Where it is asked whether the server lives and serves.
 const HEALTH: [&str; 4] = ["/health/live", "/health/ready", "/health", "/ping"];
 
@@ -143,8 +144,8 @@ pub fn too_many_connections() -> Response {
         .into_response()
 }
 
-/// A `curl` to paste that the model can answer: it can chat where it has a chat template, and else goes on with a text. The
-/// key, where one is asked for, is the shell's variable that the official clients take it from.
+/// A `curl` to paste that the model can answer: it can chat where it has a chat template, and else goes on with a text.
+/// The key, where one is asked for, is in the shell's variable from which OpenAI's clients take it.
 pub fn example(base_url: &str, model_id: &str, can_chat: bool, with_key: bool) -> String {
     let (path, body) = match can_chat {
         true => (

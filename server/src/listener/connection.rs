@@ -47,7 +47,8 @@ pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a client may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClientLimits {
-    /// To its first byte, with TLS after its handshake; over HTTP/1 to the end of each request's head, and over HTTP/2 to its first request.
+    /// To its first byte, that after the handshake of TLS; over HTTP/1 to the end of each request's head, and over
+    /// HTTP/2 to its first request.
     pub head: Duration,
     /// To the end of a request's body.
     pub body: Duration,

@@ -7,10 +7,12 @@ use std::{
 };
 
 use http_body_util::BodyExt;
-use hyper::{HeaderMap, Method, Response, body::Incoming};
+use hyper::{HeaderMap, Method, Request, Response, body::Incoming, client::conn::http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use looplane_server::http::routes;
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 
 use crate::common::{Server, fixture, signal, until};
 
@@ -70,6 +72,8 @@ async fn every_route_but_health_asks_for_a_key() {
             assert_ne!(status(&server, path, &[right]).await, 401, "{path} {right:?}");
         }
     }
+    let (_, _, text) = whole(server.call(Method::GET, "/", &[BEARER], "").await).await;
+    assert!(text.as_str().is_some_and(|text| text.contains("-H \"authorization: Bearer $OPENAI_API_KEY\"")), "{text}");
     // The page that asks for the key.
     let (status, headers, page) = whole(server.call(Method::GET, "/", &[("accept", "text/html")], "").await).await;
     assert_eq!((status, page.as_str().map(|page| page.contains("API key"))), (200, Some(true)));
@@ -166,6 +170,20 @@ async fn the_log_has_the_id_of_a_key_and_neither_keys_nor_prompts() {
             server.call(Method::POST, path, &headers, body.to_string()).await;
         }
     }
+    let address = server.base().strip_prefix("http://").expect("no TLS").to_owned();
+    let stream = TcpStream::connect(&address).await.expect("it listens");
+    let (mut requests, connection) =
+        http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("a connection");
+    tokio::spawn(connection);
+    for key in [&*key, "sk-nobodys"] {
+        let request = Request::post(format!("http://{address}/v1/completions"));
+        let request =
+            request.header("content-type", "application/json").header("authorization", format!("Bearer {key}"));
+        let body = json!({"prompt": prompt, "max_tokens": 2}).to_string();
+        let request = request.header("x-request-id", "named-by-its-client").body(body).expect("a request");
+        whole(requests.send_request(request).await.expect("an answer")).await;
+    }
+    drop(requests);
     server.terminate();
     assert_eq!(server.wait().await, Some(0));
     let log = fs::read_to_string(&log).expect("the log is UTF-8");
@@ -175,7 +193,7 @@ async fn the_log_has_the_id_of_a_key_and_neither_keys_nor_prompts() {
     }
     let ends: Vec<&str> = log.lines().filter(|line| line.contains("request ended")).collect();
     let of = |key: &str| ends.iter().filter(|line| line.contains(&format!("key=\"{key}\""))).count();
-    assert_eq!((ends.len(), of("alice"), of("api-key")), (8, 4, 4), "{ends:?}");
+    assert_eq!((ends.len(), of("alice"), of("api-key")), (9, 5, 4), "{ends:?}");
     assert!(ends.iter().all(|line| line.contains("request_id=\"named-by-its-client\"")), "{ends:?}");
     assert!(!log.contains("whoever can reach"), "there are keys");
 }

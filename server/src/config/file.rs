@@ -6,8 +6,8 @@ use clap::{Arg, Command, builder::Resettable};
 
 use super::error::ConfigError;
 
-/// The options of a TOML file as arguments of `command`, but for those (by id) that are `given` by the command line or a
-/// variable, which win over the file.
+/// The options of a TOML file as arguments of `command`, but for those (by id) that are `given` by the command line or
+/// a variable, which win over the file.
 ///
 /// # Errors
 /// Names the file and the key or line that is wrong.

@@ -31,8 +31,8 @@ pub struct Access {
 }
 
 impl Access {
-    /// What is answered without a key: probes that say no more than a state, and the page that asks for the key. A
-    /// route is closed unless it is named here.
+    /// What is answered without a key: probes that say no more than the engine's state, and the page that asks for the
+    /// key. A route is closed unless it is named here.
     fn is_open(&self, request: &Request) -> bool {
         let path = request.uri().path();
         is_health(path)

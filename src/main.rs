@@ -1,6 +1,7 @@
 //! The one binary: reads the command line and hands it to the crate that has the command. Only this package names them
 //! all.
 
+mod key;
 mod log;
 mod output;
 mod progress;
@@ -11,12 +12,13 @@ mod signals;
 use std::{env, ffi::OsString, path::PathBuf, process::ExitCode};
 
 use anyhow::Context;
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
 use looplane_loadtest::{LoadtestArgs, LoadtestCommand, sweep::Machine};
 use looplane_server::config::{LogFormat, ServeArgs, demo_model, file_arguments, without_empty_variables};
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
 use tokio::runtime::Runtime;
 
+use key::KeyArgs;
 use output::{EXIT_FAILURE, finish, report, say};
 
 /// Exit code where the options cannot work, as clap has it.
@@ -36,6 +38,8 @@ struct Cli {
 enum Command {
     /// Serve a model over HTTP (OpenAI-style) and gRPC
     Serve(Box<ServeArgs>),
+    /// Draw an API key: the key goes to standard error, and the line for --api-key-file to standard output
+    Key(KeyArgs),
     /// One worker of a model; `serve` starts these itself
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -55,7 +59,7 @@ fn main() -> ExitCode {
     let log = match &cli.command {
         Command::Worker(_) => log::start_in_worker(),
         Command::Serve(args) => log::start(args.log),
-        Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
+        Command::Key(_) | Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
     };
     if let Err(error) = log {
         return report(&error, EXIT_USAGE);
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
             }
             looplane_worker::run(&args)
         }
+        Command::Key(args) => finish(key::draw(&args)),
         Command::Bench(args) => finish(bench(&args)),
         Command::Scaling(args) => finish(scaling::report(&args, say)),
         Command::Loadtest(args) => {
@@ -84,8 +89,10 @@ fn parse() -> anyhow::Result<Cli> {
     let command = without_empty_variables(Cli::command());
     let matches = command.clone().get_matches_from(&words);
     let serve = matches.subcommand_matches("serve");
-    if let Some(path) = serve.and_then(|serve| serve.get_one::<PathBuf>("config")) {
-        let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), path)?;
+    if let Some((serve, path)) = serve.and_then(|serve| Some((serve, serve.get_one::<PathBuf>("config")?))) {
+        let given =
+            |id: &str| matches!(serve.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
+        let from_file = file_arguments(&ServeArgs::augment_args(clap::Command::new("serve")), given, path)?;
         let after_subcommand = 2;
         words.splice(after_subcommand..after_subcommand, from_file.into_iter().map(OsString::from));
     }

@@ -48,7 +48,8 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     config.group.vocabulary = text.grammars.vocabulary().map(Arc::new);
     let address = (config.host.as_str(), config.port);
     let listener = TcpListener::bind(address).await.with_context(|| cannot_listen(&config))?;
-    let url = base_url(listener.local_addr()?);
+    let url = base_url(listener.local_addr()?, config.serve.tls.is_some());
+    let with_key = config.serve.access.keys.is_some();
     let group = &config.group;
     tracing::info!(
         target: BANNER,
@@ -64,7 +65,7 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
     tokio::spawn(progress::show(engine.watch_state(), format));
-    let example = http::example(&url, &config.serve.model_id, text.template.is_some());
+    let example = http::example(&url, &config.serve.model_id, text.template.is_some(), with_key);
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
     group.shutdown_unless(stop.now.cancelled()).await;

@@ -19,10 +19,12 @@ use crate::{
     sched::Limits,
 };
 
+mod access;
 mod error;
 mod file;
 mod model;
 
+pub use access::AccessArgs;
 pub use error::ConfigError;
 pub use file::{file_arguments, without_empty_variables};
 pub use model::demo_model;
@@ -68,6 +70,10 @@ pub struct ServeArgs {
     /// Port for HTTP and gRPC; 0 for any free one
     #[arg(long, default_value_t = 8000, env = "LOOPLANE_PORT")]
     pub port: u16,
+
+    /// Who may ask, and how safely.
+    #[command(flatten)]
+    pub access: AccessArgs,
 
     /// Sequences computed at one time [default: 512 on a GPU, or as many as its memory allows; 64 on CPUs; at most
     /// --max-batch-tokens]
@@ -338,6 +344,7 @@ impl ServeArgs {
                 }
             },
         };
+        let (access, tls) = self.access.check()?;
         let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
@@ -345,6 +352,8 @@ impl ServeArgs {
             port: self.port,
             serve: ServeOptions {
                 model_id,
+                access,
+                tls,
                 draft_report: (self.per_request_spec_decode_metrics, drafts),
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,

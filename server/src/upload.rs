@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LEAST_BYTES_PER_SECOND: usize = 32 << 10;
 /// Longest time for which a refused request's body is read.
 const DISCARD_LIMIT: Duration = Duration::from_secs(1);
+/// So many refused requests' bodies are read at one time: whoever has no key must not keep connections busy.
+const MAX_DISCARDS: usize = 64;
 
 /// Why a body was not read to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -56,6 +58,7 @@ pub struct Uploads {
     limit: Duration,
     memory: Arc<Semaphore>,
     memory_bytes: usize,
+    discards: Semaphore,
 }
 
 /// A whole body. Its memory counts until it is dropped.
@@ -70,7 +73,8 @@ impl Uploads {
     /// For bodies of at most `max_bytes`, each of which must arrive within `limit`, and not too slowly before.
     pub fn new(max_bytes: usize, limit: Duration) -> Self {
         let memory_bytes = MEMORY_BYTES.max(max_bytes).min(Semaphore::MAX_PERMITS);
-        Self { max_bytes, limit, memory: Arc::new(Semaphore::new(memory_bytes)), memory_bytes }
+        let memory = Arc::new(Semaphore::new(memory_bytes));
+        Self { max_bytes, limit, memory, memory_bytes, discards: Semaphore::new(MAX_DISCARDS) }
     }
 
     /// Bytes that one body may have.
@@ -102,6 +106,7 @@ impl Uploads {
     /// Reads what comes of a body, within limits, and forgets it. A client over HTTP/1 that has not sent everything may
     /// lose an answer for which nobody read its body: closing then resets the connection.
     pub async fn discard<B: Body<Data = Bytes>>(&self, body: B) {
+        let Ok(_permit) = self.discards.try_acquire() else { return };
         let frames = async {
             let mut body = pin!(body);
             let mut bytes = 0;

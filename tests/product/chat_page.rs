@@ -111,6 +111,31 @@ async fn the_page_keeps_chats_apart_and_is_true() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_page_asks_for_the_key_where_the_server_does() {
+    let Some(browser) = browser::find().map_err(|why| eprintln!("skipped: {why}")).ok() else { return };
+    let server = Server::start(&["--api-key", "sk-of-the-page"]).await;
+    let mut browser = Browser::start(&browser);
+    browser.open(server.base(), WIDTH, false);
+    let mut when = |is_so: &str, then: &str| {
+        let look = format!("(function look() {{ {is_so} ? done({then}) : setTimeout(look, 10) }})()");
+        browser.evaluate(&format!("new Promise(done => {look})"))
+    };
+    let use_key = |key: &str| format!("(byId('key').value = '{key}', byId('unlock').requestSubmit())");
+    when("byId('unlock').offsetParent", &use_key("sk-nobodys"));
+    let seen = when("document.querySelector('.error')", "byId('log').innerText");
+    assert_eq!(seen, "this API key is not known here");
+    when("byId('unlock').offsetParent", &use_key("sk-of-the-page"));
+    assert_eq!(when("model", "[byId('unlock').offsetParent, byId('key').value]"), json!([null, ""]));
+    when("true", "(byId('text').value = 'What is 12 + 30?', byId('send').click())");
+    let seen = when("!chat.stream", "byId('log').innerText");
+    assert!(seen.as_str().is_some_and(|seen| seen.contains("12 + 30 = 42.")), "{seen}");
+    // The tab keeps the key, and no more than the tab.
+    assert_eq!(when("true", "[sessionStorage.length, localStorage.length, document.cookie]"), json!([1, 0, ""]));
+    browser.open(server.base(), WIDTH, false);
+    browser.evaluate("new Promise(done => { (function look() { model ? done() : setTimeout(look, 10) })() })");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_page_goes_on_with_texts_where_the_model_cannot_chat() {
     let Some(browser) = browser::find().map_err(|why| eprintln!("skipped: {why}")).ok() else { return };
     let bare = bare();

@@ -63,31 +63,35 @@ impl Server {
 
     /// As [`Server::start`], with a binary of the test's own.
     pub async fn start_binary(binary: &Path, args: &[&str]) -> Self {
+        let server = Self::spawn(Self::command(binary).args(args));
+        server.wait_ready().await;
+        server
+    }
+
+    /// What starts a server, to be completed.
+    pub fn command(binary: &Path) -> Command {
+        let mut command = Command::new(binary);
         // Other tests have servers of their own: with a thread each, on any core, they get out of each other's way.
-        let mut child = Command::new(binary)
-            .args(["serve", "--port", "0", "--threads", "1"])
-            .args(args)
-            .env("LOOPLANE_CPU_PIN", "0")
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the binary under test starts");
+        command.args(["serve", "--port", "0", "--threads", "1"]).env("LOOPLANE_CPU_PIN", "0");
+        command
+    }
+
+    /// Starts a server and waits until it says where it listens.
+    pub fn spawn(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("the binary under test starts");
         let stdout = BufReader::new(child.stdout.take().expect("stdout is piped"));
         let (found, base) = mpsc::channel();
         std::thread::spawn(move || {
             // Reads to the end, so that the server never blocks on a full pipe.
             for line in stdout.lines().map_while(Result::ok) {
-                let url = line.split_whitespace().find(|word| word.starts_with("http://"));
+                let url = line.split_whitespace().find(|word| word.starts_with("http"));
                 if let Some(url) = url {
                     let _ = found.send(url.trim_end_matches(['/', ',', '.']).to_owned());
                 }
             }
         });
         let base = base.recv_timeout(PATIENCE).expect("the server says where it listens");
-        let authority = base.trim_start_matches("http://").split('/').next().expect("split yields at least one part");
-        let client = Client::builder(TokioExecutor::new()).build_http();
-        let server = Self { base: format!("http://{authority}"), child, client };
-        server.wait_ready().await;
-        server
+        Self { base, child, client: Client::builder(TokioExecutor::new()).build_http() }
     }
 
     /// Waits until `/health/ready` answers 200.
@@ -95,7 +99,7 @@ impl Server {
         until("the server is ready", async || self.get("/health/ready").await.0 == 200).await;
     }
 
-    /// Its address, `http://HOST:PORT`.
+    /// Its address, `http://HOST:PORT` or `https://`.
     pub fn base(&self) -> &str {
         &self.base
     }
@@ -181,12 +185,20 @@ impl Server {
     }
 
     async fn send(&self, method: Method, path: &str, body: Bytes) -> hyper::Response<Incoming> {
-        let request = Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.base))
-            .header("content-type", "application/json")
-            .body(Full::new(body))
-            .expect("method, path and header are valid");
+        self.call(method, path, &[("content-type", "application/json")], body).await
+    }
+
+    /// A request with these headers.
+    pub async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: impl Into<Bytes>,
+    ) -> hyper::Response<Incoming> {
+        let request = Request::builder().method(method).uri(format!("{}{path}", self.base));
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        let request = request.body(Full::new(body.into())).expect("method, path and headers are valid");
         self.client.request(request).await.expect("the server answers")
     }
 }

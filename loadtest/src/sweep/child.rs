@@ -22,6 +22,9 @@ const READY_LIMIT: Duration = Duration::from_secs(20 * 60);
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// Begins the line in which `looplane serve` says that it is ready, and where.
 const READY_LINE: &str = "Listening http://";
+/// Variables of a server that is open to others; one of the sweep's is asked by the sweep alone, without key and TLS.
+const OF_OPEN_SERVERS: [&str; 4] =
+    ["LOOPLANE_API_KEY", "LOOPLANE_API_KEY_FILE", "LOOPLANE_TLS_CERT", "LOOPLANE_TLS_KEY"];
 /// Lines of a log that an error quotes, and characters of each.
 const QUOTED_LINES: usize = 6;
 const QUOTED_CHARS: usize = 300;
@@ -56,7 +59,11 @@ impl Child {
         let name = name.into();
         let outputs = File::create(log).and_then(|file| Ok([file.try_clone()?, file]));
         let [stdout, stderr] = outputs.with_context(|| format!("cannot write the log {}", log.display()))?;
-        let spawned = Command::new(program)
+        let mut command = Command::new(program);
+        for variable in OF_OPEN_SERVERS {
+            command.env_remove(variable);
+        }
+        let spawned = command
             .args(arguments)
             .stdin(Stdio::piped())
             .stdout(stdout)

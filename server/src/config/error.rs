@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::reload::FileError;
+
 /// Why options cannot work; one sentence that says what to change.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
@@ -24,6 +26,15 @@ pub enum ConfigError {
         /// What is missing, and how to get it.
         what: String,
     },
+    /// A file of keys or of a certificate cannot be used.
+    #[error(transparent)]
+    Access(#[from] FileError),
+    /// The API key is none. It is not shown.
+    #[error("--api-key (LOOPLANE_API_KEY) must be of visible ASCII characters, without spaces, and at least one")]
+    ApiKey,
+    /// A certificate without a key, or the other way round.
+    #[error("--tls-cert and --tls-key go together: give both, or neither")]
+    HalfOfTls,
     /// An option has a value that cannot work.
     #[error("{option} is {value}, but must be {rule}")]
     Value {

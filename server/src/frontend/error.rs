@@ -1,6 +1,6 @@
 //! Why a request was not served, and the stable code of each reason.
 
-use crate::{engine::SubmitError, request::RequestError, upload::UploadError};
+use crate::{engine::SubmitError, keys::KeyLimitError, request::RequestError, upload::UploadError};
 
 /// Why a request was not served, or not to its end.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +20,9 @@ pub enum GenerateError {
         /// The bound.
         limit: usize,
     },
+    /// As much is being used by the request's key as its limits allow.
+    #[error(transparent)]
+    Key(#[from] KeyLimitError),
     /// No new requests are taken: the server ends.
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -44,7 +47,8 @@ impl GenerateError {
             GenerateError::Upload(UploadError::Broken(_)) => "invalid_body",
             GenerateError::Upload(UploadError::Crowded { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
-            | GenerateError::Busy { .. } => "rate_limit_exceeded",
+            | GenerateError::Busy { .. }
+            | GenerateError::Key(_) => "rate_limit_exceeded",
             GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => "request_too_large",
             GenerateError::Submit(SubmitError::Quarantined { .. }) => "request_quarantined",
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",

@@ -25,6 +25,7 @@ use pool::Pool;
 use crate::{
     drafts::DraftReport,
     engine::{EngineHandle, EngineState, ModelInfo},
+    keys::Key,
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
@@ -97,27 +98,30 @@ impl Frontend {
         }
     }
 
-    /// Takes a place among the requests served at one time. `route` is one of the server's own.
+    /// Takes a place among the requests served at one time, for the request of a key where keys are asked for. `route`
+    /// is one of the server's own.
     ///
     /// # Errors
-    /// [`GenerateError::Busy`] if there is none, [`GenerateError::ShuttingDown`] while draining.
-    pub fn enter(&self, request_id: &RequestId, route: &'static str) -> Result<Place, GenerateError> {
-        let record = Record::new(request_id, route);
-        let permit = match self.draining.is_cancelled() {
-            true => Err(GenerateError::ShuttingDown),
-            false => self.permits.clone().try_acquire_owned().map_err(|_| self.busy()),
-        };
-        match permit {
-            Ok(permit) => Ok(Place::new(Arc::new(record), permit)),
-            Err(error) => {
-                record.failed(error.code());
-                Err(error)
-            }
-        }
+    /// [`GenerateError::Busy`] if there is none, [`GenerateError::Key`] if the key's limits allow no more,
+    /// [`GenerateError::ShuttingDown`] while draining.
+    pub fn enter(
+        &self,
+        request_id: &RequestId,
+        key: Option<&Arc<Key>>,
+        route: &'static str,
+    ) -> Result<Place, GenerateError> {
+        let record = Arc::new(Record::new(request_id, key.cloned(), route));
+        self.take_place(key, &record).inspect_err(|error| record.failed(error.code()))
     }
 
-    fn busy(&self) -> GenerateError {
-        GenerateError::Busy { limit: self.max_concurrent_requests }
+    fn take_place(&self, key: Option<&Arc<Key>>, record: &Arc<Record>) -> Result<Place, GenerateError> {
+        if self.draining.is_cancelled() {
+            return Err(GenerateError::ShuttingDown);
+        }
+        let running = key.map(|key| key.begin()).transpose()?;
+        let busy = |_| GenerateError::Busy { limit: self.max_concurrent_requests };
+        let permit = self.permits.clone().try_acquire_owned().map_err(busy)?;
+        Ok(Place::new(record.clone(), permit, running))
     }
 
     /// The engine's state, or that no new requests are taken.
@@ -287,7 +291,7 @@ mod tests {
     }
 
     fn enter(frontend: &Frontend) -> Result<Place, GenerateError> {
-        frontend.enter(&RequestId::from("id"), "/")
+        frontend.enter(&RequestId::from("id"), None, "/")
     }
 
     async fn free_again(frontend: &Frontend) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::record::Record;
+use crate::keys::Running;
 
 /// Goes with the work wherever it is done, and is free again when the last of it has ended: also where the client has
 /// gone before.
@@ -13,10 +14,12 @@ pub struct Place {
     /// What the log says of the request.
     pub record: Arc<Record>,
     _permit: OwnedSemaphorePermit,
+    /// Among those of its key.
+    _running: Option<Running>,
 }
 
 impl Place {
-    pub(super) fn new(record: Arc<Record>, permit: OwnedSemaphorePermit) -> Self {
-        Self { record, _permit: permit }
+    pub(super) fn new(record: Arc<Record>, permit: OwnedSemaphorePermit, running: Option<Running>) -> Self {
+        Self { record, _permit: permit, _running: running }
     }
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::engine::FinishReason;
+use crate::{engine::FinishReason, keys::Key};
 
 /// A request's name in responses and in the log: its client's, or one that was drawn.
 #[derive(Debug, Clone)]
@@ -31,6 +31,8 @@ impl From<&str> for RequestId {
 #[derive(Debug)]
 pub struct Record {
     request_id: RequestId,
+    /// Whose it is. The key itself is not known here.
+    key: Option<Arc<Key>>,
     route: &'static str,
     arrived: Instant,
     prompt_tokens: AtomicU64,
@@ -45,9 +47,10 @@ pub struct Record {
 
 impl Record {
     /// A request that has just arrived.
-    pub(super) fn new(request_id: &RequestId, route: &'static str) -> Self {
+    pub(super) fn new(request_id: &RequestId, key: Option<Arc<Key>>, route: &'static str) -> Self {
         Self {
             request_id: request_id.clone(),
+            key,
             route,
             arrived: Instant::now(),
             prompt_tokens: AtomicU64::new(0),
@@ -66,12 +69,20 @@ impl Record {
         self.prompt_tokens.store(prompt_tokens, Relaxed);
         self.open_choices.store(choices, Relaxed);
         let _ = self.accepted.set(self.arrived.elapsed());
+        self.spend(prompt_tokens);
     }
 
     /// A choice got a token.
     pub(super) fn token(&self) {
         self.completion_tokens.fetch_add(1, Relaxed);
         self.first_token.get_or_init(|| self.arrived.elapsed());
+        self.spend(1);
+    }
+
+    fn spend(&self, tokens: u64) {
+        if let Some(key) = &self.key {
+            key.spend(tokens);
+        }
     }
 
     /// A choice came to its end.
@@ -103,6 +114,7 @@ impl Drop for Record {
         let milliseconds = |time: Option<&Duration>| time.map(|time| time.as_millis() as u64);
         tracing::info!(
             request_id = self.request_id.as_str(),
+            key = self.key.as_ref().map(|key| &*key.id),
             route = self.route,
             reason = self.reason(),
             prompt_tokens = self.prompt_tokens.load(Relaxed),

@@ -15,7 +15,8 @@ pub(super) fn status(error: GenerateError) -> Status {
         GenerateError::Upload(UploadError::Broken(_)) => Code::Cancelled,
         GenerateError::Upload(UploadError::Crowded { .. })
         | GenerateError::Submit(SubmitError::QueueFull { .. })
-        | GenerateError::Busy { .. } => Code::ResourceExhausted,
+        | GenerateError::Busy { .. }
+        | GenerateError::Key(_) => Code::ResourceExhausted,
         GenerateError::Submit(SubmitError::Unavailable(_))
         | GenerateError::NotReady(_)
         | GenerateError::ShuttingDown => Code::Unavailable,

@@ -104,7 +104,7 @@ type Answer = Result<Response<tonic::body::Body>, GenerateError>;
 
 /// The place comes first: it also bounds the memory of messages.
 async fn generate(frontend: Arc<Frontend>, id: RequestId, request: Request) -> Answer {
-    let place = frontend.enter(&id, "looplane.inference.v1.Inference/Generate")?;
+    let place = frontend.enter(&id, request.extensions().get(), "looplane.inference.v1.Inference/Generate")?;
     let record = place.record.clone();
     let (upload, request) = read(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());

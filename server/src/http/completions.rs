@@ -41,7 +41,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// About what a log-probability and its token take in an answer.
 const LOGPROB_BYTES: usize = 64;
 /// Response header with the seed that was used, drawn or given.
-const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
+pub(super) const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
 pub(super) async fn chat(
     State(app): State<App>,
@@ -66,7 +66,7 @@ pub(super) async fn enter(
     route: &'static str,
     request: Request,
 ) -> Result<(Place, Request), ApiError> {
-    match app.frontend.enter(id, route) {
+    match app.frontend.enter(id, request.extensions().get(), route) {
         Ok(place) => Ok((place, request)),
         Err(error) => {
             app.frontend.uploads.discard(request.into_body()).await;

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::{
     engine::SubmitError,
     frontend::GenerateError,
+    keys::KeyLimitError,
     request::{FieldError, RequestError},
     upload::UploadError,
 };
@@ -65,6 +66,13 @@ impl From<GenerateError> for ApiError {
             GenerateError::Upload(UploadError::Crowded { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. } => new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1),
+            GenerateError::Key(limit) => {
+                let after_s = match limit {
+                    KeyLimitError::Concurrent { .. } => 1,
+                    KeyLimitError::Tokens { retry_after_s, .. } => retry_after_s,
+                };
+                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", after_s)
+            }
             GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
                 new(StatusCode::BAD_REQUEST)
             }

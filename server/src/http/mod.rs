@@ -8,12 +8,14 @@ use axum::{
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     middleware::{Next, from_fn_with_state},
     response::{Html, IntoResponse, Response},
-    routing::{get, post},
+    routing::{MethodRouter, get, post},
 };
+use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
+mod access;
 mod completions;
 mod error;
 mod fields;
@@ -27,6 +29,7 @@ mod tokens;
 mod tools;
 mod wire;
 
+pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
 
@@ -45,7 +48,26 @@ const MAX_REQUEST_ID_BYTES: usize = 128;
 const CHAT_PAGE: &str = include_str!("chat.html");
 /// Nothing but the page itself, talking to this server.
 const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
-                                script-src 'unsafe-inline'; frame-ancestors 'none'";
+                                script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; \
+                                frame-ancestors 'none'";
+/// Where it is asked whether the server lives and serves.
+const HEALTH: [&str; 4] = ["/health/live", "/health/ready", "/health", "/ping"];
+
+/// What other servers' models do, and no model here.
+const OTHER_MODELS: [(&str, &str); 12] = [
+    ("/v1/embeddings", "embeddings"),
+    ("/v1/audio/speech", "speech"),
+    ("/v1/audio/transcriptions", "transcriptions"),
+    ("/v1/audio/translations", "translations"),
+    ("/v1/images/generations", "images"),
+    ("/v1/images/edits", "images"),
+    ("/v1/moderations", "moderations"),
+    ("/v1/rerank", "rankings"),
+    ("/rerank", "rankings"),
+    ("/v1/score", "scores"),
+    ("/classify", "classes"),
+    ("/pooling", "embeddings"),
+];
 
 /// What the handlers share.
 #[derive(Debug, Clone)]
@@ -54,39 +76,68 @@ pub struct App {
     pub frontend: Arc<Frontend>,
     /// Where clients reach this server, for the page at `/`.
     pub base_url: Arc<str>,
+    /// Who may ask.
+    pub access: Access,
+    /// What `/metrics` says.
+    pub registry: Arc<Registry>,
 }
 
-/// All routes; `grpc` answers the gRPC methods on the same port.
+impl App {
+    /// For clients that reach the server at `base_url`.
+    pub fn new(frontend: Arc<Frontend>, base_url: Arc<str>, access: Access) -> Self {
+        let registry = Arc::new(metrics::registry(&frontend));
+        Self { frontend, base_url, access, registry }
+    }
+}
+
+/// All paths of HTTP, with what answers there.
+pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
+    let mut routes = vec![
+        ("/", get(welcome)),
+        ("/v1/chat/completions", post(completions::chat)),
+        ("/v1/completions", post(completions::completion)),
+        ("/v1/models", get(models)),
+        ("/v1/models/{*id}", get(model)),
+        ("/tokenize", post(tokens::tokenize)),
+        ("/detokenize", post(tokens::detokenize)),
+        ("/version", get(version)),
+        ("/ping", get(ready).post(ready)),
+        ("/health", get(ready)),
+        ("/health/live", get(live)),
+        ("/health/ready", get(ready)),
+        ("/metrics", get(async |State(app): State<App>| metrics::scrape(&app.registry))),
+    ];
+    routes.extend(OTHER_MODELS.map(|(path, what)| (path, refuse(what))));
+    routes
+}
+
+/// The service as a whole; `grpc` answers the gRPC methods on the same port. Every layer holds for every route.
 pub fn router(app: App, grpc: Router) -> Router {
-    let (frontend, registry) = (app.frontend.clone(), Arc::new(metrics::registry(&app.frontend)));
-    Router::new()
-        .route("/", get(welcome))
-        .route("/v1/chat/completions", post(completions::chat))
-        .route("/v1/completions", post(completions::completion))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/version", get(version))
-        .route("/ping", get(ready).post(ready))
-        .route("/health", get(ready))
-        .route("/health/live", get(live))
-        .route("/health/ready", get(ready))
-        .route("/metrics", get(async move || metrics::scrape(&registry)))
+    let routes = routes().into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods));
+    let router = routes
         .method_not_allowed_fallback(wrong_method)
-        .with_state(app)
-        .merge(other_models())
+        .with_state(app.clone())
         .merge(grpc)
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn_with_state(frontend, identify))
+        .layer(from_fn_with_state(app.clone(), access::authorize));
+    access::share(router, &app.access.cors_origins).layer(from_fn_with_state(app.frontend, identify))
+}
+
+/// What holds for an answer wherever it was made.
+pub fn protect(headers: &mut HeaderMap) {
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
 }
 
 /// Whether a path is a probe's: answered even where there is no place for anybody else. Reflection and health over gRPC
 /// are no work, either, but those calls may stay open for ever.
 pub fn is_probe(path: &str) -> bool {
-    ["/metrics", "/health", "/ping"].contains(&path)
-        || ["/health/", "/grpc.health.", "/grpc.reflection."].iter().any(|start| path.starts_with(start))
+    is_health(path) || path == "/metrics" || path.starts_with("/grpc.reflection.")
+}
+
+/// Whether a path is one of those that say whether the server lives and serves, and no more.
+fn is_health(path: &str) -> bool {
+    HEALTH.contains(&path) || path.starts_with("/grpc.health.")
 }
 
 /// The answer to anything but a probe where all connections are taken.
@@ -98,7 +149,8 @@ pub fn too_many_connections() -> Response {
 }
 
 /// A `curl` to paste that the model can answer: it can chat where it has a chat template, and else goes on with a text.
-pub fn example(base_url: &str, model_id: &str, can_chat: bool) -> String {
+/// The key, where one is asked for, is in the shell's variable from which OpenAI's clients take it.
+pub fn example(base_url: &str, model_id: &str, can_chat: bool, with_key: bool) -> String {
     let (path, body) = match can_chat {
         true => (
             "/v1/chat/completions",
@@ -106,14 +158,19 @@ pub fn example(base_url: &str, model_id: &str, can_chat: bool) -> String {
         ),
         false => ("/v1/completions", json!({"model": model_id, "prompt": "12 + 30 =", "max_tokens": 32})),
     };
-    format!("curl {base_url}{path} -H 'content-type: application/json' -d '{body}'")
+    let key = if with_key { " -H \"authorization: Bearer $OPENAI_API_KEY\"" } else { "" };
+    format!("curl {base_url}{path}{key} -H 'content-type: application/json' -d '{body}'")
 }
 
 /// Browsers get a page to chat with the model, all others a text that says what is here.
 async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
-    let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or("");
-    if accepts.contains("text/html") {
-        return ([(header::CONTENT_SECURITY_POLICY, CHAT_PAGE_POLICY)], Html(CHAT_PAGE)).into_response();
+    if wants_page(&headers) {
+        let headers = [
+            (header::CONTENT_SECURITY_POLICY, CHAT_PAGE_POLICY),
+            (header::X_FRAME_OPTIONS, "DENY"),
+            (header::REFERRER_POLICY, "no-referrer"),
+        ];
+        return (headers, Html(CHAT_PAGE)).into_response();
     }
     let state = in_words(&app.frontend.engine.state());
     let model_id = &app.frontend.model_id;
@@ -125,9 +182,14 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",
-        example(&app.base_url, model_id, can_chat(&app))
+        example(&app.base_url, model_id, can_chat(&app), app.access.keys.is_some())
     )
     .into_response()
+}
+
+fn wants_page(headers: &HeaderMap) -> bool {
+    let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or("");
+    accepts.contains("text/html")
 }
 
 async fn models(State(app): State<App>) -> Json<Value> {
@@ -151,29 +213,12 @@ fn describe(app: &App) -> Value {
     })
 }
 
-/// What other servers' models do, and no model here.
-fn other_models() -> Router {
-    const ROUTES: [(&str, &str); 12] = [
-        ("/v1/embeddings", "embeddings"),
-        ("/v1/audio/speech", "speech"),
-        ("/v1/audio/transcriptions", "transcriptions"),
-        ("/v1/audio/translations", "translations"),
-        ("/v1/images/generations", "images"),
-        ("/v1/images/edits", "images"),
-        ("/v1/moderations", "moderations"),
-        ("/v1/rerank", "rankings"),
-        ("/rerank", "rankings"),
-        ("/v1/score", "scores"),
-        ("/classify", "classes"),
-        ("/pooling", "embeddings"),
-    ];
-    let refuse = |what: &'static str| {
-        post(async move || {
-            let message = format!("the model generates text: there are no {what} here; GET / lists what is");
-            ApiError::new(StatusCode::NOT_IMPLEMENTED, "not_supported", message)
-        })
-    };
-    ROUTES.into_iter().fold(Router::new(), |router, (route, what)| router.route(route, refuse(what)))
+/// Answers for a model that is not here.
+fn refuse(what: &'static str) -> MethodRouter<App> {
+    post(async move || {
+        let message = format!("the model generates text: there are no {what} here; GET / lists what is");
+        ApiError::new(StatusCode::NOT_IMPLEMENTED, "not_supported", message)
+    })
 }
 
 /// This server's.
@@ -200,15 +245,23 @@ async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
 }
 
 async fn not_found(request: Request) -> Response {
-    let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
-    if request.headers().get("content-type").is_some_and(is_grpc) {
+    if is_grpc(request.headers()) {
         let status = tonic::Status::unimplemented(format!("no method {}", request.uri().path()));
-        let mut response = status.into_http::<axum::body::Body>();
-        response.extensions_mut().insert(ErrorCode("not_found"));
-        return response;
+        return grpc_error(status, "not_found");
     }
     let message = format!("there is no {} here; GET / lists what is", request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()
+}
+
+fn is_grpc(headers: &HeaderMap) -> bool {
+    headers.get(header::CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
+}
+
+/// For a call that reaches no service.
+fn grpc_error(status: tonic::Status, code: &'static str) -> Response {
+    let mut response = status.into_http::<axum::body::Body>();
+    response.extensions_mut().insert(ErrorCode(code));
+    response
 }
 
 /// axum adds the `allow` header.
@@ -227,7 +280,8 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
 /// Gives the request its name, the log its line, and counts its answer.
 async fn identify(State(frontend): State<Arc<Frontend>>, mut request: Request, next: Next) -> Response {
     let chosen = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
-    let usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len());
+    let visible = |id: &str| id.bytes().all(|byte| byte.is_ascii_graphic());
+    let usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len()) && visible(id);
     let id = chosen.filter(usable).map_or_else(|| Uuid::new_v4().to_string(), str::to_owned);
     let header = HeaderValue::from_str(&id).expect("a header's text, or hexadecimal digits and dashes");
     let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());

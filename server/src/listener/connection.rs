@@ -11,14 +11,14 @@ use hyper_util::{
 use rustix::net::sockopt;
 use socket2::SockRef;
 use tokio::{
-    io::{AsyncReadExt, join},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, join, split},
     net::TcpStream,
-    time::{Instant, sleep, sleep_until, timeout},
+    time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{places::Connection, pump::ResponseBody};
+use super::{places::Connection, pump::ResponseBody, tls::Tls};
 use crate::http;
 
 /// What every HTTP/2 connection begins with.
@@ -34,7 +34,7 @@ const HTTP1_BUFFER_BYTES: usize = 64 << 10;
 /// Bytes that the kernel holds for a client that does not read. (It takes twice as much memory.)
 const SOCKET_SEND_BYTES: usize = 128 << 10;
 /// Of them, bytes that are not on their way yet: few, so that the scheduler soon knows whose reader is behind.
-const UNSENT_BYTES: u32 = 16 << 10;
+pub(super) const UNSENT_BYTES: u32 = 16 << 10;
 /// Keepalive probes of an idle connection: the first after so long, so many at most, so far apart.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBES: u32 = 3;
@@ -47,7 +47,8 @@ pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a client may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClientLimits {
-    /// To its first byte, over HTTP/1 to the end of each request's head, and over HTTP/2 to its first request.
+    /// To its first byte, that after the handshake of TLS; over HTTP/1 to the end of each request's head, and over
+    /// HTTP/2 to its first request.
     pub head: Duration,
     /// To the end of a request's body.
     pub body: Duration,
@@ -68,6 +69,7 @@ impl Default for ClientLimits {
 /// gone, or not speaking HTTP.
 pub(super) async fn serve(
     stream: TcpStream,
+    tls: Option<Tls>,
     router: Router,
     connection: Arc<Connection>,
     limits: ClientLimits,
@@ -79,35 +81,62 @@ pub(super) async fn serve(
             false => pending().await,
         }
     };
+    let opened = async {
+        tokio::select! {
+            streams = open(stream, tls, limits.progress) => streams,
+            () = sleep(limits.head) => Err(io::ErrorKind::TimedOut.into()),
+            () = finish.cancelled() => Err(io::ErrorKind::ConnectionAborted.into()),
+        }
+    };
+    let served = async {
+        match opened.await {
+            Ok(opened) => exchange(opened, router, &connection, limits, &finish).await,
+            Err(error) => tracing::debug!(%error, "a connection ended before its first request"),
+        }
+    };
     tokio::select! {
-        () = exchange(stream, router, &connection, limits, finish) => {}
+        () = served => {}
         () = ends => {}
         () = connection.gave_way() => {}
     }
 }
 
+/// A connection whose client has begun to speak.
+struct Opened {
+    /// As many as it takes to see which HTTP it is.
+    first: Vec<u8>,
+    read: Reader,
+    write: Writer,
+}
+
+type Reader = Box<dyn AsyncRead + Send + Unpin>;
+type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// The handshake, where there is one, and the first bytes: all that a client may be slow with before its first request.
+async fn open(stream: TcpStream, tls: Option<Tls>, progress: Duration) -> io::Result<Opened> {
+    tune(&stream, progress)?;
+    let (mut read, write): (Reader, Writer) = match tls {
+        Some(tls) => {
+            let (read, write) = split(tls.accept(stream).await?);
+            (Box::new(read), Box::new(write))
+        }
+        None => {
+            let (read, write) = stream.into_split();
+            (Box::new(read), Box::new(write))
+        }
+    };
+    Ok(Opened { first: first_bytes(&mut read).await?, read, write })
+}
+
 async fn exchange(
-    mut stream: TcpStream,
+    opened: Opened,
     router: Router,
     connection: &Arc<Connection>,
     limits: ClientLimits,
-    finish: CancellationToken,
+    finish: &CancellationToken,
 ) {
-    let deadline = Instant::now() + limits.head;
-    let first = tokio::select! {
-        first = first_bytes(&mut stream, limits.progress) => first,
-        () = sleep_until(deadline) => return,
-        () = finish.cancelled() => return,
-    };
-    let first = match first {
-        Ok(first) => first,
-        Err(error) => {
-            tracing::debug!(%error, "a connection ended before its first request");
-            return;
-        }
-    };
+    let Opened { first, read, write } = opened;
     let builder = builder(first == HTTP2_PREFACE, connection.reserved, limits);
-    let (read, write) = stream.into_split();
     let io = TokioIo::new(join(io::Cursor::new(first).chain(read), write));
     let service = service_fn(|request| respond(router.clone(), connection.clone(), limits.progress, request));
     let mut serving = pin!(builder.serve_connection(io, service));
@@ -131,12 +160,11 @@ async fn exchange(
 }
 
 /// The first bytes, as many as it takes to see which HTTP the client speaks.
-async fn first_bytes(stream: &mut TcpStream, progress: Duration) -> io::Result<Vec<u8>> {
-    tune(stream, progress)?;
+async fn first_bytes(read: &mut (impl AsyncRead + Unpin)) -> io::Result<Vec<u8>> {
     let mut first = Vec::with_capacity(HTTP2_PREFACE.len());
     while first.len() < HTTP2_PREFACE.len() && HTTP2_PREFACE.starts_with(&first) {
         let missing = (HTTP2_PREFACE.len() - first.len()) as u64;
-        if (&mut *stream).take(missing).read_buf(&mut first).await? == 0 {
+        if (&mut *read).take(missing).read_buf(&mut first).await? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
     }
@@ -166,10 +194,11 @@ async fn respond(
 ) -> Result<Response<ResponseBody>, Infallible> {
     let probe = http::is_probe(request.uri().path());
     let in_progress = connection.begin(probe);
-    let response = match connection.reserved && !probe {
+    let mut response = match connection.reserved && !probe {
         true => http::too_many_connections(),
         false => router.oneshot(request.map(Body::new)).await.unwrap_or_else(|never| match never {}),
     };
+    http::protect(response.headers_mut());
     let stalled = move || {
         tracing::debug!("a client took nothing of its response for too long");
         // HTTP/2 has no way to end a stream that waits for its client, but nothing else may run on the connection.

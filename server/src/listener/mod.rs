@@ -6,6 +6,7 @@ use axum::Router;
 use tokio::{
     net::TcpListener,
     sync::mpsc,
+    task::JoinSet,
     time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -13,8 +14,10 @@ use tokio_util::sync::CancellationToken;
 mod connection;
 mod places;
 mod pump;
+mod tls;
 
 pub use connection::ClientLimits;
+pub use tls::Tls;
 
 use connection::CLOSE_LIMIT;
 use places::Places;
@@ -24,7 +27,7 @@ use crate::{
     engine::{EngineHandle, EngineState},
     frontend::Frontend,
     grpc,
-    http::{self, App},
+    http::{self, Access, App},
     text::Text,
     upload::Uploads,
 };
@@ -37,12 +40,16 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(1);
 const WARN_PAUSE: Duration = Duration::from_secs(10);
 
 /// How the front end serves.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct ServeOptions {
     /// The name that requests call the model by.
     pub model_id: String,
     /// What answers tell of drafts, of which a step has so many at most.
     pub draft_report: (DraftReport, u32),
+    /// Who may ask for what.
+    pub access: Access,
+    /// The certificate, where TLS is spoken.
+    pub tls: Option<Tls>,
     /// Connections open at one time. Beyond it idle ones give way; where none is idle, only probes are answered.
     pub max_connections: usize,
     /// Requests for text served at one time; more are answered with 429.
@@ -60,6 +67,8 @@ impl Default for ServeOptions {
         Self {
             model_id: String::new(),
             draft_report: (DraftReport::None, 0),
+            access: Access::default(),
+            tls: None,
             max_connections: 4096,
             max_concurrent_requests: 1024,
             max_body_bytes: 8 << 20,
@@ -101,16 +110,32 @@ pub async fn run(
     options: ServeOptions,
     stop: StopSignal,
 ) -> Result<(), ServeError> {
-    let base_url = base_url(listener.local_addr()?).into();
+    let address = listener.local_addr()?;
+    if options.access.keys.is_none() && !address.ip().is_loopback() {
+        tracing::warn!(
+            "whoever can reach {address} may use this server: ask for keys (--api-key-file, --api-key), or listen on \
+             127.0.0.1 only (--host)"
+        );
+    }
+    let base_url = base_url(address, options.tls.is_some()).into();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
-    let ServeOptions { model_id, draft_report, max_concurrent_requests, .. } = options;
+    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, .. } = options;
     let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
     let frontend = Arc::new(frontend);
     let grpc = grpc::router(frontend.clone());
-    let app = App { frontend: frontend.clone(), base_url };
+    // They end with this function.
+    let mut followers = JoinSet::new();
+    if let Some(keys) = &access.keys {
+        followers.spawn(keys.clone().follow());
+    }
+    if let Some(tls) = &tls {
+        followers.spawn(tls.clone().follow());
+    }
+    let app = App::new(frontend.clone(), base_url, access);
     let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),
+        tls,
         limits: options.client_limits,
         places: Arc::new(Places::new(options.max_connections)),
         open,
@@ -128,11 +153,12 @@ pub async fn run(
     ended
 }
 
-/// `http://` and where clients on this machine reach the address.
-pub fn base_url(address: SocketAddr) -> String {
+/// `http://` or `https://`, and where clients on this machine reach the address.
+pub fn base_url(address: SocketAddr, tls: bool) -> String {
+    let scheme = if tls { "https" } else { "http" };
     match address.ip().is_unspecified() {
-        true => format!("http://localhost:{}", address.port()),
-        false => format!("http://{address}"),
+        true => format!("{scheme}://localhost:{}", address.port()),
+        false => format!("{scheme}://{address}"),
     }
 }
 
@@ -181,6 +207,7 @@ impl Seldom {
 
 struct Connections {
     router: Router,
+    tls: Option<Tls>,
     limits: ClientLimits,
     places: Arc<Places>,
     /// Held by each connection while it is open; nothing is sent.
@@ -211,6 +238,7 @@ impl Connections {
             let (open, abort) = (self.open.clone(), self.abort.clone());
             let served = connection::serve(
                 stream,
+                self.tls.clone(),
                 self.router.clone(),
                 place.connection.clone(),
                 self.limits,

@@ -6,12 +6,14 @@ mod engine;
 mod generation;
 mod grpc;
 mod http2;
+mod keys;
 mod lifecycle;
 mod log;
 mod metrics;
 mod refusals;
 #[path = "../common/scrape.rs"]
 mod scrape;
+mod tls;
 mod tools;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};

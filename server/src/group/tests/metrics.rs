@@ -140,7 +140,7 @@ async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
     let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
     let model = frontend.model().unwrap();
     let valid = validate(raw, &model, &text).unwrap();
-    let refused = frontend.admit(valid, model, frontend.enter(&"id".into(), "/").unwrap()).await;
+    let refused = frontend.admit(valid, model, frontend.enter(&"id".into(), None, "/").unwrap()).await;
     assert!(matches!(refused, Err(GenerateError::Submit(SubmitError::QueueFull { .. }))), "{refused:?}");
     comes_to(&handle, "num_requests_waiting", 1.0).await;
     for reason in ["stop", "length", "abort", "error"] {

@@ -1,0 +1,71 @@
+//! TLS with a certificate of files, which may be renewed while the server runs.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rustls::{
+    ServerConfig,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+use super::connection::UNSENT_BYTES;
+use crate::reload::{FileError, Reloaded};
+
+const CERT_OPTION: &str = "--tls-cert";
+const KEY_OPTION: &str = "--tls-key";
+
+/// What a client may choose from.
+const PROTOCOLS: [&[u8]; 2] = [b"h2", b"http/1.1"];
+
+/// The certificate and its key, as the next connection gets them.
+#[derive(Debug, Clone)]
+pub struct Tls(Arc<Reloaded<ServerConfig>>);
+
+impl Tls {
+    /// Reads the certificate, with those that sign it up to the root, and its key: both PEM.
+    ///
+    /// # Errors
+    /// Names the file that cannot be used.
+    pub fn load(cert: PathBuf, key: PathBuf) -> Result<Self, FileError> {
+        let files = vec![cert.clone(), key.clone()];
+        Ok(Self(Arc::new(Reloaded::new(files, move |_| config(&cert, &key))?)))
+    }
+
+    /// Keeps the certificate true to its files, for ever.
+    pub(super) async fn follow(self) {
+        self.0.follow().await;
+    }
+
+    /// The client's handshake. It fails for one that speaks anything else.
+    pub(super) async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+        // What waits here is unsent, too.
+        let bounded =
+            |connection: &mut rustls::ServerConnection| connection.set_buffer_limit(Some(UNSENT_BYTES as usize));
+        TlsAcceptor::from(self.0.current()).accept_with(stream, bounded).await
+    }
+}
+
+fn config(cert: &Path, key: &Path) -> Result<ServerConfig, FileError> {
+    let wrong_cert = |what: String| FileError::new(CERT_OPTION, cert, what);
+    let wrong_key = |what: String| FileError::new(KEY_OPTION, key, what);
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect);
+    let chain = chain.map_err(|error| wrong_cert(error.to_string()))?;
+    if chain.is_empty() {
+        return Err(wrong_cert("there is no certificate (PEM) in it".into()));
+    }
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| wrong_key(error.to_string()))?;
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring has what TLS 1.2 and 1.3 need")
+        .with_no_client_auth()
+        .with_single_cert(chain, key)
+        .map_err(|error| wrong_cert(format!("it does not go with {KEY_OPTION}, or neither can be used: {error}")))?;
+    config.alpn_protocols = PROTOCOLS.map(Vec::from).into();
+    Ok(config)
+}

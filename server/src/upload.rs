@@ -157,7 +157,7 @@ impl Uploads {
 
 #[cfg(test)]
 mod tests {
-    use futures::stream;
+    use futures::{FutureExt, stream};
     use http_body_util::{Full, StreamBody};
     use hyper::body::Frame;
 
@@ -167,6 +167,17 @@ mod tests {
 
     fn body(bytes: usize) -> Full<Bytes> {
         Full::new(vec![b'x'; bytes].into())
+    }
+
+    #[tokio::test]
+    async fn so_many_refused_bodies_are_read_at_one_time_and_no_more() {
+        let uploads = Uploads::new(10, LIMIT);
+        let silent = || StreamBody::new(stream::pending::<Result<Frame<Bytes>, std::io::Error>>());
+        let mut reading: Vec<_> = (0..MAX_DISCARDS).map(|_| Box::pin(uploads.discard(silent()))).collect();
+        assert!(reading.iter_mut().all(|reading| reading.now_or_never().is_none()));
+        assert!(uploads.discard(silent()).now_or_never().is_some());
+        drop(reading);
+        assert!(uploads.discard(silent()).now_or_never().is_none());
     }
 
     #[tokio::test]

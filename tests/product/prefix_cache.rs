@@ -31,11 +31,17 @@ fn request(number: u64) -> Value {
         "prompt": prompt, "max_tokens": 1 + chance(4, 90), "seed": chance(5, 3), "temperature": chance(6, 2),
         "logprobs": 2, "ignore_eos": true,
     });
-    match chance(7, 4) {
+    match chance(7, 6) {
         0 => request["repetition_penalty"] = json!(1.2),
         1 => request["cache_salt"] = json!("another"),
         // A text that repeats itself, for drafts to hold.
         2 => request["logit_bias"] = json!({"300": 100, "301": 98}),
+        // Masks, with drafts that they allow or not.
+        3 => {
+            request["guided_regex"] = json!("((ab|cd){3}x|[0-9]{9})*");
+            request["ignore_eos"] = json!(false);
+        }
+        4 => request["echo"] = json!(true),
         _ => {}
     }
     request

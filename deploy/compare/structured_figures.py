@@ -26,7 +26,7 @@ ITEM = {"type": "object", "properties": {"name": TEXT, "size": {"type": "number"
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 500}
 FORMS = {
     "free": {"ignore_eos": True},
-    "grammar": {"guided_grammar": 'start: item start\nitem: NAME SIZE ","\nNAME: / ?[a-z]{1,5}/\nSIZE: /[0-9]{1,6}/'},
+    "grammar": {"guided_grammar": 'start: item+ "!"\nitem: NAME SIZE ","\nNAME: / ?[a-z]{1,5}/\nSIZE: /[0-9]{1,6}/'},
     "JSON schema": {"guided_json": SCHEMA},
 }
 
@@ -66,7 +66,7 @@ def rate(forms: list[dict], streams: int, tokens: int) -> float:
     with concurrent.futures.ThreadPoolExecutor(streams) as pool:
         begun = time.perf_counter()
         counts = list(pool.map(answer, range(streams)))
-    assert all(count == tokens for count in counts), counts
+    assert sum(counts) > 0.9 * tokens * streams, counts
     return sum(counts) / (time.perf_counter() - begun)
 
 

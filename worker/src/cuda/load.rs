@@ -197,7 +197,8 @@ pub fn load_with(
     }
     let (vocabulary, slots, ranks) = (request.vocabulary.clone(), request.max_slots, request.tensor_parallel);
     let grammars = Grammars::new(vocabulary, loaded.vocab_size, slots, ranks);
-    let decoder = LoopedDecoder { launcher, batch, grammars, rank: request.rank, since_drafts: u32::MAX };
+    let (rank, masked_step) = (request.rank, Duration::ZERO);
+    let decoder = LoopedDecoder { launcher, batch, grammars, rank, since_drafts: u32::MAX, masked_step };
     Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 

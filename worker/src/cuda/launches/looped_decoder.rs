@@ -7,7 +7,7 @@
 //! rows that grammars hold, whose masks the host hands to the sampler while the decoder computes. Where all rows want
 //! the largest logit and nothing more the decoder draws, else the sampler does.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::passes::Passes;
 use crate::batch::{self, Batch, Boundary, Plan, Slot};
@@ -19,6 +19,11 @@ use crate::sampling::{Allowed, MIN_TEMPERATURE, Sampled};
 /// Steps without drafts, behind one with, that have launches of their own: drafts of the next step come in time. A
 /// launch of many steps ends up to two steps after it was asked to.
 const SOON_AFTER_DRAFTS: u32 = 16;
+
+/// Masks are in time for this share of a step, in percent: the sampler is in the stream before the decoder ends.
+const MASKS_IN_TIME_PERCENT: u32 = 70;
+/// But no longer than this: a step may be much shorter than the one before.
+const MOST_WAIT_FOR_MASKS: Duration = Duration::from_millis(5);
 
 /// Rows whose masks ranks agree on at a time: a bit each that it is known, and one that there is one.
 const ROWS_AGREED: usize = 32;
@@ -111,6 +116,8 @@ pub struct LoopedDecoder<L> {
     pub rank: usize,
     /// Steps since the last one in which a draft held.
     pub since_drafts: u32,
+    /// What the last step with masks took.
+    pub masked_step: Duration,
 }
 
 impl<L: Launcher> LoopedDecoder<L> {
@@ -228,7 +235,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         let begun = Instant::now();
         self.grammars.ask(&self.batch);
         let mut draws: Vec<Drawn> = Vec::with_capacity(self.batch.step().samples.len());
-        let mut last = 0;
+        let (mut last, mut masked) = (0, false);
         for pass in self.launcher.passes().of(&self.batch.step().rows) {
             let rows = &self.batch.step().rows[pass.clone()];
             let samples: Vec<usize> = pass.clone().filter(|row| self.batch.step().rows[*row].sample).collect();
@@ -245,6 +252,7 @@ impl<L: Launcher> LoopedDecoder<L> {
                 logprobs: logprobs(row),
                 instead: None,
             }));
+            masked |= held;
             if held {
                 self.draw_masked(&samples, &mut draws[first..])?;
             }
@@ -260,13 +268,18 @@ impl<L: Launcher> LoopedDecoder<L> {
             None => self.launcher.sampled(launch, 0, row, logprobs),
         });
         let sampled: Vec<Sampled> = sampled.collect();
-        self.complete(sampled, begun.elapsed(), outcomes)
+        let took = begun.elapsed();
+        if masked {
+            self.masked_step = took;
+        }
+        self.complete(sampled, took, outcomes)
     }
 
     /// Hands the masks of a pass to the sampler, while the decoder computes: those that all ranks know by now.
     /// `samples`: the rows of the step that the pass samples.
     fn draw_masked(&mut self, samples: &[usize], drawn: &mut [Drawn]) -> Result<(), Fault> {
-        self.grammars.await_masks(LATE_MASKS);
+        let in_time = self.masked_step / 100 * MASKS_IN_TIME_PERCENT;
+        self.grammars.await_masks(in_time.clamp(LATE_MASKS, MOST_WAIT_FOR_MASKS));
         for (rows, drawn) in samples.chunks(ROWS_AGREED).zip(drawn.chunks_mut(ROWS_AGREED)) {
             let mut known = 0u64;
             for (bit, &row) in rows.iter().enumerate() {

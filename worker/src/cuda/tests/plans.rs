@@ -2,6 +2,7 @@
 //! the next token, so that a wrong page, position, row or order shows.
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use crate::batch::{Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Plan, PrefillChunk, Slot, StepTime};
 use crate::cuda::kernels::items::Bounds;
@@ -522,7 +523,14 @@ fn run_model(
     };
     let launcher = Fake::new(model, pages as usize, widths, log.clone());
     let grammars = Grammars::new(Some(vocabulary()), VOCAB, SLOTS, 1);
-    let decoder = LoopedDecoder { launcher, batch: Batch::new(limits), grammars, rank: 0, since_drafts: u32::MAX };
+    let decoder = LoopedDecoder {
+        launcher,
+        batch: Batch::new(limits),
+        grammars,
+        rank: 0,
+        since_drafts: u32::MAX,
+        masked_step: Duration::ZERO,
+    };
     let outcomes = drive(move |source, sink| decoder.run(source, &sink), plans, eager);
     let log = log.lock().unwrap().clone();
     (outcomes, log)

@@ -4,8 +4,8 @@
     python3 structured_figures.py --model DIR --device cpu --streams 1,4 --tokens 60
 
 Without --model the checkpoint of serving_figures.py is made up, which needs torch and safetensors. All answers are
-sampled at temperature 1, each with a seed of its own, without drafts. Forms: a Lark grammar, and a JSON schema of nested
-lists. In the last column every other answer is free, beside one of the schema.
+sampled at temperature 1, each with a seed of its own, without drafts. Forms: a Lark grammar, and a JSON schema of
+nested lists. In the last column every other answer is free, beside one of the schema.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from serving import LOOPLANE, Server, completion
 
 HERE = Path(__file__).resolve().parent
 TEXT = {"type": "string", "minLength": 4, "maxLength": 60}
-ITEM = {"type": "object", "properties": {"name": TEXT, "size": {"type": "number"}, "tags": {"type": "array", "items": TEXT}},
-        "required": ["name", "size", "tags"], "additionalProperties": False}
+FIELDS = {"name": TEXT, "size": {"type": "number"}, "tags": {"type": "array", "items": TEXT}}
+ITEM = {"type": "object", "properties": FIELDS, "required": list(FIELDS), "additionalProperties": False}
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 500}
 FORMS = {
     "free": {"ignore_eos": True},

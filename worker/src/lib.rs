@@ -2,7 +2,8 @@
 //!
 //! `model` reads the checkpoint, `plan` says what is cut where and in which order it is summed, `batch` turns the
 //! server's plans into the rows of each step, `backend` chooses between `cpu`, which runs the loop with the functions
-//! of `math`, and `cuda`, `sampling` draws the tokens, `grammar` says which it may draw, `control` speaks worker/v1, `bench` measures.
+//! of `math`, and `cuda`, `sampling` draws the tokens, `grammar` says which it may draw, `control` speaks worker/v1,
+//! `bench` measures.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};

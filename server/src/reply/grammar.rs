@@ -1,5 +1,5 @@
-//! Tool calls as a grammar: what a model has to write so that [`super::Reply`] finds calls whose arguments keep to their
-//! schemas.
+//! Tool calls as a grammar: what a model has to write so that [`super::Reply`] finds calls whose arguments keep to
+//! their schemas.
 
 use serde_json::{Map, Value, json};
 

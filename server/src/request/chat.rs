@@ -1,9 +1,9 @@
 //! From the messages of a chat to its prompt, in which the template alone writes control tokens.
 //!
 //! Tokenizers recognise a control token wherever its name is spelled. A client's text that spells one could end its own
-//! message and begin another, as the operator for instance; such a name is text like any other. Where one ends up in the
-//! prompt is known by a mark within it, which goes wherever the template takes the text: there the prompt is cut before
-//! it becomes tokens. A name that forms only in the template, of texts beside each other, is refused.
+//! message and begin another, as the operator for instance; such a name is text like any other. Where one ends up in
+//! the prompt is known by a mark within it, which goes wherever the template takes the text: there the prompt is cut
+//! before it becomes tokens. A name that forms only in the template, of texts beside each other, is refused.
 
 use std::borrow::Cow;
 

@@ -1,5 +1,5 @@
-//! The texts that a client wrote into a chat, changed one by one: set apart from everything around them, or marked where
-//! they spell control tokens.
+//! The texts that a client wrote into a chat, changed one by one: set apart from everything around them, or marked
+//! where they spell control tokens.
 
 use std::borrow::Cow;
 

@@ -7,8 +7,8 @@ use crate::{
 };
 
 /// What the answer is held to, with the field that says so: what the client says; calls (`true`: nothing else is an
-/// answer); or one or the other, where it may call. Thinking stands in front where the model thinks; `thinks`: the prompt
-/// has begun it.
+/// answer); or one or the other, where it may call. Thinking stands in front where the model thinks; `thinks`: the
+/// prompt has begun it.
 pub(super) fn form(
     constraint: Option<(String, Constraint)>,
     calls: Option<(CallGrammar, bool)>,

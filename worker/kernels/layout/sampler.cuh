@@ -38,7 +38,8 @@ static_assert(sizeof(RowLogprobs) == 168, "Rust mirrors this");
 
 struct SamplerLaunch {
   const float* logits;          // [rows][padded vocabulary] f32, as the decoder wrote them
-  // [rows][padded vocabulary] f32: logits after bias, penalties, suppression and mask; rows without these never touch it.
+  // [rows][padded vocabulary] f32: logits after bias, penalties, suppression and mask; rows without these never touch
+  // it.
   float* processed;
   // [slots][padded vocabulary]: times generated, kSeen; only rows with penalties read it, and update it unless they are
   // several of their sequence.

@@ -1,11 +1,11 @@
 // The sampler: from the logits of one step to its tokens and the rows of the next, on all blocks of a launch of its
 // own.
 //
-// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties, suppression and mask on
-// the raw logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest id.
-// Log-probabilities are from raw logits: log of a sum of integer weights e^(x - max), multiples of 2^-40. So no result
-// depends on the number of blocks or threads, on other rows or on timing: maxima and integer sums alone cross lanes,
-// warps and blocks.
+// Tokens are those of the CPU sampler (worker/src/sampling) for the same logits: bias, penalties, suppression and mask
+// on the raw logits; temperature; min_p, top_k, top_p; the largest sum of value and Gumbel noise, ties to the lowest
+// id. Log-probabilities are from raw logits: log of a sum of integer weights e^(x - max), multiples of 2^-40. So no
+// result depends on the number of blocks or threads, on other rows or on timing: maxima and integer sums alone cross
+// lanes, warps and blocks.
 //
 // Each row walks through stages; a stage is a pass of every block over the logits of its own tiles, then an exchange in
 // which every block tells all what it found and all draw the same conclusion. All rows share each exchange.

@@ -8,8 +8,8 @@
 //! top_k and top_p (`select`); the draw (`draw`, `noise`). Log-probabilities come from the raw logits (`logprobs`). The
 //! elementary functions of [`crate::math`] have the same bits on every machine.
 //!
-//! A row that is held to a grammar draws among the tokens of its mask. A rank that does not know the mask in time says so
-//! in the row's first exchange, and the row draws nothing on any rank.
+//! A row that is held to a grammar draws among the tokens of its mask. A rank that does not know the mask in time says
+//! so in the row's first exchange, and the row draws nothing on any rank.
 //!
 //! A NaN logit counts as minus infinity. Where every kept logit is minus infinity, or several are plus infinity, the
 //! lowest id among the largest is drawn.

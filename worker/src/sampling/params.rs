@@ -57,8 +57,8 @@ pub enum Allowed<'a> {
     /// Any.
     #[default]
     All,
-    /// Those that a grammar allows: those whose bit is set, at least one: bit `i % 32` of word `i / 32` for token i. Stop tokens are among them where
-    /// the sequence may end.
+    /// Those that a grammar allows: those whose bit is set, at least one: bit `i % 32` of word `i / 32` for token i.
+    /// Stop tokens are among them where the sequence may end.
     These(&'a [u32]),
     /// This one: it is sampled for its log-probability.
     Only(u32),
@@ -104,7 +104,8 @@ pub struct RowInput<'a> {
     pub generated: &'a [u32],
     /// Tokens that must not be drawn: the stop tokens while fewer than min_tokens are generated.
     pub suppress: &'a [u32],
-    /// Tokens that may be drawn. What ranks know of them may differ by [`Allowed::Late`] and [`Allowed::Nothing`] alone.
+    /// Tokens that may be drawn. What ranks know of them may differ by [`Allowed::Late`] and [`Allowed::Nothing`]
+    /// alone.
     pub allowed: Allowed<'a>,
     /// Asks for the log-probability of the drawn token and of this many most likely ones, at most [`MAX_TOP_LOGPROBS`].
     pub logprobs: Option<u32>,

@@ -2,7 +2,8 @@
 //!
 //! In this order: bias is added; logits of tokens in the prompt or the output are divided (if positive) or multiplied
 //! (if not) by the repetition penalty, as Hugging Face does; frequency and presence penalties of tokens in the output
-//! are subtracted, as the OpenAI API defines them; suppressed tokens, and those outside the mask, become minus infinity.
+//! are subtracted, as the OpenAI API defines them; suppressed tokens, and those outside the mask, become minus
+//! infinity.
 
 use std::ops::Range;
 

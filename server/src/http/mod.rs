@@ -14,7 +14,9 @@ use serde_json::{Value, json};
 use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
+mod anthropic;
 mod completions;
+mod dialect;
 mod error;
 mod fields;
 mod json;
@@ -63,6 +65,8 @@ pub fn router(app: App, grpc: Router) -> Router {
         .route("/", get(welcome))
         .route("/v1/chat/completions", post(completions::chat))
         .route("/v1/completions", post(completions::completion))
+        .route("/v1/messages", post(anthropic::messages))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/tokenize", post(tokens::tokenize))
@@ -120,6 +124,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\n\
          OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
+         Anthropic-style: POST /v1/messages, POST /v1/messages/count_tokens\n\
          Tokens: POST /tokenize, POST /detokenize\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\
          For Prometheus: GET /metrics\n\

@@ -51,11 +51,14 @@ enum Content<'a> {
 }
 
 #[derive(Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 enum Delta<'a> {
-    TextDelta { text: &'a str },
-    ThinkingDelta { thinking: &'a str },
-    InputJsonDelta { partial_json: &'a str },
+    #[serde(rename = "text_delta")]
+    Text { text: &'a str },
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: &'a str },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: &'a str },
 }
 
 #[derive(Serialize)]
@@ -115,9 +118,9 @@ impl Dialect for Messages {
 
     fn delta(&mut self, index: usize, block: &Block, text: &str, events: &mut Events) {
         let delta = match block.kind {
-            BlockKind::Text => Delta::TextDelta { text },
-            BlockKind::Thinking => Delta::ThinkingDelta { thinking: text },
-            BlockKind::Call { .. } => Delta::InputJsonDelta { partial_json: text },
+            BlockKind::Text => Delta::Text { text },
+            BlockKind::Thinking => Delta::Thinking { thinking: text },
+            BlockKind::Call { .. } => Delta::InputJson { partial_json: text },
         };
         events.push("content_block_delta", &StreamEvent::ContentBlockDelta { index, delta });
     }

@@ -8,6 +8,7 @@ mod browser;
 mod chat_page;
 mod common;
 mod demo;
+mod dialects;
 mod golden;
 mod keys;
 mod loadtest;

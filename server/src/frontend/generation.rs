@@ -144,6 +144,11 @@ impl Choice {
         }
     }
 
+    /// The stop text that ended its output.
+    pub fn stop_text(&self) -> Option<&str> {
+        self.output.stop_text()
+    }
+
     /// Ends the choice as a stop text does: its reader has all that it wants.
     pub fn complete(&mut self) {
         if self.stream.is_some() {

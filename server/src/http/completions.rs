@@ -17,6 +17,7 @@ use futures::{
     stream::{self, BoxStream, FuturesUnordered, SelectAll},
 };
 use http_body_util::{BodyExt, Full};
+use serde_json::Value;
 use uuid::Uuid;
 
 use super::{
@@ -30,13 +31,13 @@ use super::{
 use crate::{
     drafts::DraftStep,
     engine::ModelInfo,
-    frontend::{Frontend, GenerateError, Place, Prepared, RequestId, unix_seconds},
+    frontend::{Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
-    request::validate,
+    request::{RawRequest, validate},
     text::Text,
 };
 
-/// A comment is sent after so long without an event, so that nobody between takes the connection for dead.
+/// A comment or a ping is sent after so long without an event, so that nobody between takes the connection for dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// About what a log-probability and its token take in an answer.
 const LOGPROB_BYTES: usize = 64;
@@ -89,21 +90,15 @@ async fn answer(
 
 async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
     let frontend = &app.frontend;
-    check_content_type(request.headers())?;
-    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
-    let (bytes, checking) = (body.bytes.len(), frontend.clone());
-    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
-        let json = json::parse(&body.bytes, model.max_context)?;
-        let HttpRequest { model: asked, raw, stream, stream_usage, tokens_as_ids, include_reasoning } = match api {
+    let read = move |json| {
+        let HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, include_reasoning } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
-        checking.check_model(&asked)?;
-        Ok((validate(raw, model, text)?, stream, stream_usage, tokens_as_ids, include_reasoning))
+        Ok((model, raw, (stream, stream_usage, tokens_as_ids, include_reasoning)))
     };
-    let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
-    let (valid, stream, stream_usage, tokens_as_ids, include_reasoning) = prepared;
-    let generation = frontend.admit(valid, model, place).await?;
+    let (generation, wanted) = admit(&app, place, request, read).await?;
+    let (stream, stream_usage, tokens_as_ids, include_reasoning) = wanted;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
     let writer = Writer {
@@ -128,6 +123,27 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
+}
+
+/// Reads a request's body, checks it, and queues what it asks for. `read` makes of the body the model's name, the
+/// request, and what else the answer depends on.
+pub(super) async fn admit<T: Send + 'static>(
+    app: &App,
+    place: Place,
+    request: Request,
+    read: impl FnOnce(Value) -> Result<(String, RawRequest, T), ApiError> + Send + 'static,
+) -> Result<(Generation, T), ApiError> {
+    let frontend = &app.frontend;
+    check_content_type(request.headers())?;
+    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (bytes, checking) = (body.bytes.len(), frontend.clone());
+    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
+        let (asked, raw, wanted) = read(json::parse(&body.bytes, model.max_context)?)?;
+        checking.check_model(&asked)?;
+        Ok((validate(raw, model, text)?, wanted))
+    };
+    let Prepared { prepared: (valid, wanted), model, place } = frontend.prepare(place, bytes, prepare).await?;
+    Ok((frontend.admit(valid, model, place).await?, wanted))
 }
 
 /// Browsers may send other types to a foreign origin without asking it first.
@@ -161,12 +177,16 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
         + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
     let body = frontend.compute(bytes, move || writer.whole(&wholes, usage, metrics)).await?;
-    // A long answer keeps the place until it is sent, as its memory does.
+    Ok(json_response(body, place))
+}
+
+/// A whole answer. A long one keeps the place until it is sent, as its memory does.
+pub(super) fn json_response(body: String, place: Place) -> Response {
     let body = Body::new(Full::from(body).map_frame(move |frame| {
         let _ = &place;
         frame
     }));
-    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
 async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateError> {
@@ -177,7 +197,7 @@ async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateErro
                 told.into_iter().for_each(|told| whole.message.add(told));
                 whole.tokens.extend(tokens);
             }
-            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
+            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs, .. } => {
                 (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason), drafts, prompt_logprobs);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
@@ -192,8 +212,15 @@ fn is_first(index: u32, choices_each: u32) -> bool {
 }
 
 fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
-    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
-    let mut response = Sse::new(EventStream::start(replies, writer, metrics)).keep_alive(keep_alive).into_response();
+    event_response(EventStream::start(replies, writer, metrics), KeepAlive::new().text("keep-alive"))
+}
+
+/// A stream of events, with what is sent where none comes.
+pub(super) fn event_response(
+    events: impl Stream<Item = Result<Event, Infallible>> + Send + 'static,
+    keep_alive: KeepAlive,
+) -> Response {
+    let mut response = Sse::new(events).keep_alive(keep_alive.interval(KEEP_ALIVE)).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // nginx would hold the events back until its buffer is full.

@@ -47,6 +47,16 @@ impl ApiError {
         Self { kind, retry_after_s: Some(after_s), ..self }
     }
 
+    /// The response, with a body in the shape of some API.
+    pub(super) fn response(&self, body: Value) -> Response {
+        let mut response = (self.status, Json(body)).into_response();
+        response.extensions_mut().insert(ErrorCode(self.code));
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+
     /// The body, also of an event in the middle of a stream.
     pub fn body(&self) -> Value {
         json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
@@ -101,12 +111,7 @@ impl From<RequestError> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status, Json(self.body())).into_response();
-        response.extensions_mut().insert(ErrorCode(self.code));
-        if let Some(seconds) = self.retry_after_s {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        response
+        self.response(self.body())
     }
 }
 

@@ -71,6 +71,14 @@ impl Fields {
         self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
     }
 
+    pub(super) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
+        match self.value(name) {
+            None => Ok(None),
+            Some(Value::Object(object)) => Ok(Some(object)),
+            Some(_) => Err(wrong_type(self.path(name), "an object")),
+        }
+    }
+
     pub(super) fn required_string(&mut self, name: &str) -> Result<String, ApiError> {
         match self.required(name)? {
             Value::String(text) => Ok(text),

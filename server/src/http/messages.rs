@@ -25,11 +25,7 @@ pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
         let message = "and add_generation_prompt exclude each other: an answer goes on, or begins";
         return Err(RequestError::field("continue_final_message", FieldError::Value, message).into());
     }
-    let kwargs = match fields.value("chat_template_kwargs") {
-        None => serde_json::Map::new(),
-        Some(Value::Object(kwargs)) => kwargs,
-        Some(_) => return Err(wrong_type("chat_template_kwargs", "an object")),
-    };
+    let kwargs = fields.object("chat_template_kwargs")?.unwrap_or_default();
     let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
     let (tools, tool_choice) = tools::tools(fields)?;
     let one_call = fields.boolean("parallel_tool_calls")? == Some(false);

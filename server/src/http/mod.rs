@@ -16,7 +16,9 @@ use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
 mod access;
+mod anthropic;
 mod completions;
+mod dialect;
 mod error;
 mod fields;
 mod json;
@@ -96,6 +98,8 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/", get(welcome)),
         ("/v1/chat/completions", post(completions::chat)),
         ("/v1/completions", post(completions::completion)),
+        ("/v1/messages", post(anthropic::messages)),
+        ("/v1/messages/count_tokens", post(anthropic::count_tokens)),
         ("/v1/models", get(models)),
         ("/v1/models/{*id}", get(model)),
         ("/tokenize", post(tokens::tokenize)),
@@ -177,6 +181,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\n\
          OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
+         Anthropic-style: POST /v1/messages, POST /v1/messages/count_tokens\n\
          Tokens: POST /tokenize, POST /detokenize\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\
          For Prometheus: GET /metrics\n\

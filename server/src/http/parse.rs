@@ -217,10 +217,7 @@ fn labels(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "safety_identifier", "prompt_cache_key"] {
         fields.string(name)?;
     }
-    match fields.value("metadata") {
-        Some(metadata) if !metadata.is_object() => Err(wrong_type("metadata", "an object")),
-        _ => Ok(()),
-    }
+    fields.object("metadata").map(drop)
 }
 
 /// A text, a list of texts, a list of token ids, or a list of lists of token ids.
@@ -263,18 +260,19 @@ pub(super) fn token_ids(list: &[Value], path: &str) -> Result<Vec<u32>, ApiError
 }
 
 fn stops(value: Value) -> Result<Vec<String>, ApiError> {
-    let expected = "a string or a list of strings";
     match value {
         Value::String(stop) => Ok(vec![stop]),
-        Value::Array(list) => {
-            let text = |value| match value {
-                Value::String(stop) => Ok(stop),
-                _ => Err(wrong_type("stop", expected)),
-            };
-            list.into_iter().map(text).collect()
-        }
-        _ => Err(wrong_type("stop", expected)),
+        list => texts(list, "stop", "a string or a list of strings"),
     }
+}
+
+pub(super) fn texts(value: Value, path: &str, expected: &str) -> Result<Vec<String>, ApiError> {
+    let Value::Array(list) = value else { return Err(wrong_type(path, expected)) };
+    let text = |value| match value {
+        Value::String(text) => Ok(text),
+        _ => Err(wrong_type(path, expected)),
+    };
+    list.into_iter().map(text).collect()
 }
 
 fn logit_bias(value: Value) -> Result<Vec<(u64, f64)>, ApiError> {

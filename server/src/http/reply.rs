@@ -55,9 +55,11 @@ pub(super) enum ReplyEvent {
         /// How many of the tokens are the prompt's.
         echoed: usize,
     },
-    /// The end. `reason` is OpenAI's word for why, the rest as in [`ChoiceEvent::Finished`].
+    /// The end. `reason` is OpenAI's word for why, `stop_text` what the output stopped at, the rest as in
+    /// [`ChoiceEvent::Finished`].
     Finished {
         reason: &'static str,
+        stop_text: Option<String>,
         completion_tokens: u32,
         cached_tokens: u32,
         drafts: Vec<DraftStep>,
@@ -104,7 +106,15 @@ impl ReplyChoice {
                 let parts = self.reply.finish();
                 let told = self.tell(parts);
                 let reason = finish_word(reason, self.called);
-                let end = ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs };
+                let stop_text = self.choice.stop_text().map(str::to_owned);
+                let end = ReplyEvent::Finished {
+                    reason,
+                    stop_text,
+                    completion_tokens,
+                    cached_tokens,
+                    drafts,
+                    prompt_logprobs,
+                };
                 if told.is_empty() {
                     return Some(Ok(end));
                 }

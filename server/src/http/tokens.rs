@@ -75,10 +75,10 @@ pub(super) async fn detokenize(
     .await
 }
 
-type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
+pub(super) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
 
 /// Does `work` with the fields of a request's body, within the bounds of a request for text.
-async fn answer(
+pub(super) async fn answer(
     app: App,
     id: &RequestId,
     route: &'static str,

@@ -99,6 +99,11 @@ impl OutputText {
         Self { detokenizer: self.detokenizer.showing(shown), ..self }
     }
 
+    /// The stop text that ended the output.
+    pub fn stop_text(&self) -> Option<&str> {
+        self.stops.found()
+    }
+
     /// Takes the next token: what became known, and whether a stop text ends the output here.
     pub fn push(&mut self, token: GeneratedToken) -> (Piece, bool) {
         let start = self.decoded;

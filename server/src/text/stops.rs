@@ -27,13 +27,15 @@ pub struct StopMatcher {
     shown: bool,
     /// Text that may be the start of a stop: shorter than the longest stop between calls.
     held: String,
+    /// Index of the one that was found.
+    found: Option<usize>,
 }
 
 impl StopMatcher {
     /// For these stop texts, none of them empty. `shown`: the one that is found is part of the output.
     pub fn new(stops: Vec<String>, shown: bool) -> Self {
         debug_assert!(stops.iter().all(|stop| !stop.is_empty()));
-        Self { stops, shown, held: String::new() }
+        Self { stops, shown, held: String::new(), found: None }
     }
 
     /// Takes a piece in which nothing is looked for.
@@ -46,8 +48,10 @@ impl StopMatcher {
     /// longest.
     pub fn push(&mut self, piece: &str) -> Match {
         self.held.push_str(piece);
-        let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|at| (at + stop.len(), at)));
-        if let Some((end, start)) = found.min() {
+        let indexed = self.stops.iter().enumerate();
+        let found = indexed.filter_map(|(index, stop)| self.held.find(stop).map(|at| (at + stop.len(), at, index)));
+        if let Some((end, start, index)) = found.min() {
+            self.found = Some(index);
             let mut text = std::mem::take(&mut self.held);
             text.truncate(if self.shown { end } else { start });
             return Match { text, stopped: true };
@@ -55,6 +59,11 @@ impl StopMatcher {
         let safe = self.held.len() - self.possible_start();
         let rest = self.held.split_off(safe);
         Match { text: std::mem::replace(&mut self.held, rest), stopped: false }
+    }
+
+    /// The stop text that ended the output.
+    pub fn found(&self) -> Option<&str> {
+        self.found.map(|index| self.stops[index].as_str())
     }
 
     /// The text still held, at the end of the stream.
@@ -98,6 +107,7 @@ mod tests {
         let mut matcher = StopMatcher::new(vec!["END".into(), "ND!".into()], true);
         assert_eq!(matcher.push("one E").text, "one ");
         assert_eq!(matcher.push("ND! two"), Match { text: "END".into(), stopped: true });
+        assert_eq!(matcher.found(), Some("END"));
         let mut matcher = StopMatcher::new(vec!["END".into()], false);
         assert_eq!(matcher.pass("END E"), Match { text: "END E".into(), stopped: false });
         assert_eq!(matcher.push("ND"), Match { text: "ND".into(), stopped: false }, "half of it was passed");

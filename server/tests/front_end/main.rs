@@ -1,5 +1,6 @@
 //! The front end over real sockets, with an engine that the test plays.
 
+mod anthropic;
 mod client;
 mod connections;
 mod engine;

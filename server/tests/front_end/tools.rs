@@ -21,7 +21,7 @@ const CHAT: &str = "/v1/chat/completions";
 const TEMPLATE: &str = include_str!("../fixtures/templates/qwen2.5-coder.jinja");
 
 /// The model with a template that knows tools; its thinking is told apart.
-fn text() -> Arc<Text> {
+pub fn text() -> Arc<Text> {
     let template = ChatTemplate::new(TEMPLATE, "", "<|eot_id|>").expect("it parses");
     let text = Text { template: Some(template), takes_tools: true, ..Text::load(&fixture()).expect("it loads") };
     Arc::new(text.with_parsers(Parsers { reasoning: ReasoningParser::Think, ..Parsers::default() }))
@@ -51,7 +51,7 @@ fn chunks(response: &Response) -> Vec<Value> {
     json.map(|chunk: Value| chunk["choices"][0].clone()).collect()
 }
 
-const REPLY: &str =
+pub const REPLY: &str =
     "<think>\nOh\n</think>\n\nI\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":1}}\n</tool_call>\n";
 
 #[tokio::test]

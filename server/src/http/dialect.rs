@@ -1,0 +1,233 @@
+//! The answer of one choice in the shape of an API that has blocks: a body, or a stream of named events.
+
+use std::collections::VecDeque;
+
+use axum::{
+    http::HeaderValue,
+    response::{
+        Response,
+        sse::{Event, KeepAlive},
+    },
+};
+use futures::stream;
+use serde::Serialize;
+
+use super::{
+    completions::{SEED_HEADER, event_response, json_response},
+    error::ApiError,
+    reply::{Replies, ReplyChoice, ReplyEvent, Told},
+};
+use crate::{
+    frontend::{Frontend, Generation, Place},
+    metrics::FrontMetrics,
+};
+
+/// What an answer says, in the order in which it came.
+#[derive(Debug, Default)]
+pub(super) struct Answer {
+    pub(super) prompt_tokens: u64,
+    pub(super) blocks: Vec<Block>,
+    /// `None` while more may come.
+    pub(super) end: Option<End>,
+}
+
+/// A part of an answer: its text is what is said, what is thought, or a call's arguments.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) kind: BlockKind,
+    pub(super) text: String,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum BlockKind {
+    Text,
+    Thinking,
+    Call { id: String, name: String },
+}
+
+/// How an answer ended.
+#[derive(Debug)]
+pub(super) struct End {
+    /// OpenAI's word for why.
+    pub(super) reason: &'static str,
+    /// What the output stopped at.
+    pub(super) stop_text: Option<String>,
+    pub(super) completion_tokens: u64,
+    /// Of the prompt.
+    pub(super) cached_tokens: u64,
+}
+
+/// Writes the answer to one request. Blocks are numbered from 0; one ends before the next begins.
+pub(super) trait Dialect: Send + Sized + 'static {
+    /// What is sent where no event comes.
+    fn keep_alive() -> KeepAlive;
+    /// The stream begins.
+    fn begin(&mut self, answer: &Answer, events: &mut Events);
+    /// A block begins, without text.
+    fn begin_block(&mut self, index: usize, block: &Block, events: &mut Events);
+    /// A block has more text.
+    fn delta(&mut self, index: usize, block: &Block, text: &str, events: &mut Events);
+    /// A block ends, with all its text.
+    fn end_block(&mut self, index: usize, block: &Block, events: &mut Events);
+    /// The stream ends with a whole answer.
+    fn end(&mut self, answer: &Answer, events: &mut Events);
+    /// The stream ends with an error.
+    fn fail(&mut self, answer: &Answer, error: &ApiError, events: &mut Events);
+    /// The body of a whole answer.
+    fn whole(self, answer: &Answer) -> String;
+}
+
+/// Events that are written and not yet sent.
+#[derive(Debug, Default)]
+pub(super) struct Events(VecDeque<Event>);
+
+impl Events {
+    pub(super) fn push(&mut self, name: &'static str, data: &impl Serialize) {
+        let event = Event::default().event(name).json_data(data);
+        self.0.push_back(event.expect("strings and numbers with string keys are always JSON"));
+    }
+}
+
+/// Answers with the first choice of a request that has no more.
+///
+/// # Errors
+/// Where the answer is whole, those of its generation; those of a stream are events.
+pub(super) async fn answer(
+    frontend: &Frontend,
+    generation: Generation,
+    stream: bool,
+    dialect: impl Dialect,
+) -> Result<Response, ApiError> {
+    let seed = HeaderValue::from(generation.request.sampling.seed);
+    let Replies { request, mut choices, place } = Replies::new(generation, true);
+    let choice = choices.pop().expect("a request has a choice");
+    let answer = Answer { prompt_tokens: request.prompt_tokens(), ..Answer::default() };
+    let mut response = match stream {
+        true => streamed(choice, answer, dialect, frontend.metrics.clone(), place),
+        false => {
+            let answer = read(choice, answer).await?;
+            let bytes = answer.blocks.iter().map(|block| block.text.len()).sum();
+            let body = frontend.compute(bytes, move || dialect.whole(&answer)).await?;
+            json_response(body, place)
+        }
+    };
+    response.headers_mut().insert(SEED_HEADER, seed);
+    Ok(response)
+}
+
+/// Waits for the end. The client going away drops this future, and with it the sequence.
+async fn read(mut choice: ReplyChoice, mut answer: Answer) -> Result<Answer, ApiError> {
+    while let Some(event) = choice.next().await {
+        match event? {
+            ReplyEvent::Delta { told, .. } => {
+                for told in told {
+                    let (kind, text) = kind_and_text(told);
+                    answer.blocks.extend(answer.next_block(kind));
+                    answer.last().text.push_str(&text);
+                }
+            }
+            ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. } => {
+                answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
+            }
+        }
+    }
+    Ok(answer)
+}
+
+fn streamed<D: Dialect>(
+    choice: ReplyChoice,
+    answer: Answer,
+    mut dialect: D,
+    metrics: FrontMetrics,
+    place: Place,
+) -> Response {
+    let mut ready = Events::default();
+    dialect.begin(&answer, &mut ready);
+    let events = EventStream { dialect, answer, choice: Some(choice), ready, metrics, _place: place };
+    let events = stream::unfold(events, |mut events| async move { Some((Ok(events.next().await?), events)) });
+    event_response(events, D::keep_alive())
+}
+
+/// The events of one streamed answer. The client going away drops it, and with it the sequence.
+struct EventStream<D> {
+    dialect: D,
+    answer: Answer,
+    /// `None` once it has ended.
+    choice: Option<ReplyChoice>,
+    ready: Events,
+    metrics: FrontMetrics,
+    _place: Place,
+}
+
+impl<D: Dialect> EventStream<D> {
+    async fn next(&mut self) -> Option<Event> {
+        while self.ready.0.is_empty() {
+            match self.choice.as_mut()?.next().await {
+                Some(Ok(ReplyEvent::Delta { told, .. })) => told.into_iter().for_each(|told| self.tell(told)),
+                Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
+                    self.end_block();
+                    self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
+                    self.dialect.end(&self.answer, &mut self.ready);
+                    self.choice = None;
+                }
+                // The response has begun, so the error can only be an event.
+                Some(Err(error)) => {
+                    self.metrics.failed(error.code());
+                    self.dialect.fail(&self.answer, &error.into(), &mut self.ready);
+                    self.choice = None;
+                }
+                None => self.choice = None,
+            }
+        }
+        self.ready.0.pop_front()
+    }
+
+    fn tell(&mut self, told: Told) {
+        let (kind, text) = kind_and_text(told);
+        if let Some(block) = self.answer.next_block(kind) {
+            self.end_block();
+            self.dialect.begin_block(self.answer.blocks.len(), &block, &mut self.ready);
+            self.answer.blocks.push(block);
+        }
+        let index = self.answer.blocks.len() - 1;
+        let block = self.answer.last();
+        if !text.is_empty() {
+            self.dialect.delta(index, block, &text, &mut self.ready);
+            block.text.push_str(&text);
+        }
+    }
+
+    fn end_block(&mut self) {
+        if let Some((block, before)) = self.answer.blocks.split_last() {
+            self.dialect.end_block(before.len(), block, &mut self.ready);
+        }
+    }
+}
+
+impl Answer {
+    /// The block that begins with output of this kind, if one does; without a kind the output goes on.
+    fn next_block(&self, kind: Option<BlockKind>) -> Option<Block> {
+        let kind = kind.filter(|kind| self.blocks.last().is_none_or(|last| last.kind != *kind))?;
+        Some(Block { kind, text: String::new() })
+    }
+
+    fn last(&mut self) -> &mut Block {
+        self.blocks.last_mut().expect("a call begins before its arguments")
+    }
+}
+
+impl End {
+    fn new(reason: &'static str, stop_text: Option<String>, completion_tokens: u32, cached_tokens: u32) -> Self {
+        Self { reason, stop_text, completion_tokens: completion_tokens.into(), cached_tokens: cached_tokens.into() }
+    }
+}
+
+/// Two calls are never of one kind: their names differ. Arguments go on with their call.
+fn kind_and_text(told: Told) -> (Option<BlockKind>, String) {
+    match told {
+        Told::Content(text) => (Some(BlockKind::Text), text),
+        Told::Reasoning(text) => (Some(BlockKind::Thinking), text),
+        Told::Call { id, name, .. } => (Some(BlockKind::Call { id, name }), String::new()),
+        Told::Arguments { text, .. } => (None, text),
+    }
+}

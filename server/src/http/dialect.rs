@@ -67,8 +67,8 @@ pub(super) trait Dialect: Send + Sized + 'static {
     fn begin_block(&mut self, index: usize, block: &Block, events: &mut Events);
     /// A block has more text.
     fn delta(&mut self, index: usize, block: &Block, text: &str, events: &mut Events);
-    /// A block ends, with all its text.
-    fn end_block(&mut self, index: usize, block: &Block, events: &mut Events);
+    /// The last block ends, with all its text.
+    fn end_block(&mut self, answer: &Answer, events: &mut Events);
     /// The stream ends with a whole answer.
     fn end(&mut self, answer: &Answer, events: &mut Events);
     /// The stream ends with an error.
@@ -165,8 +165,8 @@ impl<D: Dialect> EventStream<D> {
             match self.choice.as_mut()?.next().await {
                 Some(Ok(ReplyEvent::Delta { told, .. })) => told.into_iter().for_each(|told| self.tell(told)),
                 Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
-                    self.end_block();
                     self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
+                    self.end_block();
                     self.dialect.end(&self.answer, &mut self.ready);
                     self.choice = None;
                 }
@@ -198,8 +198,8 @@ impl<D: Dialect> EventStream<D> {
     }
 
     fn end_block(&mut self) {
-        if let Some((block, before)) = self.answer.blocks.split_last() {
-            self.dialect.end_block(before.len(), block, &mut self.ready);
+        if !self.answer.blocks.is_empty() {
+            self.dialect.end_block(&self.answer, &mut self.ready);
         }
     }
 }

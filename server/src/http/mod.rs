@@ -25,12 +25,14 @@ mod messages;
 mod metrics;
 mod parse;
 mod reply;
+mod responses;
 mod tokens;
 mod tools;
 mod wire;
 
 pub use error::ApiError;
 use error::ErrorCode;
+pub use responses::ResponseStore;
 
 use crate::{
     engine::EngineState,
@@ -56,6 +58,8 @@ pub struct App {
     pub frontend: Arc<Frontend>,
     /// Where clients reach this server, for the page at `/`.
     pub base_url: Arc<str>,
+    /// Those that clients may go on from.
+    pub responses: Arc<ResponseStore>,
 }
 
 /// All routes; `grpc` answers the gRPC methods on the same port.
@@ -69,6 +73,9 @@ pub fn router(app: App, grpc: Router) -> Router {
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/version", get(version))
@@ -123,7 +130,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     let model_id = &app.frontend.model_id;
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\n\
-         OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
+         OpenAI-style: POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models\n\
          Anthropic-style: POST /v1/messages, POST /v1/messages/count_tokens\n\
          Tokens: POST /tokenize, POST /detokenize\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\

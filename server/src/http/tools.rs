@@ -102,7 +102,7 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
 }
 
 /// What the JSON text of a call's arguments says; some clients leave it empty where there are none.
-fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
+pub(super) fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
     if text.trim().is_empty() {
         return Ok(Map::new());
     }
@@ -112,7 +112,7 @@ fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
     })
 }
 
-fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
+pub(super) fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
     match fields.required_string("type")?.as_str() {
         "function" => Ok(()),
         other => {

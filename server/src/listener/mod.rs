@@ -24,7 +24,7 @@ use crate::{
     engine::{EngineHandle, EngineState},
     frontend::Frontend,
     grpc,
-    http::{self, App},
+    http::{self, App, ResponseStore},
     text::Text,
     upload::Uploads,
 };
@@ -49,6 +49,8 @@ pub struct ServeOptions {
     pub max_concurrent_requests: usize,
     /// Bytes of one request's body.
     pub max_body_bytes: usize,
+    /// Responses that are kept; 0: none.
+    pub response_store: usize,
     /// How long clients may take.
     pub client_limits: ClientLimits,
     /// Running requests have so long to end once `StopSignal::drain` is set.
@@ -63,6 +65,7 @@ impl Default for ServeOptions {
             max_connections: 4096,
             max_concurrent_requests: 1024,
             max_body_bytes: 8 << 20,
+            response_store: 1000,
             client_limits: ClientLimits::default(),
             drain: Duration::from_secs(30),
         }
@@ -107,7 +110,8 @@ pub async fn run(
     let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
     let frontend = Arc::new(frontend);
     let grpc = grpc::router(frontend.clone());
-    let app = App { frontend: frontend.clone(), base_url };
+    let responses = Arc::new(ResponseStore::new(options.response_store));
+    let app = App { frontend: frontend.clone(), base_url, responses };
     let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),

@@ -27,6 +27,8 @@ use crate::{
 pub(super) struct Answer {
     pub(super) prompt_tokens: u64,
     pub(super) blocks: Vec<Block>,
+    /// Tokens that came while the last block was thinking.
+    pub(super) thinking_tokens: u64,
     /// `None` while more may come.
     pub(super) end: Option<End>,
 }
@@ -119,12 +121,13 @@ pub(super) async fn answer(
 async fn read(mut choice: ReplyChoice, mut answer: Answer) -> Result<Answer, ApiError> {
     while let Some(event) = choice.next().await {
         match event? {
-            ReplyEvent::Delta { told, .. } => {
+            ReplyEvent::Delta { told, tokens, .. } => {
                 for told in told {
                     let (kind, text) = kind_and_text(told);
                     answer.blocks.extend(answer.next_block(kind));
                     answer.last().text.push_str(&text);
                 }
+                answer.count(tokens.len());
             }
             ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. } => {
                 answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
@@ -163,7 +166,10 @@ impl<D: Dialect> EventStream<D> {
     async fn next(&mut self) -> Option<Event> {
         while self.ready.0.is_empty() {
             match self.choice.as_mut()?.next().await {
-                Some(Ok(ReplyEvent::Delta { told, .. })) => told.into_iter().for_each(|told| self.tell(told)),
+                Some(Ok(ReplyEvent::Delta { told, tokens, .. })) => {
+                    told.into_iter().for_each(|told| self.tell(told));
+                    self.answer.count(tokens.len());
+                }
                 Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
                     self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
                     self.end_block();
@@ -209,6 +215,12 @@ impl Answer {
     fn next_block(&self, kind: Option<BlockKind>) -> Option<Block> {
         let kind = kind.filter(|kind| self.blocks.last().is_none_or(|last| last.kind != *kind))?;
         Some(Block { kind, text: String::new() })
+    }
+
+    fn count(&mut self, tokens: usize) {
+        if self.blocks.last().is_some_and(|last| last.kind == BlockKind::Thinking) {
+            self.thinking_tokens += tokens as u64;
+        }
     }
 
     fn last(&mut self) -> &mut Block {

@@ -71,10 +71,18 @@ fn echoed() -> String {
     )
 }
 
-const THOUGHT: &str = r#"{"type":"reasoning","id":"ID","status":"completed","summary":[],"content":[{"type":"reasoning_text","text":"Oh"}]}"#;
-const SAID: &str = r#"{"type":"message","id":"ID","status":"completed","role":"assistant","content":[{"type":"output_text","text":"I","annotations":[],"logprobs":[]}]}"#;
-const CALLED: &str =
-    r#"{"type":"function_call","id":"ID","status":"completed","call_id":"ID","name":"f","arguments":"{\"a\":1}"}"#;
+const THOUGHT: &str = concat!(
+    r#"{"type":"reasoning","id":"ID","status":"completed","summary":[],"#,
+    r#""content":[{"type":"reasoning_text","text":"Oh"}]}"#
+);
+const SAID: &str = concat!(
+    r#"{"type":"message","id":"ID","status":"completed","role":"assistant","#,
+    r#""content":[{"type":"output_text","text":"I","annotations":[],"logprobs":[]}]}"#
+);
+const CALLED: &str = concat!(
+    r#"{"type":"function_call","id":"ID","status":"completed","call_id":"ID","name":"f","#,
+    r#""arguments":"{\"a\":1}"}"#
+);
 
 fn body(status: &str, output: &str, usage: &str) -> String {
     format!(
@@ -86,9 +94,11 @@ fn body(status: &str, output: &str, usage: &str) -> String {
 
 fn usage(input: u64) -> String {
     let output = REPLY.len() as u64 + 1;
+    // A character is a token here.
+    let thinking = "Oh\n</think>\n\n".len();
     format!(
         "{{\"input_tokens\":{input},\"input_tokens_details\":{{\"cached_tokens\":0}},\"output_tokens\":{output},\
-         \"output_tokens_details\":{{\"reasoning_tokens\":0}},\"total_tokens\":{}}}",
+         \"output_tokens_details\":{{\"reasoning_tokens\":{thinking}}},\"total_tokens\":{}}}",
         input + output
     )
 }

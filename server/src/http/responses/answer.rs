@@ -97,7 +97,8 @@ impl Responses {
         let usage = ended.map(|end| {
             json!({
                 "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": end.cached_tokens},
-                "output_tokens": end.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens": end.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": answer.thinking_tokens},
                 "total_tokens": answer.prompt_tokens + end.completion_tokens,
             })
         });

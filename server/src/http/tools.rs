@@ -25,12 +25,17 @@ pub(super) fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiE
         None => ToolChoice::Auto,
         Some(value) if value == "none" => return Ok((Vec::new(), ToolChoice::Auto)),
         Some(_) if tools.is_empty() => {
-            let message = "makes no sense without tools; give some, or leave it out";
-            return Err(RequestError::field("tool_choice", FieldError::Value, message).into());
+            return Err(needs_tools());
         }
         Some(value) => choice(value)?,
     };
     Ok((tools, choice))
+}
+
+/// A choice among tools, of which there are none.
+pub(super) fn needs_tools() -> ApiError {
+    let message = "makes no sense without tools; give some, or leave it out";
+    RequestError::field("tool_choice", FieldError::Value, message).into()
 }
 
 fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {

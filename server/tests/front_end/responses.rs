@@ -268,6 +268,7 @@ async fn what_is_refused_is_refused_by_name() {
         (item(json!({"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"})), "input[0].arguments"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"tool_choice": "any"}), "tool_choice"),
+        (json!({"tools": [], "tool_choice": "required"}), "tool_choice"),
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
         (json!({"text": {"format": {"type": "json_schema", "name": "x"}}}), "text.format.schema"),
         (json!({"background": true}), "background"),

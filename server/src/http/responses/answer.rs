@@ -150,10 +150,10 @@ impl Responses {
     }
 
     /// Keeps a whole response.
-    fn keep(&mut self, answer: &Answer) {
+    fn keep(&mut self, answer: &Answer, body: impl FnOnce(&Self) -> String) {
         if let Some((store, mut messages)) = self.store.take() {
             messages.push(said(answer));
-            store.put(&format!("resp_{}", self.id), Stored::new(written(&self.response(answer)), messages));
+            store.put(&format!("resp_{}", self.id), Stored::new(body(self), messages));
         }
     }
 }
@@ -219,7 +219,7 @@ impl Dialect for Responses {
         let name = if response.status == "incomplete" { "response.incomplete" } else { "response.completed" };
         let event = StreamEvent { response: Some(response), ..StreamEvent::default() };
         send(name, event, &self.sequence_number, events);
-        self.keep(answer);
+        self.keep(answer, |responses| written(&responses.response(answer)));
     }
 
     fn fail(&mut self, answer: &Answer, error: &ApiError, events: &mut Events) {
@@ -230,8 +230,9 @@ impl Dialect for Responses {
     }
 
     fn whole(mut self, answer: &Answer) -> String {
-        self.keep(answer);
-        written(&self.response(answer))
+        let body = written(&self.response(answer));
+        self.keep(answer, |_| body.clone());
+        body
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
         error::{ApiError, wrong_type},
         fields::{Fields, Off},
         parse::{constraint, is_empty_list, labels},
-        tools::is_function,
+        tools::{is_function, needs_tools},
     },
     ResponseStore, find, items,
 };
@@ -102,7 +102,10 @@ fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiError> {
         }
         Some(_) => return Err(wrong_type("tool_choice", "\"none\", \"auto\", \"required\" or a function")),
     };
-    Ok((tools, choice))
+    match tools.is_empty() && choice != ToolChoice::Auto {
+        true => Err(needs_tools()),
+        false => Ok((tools, choice)),
+    }
 }
 
 fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {

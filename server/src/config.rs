@@ -170,6 +170,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "LOOPLANE_MAX_BODY_BYTES")]
     pub max_body_bytes: u32,
 
+    /// Answers of /v1/responses that are kept in memory, the last, of 64 MiB at most; 0 keeps none
+    #[arg(long, value_name = "N", default_value_t = 1000, env = "LOOPLANE_RESPONSE_STORE")]
+    pub response_store: u32,
+
     /// A worker that reports nothing for so long counts as hung, and all are started again, if that is also several
     /// times what steps have been taking. A machine that stands still for seconds at a time may need more
     #[arg(long, value_name = "S", default_value_t = 3, env = "LOOPLANE_HANG_LIMIT_SECONDS")]
@@ -358,6 +362,7 @@ impl ServeArgs {
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,
                 max_body_bytes: self.max_body_bytes as usize,
+                response_store: self.response_store as usize,
                 drain: Duration::from_secs(self.drain_seconds.into()),
                 ..ServeOptions::default()
             },

@@ -27,6 +27,8 @@ use crate::{
 pub(super) struct Answer {
     pub(super) prompt_tokens: u64,
     pub(super) blocks: Vec<Block>,
+    /// Tokens that came while the last block was thinking.
+    pub(super) thinking_tokens: u64,
     /// `None` while more may come.
     pub(super) end: Option<End>,
 }
@@ -67,8 +69,8 @@ pub(super) trait Dialect: Send + Sized + 'static {
     fn begin_block(&mut self, index: usize, block: &Block, events: &mut Events);
     /// A block has more text.
     fn delta(&mut self, index: usize, block: &Block, text: &str, events: &mut Events);
-    /// A block ends, with all its text.
-    fn end_block(&mut self, index: usize, block: &Block, events: &mut Events);
+    /// The last block ends, with all its text.
+    fn end_block(&mut self, answer: &Answer, events: &mut Events);
     /// The stream ends with a whole answer.
     fn end(&mut self, answer: &Answer, events: &mut Events);
     /// The stream ends with an error.
@@ -119,12 +121,13 @@ pub(super) async fn answer(
 async fn read(mut choice: ReplyChoice, mut answer: Answer) -> Result<Answer, ApiError> {
     while let Some(event) = choice.next().await {
         match event? {
-            ReplyEvent::Delta { told, .. } => {
+            ReplyEvent::Delta { told, tokens, .. } => {
                 for told in told {
                     let (kind, text) = kind_and_text(told);
                     answer.blocks.extend(answer.next_block(kind));
                     answer.last().text.push_str(&text);
                 }
+                answer.count(tokens.len());
             }
             ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. } => {
                 answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
@@ -163,10 +166,13 @@ impl<D: Dialect> EventStream<D> {
     async fn next(&mut self) -> Option<Event> {
         while self.ready.0.is_empty() {
             match self.choice.as_mut()?.next().await {
-                Some(Ok(ReplyEvent::Delta { told, .. })) => told.into_iter().for_each(|told| self.tell(told)),
+                Some(Ok(ReplyEvent::Delta { told, tokens, .. })) => {
+                    told.into_iter().for_each(|told| self.tell(told));
+                    self.answer.count(tokens.len());
+                }
                 Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
-                    self.end_block();
                     self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
+                    self.end_block();
                     self.dialect.end(&self.answer, &mut self.ready);
                     self.choice = None;
                 }
@@ -198,8 +204,8 @@ impl<D: Dialect> EventStream<D> {
     }
 
     fn end_block(&mut self) {
-        if let Some((block, before)) = self.answer.blocks.split_last() {
-            self.dialect.end_block(before.len(), block, &mut self.ready);
+        if !self.answer.blocks.is_empty() {
+            self.dialect.end_block(&self.answer, &mut self.ready);
         }
     }
 }
@@ -209,6 +215,12 @@ impl Answer {
     fn next_block(&self, kind: Option<BlockKind>) -> Option<Block> {
         let kind = kind.filter(|kind| self.blocks.last().is_none_or(|last| last.kind != *kind))?;
         Some(Block { kind, text: String::new() })
+    }
+
+    fn count(&mut self, tokens: usize) {
+        if self.blocks.last().is_some_and(|last| last.kind == BlockKind::Thinking) {
+            self.thinking_tokens += tokens as u64;
+        }
     }
 
     fn last(&mut self) -> &mut Block {

@@ -27,6 +27,7 @@ mod messages;
 mod metrics;
 mod parse;
 mod reply;
+mod responses;
 mod tokens;
 mod tools;
 mod wire;
@@ -34,6 +35,7 @@ mod wire;
 pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
+pub use responses::ResponseStore;
 
 use crate::{
     engine::EngineState,
@@ -80,15 +82,17 @@ pub struct App {
     pub base_url: Arc<str>,
     /// Who may ask.
     pub access: Access,
+    /// Responses that clients may go on from.
+    pub responses: Arc<ResponseStore>,
     /// What `/metrics` says.
     pub registry: Arc<Registry>,
 }
 
 impl App {
     /// For clients that reach the server at `base_url`.
-    pub fn new(frontend: Arc<Frontend>, base_url: Arc<str>, access: Access) -> Self {
+    pub fn new(frontend: Arc<Frontend>, base_url: Arc<str>, access: Access, responses: ResponseStore) -> Self {
         let registry = Arc::new(metrics::registry(&frontend));
-        Self { frontend, base_url, access, registry }
+        Self { frontend, base_url, access, responses: Arc::new(responses), registry }
     }
 }
 
@@ -100,6 +104,9 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/v1/completions", post(completions::completion)),
         ("/v1/messages", post(anthropic::messages)),
         ("/v1/messages/count_tokens", post(anthropic::count_tokens)),
+        ("/v1/responses", post(responses::create)),
+        ("/v1/responses/{id}", get(responses::get).delete(responses::delete)),
+        ("/v1/responses/{id}/cancel", post(responses::cancel)),
         ("/v1/models", get(models)),
         ("/v1/models/{*id}", get(model)),
         ("/tokenize", post(tokens::tokenize)),
@@ -180,7 +187,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     let model_id = &app.frontend.model_id;
     format!(
         "Looplane serves the model {model_id}; it is {state}.\n\n\
-         OpenAI-style: POST /v1/chat/completions, POST /v1/completions, GET /v1/models\n\
+         OpenAI-style: POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models\n\
          Anthropic-style: POST /v1/messages, POST /v1/messages/count_tokens\n\
          Tokens: POST /tokenize, POST /detokenize\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\

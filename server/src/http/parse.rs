@@ -213,7 +213,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.
-fn labels(fields: &mut Fields) -> Result<(), ApiError> {
+pub(super) fn labels(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "safety_identifier", "prompt_cache_key"] {
         fields.string(name)?;
     }
@@ -289,6 +289,6 @@ fn logit_bias(value: Value) -> Result<Vec<(u64, f64)>, ApiError> {
     map.into_iter().map(entry).collect()
 }
 
-mod constraint;
+pub(super) mod constraint;
 #[cfg(test)]
 mod tests;

@@ -25,12 +25,17 @@ pub(super) fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiE
         None => ToolChoice::Auto,
         Some(value) if value == "none" => return Ok((Vec::new(), ToolChoice::Auto)),
         Some(_) if tools.is_empty() => {
-            let message = "makes no sense without tools; give some, or leave it out";
-            return Err(RequestError::field("tool_choice", FieldError::Value, message).into());
+            return Err(needs_tools());
         }
         Some(value) => choice(value)?,
     };
     Ok((tools, choice))
+}
+
+/// A choice among tools, of which there are none.
+pub(super) fn needs_tools() -> ApiError {
+    let message = "makes no sense without tools; give some, or leave it out";
+    RequestError::field("tool_choice", FieldError::Value, message).into()
 }
 
 fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
@@ -102,7 +107,7 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
 }
 
 /// What the JSON text of a call's arguments says; some clients leave it empty where there are none.
-fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
+pub(super) fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
     if text.trim().is_empty() {
         return Ok(Map::new());
     }
@@ -112,7 +117,7 @@ fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
     })
 }
 
-fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
+pub(super) fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
     match fields.required_string("type")?.as_str() {
         "function" => Ok(()),
         other => {

@@ -27,7 +27,7 @@ use crate::{
     engine::{EngineHandle, EngineState},
     frontend::Frontend,
     grpc,
-    http::{self, Access, App},
+    http::{self, Access, App, ResponseStore},
     text::Text,
     upload::Uploads,
 };
@@ -56,6 +56,8 @@ pub struct ServeOptions {
     pub max_concurrent_requests: usize,
     /// Bytes of one request's body.
     pub max_body_bytes: usize,
+    /// Responses that are kept; 0: none.
+    pub response_store: usize,
     /// How long clients may take.
     pub client_limits: ClientLimits,
     /// Running requests have so long to end once `StopSignal::drain` is set.
@@ -72,6 +74,7 @@ impl Default for ServeOptions {
             max_connections: 4096,
             max_concurrent_requests: 1024,
             max_body_bytes: 8 << 20,
+            response_store: 1000,
             client_limits: ClientLimits::default(),
             drain: Duration::from_secs(30),
         }
@@ -119,7 +122,7 @@ pub async fn run(
     }
     let base_url = base_url(address, options.tls.is_some()).into();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
-    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, .. } = options;
+    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, .. } = options;
     let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
     let frontend = Arc::new(frontend);
     let grpc = grpc::router(frontend.clone());
@@ -131,7 +134,7 @@ pub async fn run(
     if let Some(tls) = &tls {
         followers.spawn(tls.clone().follow());
     }
-    let app = App::new(frontend.clone(), base_url, access);
+    let app = App::new(frontend.clone(), base_url, access, ResponseStore::new(response_store));
     let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),

@@ -274,6 +274,7 @@ async fn what_is_refused_is_refused_in_anthropics_shape_and_by_name() {
         (json!({"tool_choice": "auto"}), "tool_choice"),
         (json!({"tool_choice": {"type": "some"}}), "tool_choice.type"),
         (json!({"tool_choice": {"type": "tool"}}), "tool_choice.name"),
+        (json!({"tools": [], "tool_choice": {"type": "any"}}), "tool_choice"),
         (json!({"thinking": {"type": "on"}}), "thinking.type"),
         (json!({"mcp_servers": [{}]}), "mcp_servers"),
         (json!({"temperature": 3}), "temperature"),

@@ -12,7 +12,7 @@ use tokio::{
 use crate::SOON;
 
 /// A response as it came, without its framing.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Response {
     pub status: u16,
     head: String,

@@ -12,6 +12,7 @@ mod lifecycle;
 mod log;
 mod metrics;
 mod refusals;
+mod responses;
 #[path = "../common/scrape.rs"]
 mod scrape;
 mod tls;

@@ -125,7 +125,8 @@ impl Dialect for Messages {
         events.push("content_block_delta", &StreamEvent::ContentBlockDelta { index, delta });
     }
 
-    fn end_block(&mut self, index: usize, _: &Block, events: &mut Events) {
+    fn end_block(&mut self, answer: &Answer, events: &mut Events) {
+        let index = answer.blocks.len() - 1;
         events.push("content_block_stop", &StreamEvent::ContentBlockStop { index });
     }
 

@@ -7,6 +7,7 @@ use super::{
         error::{ApiError, wrong_type},
         fields::{Fields, Off},
         parse::{is_empty_list, texts},
+        tools::needs_tools,
     },
     message::{self, cache_control},
 };
@@ -72,6 +73,9 @@ fn chat(fields: &mut Fields) -> Result<Chat, ApiError> {
     let goes_on = messages.last().is_some_and(|last| last.role == "assistant" && last.tool_calls.is_empty());
     let tools = tools(fields)?;
     let (tool_choice, one_call, none) = tool_choice(fields)?;
+    if tools.is_empty() && tool_choice != ToolChoice::Auto {
+        return Err(needs_tools());
+    }
     let options = TemplateOptions {
         add_generation_prompt: !goes_on,
         kwargs: thinking(fields)?,

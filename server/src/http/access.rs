@@ -93,7 +93,7 @@ pub(super) fn share(router: Router, origins: &[HeaderValue]) -> Router {
     router.layer(
         CorsLayer::new()
             .allow_origin(origin)
-            .allow_methods([Method::GET, Method::POST])
+            .allow_methods([Method::GET, Method::POST, Method::DELETE])
             .allow_headers(AllowHeaders::mirror_request())
             .expose_headers([REQUEST_ID, SEED_HEADER, header::RETRY_AFTER, header::WWW_AUTHENTICATE]),
     )

@@ -53,7 +53,7 @@ impl LoopedDecoder {
                     let begun = Instant::now();
                     self.grammars.ask(&self.batch);
                     self.forward()?;
-                    self.grammars.await_masks(LATE_MASKS);
+                    self.grammars.await_masks(&self.batch, LATE_MASKS);
                     let mut outcome = self.sample(plans.newest(), &mut agreed)?;
                     (outcome.step_time, outcome.wait_time) = (begun.elapsed(), self.fabric.take_waited());
                     outcomes.send(outcome)?;

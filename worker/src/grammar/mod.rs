@@ -9,7 +9,7 @@
 //! admit(slot)        --job-->  compile the grammar, follow what was generated before, mask of the next token
 //! ask(batch)         --job-->  follow the newest tokens; masks of the next token and behind each draft
 //! (step runs)
-//! await_masks(limit) <-answer-
+//! await_masks(..)    <-answer-
 //! allowed(row)
 //! ```
 //!
@@ -27,7 +27,9 @@ use crate::sampling::Allowed;
 use follower::Follower;
 use threads::Threads;
 
-/// Threads of a worker at most.
+/// Threads of a worker at least: one may compile a large grammar while the other goes on.
+const LEAST_THREADS: usize = 2;
+/// And at most.
 const MOST_THREADS: usize = 8;
 
 /// How long a step waits for masks that are not there when its logits are: what is computed again costs more.
@@ -102,7 +104,7 @@ impl Grammars {
     pub fn new(vocabulary: Option<Arc<Vocabulary>>, vocab_size: usize, slots: usize, ranks: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
-            threads: Threads::new(vocabulary, vocab_size, (cores / ranks / 2).clamp(1, MOST_THREADS)),
+            threads: Threads::new(vocabulary, vocab_size, (cores / ranks / 2).clamp(LEAST_THREADS, MOST_THREADS)),
             held: (0..slots).map(|_| None).collect(),
             pending: 0,
         }
@@ -154,12 +156,13 @@ impl Grammars {
         self.threads.put(Job { slot, sequence: held.sequence, follower, ask });
     }
 
-    /// Takes the answers that come until all are there, or the limit is over.
-    pub fn await_masks(&mut self, limit: Duration) {
+    /// Takes the answers that come until the step has all that its rows need, or the limit is over.
+    pub fn await_masks(&mut self, batch: &Batch, limit: Duration) {
         let deadline = Instant::now() + limit;
-        while self.pending > 0
-            && let Some(answer) = self.threads.next(deadline)
-        {
+        while self.pending > 0 {
+            // What has come is taken in any case.
+            let until = if self.knows_all(batch) { Instant::now() } else { deadline };
+            let Some(answer) = self.threads.next(until) else { return };
             self.pending -= 1;
             // The slot may have another sequence by now.
             let held = self.held[answer.slot as usize].as_mut().filter(|held| held.sequence == answer.sequence);
@@ -171,6 +174,11 @@ impl Grammars {
                 held.masks = Some(answer.masks);
             }
         }
+    }
+
+    /// Whether no row of the step would be late now.
+    fn knows_all(&self, batch: &Batch) -> bool {
+        batch.step().samples.iter().all(|row| self.allowed(batch, *row) != Allowed::Late)
     }
 
     /// Whether a row of the step, by its number, may not draw any token.

@@ -90,7 +90,7 @@ fn batch(grammar: &str, drafts: u32) -> (Batch, Grammars) {
 /// The tokens that each sampled row of the step may draw.
 fn allowed(batch: &Batch, grammars: &mut Grammars) -> Vec<Vec<u32>> {
     grammars.ask(batch);
-    grammars.await_masks(LONG);
+    grammars.await_masks(batch, LONG);
     let of_row = |row: &usize| match grammars.allowed(batch, *row) {
         Allowed::These(words) => (0..VOCAB as u32).filter(|token| words[*token as usize / 32] >> (token % 32) & 1 == 1),
         other => panic!("{other:?}"),
@@ -189,7 +189,7 @@ fn a_grammar_that_cannot_be_followed_ends_its_sequence() {
         let mut grammars = Grammars::new(vocabulary, VOCAB, 9, 1);
         grammars.admit(0, batch.slot(0));
         grammars.ask(&batch);
-        grammars.await_masks(LONG);
+        grammars.await_masks(&batch, LONG);
         assert_eq!(grammars.allowed(&batch, 1), Allowed::Nothing);
         assert_eq!(draw(&mut batch, &[Sampled::NOTHING]), [Verdict::Nothing]);
         assert!(batch.step().rows.is_empty() && batch.slot(0).is_finished());

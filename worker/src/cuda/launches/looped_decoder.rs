@@ -279,7 +279,7 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// `samples`: the rows of the step that the pass samples.
     fn draw_masked(&mut self, samples: &[usize], drawn: &mut [Drawn]) -> Result<(), Fault> {
         let in_time = self.masked_step / 100 * MASKS_IN_TIME_PERCENT;
-        self.grammars.await_masks(in_time.clamp(LATE_MASKS, MOST_WAIT_FOR_MASKS));
+        self.grammars.await_masks(&self.batch, in_time.clamp(LATE_MASKS, MOST_WAIT_FOR_MASKS));
         for (rows, drawn) in samples.chunks(ROWS_AGREED).zip(drawn.chunks_mut(ROWS_AGREED)) {
             let mut known = 0u64;
             for (bit, &row) in rows.iter().enumerate() {

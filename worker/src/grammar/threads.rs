@@ -1,5 +1,6 @@
 //! The threads that follow grammars. They begin with the first job and end with their owner.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -7,7 +8,7 @@ use std::time::Instant;
 use llguidance::ParserFactory;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 
-use super::{Answer, Job, Vocabulary};
+use super::{Answer, Job, Masks, Vocabulary};
 
 /// Answers come in any order.
 pub(super) struct Threads {
@@ -59,7 +60,10 @@ impl Running {
                     // A poisoned receiver is a whole one: nothing but `recv` happens under the lock.
                     let job = to_do.lock().unwrap_or_else(PoisonError::into_inner).recv();
                     let Ok(Job { slot, sequence, mut follower, ask }) = job else { return };
-                    let masks = follower.answer(&ask, factory, vocab_size.div_ceil(32));
+                    // A panic of the library is that sequence's end, not a mask that never comes.
+                    let answer = || follower.answer(&ask, factory, vocab_size.div_ceil(32));
+                    let masks = catch_unwind(AssertUnwindSafe(answer))
+                        .unwrap_or_else(|_| Masks { position: ask.position, words: Err("its parser panicked".into()) });
                     if done.send(Answer { slot, sequence, follower, masks }).is_err() {
                         return;
                     }

@@ -10,7 +10,7 @@
 use std::time::{Duration, Instant};
 
 use super::passes::Passes;
-use crate::batch::{self, Batch, Boundary, Plan, Slot};
+use crate::batch::{self, Batch, Boundary, Plan, Slot, Verdict};
 use crate::cuda::kernels::launch::{NO_TOKEN, ROW_SAMPLE, ROW_SEVERAL, Row};
 use crate::decoder::{Fault, Outcome, OutcomeSink, PlanSource};
 use crate::grammar::{Grammars, LATE_MASKS};
@@ -198,7 +198,7 @@ impl<L: Launcher> LoopedDecoder<L> {
 
     fn many_steps(&mut self, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
         let mut since = Instant::now();
-        let mut rows = device_rows(&self.batch.step().rows);
+        let mut rows = device_rows(&self.batch.step().rows, |_| false);
         rows.iter_mut().for_each(|row| row.last_position = self.batch.last_position(row.slot));
         let longest = rows.iter().map(|row| row.last_position - row.position + 1).max().unwrap_or(1);
         let steps = self.batch.steps_left().min(self.launcher.most_steps()).min(longest);
@@ -242,7 +242,8 @@ impl<L: Launcher> LoopedDecoder<L> {
             let held = samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
             let sampled = self.sampled(samples.iter().copied());
             let draw = if held { Draws::Masked } else { Draws::sampler_if(sampled) };
-            last = self.launcher.launch(&device_rows(rows), 1, draw)?;
+            let given = |row: &batch::Row| self.batch.slot(row.slot).given(row.position).is_some();
+            last = self.launcher.launch(&device_rows(rows, given), 1, draw)?;
             // Passes hold the rows that sample in the order of the step.
             let first = draws.len();
             let logprobs = |row: usize| self.batch.row_input(row).logprobs;
@@ -319,6 +320,17 @@ impl<L: Launcher> LoopedDecoder<L> {
         Ok(())
     }
 
+    /// Of sequences with penalties that sat the step out: the sampler has counted what it drew for them all the same.
+    fn count_again(&mut self, slots: &[u32], late: &[u64]) -> Result<(), Fault> {
+        for &slot in slots {
+            let sequence = self.batch.slot(slot);
+            if sequence.sampling().has_penalties() && late.contains(&sequence.sequence()) {
+                self.launcher.admit(slot, sequence)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Moves the batch on by a step, and reports it.
     fn complete(
         &mut self,
@@ -341,11 +353,15 @@ impl<L: Launcher> LoopedDecoder<L> {
             step_time,
             ..Outcome::default()
         };
-        let slots: Vec<u32> = step.samples.iter().map(|row| step.rows[*row].slot).collect();
+        let drawing = step.samples.iter().filter(|row| self.batch.given(**row).is_none());
+        let slots: Vec<u32> = drawing.map(|row| step.rows[*row].slot).collect();
         let rows = self.batch.sampled_rows();
         let verdicts = self.batch.complete(&sampled);
+        let late = rows.iter().zip(verdicts).filter(|(_, verdict)| **verdict == Verdict::Late);
+        let late: Vec<u64> = late.map(|((sequence, _), _)| *sequence).collect();
         outcome.take_samples(&rows, sampled, verdicts);
         self.count_held(&slots, &outcome)?;
+        self.count_again(&slots, &late)?;
         // Of a sequence that drafts there is a token more for each that held.
         let held =
             !outcome.drafted.is_empty() && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
@@ -364,8 +380,9 @@ fn drawn_by_decoder(slot: &Slot) -> bool {
         && (slot.stop_tokens().is_empty() || !slot.is_stop_forbidden(slot.generated().len()))
 }
 
-/// Rows of a pass as a launch of one step takes them.
-fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
+/// Rows of a pass as a launch of one step takes them. `given`: a row is sampled for the log-probability of what follows
+/// it in its prompt, which is not to be counted as generated.
+fn device_rows(pass: &[batch::Row], given: impl Fn(&batch::Row) -> bool) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::with_capacity(pass.len());
     for (index, row) in pass.iter().enumerate() {
         let (first_row, first_position) = match rows.last() {
@@ -383,9 +400,14 @@ fn device_rows(pass: &[batch::Row]) -> Vec<Row> {
             reserved: 0,
         });
     }
-    for sequence in rows.chunk_by_mut(|row, next| row.slot == next.slot) {
-        if sequence.iter().filter(|row| row.flags & ROW_SAMPLE != 0).count() > 1 {
-            sequence.iter_mut().for_each(|row| row.flags |= ROW_SEVERAL);
+    // The host counts what holds of drafts. Rows of a prompt are none: what stands in front of the one that draws is
+    // counted already.
+    let drafts = |of: &(&mut Row, &batch::Row)| of.1.sample && !given(of.1);
+    for sequence in rows.iter_mut().zip(pass).collect::<Vec<_>>().chunk_by_mut(|row, next| row.1.slot == next.1.slot) {
+        let several = sequence.iter().filter(|of| drafts(of)).count() > 1;
+        for (row, of) in sequence.iter_mut().filter(|(_, of)| several || given(of)) {
+            debug_assert!(of.sample || !several, "drafts have no prompt in front of them");
+            row.flags |= ROW_SEVERAL;
         }
     }
     rows

@@ -499,6 +499,9 @@ fn rows_that_grammars_hold_draw_what_the_cpu_sampler_draws() {
         requests[index].grammar = regex(grammar);
         requests[index].stop_tokens = vec![END];
     }
+    // Its first mask comes late, and what is drawn meanwhile is not counted.
+    requests[0].sampling.frequency_penalty = 1.0;
+    requests[0].sampling.presence_penalty = 0.5;
     let run = |requests: &[Request], chunk, steps, eager| {
         let mut plans = plans(requests, chunk, 64, steps);
         // Rows whose masks come late take more steps.
@@ -539,6 +542,12 @@ fn prompts_have_the_log_probabilities_that_they_had_as_answers() {
         // One of them is penalised for what it says next.
         request.max_tokens = 5;
     }
+    // Penalties count what is generated, not what was said of the prompt.
+    requests[2].sampling.frequency_penalty = 1.5;
+    requests[2].sampling.presence_penalty = 1.5;
+    let plain: Vec<Request> =
+        requests.iter().map(|request| Request { prompt_logprobs: None, ..request.clone() }).collect();
+    let plain = run_plans("llama-gqa", plans(&plain, 64, 64, 16), plain.len(), true);
     // A step samples as many rows as there are slots at most.
     for (count, chunk, eager) in [(1, 16, true), (6, 2, false), (5, 3, true)] {
         let outcomes = drive(
@@ -547,6 +556,8 @@ fn prompts_have_the_log_probabilities_that_they_had_as_answers() {
             eager,
         );
         let mut told = vec![Vec::new(); count];
+        let yielded = by_sequence(outcomes.clone(), count);
+        assert!(yielded == plain[..count], "{count} prompts in chunks of {chunk} go on as without");
         for of in outcomes.into_iter().flat_map(|outcome| outcome.prompt) {
             assert_eq!(of.position as usize, told[of.sequence as usize].len() + 1, "sequence {}", of.sequence);
             told[of.sequence as usize].push(of.sampled);

@@ -3,7 +3,9 @@
 //! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an
 //! [`EngineHandle`]; `group` owns the other end. Neither knows the other.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use prometheus_client::metrics::counter::Counter;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -164,9 +166,9 @@ impl SequenceStream {
     }
 
     /// The next token or the end; `None` after it, or if the engine is gone.
-    pub async fn next(&mut self) -> Option<SequenceEvent> {
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
         let event = loop {
-            match self.events.recv().await {
+            match ready!(self.events.poll_recv(context)) {
                 Some(SequenceEvent::Prompt { cached_tokens, logprobs }) => {
                     (self.cached_tokens, self.prompt_logprobs) = (cached_tokens, logprobs);
                 }
@@ -179,7 +181,12 @@ impl SequenceStream {
             self.taken += 1;
             self.all_taken.inc();
         }
-        event
+        Poll::Ready(event)
+    }
+
+    /// As [`SequenceStream::poll_next`].
+    pub async fn next(&mut self) -> Option<SequenceEvent> {
+        poll_fn(|context| self.poll_next(context)).await
     }
 
     /// Lets the sequence go and says why, where dropping it says that nobody is there any more.

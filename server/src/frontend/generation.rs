@@ -1,9 +1,13 @@
 //! A request that the engine has taken: its choices, each on its way from tokens to text.
 
-use std::sync::Arc;
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
 
 use futures::{Stream, stream};
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::{error::GenerateError, place::Place, record::Record};
 use crate::{
@@ -81,6 +85,7 @@ pub struct Choice {
     /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
     /// after an error of one are not taken for the client's going away.
     given_up: CancellationToken,
+    giving_up: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
 impl Choice {
@@ -110,37 +115,38 @@ impl Choice {
             cached_tokens: 0,
             drafts: Vec::new(),
             record,
+            giving_up: Box::pin(given_up.clone().cancelled_owned()),
             given_up,
         }
     }
 
     /// What becomes known next; `None` after the end or an error.
-    pub async fn next(&mut self) -> Option<Result<ChoiceEvent, GenerateError>> {
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<ChoiceEvent, GenerateError>>> {
         loop {
             if let Some(reason) = self.finish.take() {
-                self.record.finished(reason);
-                let Self { completion_tokens, cached_tokens, .. } = *self;
-                let drafts = std::mem::take(&mut self.drafts);
-                let prompt_logprobs = std::mem::take(&mut self.prompt_logprobs);
-                return Some(Ok(ChoiceEvent::Finished {
-                    reason,
-                    completion_tokens,
-                    cached_tokens,
-                    drafts,
-                    prompt_logprobs,
-                }));
+                return Poll::Ready(Some(Ok(self.finished(reason))));
             }
-            let stream = self.stream.as_mut()?;
-            let event = tokio::select! {
-                biased;
-                event = stream.next() => event,
-                () = self.given_up.cancelled() => return Some(Err(self.give_up(GenerateError::ShuttingDown))),
+            let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
+            let Poll::Ready(event) = stream.poll_next(context) else {
+                ready!(self.giving_up.as_mut().poll(context));
+                return Poll::Ready(Some(Err(self.give_up(GenerateError::ShuttingDown))));
             };
             match self.apply(event).map(|piece| self.behind_echo(piece)) {
                 Ok(piece) if piece.is_empty() => {}
-                Ok(piece) => return Some(Ok(ChoiceEvent::Delta(piece))),
-                Err(error) => return Some(Err(error)),
+                Ok(piece) => return Poll::Ready(Some(Ok(ChoiceEvent::Delta(piece)))),
+                Err(error) => return Poll::Ready(Some(Err(error))),
             }
+        }
+    }
+
+    fn finished(&mut self, reason: FinishReason) -> ChoiceEvent {
+        self.record.finished(reason);
+        ChoiceEvent::Finished {
+            reason,
+            completion_tokens: self.completion_tokens,
+            cached_tokens: self.cached_tokens,
+            drafts: std::mem::take(&mut self.drafts),
+            prompt_logprobs: std::mem::take(&mut self.prompt_logprobs),
         }
     }
 
@@ -156,12 +162,9 @@ impl Choice {
         }
     }
 
-    /// Everything that [`Choice::next`] returns, as a stream with the choice's index.
-    pub fn into_stream(self) -> impl Stream<Item = (u32, Result<ChoiceEvent, GenerateError>)> {
-        stream::unfold(
-            self,
-            |mut choice| async move { choice.next().await.map(|event| ((choice.index, event), choice)) },
-        )
+    /// Everything that [`Choice::poll_next`] returns, as a stream with the choice's index.
+    pub fn into_stream(mut self) -> impl Stream<Item = (u32, Result<ChoiceEvent, GenerateError>)> {
+        stream::poll_fn(move |context| self.poll_next(context).map(|event| event.map(|event| (self.index, event))))
     }
 
     fn apply(&mut self, event: Option<SequenceEvent>) -> Result<Piece, GenerateError> {

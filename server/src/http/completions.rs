@@ -1,20 +1,21 @@
 //! `/v1/chat/completions` and `/v1/completions`: a body in, a whole response or a stream of events out.
 
-use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+use std::{
+    ops::ControlFlow,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
 
 use axum::{
     Extension,
     body::Body,
     extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
-    response::{
-        IntoResponse, Response, Sse,
-        sse::{Event, KeepAlive},
-    },
+    response::{IntoResponse, Response},
 };
 use futures::{
-    Stream, StreamExt, TryStreamExt,
-    stream::{self, BoxStream, FuturesUnordered, SelectAll},
+    StreamExt, TryStreamExt,
+    stream::{FuturesUnordered, SelectAll},
 };
 use http_body_util::{BodyExt, Full};
 use serde_json::Value;
@@ -23,10 +24,11 @@ use uuid::Uuid;
 use super::{
     App,
     error::ApiError,
+    events::{EventSource, Events, event_response},
     json,
     parse::{self, HttpRequest},
     reply::{Replies, ReplyChoice, ReplyEvent},
-    wire::{Api, Usage, WholeChoice, Writer},
+    wire::{Api, ChunkWriter, Usage, WholeChoice, Writer},
 };
 use crate::{
     drafts::DraftStep,
@@ -37,8 +39,6 @@ use crate::{
     text::Text,
 };
 
-/// A comment or a ping is sent after so long without an event, so that nobody between takes the connection for dead.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// About what a log-probability and its token take in an answer.
 const LOGPROB_BYTES: usize = 64;
 /// Response header with the seed that was used, drawn or given.
@@ -182,11 +182,13 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
 
 /// A whole answer. A long one keeps the place until it is sent, as its memory does.
 pub(super) fn json_response(body: String, place: Place) -> Response {
+    let length = HeaderValue::from(body.len());
     let body = Body::new(Full::from(body).map_frame(move |frame| {
         let _ = &place;
         frame
     }));
-    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
+    let content_type = HeaderValue::from_static("application/json");
+    ([(header::CONTENT_TYPE, content_type), (header::CONTENT_LENGTH, length)], body).into_response()
 }
 
 async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateError> {
@@ -211,29 +213,10 @@ fn is_first(index: u32, choices_each: u32) -> bool {
     index.is_multiple_of(choices_each)
 }
 
-fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
-    event_response(EventStream::start(replies, writer, metrics), KeepAlive::new().text("keep-alive"))
-}
-
-/// A stream of events, with what is sent where none comes.
-pub(super) fn event_response(
-    events: impl Stream<Item = Result<Event, Infallible>> + Send + 'static,
-    keep_alive: KeepAlive,
-) -> Response {
-    let mut response = Sse::new(events).keep_alive(keep_alive.interval(KEEP_ALIVE)).into_response();
-    let headers = response.headers_mut();
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // nginx would hold the events back until its buffer is full.
-    headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
-    response
-}
-
 /// The events of one streamed response. The client going away drops it, and with it the sequences.
 struct EventStream {
-    writer: Writer,
-    choices: SelectAll<BoxStream<'static, (u32, Result<ReplyEvent, GenerateError>)>>,
-    /// Written, not yet sent: the opening chunks, those of one event, or the last two.
-    ready: VecDeque<String>,
+    writer: ChunkWriter,
+    choices: Choices,
     /// Of each prompt.
     choices_each: u32,
     prompt_tokens: u64,
@@ -243,82 +226,102 @@ struct EventStream {
     of_choice: Vec<u64>,
     /// Of the choice that ended last.
     drafts: Vec<DraftStep>,
-    ended: bool,
     metrics: FrontMetrics,
     _place: Place,
 }
 
-impl EventStream {
-    fn start(replies: Replies, writer: Writer, metrics: FrontMetrics) -> impl Stream<Item = Result<Event, Infallible>> {
-        let Replies { request, choices, place } = replies;
-        let none = Usage::new(request.prompt_tokens(), None, 0);
-        let opening = choices.iter().filter_map(|choice| writer.opening(choice.index(), none));
-        let events = Self {
-            ready: opening.collect(),
-            writer,
-            of_choice: vec![0; choices.len()],
-            drafts: Vec::new(),
-            choices: choices.into_iter().map(|choice| choice.into_stream().boxed()).collect(),
-            choices_each: request.choices,
-            prompt_tokens: request.prompt_tokens(),
-            cached_tokens: 0,
-            completion_tokens: 0,
-            ended: false,
-            metrics,
-            _place: place,
-        };
-        stream::unfold(events, |mut events| async move {
-            let data = events.next().await?;
-            Some((Ok(Event::default().data(data)), events))
-        })
-    }
+/// A single choice, as most requests have, need not be found among others.
+enum Choices {
+    One(Box<ReplyChoice>),
+    Several(SelectAll<ReplyChoice>),
+}
 
+impl Choices {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<(u32, Result<ReplyEvent, GenerateError>)>> {
+        match self {
+            Self::One(choice) => choice.poll_next_unpin(context),
+            Self::Several(choices) => choices.poll_next_unpin(context),
+        }
+    }
+}
+
+fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
+    let Replies { request, mut choices, place } = replies;
+    let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
+    let none = Usage::new(request.prompt_tokens(), None, 0);
+    choices.iter().for_each(|choice| writer.opening(choice.index(), none, &mut events));
+    let of_choice = vec![0; choices.len()];
+    let choices = match choices.len() {
+        1 => Choices::One(Box::new(choices.remove(0))),
+        _ => Choices::Several(choices.into_iter().collect()),
+    };
+    let stream = EventStream {
+        writer,
+        choices,
+        choices_each: request.choices,
+        prompt_tokens: request.prompt_tokens(),
+        cached_tokens: 0,
+        completion_tokens: 0,
+        of_choice,
+        drafts: Vec::new(),
+        metrics,
+        _place: place,
+    };
+    event_response(events, stream)
+}
+
+impl EventSource for EventStream {
+    const KEEP_ALIVE: &'static [u8] = b": keep-alive\n\n";
+
+    fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
+        match ready!(self.choices.poll_next(context)) {
+            Some((index, Ok(event))) => self.tell(index, event, events),
+            // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
+            Some((_, Err(error))) => {
+                self.metrics.failed(error.code());
+                let body = ApiError::from(error).body();
+                events.data(|out| serde_json::to_writer(out, &body).expect("it is JSON already"));
+                return Poll::Ready(ControlFlow::Break(()));
+            }
+            None => {
+                let usage = Usage::new(self.prompt_tokens, Some(self.cached_tokens), self.completion_tokens);
+                self.writer.end(usage, self.of_choice.len(), &self.drafts, events);
+                return Poll::Ready(ControlFlow::Break(()));
+            }
+        }
+        Poll::Ready(ControlFlow::Continue(()))
+    }
+}
+
+impl EventStream {
     /// What a choice has used so far.
     fn so_far(&self, index: u32) -> Usage {
         Usage::new(self.prompt_tokens, None, self.of_choice[index as usize])
     }
 
-    async fn next(&mut self) -> Option<String> {
-        while self.ready.is_empty() && !self.ended {
-            match self.choices.next().await {
-                Some((index, Ok(ReplyEvent::Delta { told, mut tokens, echoed }))) => {
-                    self.of_choice[index as usize] += (tokens.len() - echoed) as u64;
-                    let so_far = self.so_far(index);
-                    // Without log-probabilities a token without text is nothing to tell.
-                    if told.is_empty() && self.writer.logprobs.is_some() {
-                        self.ready.push_back(self.writer.delta(index, None, &tokens, so_far));
-                    }
-                    for told in told {
-                        let tokens = std::mem::take(&mut tokens);
-                        self.ready.push_back(self.writer.delta(index, Some(&told), &tokens, so_far));
-                    }
+    fn tell(&mut self, index: u32, event: ReplyEvent, events: &mut Events) {
+        match event {
+            ReplyEvent::Delta { told, mut tokens, echoed } => {
+                self.of_choice[index as usize] += (tokens.len() - echoed) as u64;
+                let so_far = self.so_far(index);
+                // Without log-probabilities a token without text is nothing to tell.
+                if told.is_empty() && self.writer.has_logprobs() {
+                    self.writer.delta(index, None, &tokens, so_far, events);
                 }
-                Some((index, Ok(ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. }))) => {
-                    self.drafts = drafts;
-                    self.completion_tokens += u64::from(completion_tokens);
-                    if is_first(index, self.choices_each) {
-                        self.cached_tokens += u64::from(cached_tokens);
-                    }
-                    self.of_choice[index as usize] = completion_tokens.into();
-                    self.ready.push_back(self.writer.finish(index, reason, self.so_far(index)));
-                }
-                // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
-                Some((_, Err(error))) => {
-                    self.choices.clear();
-                    self.metrics.failed(error.code());
-                    self.ready.push_back(ApiError::from(error).body().to_string());
-                    self.ended = true;
-                }
-                None => {
-                    let usage = Usage::new(self.prompt_tokens, Some(self.cached_tokens), self.completion_tokens);
-                    let metrics = self.writer.metrics(self.of_choice.len(), &self.drafts);
-                    self.ready.extend(self.writer.usage(usage, metrics));
-                    self.ready.push_back("[DONE]".into());
-                    self.ended = true;
+                for told in told {
+                    self.writer.delta(index, Some(&told), &std::mem::take(&mut tokens), so_far, events);
                 }
             }
+            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. } => {
+                self.drafts = drafts;
+                self.completion_tokens += u64::from(completion_tokens);
+                if is_first(index, self.choices_each) {
+                    self.cached_tokens += u64::from(cached_tokens);
+                }
+                self.of_choice[index as usize] = completion_tokens.into();
+                self.writer.finish(index, reason, self.so_far(index), events);
+            }
         }
-        self.ready.pop_front()
     }
 }
 

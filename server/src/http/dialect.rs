@@ -1,20 +1,16 @@
 //! The answer of one choice in the shape of an API that has blocks: a body, or a stream of named events.
 
-use std::collections::VecDeque;
-
-use axum::{
-    http::HeaderValue,
-    response::{
-        Response,
-        sse::{Event, KeepAlive},
-    },
+use std::{
+    ops::ControlFlow,
+    task::{Context, Poll, ready},
 };
-use futures::stream;
-use serde::Serialize;
+
+use axum::{http::HeaderValue, response::Response};
 
 use super::{
-    completions::{SEED_HEADER, event_response, json_response},
+    completions::{SEED_HEADER, json_response},
     error::ApiError,
+    events::{EventSource, Events, event_response},
     reply::{Replies, ReplyChoice, ReplyEvent, Told},
 };
 use crate::{
@@ -60,9 +56,9 @@ pub(super) struct End {
 }
 
 /// Writes the answer to one request. Blocks are numbered from 0; one ends before the next begins.
-pub(super) trait Dialect: Send + Sized + 'static {
-    /// What is sent where no event comes.
-    fn keep_alive() -> KeepAlive;
+pub(super) trait Dialect: Send + Unpin + Sized + 'static {
+    /// As [`EventSource::KEEP_ALIVE`].
+    const KEEP_ALIVE: &'static [u8];
     /// The stream begins.
     fn begin(&mut self, answer: &Answer, events: &mut Events);
     /// A block begins, without text.
@@ -77,17 +73,6 @@ pub(super) trait Dialect: Send + Sized + 'static {
     fn fail(&mut self, answer: &Answer, error: &ApiError, events: &mut Events);
     /// The body of a whole answer.
     fn whole(self, answer: &Answer) -> String;
-}
-
-/// Events that are written and not yet sent.
-#[derive(Debug, Default)]
-pub(super) struct Events(VecDeque<Event>);
-
-impl Events {
-    pub(super) fn push(&mut self, name: &'static str, data: &impl Serialize) {
-        let event = Event::default().event(name).json_data(data);
-        self.0.push_back(event.expect("strings and numbers with string keys are always JSON"));
-    }
 }
 
 /// Answers with the first choice of a request that has no more.
@@ -144,68 +129,65 @@ fn streamed<D: Dialect>(
     metrics: FrontMetrics,
     place: Place,
 ) -> Response {
-    let mut ready = Events::default();
-    dialect.begin(&answer, &mut ready);
-    let events = EventStream { dialect, answer, choice: Some(choice), ready, metrics, _place: place };
-    let events = stream::unfold(events, |mut events| async move { Some((Ok(events.next().await?), events)) });
-    event_response(events, D::keep_alive())
+    let mut events = Events::default();
+    dialect.begin(&answer, &mut events);
+    event_response(events, EventStream { dialect, answer, choice, metrics, _place: place })
 }
 
 /// The events of one streamed answer. The client going away drops it, and with it the sequence.
 struct EventStream<D> {
     dialect: D,
     answer: Answer,
-    /// `None` once it has ended.
-    choice: Option<ReplyChoice>,
-    ready: Events,
+    choice: ReplyChoice,
     metrics: FrontMetrics,
     _place: Place,
 }
 
-impl<D: Dialect> EventStream<D> {
-    async fn next(&mut self) -> Option<Event> {
-        while self.ready.0.is_empty() {
-            match self.choice.as_mut()?.next().await {
-                Some(Ok(ReplyEvent::Delta { told, tokens, .. })) => {
-                    told.into_iter().for_each(|told| self.tell(told));
-                    self.answer.count(tokens.len());
-                }
-                Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
-                    self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
-                    self.end_block();
-                    self.dialect.end(&self.answer, &mut self.ready);
-                    self.choice = None;
-                }
-                // The response has begun, so the error can only be an event.
-                Some(Err(error)) => {
-                    self.metrics.failed(error.code());
-                    self.dialect.fail(&self.answer, &error.into(), &mut self.ready);
-                    self.choice = None;
-                }
-                None => self.choice = None,
-            }
-        }
-        self.ready.0.pop_front()
-    }
+impl<D: Dialect> EventSource for EventStream<D> {
+    const KEEP_ALIVE: &'static [u8] = D::KEEP_ALIVE;
 
-    fn tell(&mut self, told: Told) {
+    fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
+        match ready!(self.choice.poll_next(context)) {
+            Some(Ok(ReplyEvent::Delta { told, tokens, .. })) => {
+                told.into_iter().for_each(|told| self.tell(told, events));
+                self.answer.count(tokens.len());
+                return Poll::Ready(ControlFlow::Continue(()));
+            }
+            Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
+                self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
+                self.end_block(events);
+                self.dialect.end(&self.answer, events);
+            }
+            // The response has begun, so the error can only be an event.
+            Some(Err(error)) => {
+                self.metrics.failed(error.code());
+                self.dialect.fail(&self.answer, &error.into(), events);
+            }
+            None => {}
+        }
+        Poll::Ready(ControlFlow::Break(()))
+    }
+}
+
+impl<D: Dialect> EventStream<D> {
+    fn tell(&mut self, told: Told, events: &mut Events) {
         let (kind, text) = kind_and_text(told);
         if let Some(block) = self.answer.next_block(kind) {
-            self.end_block();
-            self.dialect.begin_block(self.answer.blocks.len(), &block, &mut self.ready);
+            self.end_block(events);
+            self.dialect.begin_block(self.answer.blocks.len(), &block, events);
             self.answer.blocks.push(block);
         }
         let index = self.answer.blocks.len() - 1;
         let block = self.answer.last();
         if !text.is_empty() {
-            self.dialect.delta(index, block, &text, &mut self.ready);
+            self.dialect.delta(index, block, &text, events);
             block.text.push_str(&text);
         }
     }
 
-    fn end_block(&mut self) {
+    fn end_block(&mut self, events: &mut Events) {
         if !self.answer.blocks.is_empty() {
-            self.dialect.end_block(&self.answer, &mut self.ready);
+            self.dialect.end_block(&self.answer, events);
         }
     }
 }

@@ -20,6 +20,7 @@ mod anthropic;
 mod completions;
 mod dialect;
 mod error;
+mod events;
 mod fields;
 mod json;
 mod message;

@@ -1,6 +1,12 @@
 //! A choice as its client reads it: in parts, with names for its calls.
 
-use futures::{Stream, stream};
+use std::{
+    future::poll_fn,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use futures::Stream;
 use uuid::Uuid;
 
 use crate::{
@@ -9,7 +15,7 @@ use crate::{
     frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place},
     reply::{Format, Part, Reply, ToolFormat},
     request::ValidRequest,
-    text::OutputToken,
+    text::{OutputToken, Piece},
 };
 
 /// A request whose sequences are queued or running. Dropping it cancels them.
@@ -89,20 +95,29 @@ impl ReplyChoice {
     }
 
     /// What becomes known next; `None` after the end or an error.
-    pub(super) async fn next(&mut self) -> Option<Result<ReplyEvent, GenerateError>> {
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<ReplyEvent, GenerateError>>> {
         if let Some(end) = self.end.take() {
-            return Some(Ok(end));
+            return Poll::Ready(Some(Ok(end)));
         }
-        match self.choice.next().await? {
-            Ok(ChoiceEvent::Delta(piece)) => {
-                let parts = self.reply.push(&piece.text);
+        let event = ready!(self.choice.poll_next(context));
+        Poll::Ready(event.map(|event| event.map(|event| self.read(event))))
+    }
+
+    /// As [`ReplyChoice::poll_next`].
+    pub(super) async fn next(&mut self) -> Option<Result<ReplyEvent, GenerateError>> {
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    fn read(&mut self, event: ChoiceEvent) -> ReplyEvent {
+        match event {
+            ChoiceEvent::Delta(Piece { text, tokens, echoed }) => {
+                let parts = self.reply.push(&text);
                 if self.reply.is_over() {
                     self.choice.complete();
                 }
-                let (told, echoed) = (self.tell(parts), piece.echoed);
-                Some(Ok(ReplyEvent::Delta { told, tokens: piece.tokens, echoed }))
+                ReplyEvent::Delta { told: self.tell(parts), tokens, echoed }
             }
-            Ok(ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs }) => {
+            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
                 let parts = self.reply.finish();
                 let told = self.tell(parts);
                 let reason = finish_word(reason, self.called);
@@ -116,18 +131,12 @@ impl ReplyChoice {
                     prompt_logprobs,
                 };
                 if told.is_empty() {
-                    return Some(Ok(end));
+                    return end;
                 }
                 self.end = Some(end);
-                Some(Ok(ReplyEvent::Delta { told, tokens: Vec::new(), echoed: 0 }))
+                ReplyEvent::Delta { told, tokens: Vec::new(), echoed: 0 }
             }
-            Err(error) => Some(Err(error)),
         }
-    }
-
-    /// Everything that [`ReplyChoice::next`] returns, as a stream with the choice's index.
-    pub(super) fn into_stream(self) -> impl Stream<Item = (u32, Result<ReplyEvent, GenerateError>)> {
-        stream::unfold(self, |mut reply| async move { reply.next().await.map(|event| ((reply.index(), event), reply)) })
     }
 
     fn tell(&mut self, parts: Vec<Part>) -> Vec<Told> {
@@ -142,6 +151,16 @@ impl ReplyChoice {
             Part::CallEnd { .. } => None,
         });
         told.collect()
+    }
+}
+
+/// With the choice's index.
+impl Stream for ReplyChoice {
+    type Item = (u32, Result<ReplyEvent, GenerateError>);
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let index = self.index();
+        Self::poll_next(&mut self, context).map(|event| event.map(|event| (index, event)))
     }
 }
 

@@ -2,9 +2,11 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use bytes::BufMut;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::{
+    events::{Events, Line},
     message::{Delta, Message, WholeMessage},
     parse::StreamUsage,
     reply::Told,
@@ -185,52 +187,11 @@ impl Serialize for TopMap {
 }
 
 impl Writer {
-    /// The chunk that opens a choice; completions have none.
-    pub(super) fn opening(&self, index: u32, so_far: Usage) -> Option<String> {
-        (self.api == Api::Chat).then(|| self.chat_chunk(index, Delta::opening(), None, None, so_far))
-    }
-
-    /// A chunk with more output, or only with the tokens of some that is held back.
-    pub(super) fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage) -> String {
-        match self.api {
-            Api::Chat => {
-                let logprobs = self.chat_logprobs(tokens).filter(|_| !tokens.is_empty());
-                self.chat_chunk(index, Delta::new(told), logprobs, None, so_far)
-            }
-            Api::Completion => {
-                let text = if let Some(Told::Content(text)) = told { text } else { "" };
-                let logprobs = self.completion_logprobs(tokens);
-                let choice = CompletionChoice { text, index, logprobs, finish_reason: None, prompt_logprobs: None };
-                self.completion_chunk(choice, so_far)
-            }
-        }
-    }
-
-    /// The chunk that ends a choice.
-    pub(super) fn finish(&self, index: u32, reason: &'static str, so_far: Usage) -> String {
-        let finish_reason = Some(reason);
-        match self.api {
-            Api::Chat => self.chat_chunk(index, Delta::default(), None, finish_reason, so_far),
-            Api::Completion => {
-                let text = "";
-                let choice = CompletionChoice { text, index, logprobs: None, finish_reason, prompt_logprobs: None };
-                self.completion_chunk(choice, so_far)
-            }
-        }
-    }
-
     /// What answers of so many choices tell of their drafts: those of a single one.
     pub(super) fn metrics(&self, choices: usize, drafts: &[DraftStep]) -> Option<Metrics> {
         let (report, most) = self.draft_report;
         let of_one = || if choices == 1 { DraftMetrics::of(report, drafts, most) } else { None };
         (report != DraftReport::None).then(|| Metrics { speculative_decoding: of_one() })
-    }
-
-    /// The chunk before the end of the stream, if the request asked for it.
-    pub(super) fn usage(&self, usage: Usage, metrics: Option<Metrics>) -> Option<String> {
-        self.stream_usage
-            .at_end
-            .then(|| self.envelope(self.chunk_object(), Vec::<()>::new(), Some(Some(usage)), metrics, None))
     }
 
     /// The response to a request that does not stream.
@@ -260,28 +221,6 @@ impl Writer {
                 self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics, None)
             }
         }
-    }
-
-    fn chat_chunk(
-        &self,
-        index: u32,
-        delta: Delta<'_>,
-        logprobs: Option<ChatLogprobs>,
-        finish_reason: Option<&'static str>,
-        so_far: Usage,
-    ) -> String {
-        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
-        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None, None)
-    }
-
-    fn completion_chunk(&self, choice: CompletionChoice<'_>, so_far: Usage) -> String {
-        self.envelope(self.chunk_object(), vec![choice], self.usage_of_chunk(so_far), None, None)
-    }
-
-    /// Where only the end tells of usage, chunks before it say null.
-    fn usage_of_chunk(&self, so_far: Usage) -> Option<Option<Usage>> {
-        let StreamUsage { at_end, in_each } = self.stream_usage;
-        at_end.then(|| in_each.then_some(so_far))
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -374,6 +313,114 @@ impl Writer {
             Err(_) => format!("bytes:{}", bytes.escape_ascii()),
         }
     }
+}
+
+/// Writes the chunks of a stream.
+#[derive(Debug)]
+pub(super) struct ChunkWriter {
+    writer: Writer,
+    /// What all chunks have in common, as JSON: all that stands before their choices.
+    head: String,
+}
+
+impl ChunkWriter {
+    pub(super) fn new(writer: Writer) -> Self {
+        let mut head = writer.envelope(writer.chunk_object(), Vec::<()>::new(), None, None, None);
+        head.truncate(head.len() - "]}".len());
+        Self { writer, head }
+    }
+
+    /// Whether tokens are told of where no text comes with them.
+    pub(super) fn has_logprobs(&self) -> bool {
+        self.writer.logprobs.is_some()
+    }
+
+    /// The chunk that opens a choice; completions have none.
+    pub(super) fn opening(&self, index: u32, so_far: Usage, events: &mut Events) {
+        if self.writer.api == Api::Chat {
+            self.chat(index, Delta::opening(), None, None, so_far, events);
+        }
+    }
+
+    /// A chunk with more output, or only with the tokens of some that is held back.
+    pub(super) fn delta(
+        &self,
+        index: u32,
+        told: Option<&Told>,
+        tokens: &[OutputToken],
+        so_far: Usage,
+        events: &mut Events,
+    ) {
+        match self.writer.api {
+            Api::Chat => {
+                let logprobs = self.writer.chat_logprobs(tokens).filter(|_| !tokens.is_empty());
+                self.chat(index, Delta::new(told), logprobs, None, so_far, events);
+            }
+            Api::Completion => {
+                let text = if let Some(Told::Content(text)) = told { text } else { "" };
+                let logprobs = self.writer.completion_logprobs(tokens);
+                let choice = CompletionChoice { text, index, logprobs, finish_reason: None, prompt_logprobs: None };
+                self.chunk(&choice, so_far, events);
+            }
+        }
+    }
+
+    /// The chunk that ends a choice.
+    pub(super) fn finish(&self, index: u32, reason: &'static str, so_far: Usage, events: &mut Events) {
+        let finish_reason = Some(reason);
+        match self.writer.api {
+            Api::Chat => self.chat(index, Delta::default(), None, finish_reason, so_far, events),
+            Api::Completion => {
+                let text = "";
+                let choice = CompletionChoice { text, index, logprobs: None, finish_reason, prompt_logprobs: None };
+                self.chunk(&choice, so_far, events);
+            }
+        }
+    }
+
+    /// The end of the stream, and before it the chunk with the usage, if the request asked for it. `choices` and
+    /// `drafts` are as in [`Writer::metrics`].
+    pub(super) fn end(&self, usage: Usage, choices: usize, drafts: &[DraftStep], events: &mut Events) {
+        if self.writer.stream_usage.at_end {
+            let metrics = self.writer.metrics(choices, drafts);
+            let object = self.writer.chunk_object();
+            let chunk = self.writer.envelope(object, Vec::<()>::new(), Some(Some(usage)), metrics, None);
+            events.data(|out| out.get_mut().put_slice(chunk.as_bytes()));
+        }
+        events.data(|out| out.get_mut().put_slice(b"[DONE]"));
+    }
+
+    fn chat(
+        &self,
+        index: u32,
+        delta: Delta<'_>,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: Option<&'static str>,
+        so_far: Usage,
+        events: &mut Events,
+    ) {
+        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
+        self.chunk(&choice, so_far, events);
+    }
+
+    /// Where only the end tells of usage, chunks before it say null.
+    fn chunk(&self, choice: &impl Serialize, so_far: Usage, events: &mut Events) {
+        let StreamUsage { at_end, in_each } = self.writer.stream_usage;
+        events.data(|out| {
+            out.get_mut().put_slice(self.head.as_bytes());
+            write_json(out, choice);
+            out.get_mut().put_slice(b"]");
+            if at_end {
+                out.get_mut().put_slice(b",\"usage\":");
+                write_json(out, &in_each.then_some(so_far));
+            }
+            out.get_mut().put_slice(b"}");
+        });
+    }
+}
+
+fn write_json(out: &mut Line<'_>, value: &impl Serialize) {
+    serde_json::to_writer(out, value).expect("strings and numbers with string keys are always JSON");
 }
 
 /// Of a token without one: none was computed.

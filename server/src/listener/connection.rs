@@ -3,6 +3,7 @@
 use std::{convert::Infallible, future::pending, io, pin::pin, sync::Arc, time::Duration};
 
 use axum::{Router, body::Body};
+use futures::{StreamExt, stream::FuturesUnordered};
 use hyper::{Request, Response, body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
@@ -18,7 +19,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{places::Connection, pump::ResponseBody, tls::Tls};
+use super::{places::Connection, response::ResponseBody, tls::Tls};
 use crate::http;
 
 /// What every HTTP/2 connection begins with.
@@ -65,20 +66,27 @@ impl Default for ClientLimits {
     }
 }
 
-/// Serves one connection to its end; with `finish`, to the end of what has been asked. Its errors are the client's:
-/// gone, or not speaking HTTP.
+/// Serves one connection to its end; with `finish`, to the end of what has been asked; with `abort`, no further. Its
+/// errors are the client's: gone, or not speaking HTTP.
 pub(super) async fn serve(
     stream: TcpStream,
     tls: Option<Tls>,
     router: Router,
     connection: Arc<Connection>,
     limits: ClientLimits,
-    finish: CancellationToken,
+    (finish, abort): (CancellationToken, CancellationToken),
 ) {
-    let ends = async {
-        match connection.reserved {
-            true => sleep(RESERVED_LIMIT).await,
-            false => pending().await,
+    let closes = async {
+        let reserved = async {
+            match connection.reserved {
+                true => sleep(RESERVED_LIMIT).await,
+                false => pending().await,
+            }
+        };
+        tokio::select! {
+            () = abort.cancelled() => {}
+            () = reserved => {}
+            () = connection.gave_way() => {}
         }
     };
     let opened = async {
@@ -94,10 +102,17 @@ pub(super) async fn serve(
             Err(error) => tracing::debug!(%error, "a connection ended before its first request"),
         }
     };
+    let _ = before(closes, served).await;
+}
+
+/// Does `work`, unless `end` comes before. What may end a connection is many things, and it is polled only when one of
+/// them stirs, not with every token.
+async fn before<T, E>(end: impl Future<Output = E>, work: impl Future<Output = T>) -> Result<T, E> {
+    let mut end: FuturesUnordered<_> = [end].into_iter().collect();
     tokio::select! {
-        () = served => {}
-        () = ends => {}
-        () = connection.gave_way() => {}
+        biased;
+        result = work => Ok(result),
+        Some(why) = end.next() => Err(why),
     }
 }
 
@@ -140,15 +155,18 @@ async fn exchange(
     let io = TokioIo::new(join(io::Cursor::new(first).chain(read), write));
     let service = service_fn(|request| respond(router.clone(), connection.clone(), limits.progress, request));
     let mut serving = pin!(builder.serve_connection(io, service));
-    let result = tokio::select! {
-        result = serving.as_mut() => result,
-        () = finish.cancelled() => {
-            serving.as_mut().graceful_shutdown();
-            serving.await
+    // And how long what is under way may still take.
+    let ends = async {
+        tokio::select! {
+            () = finish.cancelled() => None,
+            () = connection.idle_for(limits.head, limits.idle) => Some(CLOSE_LIMIT),
         }
-        () = connection.idle_for(limits.head, limits.idle) => {
+    };
+    let result = match before(ends, serving.as_mut()).await {
+        Ok(result) => result,
+        Err(limit) => {
             serving.as_mut().graceful_shutdown();
-            match timeout(CLOSE_LIMIT, serving).await {
+            match timeout(limit.unwrap_or(Duration::MAX), serving).await {
                 Ok(result) => result,
                 Err(_) => return,
             }

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 mod connection;
 mod places;
-mod pump;
+mod response;
 mod tls;
 
 pub use connection::ClientLimits;
@@ -238,20 +238,17 @@ impl Connections {
             if place.connection.reserved {
                 no_place.say(|| tracing::warn!("no connection is idle: only probes are answered (--max-connections)"));
             }
-            let (open, abort) = (self.open.clone(), self.abort.clone());
             let served = connection::serve(
                 stream,
                 self.tls.clone(),
                 self.router.clone(),
                 place.connection.clone(),
                 self.limits,
-                self.finish.clone(),
+                (self.finish.clone(), self.abort.clone()),
             );
+            let open = self.open.clone();
             tokio::spawn(async move {
-                tokio::select! {
-                    () = served => {}
-                    () = abort.cancelled() => {}
-                }
+                served.await;
                 drop((place, open));
             });
         }

@@ -64,6 +64,11 @@ impl Reply {
     /// Takes the next piece of text: what is known by it.
     pub fn push(&mut self, text: &str) -> Vec<Part> {
         let mut parts = Parts::default();
+        // Most replies have nothing to tell apart.
+        if self.thinking.is_none() && self.calls.is_none() {
+            parts.content(text);
+            return parts.0;
+        }
         for c in text.chars() {
             match &mut self.thinking {
                 Some(thinking) => {

@@ -1,13 +1,13 @@
 //! Answers as Anthropic's Messages API writes them.
 
-use axum::response::sse::{Event, KeepAlive};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{
     super::{
-        dialect::{Answer, Block, BlockKind, Dialect, Events},
+        dialect::{Answer, Block, BlockKind, Dialect},
         error::ApiError,
+        events::Events,
     },
     error_body,
 };
@@ -103,17 +103,15 @@ impl Messages {
 }
 
 impl Dialect for Messages {
-    fn keep_alive() -> KeepAlive {
-        KeepAlive::new().event(Event::default().event("ping").data(r#"{"type":"ping"}"#))
-    }
+    const KEEP_ALIVE: &'static [u8] = b"event: ping\ndata: {\"type\":\"ping\"}\n\n";
 
     fn begin(&mut self, answer: &Answer, events: &mut Events) {
-        events.push("message_start", &StreamEvent::MessageStart { message: self.message(answer) });
+        events.named("message_start", &StreamEvent::MessageStart { message: self.message(answer) });
     }
 
     fn begin_block(&mut self, index: usize, block: &Block, events: &mut Events) {
         let content_block = content(block);
-        events.push("content_block_start", &StreamEvent::ContentBlockStart { index, content_block });
+        events.named("content_block_start", &StreamEvent::ContentBlockStart { index, content_block });
     }
 
     fn delta(&mut self, index: usize, block: &Block, text: &str, events: &mut Events) {
@@ -122,21 +120,21 @@ impl Dialect for Messages {
             BlockKind::Thinking => Delta::Thinking { thinking: text },
             BlockKind::Call { .. } => Delta::InputJson { partial_json: text },
         };
-        events.push("content_block_delta", &StreamEvent::ContentBlockDelta { index, delta });
+        events.named("content_block_delta", &StreamEvent::ContentBlockDelta { index, delta });
     }
 
     fn end_block(&mut self, answer: &Answer, events: &mut Events) {
         let index = answer.blocks.len() - 1;
-        events.push("content_block_stop", &StreamEvent::ContentBlockStop { index });
+        events.named("content_block_stop", &StreamEvent::ContentBlockStop { index });
     }
 
     fn end(&mut self, answer: &Answer, events: &mut Events) {
-        events.push("message_delta", &StreamEvent::MessageDelta { delta: ending(answer), usage: usage(answer) });
-        events.push("message_stop", &StreamEvent::MessageStop);
+        events.named("message_delta", &StreamEvent::MessageDelta { delta: ending(answer), usage: usage(answer) });
+        events.named("message_stop", &StreamEvent::MessageStop);
     }
 
     fn fail(&mut self, _: &Answer, error: &ApiError, events: &mut Events) {
-        events.push("error", &error_body(error));
+        events.named("error", &error_body(error));
     }
 
     fn whole(self, answer: &Answer) -> String {

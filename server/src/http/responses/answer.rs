@@ -2,14 +2,14 @@
 
 use std::{cell::Cell, sync::Arc};
 
-use axum::response::sse::KeepAlive;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::{
     super::{
-        dialect::{Answer, Block, BlockKind, Dialect, Events},
+        dialect::{Answer, Block, BlockKind, Dialect},
         error::ApiError,
+        events::Events,
     },
     ResponseStore, Stored,
 };
@@ -159,9 +159,7 @@ impl Responses {
 }
 
 impl Dialect for Responses {
-    fn keep_alive() -> KeepAlive {
-        KeepAlive::new().text("keep-alive")
-    }
+    const KEEP_ALIVE: &'static [u8] = b": keep-alive\n\n";
 
     fn begin(&mut self, answer: &Answer, events: &mut Events) {
         for name in ["response.created", "response.in_progress"] {
@@ -238,7 +236,7 @@ impl Dialect for Responses {
 
 fn send(name: &'static str, event: StreamEvent<'_>, next: &Cell<u64>, events: &mut Events) {
     let sequence_number = next.replace(next.get() + 1);
-    events.push(name, &StreamEvent { r#type: name, sequence_number, ..event });
+    events.named(name, &StreamEvent { r#type: name, sequence_number, ..event });
 }
 
 fn written(response: &Response<'_>) -> String {

@@ -1,35 +1,32 @@
 //! Response bodies between the handler that makes them and the connection that sends them.
 //!
-//! A task draws each body and hands it on in small pieces, through a queue of a few. So the place that a response holds
-//! is free once the response is made and little of it is left to send, however slowly its client reads; and a client
-//! that takes nothing for too long loses it, over HTTP/1, HTTP/2 and gRPC alike.
+//! The connection draws a body as it has room for more of it. While its client takes nothing, a watcher draws a few
+//! frames in its place. So the place that a response holds is free once the response is made and little of it is left
+//! to send, however slowly its client reads; and a client that takes nothing for too long loses it, over HTTP/1, HTTP/2
+//! and gRPC alike.
 
 use std::{
+    collections::VecDeque,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    task::{Context, Poll, ready},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
 use axum::body::Body as InnerBody;
 use bytes::Bytes;
-use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::{
-    sync::{
-        mpsc::{self, error::TrySendError},
-        oneshot,
-    },
-    time::timeout,
+    sync::oneshot,
+    time::{Instant, timeout},
 };
 
-/// Frames that wait for the client; an event of a stream is one.
+/// Frames that the watcher draws.
 const QUEUE_FRAMES: usize = 16;
 /// Bytes of one frame: larger ones are cut.
 const FRAME_BYTES: usize = 4 << 10;
+/// The watcher looks so often.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Why a body ends before its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -39,26 +36,62 @@ pub(super) struct GivenUp;
 /// A response body as the connection sees it.
 #[derive(Debug)]
 pub(super) struct ResponseBody {
-    frames: mpsc::Receiver<Frame<Bytes>>,
-    progress: Arc<Progress>,
+    drawing: Arc<Mutex<Drawing>>,
     /// Bytes still to come, where they were known from the start.
     left: Option<u64>,
     /// Dropped with the body: the connection has all of it, or nobody wants it any more.
     _taken: oneshot::Sender<()>,
 }
 
-#[derive(Debug, Default)]
-struct Progress {
-    /// Frames that the connection has taken.
-    frames: AtomicUsize,
-    /// The queue ends where the body does. Set before the queue's end can be seen.
-    whole: AtomicBool,
+/// A body that is being drawn.
+#[derive(Debug)]
+struct Drawing {
+    /// `None` once it has ended, in one way or the other.
+    inner: Option<InnerBody>,
+    /// It has come to its end.
+    whole: bool,
+    /// Drawn, and not yet taken.
+    queue: VecDeque<Frame<Bytes>>,
+    /// How often the connection asked for a frame.
+    asked: u64,
+    /// The connection asked, and was told to wait.
+    waits: bool,
+}
+
+impl Drawing {
+    /// Draws a frame into the queue, in pieces if it is large; false: there is none any more.
+    fn poll_draw(&mut self, context: &mut Context<'_>) -> Poll<bool> {
+        let Some(inner) = &mut self.inner else { return Poll::Ready(false) };
+        match ready!(Pin::new(inner).poll_frame(context)) {
+            Some(Ok(frame)) => {
+                match frame.into_data() {
+                    Ok(mut data) => {
+                        while data.len() > FRAME_BYTES {
+                            self.queue.push_back(Frame::data(data.split_to(FRAME_BYTES)));
+                        }
+                        self.queue.push_back(Frame::data(data));
+                    }
+                    Err(trailers) => self.queue.push_back(trailers),
+                }
+                return Poll::Ready(true);
+            }
+            Some(Err(error)) => tracing::debug!(%error, "a response broke off"),
+            None => self.whole = true,
+        }
+        self.inner = None;
+        Poll::Ready(false)
+    }
+}
+
+/// A body that panicked is dropped with its connection.
+fn lock(drawing: &Mutex<Drawing>) -> MutexGuard<'_, Drawing> {
+    drawing.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ResponseBody {
-    /// Draws `inner` to its end and drops it; what is left then is the queue. If the connection takes no frame for
-    /// `limit`, the response is given up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held`
-    /// is dropped when the connection has everything, or the client has gone.
+    /// Draws `inner` to its end and drops it. If the connection asks for no frame for `limit`, the response is given
+    /// up: `inner` is dropped, then `held`, then `stalled` is called. Otherwise `held` is dropped when the connection
+    /// has everything, or the client has gone.
     pub(super) fn new<H: Send + 'static>(
         inner: InnerBody,
         limit: Duration,
@@ -66,90 +99,44 @@ impl ResponseBody {
         stalled: impl FnOnce() + Send + 'static,
     ) -> Self {
         let left = inner.size_hint().exact();
-        let (sender, frames) = mpsc::channel(QUEUE_FRAMES);
-        let (taken_sender, taken) = oneshot::channel();
-        let progress = Arc::new(Progress::default());
-        let pump = Pump { frames: sender, progress: progress.clone(), limit };
+        let (_taken, taken) = oneshot::channel();
+        let drawing = Drawing { inner: Some(inner), whole: false, queue: VecDeque::new(), asked: 0, waits: false };
+        let drawing = Arc::new(Mutex::new(drawing));
+        let watched = Arc::clone(&drawing);
         tokio::spawn(async move {
-            let ended = pump.run(inner, taken).await;
+            let watching = watch(&watched, limit, taken).await;
             drop(held);
-            if ended.is_err_and(|ended| ended == Ended::Stalled) {
+            if watching.is_err() {
                 stalled();
             }
         });
-        Self { frames, progress, left, _taken: taken_sender }
+        Self { drawing, left, _taken }
     }
 }
 
-/// Why not all of a body was sent.
-#[derive(Debug, PartialEq, Eq)]
-enum Ended {
-    Stalled,
-    ClientGone,
-    Broken,
-}
-
-struct Pump {
-    frames: mpsc::Sender<Frame<Bytes>>,
-    progress: Arc<Progress>,
-    limit: Duration,
-}
-
-impl Pump {
-    async fn run(self, inner: InnerBody, mut taken: oneshot::Receiver<()>) -> Result<(), Ended> {
-        self.draw(inner).await?;
-        let Self { frames, progress, limit } = self;
-        progress.whole.store(true, Ordering::Release);
-        drop(frames);
-        loop {
-            let before = progress.frames.load(Ordering::Relaxed);
-            if timeout(limit, &mut taken).await.is_ok() {
-                return Ok(());
-            }
-            if progress.frames.load(Ordering::Relaxed) == before {
-                return Err(Ended::Stalled);
-            }
+/// Draws the body while the connection does not, until it is `taken`. It is given up where that takes too long.
+async fn watch(drawing: &Mutex<Drawing>, limit: Duration, mut taken: oneshot::Receiver<()>) -> Result<(), GivenUp> {
+    let (look, mut asked, mut since) = (LOOK.min(limit / 4), 0, Instant::now());
+    while timeout(look, &mut taken).await.is_err() {
+        let mut drawing = lock(drawing);
+        if drawing.waits || drawing.asked != asked {
+            (asked, since) = (drawing.asked, Instant::now());
+            continue;
+        }
+        // The connection relies on no waker: it will ask before it waits.
+        let context = &mut Context::from_waker(Waker::noop());
+        while drawing.queue.len() <= QUEUE_FRAMES && drawing.poll_draw(context) == Poll::Ready(true) {}
+        if since.elapsed() >= limit {
+            drawing.inner = None;
+            return Err(GivenUp);
         }
     }
+    Ok(())
+}
 
-    /// Draws the body into the queue, and drops it.
-    async fn draw(&self, mut inner: InnerBody) -> Result<(), Ended> {
-        loop {
-            let frame = tokio::select! {
-                biased;
-                () = self.frames.closed() => return Err(Ended::ClientGone),
-                frame = inner.frame() => frame,
-            };
-            let frame = match frame {
-                Some(Ok(frame)) => frame,
-                Some(Err(error)) => {
-                    tracing::debug!(%error, "a response broke off");
-                    return Err(Ended::Broken);
-                }
-                None => return Ok(()),
-            };
-            match frame.into_data() {
-                Ok(mut data) => {
-                    while data.len() > FRAME_BYTES {
-                        self.send(Frame::data(data.split_to(FRAME_BYTES))).await?;
-                    }
-                    self.send(Frame::data(data)).await?;
-                }
-                Err(trailers) => self.send(trailers).await?,
-            }
-        }
-    }
-
-    async fn send(&self, frame: Frame<Bytes>) -> Result<(), Ended> {
-        match self.frames.try_send(frame) {
-            Ok(()) => Ok(()),
-            Err(TrySendError::Closed(_)) => Err(Ended::ClientGone),
-            Err(TrySendError::Full(frame)) => match timeout(self.limit, self.frames.send(frame)).await {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(_)) => Err(Ended::ClientGone),
-                Err(_) => Err(Ended::Stalled),
-            },
-        }
+impl Drop for ResponseBody {
+    fn drop(&mut self) {
+        lock(&self.drawing).inner = None;
     }
 }
 
@@ -161,15 +148,23 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        Poll::Ready(match ready!(self.frames.poll_recv(context)) {
-            Some(frame) => {
-                self.progress.frames.fetch_add(1, Ordering::Relaxed);
+        let frame = {
+            let mut drawing = lock(&self.drawing);
+            drawing.asked += 1;
+            drawing.waits = drawing.queue.is_empty() && drawing.poll_draw(context).is_pending();
+            if drawing.waits {
+                return Poll::Pending;
+            }
+            drawing.queue.pop_front().ok_or(drawing.whole)
+        };
+        Poll::Ready(match frame {
+            Ok(frame) => {
                 let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
                 self.left = self.left.map(|left| left.saturating_sub(bytes));
                 Some(Ok(frame))
             }
-            None if self.progress.whole.load(Ordering::Acquire) => None,
-            None => Some(Err(GivenUp)),
+            Err(true) => None,
+            Err(false) => Some(Err(GivenUp)),
         })
     }
 
@@ -185,7 +180,8 @@ impl Body for ResponseBody {
 #[cfg(test)]
 mod tests {
     use futures::stream;
-    use tokio::{sync::oneshot, time::sleep};
+    use http_body_util::BodyExt;
+    use tokio::time::sleep;
 
     use super::*;
 

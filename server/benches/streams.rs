@@ -1,0 +1,387 @@
+//! What a streamed token costs the front end, and how long it takes from the engine to its client.
+//!
+//! An engine that is played emits tokens to many streams at a fixed rate; clients in a process of their own note when
+//! each arrives. `cargo bench --workspace --bench streams -- --help` has the options.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    io::{Read, Write},
+    net::SocketAddr,
+    path::Path,
+    process::{Command as Process, Stdio},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use clap::Parser;
+use looplane_server::{
+    engine::{
+        Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceStream,
+        Submission,
+    },
+    listener::{self, ServeOptions, StopSignal},
+    text::Text,
+};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::{mpsc, watch},
+    task::JoinSet,
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
+};
+
+/// The engine looks so often for streams whose next token is due.
+const TICK: Duration = Duration::from_millis(1);
+/// Streams have so long to begin.
+const WARM_UP: Duration = Duration::from_secs(3);
+/// Of a text that is sent beside the streams.
+const LARGE_TOKENS: usize = 100_000;
+
+#[derive(Parser, Clone)]
+struct Options {
+    /// Streams at one time.
+    #[arg(long, default_value_t = 2000)]
+    streams: usize,
+    /// Tokens a second of each stream.
+    #[arg(long, default_value_t = 50)]
+    rate: u32,
+    /// Seconds that are measured.
+    #[arg(long, default_value_t = 10)]
+    seconds: u32,
+    /// Threads of the server.
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// CPUs of the server, such as "0,1"; the clients then run on the others (taskset).
+    #[arg(long)]
+    cpus: Option<String>,
+    /// CPUs of the clients.
+    #[arg(long)]
+    client_cpus: Option<String>,
+    /// So many streams get their tokens at the same moment, as those of a step do.
+    #[arg(long, default_value_t = 1)]
+    together: usize,
+    /// "chat/completions", "completions", "messages" or "responses".
+    #[arg(long, default_value = "chat/completions")]
+    route: String,
+    /// Large prompts are sent beside the streams, one after the other.
+    #[arg(long)]
+    large: bool,
+    /// Only the clients, of the server at this address; times count from this one of the monotonic clock, in us.
+    #[arg(long, hide = true, num_args = 2)]
+    clients: Option<Vec<String>>,
+    /// As Cargo calls benches.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() {
+    let options = Options::parse();
+    match &options.clients {
+        Some(clients) => {
+            let address = clients[0].parse().expect("an address");
+            clients_alone(&options, address, clients[1].parse().expect("microseconds"));
+        }
+        None => server(&options),
+    }
+}
+
+fn clock(id: ClockId) -> Duration {
+    let time = clock_gettime(id);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Microseconds of the clock that all processes share, from `base` on.
+fn micros_since(base: u64) -> u32 {
+    (clock(ClockId::Monotonic).as_micros() as u64 - base) as u32
+}
+
+/// Bytes of memory that are this process's own.
+fn memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
+    let line = status.lines().find(|line| line.starts_with("RssAnon:")).expect("Linux has it");
+    let kilobytes: u64 = line.split_whitespace().nth(1).expect("a number").parse().expect("a number");
+    kilobytes << 10
+}
+
+fn model() -> ModelInfo {
+    ModelInfo {
+        model_digest: String::new(),
+        architecture: "LlamaForCausalLM".into(),
+        vocab_size: 768,
+        max_context: 4 * LARGE_TOKENS as u32,
+        tensor_parallel: 1,
+        bit_domain: "cpu-bench-0123456789abcdef".into(),
+    }
+}
+
+/// When each token of each stream was emitted, in microseconds.
+type Emitted = Arc<Mutex<Vec<Vec<u32>>>>;
+
+struct Sequence {
+    /// The request's seed says which stream it is; that of a large prompt is none.
+    stream: Option<usize>,
+    events: mpsc::Sender<SequenceEvent>,
+}
+
+/// Emits tokens until the server ends.
+async fn engine(
+    options: Options,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+    back: mpsc::UnboundedSender<Command>,
+    emitted: Emitted,
+    base: u64,
+) {
+    let period = Duration::from_secs(1) / options.rate;
+    let begin = Instant::now();
+    let words: Vec<u32> = (300..400).collect();
+    // By number, and by when the next token is due: all have the same period.
+    let (mut sequences, mut turns, mut next, mut word) = (HashMap::new(), BTreeSet::new(), 1, 0);
+    let mut ticks = interval(TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        tokio::select! {
+            command = commands.recv() => match command {
+                Some(Command::Submit(Submission { requests, reply, .. })) => {
+                    let streams = requests.into_iter().map(|request| {
+                        let stream = Some(request.sampling.seed as usize).filter(|seed| *seed < options.streams);
+                        let (events, receiver) = mpsc::channel(2 * request.max_tokens as usize + 3);
+                        let group = (stream.unwrap_or(0) / options.together) as u32;
+                        let groups = options.streams.div_ceil(options.together) as u32;
+                        let turn = (begin.elapsed().as_nanos() / period.as_nanos()) as u32 + 1;
+                        let due = begin + period * turn + period * group / groups;
+                        sequences.insert(next, Sequence { stream, events });
+                        turns.insert((due, next));
+                        next += 1;
+                        SequenceStream::new(next - 1, receiver, back.clone())
+                    });
+                    let _ = reply.send(Ok(streams.collect()));
+                }
+                Some(Command::Cancel { sequence, .. }) => drop(sequences.remove(&sequence)),
+                None => return,
+            },
+            _ = ticks.tick() => {
+                let now = Instant::now();
+                let mut emitted = emitted.lock().expect("nobody panics with it");
+                while let Some((due, number)) = turns.first().copied().filter(|(due, _)| *due <= now) {
+                    turns.pop_first();
+                    let Some(Sequence { stream, events }) = sequences.get(&number) else { continue };
+                    word += 1;
+                    let id = words[word % words.len()];
+                    if let Some(stream) = *stream {
+                        emitted[stream].push(micros_since(base));
+                        turns.insert((due + period, number));
+                    }
+                    let ends = stream.is_none();
+                    let token = GeneratedToken { id, logprob: None, top: Vec::new() };
+                    let _ = events.try_send(SequenceEvent::Token(token));
+                    if ends {
+                        let _ = events.try_send(SequenceEvent::Finished(FinishReason::Length));
+                        sequences.remove(&number);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn server(options: &Options) {
+    let base = clock(ClockId::Monotonic).as_micros() as u64;
+    if let Some(cpus) = &options.cpus {
+        pin(std::process::id(), cpus);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = { runtime }.worker_threads(options.threads).enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
+        let text = Arc::new(Text::load(&fixture).expect("the fixture is a whole model directory"));
+        let (back, commands) = mpsc::unbounded_channel();
+        let (_state, state) = watch::channel(EngineState::Ready);
+        let (_model, model) = watch::channel(Some(Arc::new(model())));
+        let handle = EngineHandle::new(back.clone(), state, model, Arc::default());
+        let tokens = (options.rate * (options.seconds + 60)) as usize;
+        // Written once, so that they count as memory from the start.
+        let times = (0..options.streams).map(|_| {
+            let mut times = vec![1u32; tokens];
+            times.clear();
+            times
+        });
+        let emitted = Arc::new(Mutex::new(times.collect()));
+        tokio::spawn(engine(options.clone(), commands, back, Arc::clone(&emitted), base));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("it is bound");
+        let most = options.streams + 100;
+        let serve = ServeOptions {
+            model_id: "looplane-demo".into(),
+            max_connections: most,
+            max_concurrent_requests: most,
+            max_body_bytes: 64 << 20,
+            ..ServeOptions::default()
+        };
+        let stop = StopSignal::default();
+        tokio::spawn(listener::run(listener, handle, text, serve, stop));
+
+        let before = memory();
+        let mut clients = Process::new(std::env::current_exe().expect("it runs"));
+        clients.args(std::env::args().skip(1)).args(["--clients", &address.to_string(), &base.to_string()]);
+        let mut clients = clients.stdout(Stdio::piped()).spawn().expect("it starts");
+        if let Some(cpus) = &options.client_cpus {
+            pin(clients.id(), cpus);
+        }
+        let mut out = clients.stdout.take().expect("it is piped");
+        let arrived = tokio::task::spawn_blocking(move || {
+            let mut bytes = Vec::new();
+            out.read_to_end(&mut bytes).expect("the clients write");
+            bytes
+        });
+        sleep(WARM_UP).await;
+        let counted = || emitted.lock().expect("nobody panics with it").iter().map(Vec::len).sum::<usize>();
+        let (cpu, tokens, from) = (clock(ClockId::ProcessCPUTime), counted(), micros_since(base));
+        let of_stream = (memory() - before) / options.streams as u64;
+        sleep(Duration::from_secs(options.seconds.into())).await;
+        let (cpu, tokens, to) = (clock(ClockId::ProcessCPUTime) - cpu, counted() - tokens, micros_since(base));
+        let arrived = arrived.await.expect("it ends");
+        clients.wait().expect("it is a child");
+
+        let times: Vec<u32> =
+            arrived.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+        let emitted = emitted.lock().expect("nobody panics with it");
+        let (mut latencies, mut rest, mut missing) = (Vec::new(), &times[..], 0);
+        for emitted in emitted.iter() {
+            let (count, words) = rest.split_first().expect("there is a list for each stream");
+            let (arrivals, words) = words.split_at(*count as usize);
+            rest = words;
+            missing += emitted.iter().filter(|at| **at < to).count().saturating_sub(arrivals.len());
+            let pairs = emitted.iter().zip(arrivals).filter(|(at, _)| (from..to).contains(at));
+            latencies.extend(pairs.map(|(at, arrived)| arrived.saturating_sub(*at)));
+        }
+        latencies.sort_unstable();
+        let at = |share: f64| f64::from(latencies[((latencies.len() - 1) as f64 * share) as usize]) / 1e3;
+        println!(
+            "| streams | tokens/s | us of CPU a token | cores | ms: p50 | p99 | p99.9 | most | KiB a stream | behind |"
+        );
+        println!("|---|---|---|---|---|---|---|---|---|---|");
+        println!(
+            "| {} | {:.0} | {:.1} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1} | {missing} |",
+            options.streams,
+            tokens as f64 / f64::from(options.seconds),
+            cpu.as_secs_f64() * 1e6 / tokens as f64,
+            cpu.as_secs_f64() / f64::from(options.seconds),
+            at(0.5),
+            at(0.99),
+            at(0.999),
+            at(1.0),
+            of_stream as f64 / 1024.0,
+        );
+    });
+    // Connections need not be seen off.
+    runtime.shutdown_background();
+}
+
+fn pin(process: u32, cpus: &str) {
+    let status = Process::new("taskset").args(["-acp", cpus, &process.to_string()]).stdout(Stdio::null()).status();
+    assert!(status.expect("taskset is there").success(), "the process is pinned");
+}
+
+/// Opens all streams, notes when tokens arrive, and writes for each stream how many and when.
+fn clients_alone(options: &Options, address: SocketAddr, base: u64) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let ended = Arc::new(AtomicBool::new(false));
+    let times = runtime.block_on(async {
+        let mut streams = JoinSet::new();
+        for stream in 0..options.streams {
+            let (options, ended) = (options.clone(), Arc::clone(&ended));
+            streams.spawn(async move { (stream, client(&options, address, base, stream, &ended).await) });
+            if stream % 100 == 99 {
+                sleep(Duration::from_millis(20)).await;
+            }
+        }
+        if options.large {
+            streams.spawn(large_prompts(options.clone(), address, Arc::clone(&ended), 10 * options.streams));
+        }
+        sleep(WARM_UP + Duration::from_secs(options.seconds.into())).await;
+        ended.store(true, Ordering::Relaxed);
+        let mut times = streams.join_all().await;
+        times.sort_by_key(|(stream, _)| *stream);
+        times
+    });
+    let mut out = Vec::new();
+    for (_, times) in times.into_iter().take(options.streams) {
+        out.extend((times.len() as u32).to_le_bytes());
+        out.extend(times.into_iter().flat_map(u32::to_le_bytes));
+    }
+    std::io::stdout().write_all(&out).expect("the server reads");
+}
+
+async fn post(address: SocketAddr, route: &str, body: &str) -> TcpStream {
+    let mut socket = TcpStream::connect(address).await.expect("the server listens");
+    socket.set_nodelay(true).expect("it is a TCP socket");
+    let head = format!(
+        "POST /v1/{route} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    socket.write_all(head.as_bytes()).await.expect("the server reads");
+    socket.write_all(body.as_bytes()).await.expect("the server reads");
+    socket
+}
+
+async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize, ended: &AtomicBool) -> Vec<u32> {
+    let messages = r#""messages": [{"role": "user", "content": "hello"}]"#;
+    let (asked, first) = match options.route.as_str() {
+        "completions" => (r#""prompt": "hello""#, "\"text\":"),
+        "messages" => (messages, "\"text_delta\""),
+        "responses" => (r#""input": "hello""#, "response.output_text.delta\","),
+        _ => (messages, "\"delta\":{\"content\""),
+    };
+    let tokens = options.rate * (options.seconds + 60);
+    let limit = if options.route == "responses" { "max_output_tokens" } else { "max_tokens" };
+    let body =
+        format!(r#"{{"model": "looplane-demo", {asked}, "stream": true, "{limit}": {tokens}, "seed": {stream}}}"#);
+    let mut socket = post(address, &options.route, &body).await;
+    let (mut times, mut buffer, mut held) = (Vec::new(), vec![0; 64 << 10], 0);
+    while !ended.load(Ordering::Relaxed) {
+        let Ok(read) = timeout(Duration::from_millis(500), socket.read(&mut buffer[held..])).await else { continue };
+        let end = held + read.expect("the stream goes on");
+        assert!(end > held, "the server ended stream {stream}: {}", String::from_utf8_lossy(&buffer[..end]));
+        let now = micros_since(base);
+        // Whole events; the rest is kept.
+        let whole = buffer[..end].windows(2).rposition(|pair| pair == b"\n\n").map_or(0, |at| at + 2);
+        let text = String::from_utf8_lossy(&buffer[..whole]);
+        times.extend(text.matches(first).map(|_| now));
+        assert!(!text.starts_with("HTTP/1.1 4"), "{text}");
+        buffer.copy_within(whole..end, 0);
+        held = end - whole;
+    }
+    times
+}
+
+/// Prompts of 100 000 tokens, one after the other.
+async fn large_prompts(
+    options: Options,
+    address: SocketAddr,
+    ended: Arc<AtomicBool>,
+    number: usize,
+) -> (usize, Vec<u32>) {
+    // Two letters make a token of the fixture, about.
+    let prompt = "lorem ipsum dolor sit amet ".repeat(LARGE_TOKENS * 2 / 27);
+    let body = format!(r#"{{"model": "looplane-demo", "prompt": "{prompt}", "max_tokens": 1, "seed": {number}}}"#);
+    let (mut sent, mut answer) = (0, Vec::new());
+    sleep(WARM_UP).await;
+    while !ended.load(Ordering::Relaxed) {
+        let mut socket = post(address, "completions", &body).await;
+        answer.clear();
+        while !answer.ends_with(b"}") {
+            let read = socket.read_buf(&mut answer).await.expect("the server answers");
+            assert!(read > 0, "the answer is cut off: {}", String::from_utf8_lossy(&answer));
+        }
+        sent += 1;
+        sleep(Duration::from_millis(200)).await;
+    }
+    let tokens = String::from_utf8_lossy(&answer);
+    let usage = tokens.find("\"usage\"").map_or("no usage", |at| &tokens[at..]);
+    eprintln!("{sent} large prompts of {} bytes on {} streams: {usage}", body.len(), options.streams);
+    (number, Vec::new())
+}

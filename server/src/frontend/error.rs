@@ -29,6 +29,15 @@ pub enum GenerateError {
     /// The model has not been loaded yet, or cannot be.
     #[error("the server is {0}")]
     NotReady(String),
+    /// The time that the client gave it is over.
+    #[error(
+        "the request's {timeout_ms} ms are over (timeout_ms, or the deadline of the call): give it more, or try again \
+         when the server has less to do"
+    )]
+    DeadlineExceeded {
+        /// The time from its arrival.
+        timeout_ms: u64,
+    },
     /// The engine gave the sequence up.
     #[error("the request was given up: {0}")]
     Failed(String),
@@ -53,6 +62,7 @@ impl GenerateError {
             GenerateError::Submit(SubmitError::Quarantined { .. }) => "request_quarantined",
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
             GenerateError::ShuttingDown => "shutting_down",
+            GenerateError::DeadlineExceeded { .. } => "deadline_exceeded",
             GenerateError::Failed(_) => "generation_failed",
             GenerateError::Internal(_) => "internal_error",
         }

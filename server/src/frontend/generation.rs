@@ -4,9 +4,11 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use futures::{Stream, stream};
+use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::{error::GenerateError, place::Place, record::Record};
@@ -59,6 +61,28 @@ pub(super) struct Echo {
     pub(super) text: Option<String>,
 }
 
+/// When a request is given up.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadline {
+    timeout: Duration,
+    at: Instant,
+}
+
+impl Deadline {
+    pub(super) fn new(arrived: std::time::Instant, timeout: Duration) -> Self {
+        Self { timeout, at: Instant::from_std(arrived) + timeout }
+    }
+
+    /// The error of a request that is over already.
+    pub(super) fn is_over(self) -> Option<GenerateError> {
+        (self.at <= Instant::now()).then(|| self.error())
+    }
+
+    fn error(self) -> GenerateError {
+        GenerateError::DeadlineExceeded { timeout_ms: self.timeout.as_millis() as u64 }
+    }
+}
+
 /// One sequence, on its way to becoming text. Dropping it cancels the sequence.
 #[derive(Debug)]
 pub struct Choice {
@@ -86,6 +110,7 @@ pub struct Choice {
     /// after an error of one are not taken for the client's going away.
     given_up: CancellationToken,
     giving_up: Pin<Box<WaitForCancellationFutureOwned>>,
+    deadline: Option<(Deadline, Pin<Box<Sleep>>)>,
 }
 
 impl Choice {
@@ -97,7 +122,7 @@ impl Choice {
         stop_tokens: Vec<u32>,
         (echo, prompt_alone): (Option<Echo>, bool),
         record: Arc<Record>,
-        given_up: CancellationToken,
+        (given_up, deadline): (CancellationToken, Option<Deadline>),
     ) -> Self {
         let (stream, (output, tokenizer)) = (Some(stream), text);
         Self {
@@ -117,6 +142,7 @@ impl Choice {
             record,
             giving_up: Box::pin(given_up.clone().cancelled_owned()),
             given_up,
+            deadline: deadline.map(|deadline| (deadline, Box::pin(sleep_until(deadline.at)))),
         }
     }
 
@@ -127,6 +153,12 @@ impl Choice {
                 return Poll::Ready(Some(Ok(self.finished(reason))));
             }
             let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
+            if let Some((deadline, timer)) = &mut self.deadline
+                && timer.as_mut().poll(context).is_ready()
+            {
+                let error = deadline.error();
+                return Poll::Ready(Some(Err(self.give_up(error))));
+            }
             let Poll::Ready(event) = stream.poll_next(context) else {
                 ready!(self.giving_up.as_mut().poll(context));
                 return Poll::Ready(Some(Err(self.give_up(GenerateError::ShuttingDown))));

@@ -15,8 +15,8 @@ mod pool;
 mod record;
 
 pub use error::GenerateError;
-use generation::Echo;
 pub use generation::{Choice, ChoiceEvent, Generation};
+use generation::{Deadline, Echo};
 pub use place::Place;
 pub use record::{Record, RequestId};
 
@@ -218,6 +218,10 @@ impl Frontend {
     ) -> Result<Generation, GenerateError> {
         self.compile(&mut valid).await?;
         let (record, given_up) = (place.record.clone(), self.closing.child_token());
+        let deadline = valid.timeout.map(|timeout| Deadline::new(record.arrived(), timeout));
+        if let Some(late) = deadline.and_then(|deadline| deadline.is_over()) {
+            return Err(late);
+        }
         let (requests, prompts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
         let streams = self.engine.submit(requests).await?;
@@ -233,7 +237,7 @@ impl Frontend {
             let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone() });
             let told = (echo, valid.prompt_alone);
             let text = (output, tokenizer.clone());
-            Choice::new(index, stream, text, stop_tokens, told, record.clone(), given_up.clone())
+            Choice::new(index, stream, text, stop_tokens, told, record.clone(), (given_up.clone(), deadline))
         });
         let choices: Vec<Choice> = choices.collect();
         record.accepted(valid.prompt_tokens(), choices.len() as u32);

@@ -64,6 +64,11 @@ impl Record {
         }
     }
 
+    /// When it came.
+    pub(super) fn arrived(&self) -> Instant {
+        self.arrived
+    }
+
     /// The engine has queued its sequences.
     pub(super) fn accepted(&self, prompt_tokens: u64, choices: u32) {
         self.prompt_tokens.store(prompt_tokens, Relaxed);

@@ -11,7 +11,9 @@ pub(super) fn status(error: GenerateError) -> Status {
         | GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => Code::InvalidArgument,
         GenerateError::Submit(SubmitError::Quarantined { .. }) => Code::FailedPrecondition,
         GenerateError::Upload(UploadError::TooLarge { .. }) => Code::OutOfRange,
-        GenerateError::Upload(UploadError::Timeout { .. }) => Code::DeadlineExceeded,
+        GenerateError::Upload(UploadError::Timeout { .. }) | GenerateError::DeadlineExceeded { .. } => {
+            Code::DeadlineExceeded
+        }
         GenerateError::Upload(UploadError::Broken(_)) => Code::Cancelled,
         GenerateError::Upload(UploadError::Crowded { .. })
         | GenerateError::Submit(SubmitError::QueueFull { .. })

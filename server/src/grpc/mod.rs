@@ -37,7 +37,7 @@ use crate::{
     engine::{EngineState, FinishReason, ModelInfo, client_logprob},
     frontend::{ChoiceEvent, Frontend, GenerateError, Generation, Place, Prepared, RequestId},
     metrics::FrontMetrics,
-    request::{FieldError, RequestError, validate},
+    request::{FieldError, RequestError, ValidRequest, validate},
     text::{Piece, Text},
     upload::Upload,
 };
@@ -144,7 +144,7 @@ impl ServerStreamingService<Bytes> for GenerateMethod {
         let (place, upload) = self.once.take().expect("tonic calls a method once for a request");
         Box::pin(async move {
             let record = place.record.clone();
-            let answer = admitted(&frontend, place, upload, request.into_inner()).await;
+            let answer = admitted(&frontend, place, upload, request).await;
             let generation = answer.map_err(|error| {
                 record.failed(error.code());
                 refused(&frontend.metrics, error)
@@ -158,14 +158,17 @@ async fn admitted(
     frontend: &Arc<Frontend>,
     place: Place,
     upload: Upload,
-    message: Bytes,
+    call: tonic::Request<Bytes>,
 ) -> Result<Generation, GenerateError> {
+    let timeout = request::timeout(call.metadata())?;
+    let message = call.into_inner();
     let (bytes, checking) = (message.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, GenerateError> {
         let request: GenerateRequest = decode(message)?;
         drop(upload);
         checking.check_model(&request.model)?;
-        Ok(validate(request::raw(request)?, model, text)?)
+        let valid = validate(request::raw(request)?, model, text)?;
+        Ok(ValidRequest { timeout: timeout.or(valid.timeout), ..valid })
     };
     let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
     frontend.admit(prepared, model, place).await

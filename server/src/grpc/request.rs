@@ -1,9 +1,13 @@
 //! inference/v1 `GenerateRequest` to a raw request.
 
+use std::time::Duration;
+
 use looplane_proto::inference::v1::{ChatMessage as ProtoMessage, GenerateRequest, generate_request};
 
+use tonic::metadata::MetadataMap;
+
 use crate::{
-    request::{Chat, FieldError, Input, RawRequest, RequestError},
+    request::{Chat, FieldError, Input, MAX_TIMEOUT, RawRequest, RequestError},
     text::ChatMessage,
 };
 
@@ -46,6 +50,31 @@ pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> 
     })
 }
 
+/// How long the call may take, as its client says. A timeout beyond the longest is that.
+pub(super) fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, RequestError> {
+    let Some(value) = metadata.get("grpc-timeout") else { return Ok(None) };
+    let wrong = || {
+        let message = format!("{value:?} is no time: it is 1 to 8 digits and one of H, M, S, m, u, n");
+        RequestError::field("grpc-timeout", FieldError::Value, message)
+    };
+    let (digits, unit) =
+        value.to_str().ok().and_then(|text| text.split_at_checked(text.len().checked_sub(1)?)).ok_or_else(wrong)?;
+    let nanoseconds: u64 = match unit {
+        "H" => 3_600_000_000_000,
+        "M" => 60_000_000_000,
+        "S" => 1_000_000_000,
+        "m" => 1_000_000,
+        "u" => 1_000,
+        "n" => 1,
+        _ => return Err(wrong()),
+    };
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+        return Err(wrong());
+    }
+    let count: u64 = digits.parse().map_err(|_| wrong())?;
+    Ok(Some(Duration::from_nanos(nanoseconds.saturating_mul(count)).min(MAX_TIMEOUT)))
+}
+
 fn message((index, message): (usize, ProtoMessage)) -> Result<ChatMessage, RequestError> {
     match message.role.as_str() {
         "developer" => Ok(ChatMessage::new("system", message.content)),
@@ -63,6 +92,31 @@ mod tests {
 
     use super::*;
     use crate::{engine::ModelInfo, request::validate, text::Text};
+
+    #[test]
+    fn a_calls_time_is_read_in_all_its_units() {
+        let read = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            timeout(&metadata)
+        };
+        assert_eq!(timeout(&MetadataMap::new()), Ok(None));
+        for (text, time) in [
+            ("0n", Duration::ZERO),
+            ("1n", Duration::from_nanos(1)),
+            ("20u", Duration::from_micros(20)),
+            ("300m", Duration::from_millis(300)),
+            ("4S", Duration::from_secs(4)),
+            ("2M", Duration::from_secs(120)),
+            ("1H", Duration::from_secs(3600)),
+            ("99999999H", MAX_TIMEOUT),
+        ] {
+            assert_eq!(read(text), Ok(Some(time)), "{text}");
+        }
+        for text in ["", "5", "S", "-1S", "1.5S", "123456789m", "1s", "1 S", "+1S"] {
+            assert!(read(text).unwrap_err().to_string().contains("grpc-timeout"), "{text}");
+        }
+    }
 
     #[test]
     fn what_is_left_out_is_as_if_left_out_over_http() {

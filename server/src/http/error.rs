@@ -2,7 +2,7 @@
 
 use axum::{
     Json,
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
@@ -32,6 +32,9 @@ pub struct ApiError {
     pub retry_after_s: Option<u32>,
 }
 
+/// What OpenAI's and Anthropic's clients obey before they look at the status.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+
 /// Left on an answer for whoever counts errors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ErrorCode(pub(super) &'static str);
@@ -51,6 +54,10 @@ impl ApiError {
     pub(super) fn response(&self, body: Value) -> Response {
         let mut response = (self.status, Json(body)).into_response();
         response.extensions_mut().insert(ErrorCode(self.code));
+        // Clients repeat what is answered with 5xx by themselves; nobody waits for this any more.
+        if self.status == StatusCode::GATEWAY_TIMEOUT {
+            response.headers_mut().insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+        }
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
@@ -92,6 +99,7 @@ impl From<GenerateError> for ApiError {
                 new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5)
             }
             GenerateError::ShuttingDown => new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5),
+            GenerateError::DeadlineExceeded { .. } => new(StatusCode::GATEWAY_TIMEOUT),
             GenerateError::Failed(_) | GenerateError::Internal(_) => new(StatusCode::INTERNAL_SERVER_ERROR),
         }
     }

@@ -170,6 +170,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.repetition_penalty = fields.number("repetition_penalty")?;
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
+    raw.timeout_ms = fields.integer("timeout_ms")?;
     raw.constraint = constraint::constraint(&mut fields)?;
     raw.prompt_logprobs = fields.integer("prompt_logprobs")?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);

@@ -1,6 +1,6 @@
 //! From a raw request, as HTTP or gRPC read it, to a valid one, or to an error that names the field.
 
-use std::{ops::RangeInclusive, sync::Arc};
+use std::{ops::RangeInclusive, sync::Arc, time::Duration};
 
 use crate::{
     engine::{SamplingParams, SequenceRequest},
@@ -39,6 +39,9 @@ pub const MAX_LOGIT_BIAS: usize = 1024;
 pub const MAX_STOP_TOKENS: usize = 64;
 /// Bytes of a cache salt.
 pub const MAX_SALT_BYTES: usize = 1024;
+
+/// Longest time that a request may be given.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What to go on from.
 #[derive(Debug, Clone, PartialEq)]
@@ -134,6 +137,8 @@ pub struct RawRequest {
     pub echo: bool,
     /// Report log-probabilities of the prompt's tokens, and of so many most likely ones in their places.
     pub prompt_logprobs: Option<i64>,
+    /// It is given up so many milliseconds after it came.
+    pub timeout_ms: Option<i64>,
 }
 
 impl RawRequest {
@@ -168,6 +173,7 @@ impl RawRequest {
             show_special: false,
             echo: false,
             prompt_logprobs: None,
+            timeout_ms: None,
         }
     }
 }
@@ -205,6 +211,8 @@ pub struct ValidRequest {
     pub prompt_logprobs: Option<u32>,
     /// The prompt is all that is asked about: the one token that is generated is not told.
     pub prompt_alone: bool,
+    /// It is given up so long after it came.
+    pub timeout: Option<Duration>,
 }
 
 /// One prompt of a valid request.

@@ -1,11 +1,11 @@
 //! Every rule for a request's values, each with the range in its error.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use super::{
     FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
-    MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt, ValidRequest,
-    chat, draw_seed, form, tools,
+    MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TIMEOUT, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt,
+    ValidRequest, chat, draw_seed, form, tools,
 };
 use crate::{
     engine::{ModelInfo, SamplingParams},
@@ -40,6 +40,10 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     check_stops(&raw.stop)?;
     check_stop_tokens(&raw.stop_tokens, model)?;
     let cache_salt = cache_salt(raw.cache_salt)?;
+    let timeout = match raw.timeout_ms {
+        Some(time) => Some(integer("timeout_ms", time, 1, MAX_TIMEOUT.as_millis() as i64)? as u64),
+        None => None,
+    };
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -93,6 +97,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         stop,
         format,
         cache_salt,
+        timeout: timeout.map(Duration::from_millis),
         form,
         grammar: None,
         show_special: raw.show_special,
@@ -423,6 +428,9 @@ mod tests {
             (RawRequest { stop: vec![String::new()], ..raw() }, "stop"),
             (RawRequest { stop: vec!["x".into(); 17], ..raw() }, "stop"),
             (RawRequest { cache_salt: Some(String::new()), ..raw() }, "cache_salt"),
+            (RawRequest { timeout_ms: Some(0), ..raw() }, "timeout_ms"),
+            (RawRequest { timeout_ms: Some(-1), ..raw() }, "timeout_ms"),
+            (RawRequest { timeout_ms: Some(i64::MAX), ..raw() }, "timeout_ms"),
             (RawRequest { cache_salt: Some("s".repeat(1025)), ..raw() }, "cache_salt"),
             (RawRequest { logit_bias: vec![(768, 1.0)], ..raw() }, "logit_bias"),
             (RawRequest { logit_bias: vec![(1, 1.0), (1, 2.0)], ..raw() }, "logit_bias"),

@@ -3,6 +3,7 @@
 mod anthropic;
 mod client;
 mod connections;
+mod deadlines;
 mod engine;
 mod generation;
 mod grpc;

@@ -65,7 +65,7 @@ pub(super) async fn count_tokens(
 fn error_body(error: &ApiError) -> Value {
     let kind = match error.status {
         StatusCode::NOT_FOUND => "not_found_error",
-        StatusCode::REQUEST_TIMEOUT => "timeout_error",
+        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => "timeout_error",
         StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
         StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
         StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",

@@ -19,9 +19,9 @@ const LARGE_BYTES: usize = 256 << 10;
 /// Fewest threads: one takes large work, too, the other never.
 const MIN_THREADS: usize = 2;
 const MAX_THREADS: usize = 8;
-/// By so much the threads give way to others: with it, prompts of 100 000 tokens beside 2000 streams on two cores delay
-/// the 99th percentile of tokens by nothing, without it by 9 ms. More would leave them little beside CPU workers, which
-/// never rest.
+/// By so much the threads give way to others: beside prompts of 118 000 tokens, 2000 streams on two cores have their
+/// tokens within 1.5 ms at the 99th percentile, without it 10.4 (docs/benchmarks.md). 10 was no better, and would leave
+/// the threads little beside CPU workers, which never rest.
 const NICE: i32 = 5;
 
 /// The work panicked; the panic is in the log.

@@ -168,7 +168,7 @@ async fn admitted(
         drop(upload);
         checking.check_model(&request.model)?;
         let valid = validate(request::raw(request)?, model, text)?;
-        Ok(ValidRequest { timeout: timeout.or(valid.timeout), ..valid })
+        Ok(ValidRequest { timeout, ..valid })
     };
     let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
     frontend.admit(prepared, model, place).await

@@ -24,7 +24,7 @@ use uuid::Uuid;
 use super::{
     App,
     error::ApiError,
-    events::{EventSource, Events, event_response},
+    events::{EventSource, Events, event_response, write_json},
     json,
     parse::{self, HttpRequest},
     reply::{Replies, ReplyChoice, ReplyEvent},
@@ -280,7 +280,7 @@ impl EventSource for EventStream {
             Some((_, Err(error))) => {
                 self.metrics.failed(error.code());
                 let body = ApiError::from(error).body();
-                events.data(|out| serde_json::to_writer(out, &body).expect("it is JSON already"));
+                events.data(|out| write_json(out, &body));
                 return Poll::Ready(ControlFlow::Break(()));
             }
             None => {

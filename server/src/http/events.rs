@@ -35,21 +35,23 @@ impl Events {
         self.0.put_slice(b"event: ");
         self.0.put_slice(name.as_bytes());
         self.0.put_slice(b"\n");
-        self.data(|out| serde_json::to_writer(out, data).expect("strings and numbers with string keys are JSON"));
+        self.data(|out| write_json(out, data));
     }
 
     /// An event without a name, whose data `write` writes; it must not hold a line's end.
-    pub(super) fn data(&mut self, write: impl FnOnce(&mut Line<'_>)) {
+    pub(super) fn data(&mut self, write: impl FnOnce(&mut BytesMut)) {
         self.0.put_slice(b"data: ");
         let begin = self.0.len();
-        write(&mut (&mut self.0).writer());
+        write(&mut self.0);
         debug_assert!(!self.0[begin..].contains(&b'\n'), "an event's data is one line");
         self.0.put_slice(b"\n\n");
     }
 }
 
-/// Where an event's data is written.
-pub(super) type Line<'a> = bytes::buf::Writer<&'a mut BytesMut>;
+/// Writes a value as JSON, in one line.
+pub(super) fn write_json(out: &mut BytesMut, value: &impl Serialize) {
+    serde_json::to_writer(out.writer(), value).expect("strings and numbers with string keys are always JSON");
+}
 
 /// What makes the events of a stream. Dropping it means that nobody wants more of them.
 pub(super) trait EventSource: Send + Unpin + 'static {
@@ -149,7 +151,7 @@ mod tests {
                     ControlFlow::Continue(())
                 }
                 None => {
-                    events.data(|out| out.get_mut().put_slice(b"[DONE]"));
+                    events.data(|out| out.put_slice(b"[DONE]"));
                     ControlFlow::Break(())
                 }
             })
@@ -182,9 +184,14 @@ mod tests {
     async fn events_that_come_often_are_not_followed_by_others() {
         let (told, source) = mpsc::unbounded_channel();
         let mut body = event_response(Events::default(), Told(source)).into_body();
+        // The body is polled all the while, so that it could break a silence.
+        tokio::spawn(async move {
+            for number in 1..=20 {
+                sleep(KEEP_ALIVE / 3).await;
+                told.send(number).unwrap();
+            }
+        });
         for number in 1..20 {
-            tokio::time::sleep(KEEP_ALIVE / 3).await;
-            told.send(number).unwrap();
             assert_eq!(frame(&mut body).await.unwrap(), format!("event: number\ndata: {number}\n\n"));
         }
     }

@@ -6,7 +6,7 @@ use bytes::BufMut;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::{
-    events::{Events, Line},
+    events::{Events, write_json},
     message::{Delta, Message, WholeMessage},
     parse::StreamUsage,
     reply::Told,
@@ -385,9 +385,9 @@ impl ChunkWriter {
             let metrics = self.writer.metrics(choices, drafts);
             let object = self.writer.chunk_object();
             let chunk = self.writer.envelope(object, Vec::<()>::new(), Some(Some(usage)), metrics, None);
-            events.data(|out| out.get_mut().put_slice(chunk.as_bytes()));
+            events.data(|out| out.put_slice(chunk.as_bytes()));
         }
-        events.data(|out| out.get_mut().put_slice(b"[DONE]"));
+        events.data(|out| out.put_slice(b"[DONE]"));
     }
 
     fn chat(
@@ -407,20 +407,16 @@ impl ChunkWriter {
     fn chunk(&self, choice: &impl Serialize, so_far: Usage, events: &mut Events) {
         let StreamUsage { at_end, in_each } = self.writer.stream_usage;
         events.data(|out| {
-            out.get_mut().put_slice(self.head.as_bytes());
+            out.put_slice(self.head.as_bytes());
             write_json(out, choice);
-            out.get_mut().put_slice(b"]");
+            out.put_slice(b"]");
             if at_end {
-                out.get_mut().put_slice(b",\"usage\":");
+                out.put_slice(b",\"usage\":");
                 write_json(out, &in_each.then_some(so_far));
             }
-            out.get_mut().put_slice(b"}");
+            out.put_slice(b"}");
         });
     }
-}
-
-fn write_json(out: &mut Line<'_>, value: &impl Serialize) {
-    serde_json::to_writer(out, value).expect("strings and numbers with string keys are always JSON");
 }
 
 /// Of a token without one: none was computed.

@@ -21,7 +21,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// Frames that the watcher draws.
+/// The watcher draws so many frames, and one more: only behind the last of a body is its end seen.
 const QUEUE_FRAMES: usize = 16;
 /// Bytes of one frame: larger ones are cut.
 const FRAME_BYTES: usize = 4 << 10;

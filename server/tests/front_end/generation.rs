@@ -111,6 +111,7 @@ async fn whole_responses_are_openais_to_the_byte() {
         prompt + 2
     );
     assert_eq!(response.normalised(), expected);
+    assert_eq!(response.header("content-length"), Some(response.body.len().to_string().as_str()));
     assert!(response.body.contains(r#""id":"chatcmpl-"#));
 
     let (response, sequence) = tokio::join!(

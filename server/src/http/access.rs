@@ -9,6 +9,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use tonic::Code;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::{App, REQUEST_ID, completions::SEED_HEADER, error::ApiError, grpc_error, is_grpc, is_health, wants_page};
@@ -75,7 +76,7 @@ fn refusal(request: &Request, presented: bool) -> Response {
         false => "an API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
     };
     let mut response = match is_grpc(request.headers()) {
-        true => grpc_error(tonic::Status::unauthenticated(message), CODE),
+        true => grpc_error(Code::Unauthenticated, CODE, message),
         false => ApiError::new(StatusCode::UNAUTHORIZED, CODE, message).into_response(),
     };
     response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

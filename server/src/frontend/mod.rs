@@ -132,6 +132,11 @@ impl Frontend {
         }
     }
 
+    /// Requests that are being served.
+    pub fn load(&self) -> usize {
+        self.max_concurrent_requests.saturating_sub(self.permits.available_permits())
+    }
+
     /// Waits until no request is being served.
     pub async fn idle(&self) {
         let all = self.max_concurrent_requests as u32;
@@ -196,7 +201,10 @@ impl Frontend {
     }
 
     /// Compiles what a request is held to, if it is, on the front end's own threads.
-    async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
+    ///
+    /// # Errors
+    /// It cannot be followed.
+    pub async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
         let Some((field, form)) = valid.form.take() else { return Ok(()) };
         let text = self.text.clone();
         let grammar = self.compute(INLINE_BYTES + 1, move || text.grammars.compile(&form)).await?;

@@ -35,7 +35,7 @@ use crate::{
     engine::ModelInfo,
     frontend::{Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
     metrics::FrontMetrics,
-    request::{RawRequest, validate},
+    request::{RawRequest, ValidRequest, validate},
     text::Text,
 };
 
@@ -133,6 +133,17 @@ pub(super) async fn admit<T: Send + 'static>(
     request: Request,
     read: impl FnOnce(Value) -> Result<(String, RawRequest, T), ApiError> + Send + 'static,
 ) -> Result<(Generation, T), ApiError> {
+    let Prepared { prepared: (valid, wanted), model, place } = check(app, place, request, read).await?;
+    Ok((app.frontend.admit(valid, model, place).await?, wanted))
+}
+
+/// Reads a request's body and checks it, as [`admit`] does.
+pub(super) async fn check<T: Send + 'static>(
+    app: &App,
+    place: Place,
+    request: Request,
+    read: impl FnOnce(Value) -> Result<(String, RawRequest, T), ApiError> + Send + 'static,
+) -> Result<Prepared<(ValidRequest, T)>, ApiError> {
     let frontend = &app.frontend;
     check_content_type(request.headers())?;
     let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
@@ -142,8 +153,7 @@ pub(super) async fn admit<T: Send + 'static>(
         checking.check_model(&asked)?;
         Ok((validate(raw, model, text)?, wanted))
     };
-    let Prepared { prepared: (valid, wanted), model, place } = frontend.prepare(place, bytes, prepare).await?;
-    Ok((frontend.admit(valid, model, place).await?, wanted))
+    frontend.prepare(place, bytes, prepare).await
 }
 
 /// Browsers may send other types to a foreign origin without asking it first.

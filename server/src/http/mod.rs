@@ -27,6 +27,7 @@ mod json;
 mod message;
 mod messages;
 mod metrics;
+mod openapi;
 mod parse;
 mod render;
 mod reply;
@@ -143,6 +144,7 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
         ("/version", get(info::version)),
+        ("/openapi.json", get(async || Json(openapi::document()))),
         ("/server_info", get(info::server_info)),
         ("/load", get(info::load)),
         ("/ping", get(ready).post(ready)),
@@ -226,7 +228,7 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          Tokens: POST /tokenize, POST /detokenize\n\
          Without generating: POST /v1/chat/completions/render, POST /v1/completions/render, POST /apply-template\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping)\n\
-         About the server: GET /version, GET /server_info, GET /load\n\
+         About the server: GET /version, GET /server_info, GET /load, GET /openapi.json\n\
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",

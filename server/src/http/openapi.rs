@@ -13,7 +13,7 @@ use super::{ApiError, ResponseStore, anthropic, fields::asked, parse, responses}
 type Body = (BTreeMap<String, &'static str>, &'static [&'static str]);
 
 /// The routes by method, with what they do. Those that only refuse are not among them.
-const ROUTES: [(&str, &str, &str); 25] = [
+const ROUTES: [(&str, &str, &str); 26] = [
     ("get", "/", "A page to chat with the model, or a text about the server"),
     ("post", "/v1/chat/completions", "The answer to a chat"),
     ("post", "/v1/completions", "What follows a text"),
@@ -35,6 +35,7 @@ const ROUTES: [(&str, &str, &str); 25] = [
     ("get", "/load", "Requests that are being served"),
     ("get", "/openapi.json", "This document"),
     ("get", "/ping", "Whether requests are computed"),
+    ("post", "/ping", "Whether requests are computed"),
     ("get", "/health", "Whether requests are computed"),
     ("get", "/health/live", "Whether the process answers"),
     ("get", "/health/ready", "Whether requests are computed"),
@@ -78,7 +79,8 @@ pub(super) fn document() -> Value {
             operation["parameters"] =
                 json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}]);
         }
-        if method == "post" && !path.ends_with("/cancel") {
+        let takes_a_body = method == "post" && path != "/ping" && !path.ends_with("/cancel");
+        if takes_a_body {
             let schema = body(path).map_or_else(|| json!({"type": "object"}), |body| schema(&body));
             operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
         }

@@ -1,17 +1,18 @@
 //! A request that the engine has taken: its choices, each on its way from tokens to text.
 
 use std::{
+    fmt,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
 
-use futures::{Stream, stream};
+use futures::{Stream, future::BoxFuture, stream};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use super::{error::GenerateError, place::Place, record::Record, served::GivenUp};
+use super::{compute, error::GenerateError, place::Place, pool::Pool, record::Record, served::GivenUp};
 use crate::{
     drafts::DraftStep,
     engine::{FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
@@ -59,6 +60,24 @@ pub(super) struct Echo {
     pub(super) tokens: Vec<u32>,
     /// As the client wrote it, if it wrote a text.
     pub(super) text: Option<String>,
+    /// Makes it a text.
+    pub(super) pool: Arc<Pool>,
+}
+
+/// The prompt with its log-probabilities, which are told at the end, too.
+type Told = (Piece, Vec<GeneratedToken>);
+
+/// A prompt that is being made a text: a long one would delay others' tokens.
+struct Echoing {
+    told: BoxFuture<'static, Result<Told, GenerateError>>,
+    /// The output that became known before.
+    behind: Piece,
+}
+
+impl fmt::Debug for Echoing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Echoing").field("behind", &self.behind).finish_non_exhaustive()
+    }
 }
 
 /// When a request is given up.
@@ -94,6 +113,8 @@ pub struct Choice {
     stop_tokens: Vec<u32>,
     /// What is yet to be told in front of the output.
     echo: Option<Echo>,
+    /// Meanwhile no more of the output is taken.
+    echoing: Option<Echoing>,
     /// Characters that were.
     echoed_chars: usize,
     /// The output is not told.
@@ -129,6 +150,7 @@ impl Choice {
             output,
             stop_tokens,
             echo,
+            echoing: None,
             echoed_chars: 0,
             prompt_alone,
             prompt_logprobs: Vec::new(),
@@ -147,17 +169,26 @@ impl Choice {
     /// What becomes known next; `None` after the end or an error.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<ChoiceEvent, GenerateError>>> {
         loop {
-            if let Some(reason) = self.finish.take() {
+            if let Some(echoing) = &mut self.echoing {
+                if let Poll::Ready(told) = echoing.told.as_mut().poll(context) {
+                    return Poll::Ready(Some(self.echoed(told).map(ChoiceEvent::Delta)));
+                }
+            } else if let Some(reason) = self.finish.take() {
                 return Poll::Ready(Some(Ok(self.finished(reason))));
+            } else if self.stream.is_none() {
+                return Poll::Ready(None);
             }
-            let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
             if let Some((deadline, timer)) = &mut self.deadline
                 && timer.as_mut().poll(context).is_ready()
             {
                 let error = deadline.error();
                 return Poll::Ready(Some(Err(self.give_up(error))));
             }
-            let Poll::Ready(event) = stream.poll_next(context) else {
+            let event = match &mut self.stream {
+                Some(stream) if self.echoing.is_none() => stream.poll_next(context),
+                _ => Poll::Pending,
+            };
+            let Poll::Ready(event) = event else {
                 ready!(self.giving_up.as_mut().poll(context));
                 let error = self.given_up.error();
                 return Poll::Ready(Some(Err(self.give_up(error))));
@@ -230,24 +261,39 @@ impl Choice {
         }
     }
 
-    /// Output behind the prompt, if that is to be told and was not: what is known of it came with the first token.
+    /// Output, unless the prompt is to be told before it and was not: what is known of that came with the first token.
     fn behind_echo(&mut self, mut output: Piece) -> Piece {
         if let Some(stream) = &mut self.stream {
             self.prompt_logprobs.append(&mut stream.take_prompt_logprobs());
         }
         output.tokens.iter_mut().for_each(|token| token.text_offset += self.echoed_chars);
-        let Some(Echo { tokens, text }) = self.echo.take() else { return output };
-        let mut known = self.prompt_logprobs.iter();
-        let token = |(index, id): (usize, u32)| {
-            let of = if index > 0 { known.next().cloned() } else { None };
-            of.unwrap_or(GeneratedToken { id, logprob: None, top: Vec::new() })
+        let Some(Echo { tokens, text, pool }) = self.echo.take() else { return output };
+        let (known, tokenizer) = (std::mem::take(&mut self.prompt_logprobs), self.tokenizer.clone());
+        let tops = known.first().map_or(0, |token| token.top.len());
+        let bytes = tokens.len() * (1 + tops) * size_of::<GeneratedToken>();
+        let work = move || -> Told {
+            let mut of = known.iter().cloned();
+            let token = |(index, id): (usize, u32)| {
+                let of = if index > 0 { of.next() } else { None };
+                of.unwrap_or(GeneratedToken { id, logprob: None, top: Vec::new() })
+            };
+            let tokens = tokens.into_iter().enumerate().map(token).collect();
+            (Piece::echo(&tokenizer, tokens, text), known)
         };
-        let tokens = tokens.into_iter().enumerate().map(token).collect();
-        let mut piece = Piece::echo(&self.tokenizer, tokens, text);
+        let told = Box::pin(async move { compute(&pool, bytes, work).await });
+        self.echoing = Some(Echoing { told, behind: output });
+        Piece::default()
+    }
+
+    /// The prompt, and behind it what became known meanwhile.
+    fn echoed(&mut self, told: Result<Told, GenerateError>) -> Result<Piece, GenerateError> {
+        let mut behind = self.echoing.take().map(|echoing| echoing.behind).unwrap_or_default();
+        let (mut piece, known) = told.map_err(|error| self.give_up(error))?;
+        self.prompt_logprobs = known;
         self.echoed_chars = piece.text.chars().count();
-        output.tokens.iter_mut().for_each(|token| token.text_offset += self.echoed_chars);
-        piece.append(output);
-        piece
+        behind.tokens.iter_mut().for_each(|token| token.text_offset += self.echoed_chars);
+        piece.append(behind);
+        Ok(piece)
     }
 
     /// Lets go of a sequence that has not ended by itself, too: a stop text was found.
@@ -260,6 +306,7 @@ impl Choice {
     fn give_up(&mut self, error: GenerateError) -> GenerateError {
         self.record.failed(error.code());
         self.given_up.token.cancel();
+        (self.echoing, self.finish) = (None, None);
         self.let_go(self.given_up.unwanted());
         error
     }

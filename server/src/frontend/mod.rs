@@ -63,7 +63,7 @@ pub struct Frontend {
     permits: Arc<Semaphore>,
     max_concurrent_requests: usize,
     served: Arc<Served>,
-    pool: Pool,
+    pool: Arc<Pool>,
 }
 
 /// What a request became before it is queued.
@@ -89,7 +89,7 @@ impl Frontend {
     ) -> Self {
         Self {
             uploads,
-            pool: Pool::new(),
+            pool: Arc::new(Pool::new()),
             engine,
             text,
             model_id,
@@ -212,14 +212,14 @@ impl Frontend {
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, GenerateError> {
-        match bytes {
-            0..=INLINE_BYTES => Ok(work()),
-            _ => self.pool.run(bytes, work).await.map_err(|panicked| GenerateError::Internal(panicked.to_string())),
-        }
+        compute(&self.pool, bytes, work).await
     }
 
     /// Compiles what a request is held to, if it is, on the front end's own threads.
-    async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
+    ///
+    /// # Errors
+    /// It cannot be followed.
+    pub async fn compile(&self, valid: &mut ValidRequest) -> Result<(), GenerateError> {
         let Some((field, form)) = valid.form.take() else { return Ok(()) };
         let text = self.text.clone();
         let grammar = self.compute(INLINE_BYTES + 1, move || text.grammars.compile(&form)).await?;
@@ -260,7 +260,8 @@ impl Frontend {
         let choices = parts.map(|(((stream, prompt), stop_tokens), index)| {
             let tokenizer = &self.text.tokenizer;
             let output = OutputText::new(tokenizer.clone(), prompt.start, valid.stop.clone()).showing(shown.clone());
-            let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone() });
+            let pool = self.pool.clone();
+            let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone(), pool });
             let told = (echo, valid.prompt_alone);
             let text = (output, tokenizer.clone());
             Choice::new(index, stream, text, stop_tokens, told, record.clone(), (given_up.clone(), deadline))
@@ -268,6 +269,18 @@ impl Frontend {
         let choices: Vec<Choice> = choices.collect();
         record.accepted(valid.prompt_tokens(), choices.len() as u32);
         Ok(Generation { request: valid, model, choices, place })
+    }
+}
+
+/// As [`Frontend::compute`] does it.
+async fn compute<T: Send + 'static>(
+    pool: &Pool,
+    bytes: usize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, GenerateError> {
+    match bytes {
+        0..=INLINE_BYTES => Ok(work()),
+        _ => pool.run(bytes, work).await.map_err(|panicked| GenerateError::Internal(panicked.to_string())),
     }
 }
 

@@ -74,7 +74,7 @@ impl Pool {
             // The caller has gone away, and its result is dropped here.
             let _ = sender.send(work());
         });
-        let _queued = Queued { queue: &self.queue, id: self.queue.push(bytes > LARGE_BYTES, work) };
+        let _queued = Queued { queue: self.queue.clone(), id: self.queue.push(bytes > LARGE_BYTES, work) };
         result.await.map_err(|_| Panicked)
     }
 }
@@ -87,12 +87,12 @@ impl Drop for Pool {
 }
 
 /// Takes work that has not begun out of the queue.
-struct Queued<'a> {
-    queue: &'a Queue,
+struct Queued {
+    queue: Arc<Queue>,
     id: u64,
 }
 
-impl Drop for Queued<'_> {
+impl Drop for Queued {
     fn drop(&mut self) {
         let removed = {
             let mut waiting = self.queue.lock();

@@ -13,7 +13,7 @@ use axum::{
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use futures::{StreamExt, TryStreamExt, stream::FuturesUnordered};
+use futures::{StreamExt, TryStreamExt, future::BoxFuture, stream::FuturesUnordered};
 use http_body_util::{BodyExt, Full};
 use serde_json::Value;
 use uuid::Uuid;
@@ -33,13 +33,12 @@ use crate::{
         Choices, Frontend, GenerateError, Generation, Place, Prepared, Replies, ReplyChoice, ReplyEvent, RequestId,
         unix_seconds,
     },
-    metrics::FrontMetrics,
-    request::{RawRequest, validate},
+    request::{RawRequest, ValidRequest, validate},
     text::Text,
 };
 
-/// About what a log-probability and its token take in an answer.
-const LOGPROB_BYTES: usize = 64;
+/// About what a token's text takes.
+const ECHOED_BYTES: usize = 4;
 /// Response header with the seed that was used, drawn or given.
 pub(super) const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
@@ -115,11 +114,8 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
     let replies = Replies::new(generation, include_reasoning);
-    let mut response = if stream {
-        streamed(replies, writer, frontend.metrics.clone())
-    } else {
-        whole(frontend, replies, writer).await?
-    };
+    let mut response =
+        if stream { streamed(replies, writer, frontend.clone()) } else { whole(frontend, replies, writer).await? };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -132,6 +128,17 @@ pub(super) async fn admit<T: Send + 'static>(
     request: Request,
     read: impl FnOnce(Value) -> Result<(String, RawRequest, T), ApiError> + Send + 'static,
 ) -> Result<(Generation, T), ApiError> {
+    let Prepared { prepared: (valid, wanted), model, place } = check(app, place, request, read).await?;
+    Ok((app.frontend.admit(valid, model, place).await?, wanted))
+}
+
+/// Reads a request's body and checks it, as [`admit`] does.
+pub(super) async fn check<T: Send + 'static>(
+    app: &App,
+    place: Place,
+    request: Request,
+    read: impl FnOnce(Value) -> Result<(String, RawRequest, T), ApiError> + Send + 'static,
+) -> Result<Prepared<(ValidRequest, T)>, ApiError> {
     let frontend = &app.frontend;
     check_content_type(request.headers())?;
     let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
@@ -141,8 +148,7 @@ pub(super) async fn admit<T: Send + 'static>(
         checking.check_model(&asked)?;
         Ok((validate(raw, model, text)?, wanted))
     };
-    let Prepared { prepared: (valid, wanted), model, place } = frontend.prepare(place, bytes, prepare).await?;
-    Ok((frontend.admit(valid, model, place).await?, wanted))
+    frontend.prepare(place, bytes, prepare).await
 }
 
 /// Browsers may send other types to a foreign origin without asking it first.
@@ -172,8 +178,11 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let firsts = wholes.iter().filter(|whole| is_first(whole.index, request.choices));
     let cached_tokens = firsts.map(|whole| u64::from(whole.cached_tokens)).sum();
     let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
-    let bytes = wholes.iter().map(|whole| whole.message.len()).sum::<usize>()
-        + completion_tokens as usize * request.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize));
+    let bytes_of = |whole: &WholeChoice| {
+        let tokens = writer.tokens_bytes(whole.tokens.len()) + writer.prompt_bytes(whole.prompt_logprobs.len());
+        whole.message.len() + tokens
+    };
+    let bytes = wholes.iter().map(bytes_of).sum();
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
     let body = frontend.compute(bytes, move || writer.whole(&wholes, usage, metrics)).await?;
     Ok(json_response(body, place))
@@ -214,7 +223,10 @@ fn is_first(index: u32, choices_each: u32) -> bool {
 
 /// The events of one streamed response. The client going away drops it, and with it the sequences.
 struct EventStream {
-    writer: ChunkWriter,
+    frontend: Arc<Frontend>,
+    writer: Arc<ChunkWriter>,
+    /// A prompt's events while they are written: many would delay others' tokens. Nothing is told meanwhile.
+    writing: Option<BoxFuture<'static, Result<Events, GenerateError>>>,
     choices: Choices,
     /// Of each prompt.
     choices_each: u32,
@@ -225,11 +237,10 @@ struct EventStream {
     of_choice: Vec<u64>,
     /// Of the choice that ended last.
     drafts: Vec<DraftStep>,
-    metrics: FrontMetrics,
     _place: Place,
 }
 
-fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
+fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Response {
     let Replies { request, choices, place } = replies;
     let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
     let none = Usage::new(request.prompt_tokens(), None, 0);
@@ -237,7 +248,9 @@ fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response
     let of_choice = vec![0; choices.len()];
     let choices = Choices::from(choices);
     let stream = EventStream {
-        writer,
+        frontend,
+        writer: Arc::new(writer),
+        writing: None,
         choices,
         choices_each: request.choices,
         prompt_tokens: request.prompt_tokens(),
@@ -245,7 +258,6 @@ fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response
         completion_tokens: 0,
         of_choice,
         drafts: Vec::new(),
-        metrics,
         _place: place,
     };
     event_response(events, stream)
@@ -255,18 +267,32 @@ impl EventSource for EventStream {
     const KEEP_ALIVE: &'static [u8] = b": keep-alive\n\n";
 
     fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
-        match ready!(self.choices.poll_next_unpin(context)) {
-            Some((index, Ok(event))) => self.tell(index, event, events),
+        let next = match &mut self.writing {
+            Some(writing) => {
+                let written = ready!(writing.as_mut().poll(context));
+                self.writing = None;
+                written.map(|more| {
+                    events.append(more);
+                    None
+                })
+            }
+            None => match ready!(self.choices.poll_next_unpin(context)) {
+                Some((index, event)) => event.map(|event| Some((index, event))),
+                None => {
+                    let usage = Usage::new(self.prompt_tokens, Some(self.cached_tokens), self.completion_tokens);
+                    self.writer.end(usage, self.of_choice.len(), &self.drafts, events);
+                    return Poll::Ready(ControlFlow::Break(()));
+                }
+            },
+        };
+        match next {
+            Ok(Some((index, event))) => self.tell(index, event, events),
+            Ok(None) => {}
             // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
-            Some((_, Err(error))) => {
-                self.metrics.failed(error.code());
+            Err(error) => {
+                self.frontend.metrics.failed(error.code());
                 let body = ApiError::from(error).body();
                 events.data(|out| write_json(out, &body));
-                return Poll::Ready(ControlFlow::Break(()));
-            }
-            None => {
-                let usage = Usage::new(self.prompt_tokens, Some(self.cached_tokens), self.completion_tokens);
-                self.writer.end(usage, self.of_choice.len(), &self.drafts, events);
                 return Poll::Ready(ControlFlow::Break(()));
             }
         }
@@ -282,16 +308,21 @@ impl EventStream {
 
     fn tell(&mut self, index: u32, event: ReplyEvent, events: &mut Events) {
         match event {
-            ReplyEvent::Delta { told, mut tokens, echoed } => {
+            ReplyEvent::Delta { told, tokens, echoed } => {
                 self.of_choice[index as usize] += (tokens.len() - echoed) as u64;
                 let so_far = self.so_far(index);
-                // Without log-probabilities a token without text is nothing to tell.
-                if told.is_empty() && self.writer.has_logprobs() {
-                    self.writer.delta(index, None, &tokens, so_far, events);
+                if echoed == 0 {
+                    self.writer.deltas(index, told, tokens, so_far, events);
+                    return;
                 }
-                for told in told {
-                    self.writer.delta(index, Some(&told), &std::mem::take(&mut tokens), so_far, events);
-                }
+                let bytes = ECHOED_BYTES * echoed + self.writer.tokens_bytes(tokens.len());
+                let (writer, frontend) = (self.writer.clone(), self.frontend.clone());
+                let write = move || {
+                    let mut events = Events::default();
+                    writer.deltas(index, told, tokens, so_far, &mut events);
+                    events
+                };
+                self.writing = Some(Box::pin(async move { frontend.compute(bytes, write).await }));
             }
             ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. } => {
                 self.drafts = drafts;

@@ -30,6 +30,14 @@ const FRAME_BYTES: usize = 2 << 10;
 pub(super) struct Events(BytesMut);
 
 impl Events {
+    /// Events that were written elsewhere.
+    pub(super) fn append(&mut self, more: Self) {
+        match self.0.is_empty() {
+            true => *self = more,
+            false => self.0.put_slice(&more.0),
+        }
+    }
+
     /// An event whose data is `data` as JSON.
     pub(super) fn named(&mut self, name: &'static str, data: &impl Serialize) {
         self.0.put_slice(b"event: ");

@@ -33,8 +33,7 @@ impl Fields {
     }
 
     pub(super) fn value(&mut self, name: &str) -> Option<Value> {
-        #[cfg(test)]
-        asked::note(self.path(name));
+        asked::note(|| self.path(name), asked::ANY);
         self.fields.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -45,12 +44,12 @@ impl Fields {
 
     /// A finite number.
     pub(super) fn number(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
-        self.typed(name, "a number", |value| value.as_f64())
+        self.typed(name, "a number", "number", |value| value.as_f64())
     }
 
     /// A whole number that fits 64 bits; `1.0` is none.
     pub(super) fn integer(&mut self, name: &str) -> Result<Option<i64>, ApiError> {
-        self.typed(name, "a whole number", |value| {
+        self.typed(name, "a whole number", "integer", |value| {
             // Larger ones are out of every range anyway.
             value.as_i64().or_else(|| value.as_u64().map(|_| i64::MAX))
         })
@@ -58,20 +57,21 @@ impl Fields {
 
     /// A seed: any 64 bits, signed or not.
     pub(super) fn seed(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
-        self.typed(name, "a whole number of at most 64 bits", |value| {
+        self.typed(name, "a whole number of at most 64 bits", "integer", |value| {
             value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned))
         })
     }
 
     pub(super) fn boolean(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
-        self.typed(name, "true or false", Value::as_bool)
+        self.typed(name, "true or false", "boolean", Value::as_bool)
     }
 
     pub(super) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
+        self.typed(name, "a string", "string", |value| value.as_str().map(str::to_owned))
     }
 
     pub(super) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
+        asked::note(|| self.path(name), "object");
         match self.value(name) {
             None => Ok(None),
             Some(Value::Object(object)) => Ok(Some(object)),
@@ -80,6 +80,7 @@ impl Fields {
     }
 
     pub(super) fn required_string(&mut self, name: &str) -> Result<String, ApiError> {
+        asked::note(|| self.path(name), "string");
         match self.required(name)? {
             Value::String(text) => Ok(text),
             _ => Err(wrong_type(self.path(name), "a string")),
@@ -89,6 +90,7 @@ impl Fields {
     /// Takes fields of the API that are not supported; only values that ask for nothing pass.
     pub(super) fn unsupported(&mut self, table: &[(&'static str, Off)]) -> Result<(), ApiError> {
         for (name, asks_for_nothing) in table {
+            asked::note(|| self.path(name), asked::UNSUPPORTED);
             match self.value(name) {
                 Some(value) if !asks_for_nothing(&value) => {
                     let message = "this server does not support it; leave the field out";
@@ -115,8 +117,10 @@ impl Fields {
         &mut self,
         name: &str,
         expected: &str,
+        kind: &'static str,
         read: impl Fn(&Value) -> Option<T>,
     ) -> Result<Option<T>, ApiError> {
+        asked::note(|| self.path(name), kind);
         match self.value(name) {
             None => Ok(None),
             Some(value) => match read(&value) {
@@ -127,19 +131,31 @@ impl Fields {
     }
 }
 
-/// The names that were asked for, by the paths of errors: tests hold documents to them.
-#[cfg(test)]
+/// The names that are asked for, by the paths of errors, each with the kind of its values in JSON schema's words: the
+/// document at `/openapi.json` says what the parsers read, and tests hold other documents to it.
 pub(super) mod asked {
-    use std::{cell::RefCell, collections::BTreeSet};
+    use std::{cell::RefCell, collections::BTreeMap};
 
-    thread_local!(static NAMES: RefCell<BTreeSet<String>> = RefCell::default());
+    /// Of several kinds, or checked by the field's own reader.
+    pub(in crate::http) const ANY: &str = "any";
+    /// Only values that ask for nothing are taken.
+    pub(in crate::http) const UNSUPPORTED: &str = "unsupported";
 
-    pub(super) fn note(path: String) {
-        NAMES.with_borrow_mut(|names| names.insert(path));
+    thread_local!(static NAMES: RefCell<Option<BTreeMap<String, &'static str>>> = const { RefCell::new(None) });
+
+    /// The first kind that is noted is the field's.
+    pub(super) fn note(path: impl FnOnce() -> String, kind: &'static str) {
+        NAMES.with_borrow_mut(|names| {
+            if let Some(names) = names {
+                names.entry(path()).or_insert(kind);
+            }
+        });
     }
 
-    /// Those since the last time.
-    pub(in crate::http) fn take() -> BTreeSet<String> {
-        NAMES.take()
+    /// Those that `read` asks for on this thread.
+    pub(in crate::http) fn during<T>(read: impl FnOnce() -> T) -> (T, BTreeMap<String, &'static str>) {
+        NAMES.set(Some(BTreeMap::new()));
+        let read = read();
+        (read, NAMES.take().unwrap_or_default())
     }
 }

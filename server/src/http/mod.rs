@@ -23,11 +23,14 @@ mod dialect;
 mod error;
 mod events;
 mod fields;
+mod info;
 mod json;
 mod message;
 mod messages;
 mod metrics;
+mod openapi;
 mod parse;
+mod render;
 mod responses;
 mod tokens;
 mod tools;
@@ -36,6 +39,7 @@ mod wire;
 pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
+pub use info::Settings;
 pub use responses::ResponseStore;
 
 use crate::{
@@ -75,6 +79,22 @@ const OTHER_MODELS: [(&str, &str); 12] = [
     ("/pooling", "embeddings"),
 ];
 
+/// What llama.cpp, vLLM and TGI have under names of their own, and what serves instead.
+const ELSEWHERE: [(&str, &str); 12] = [
+    ("/props", "GET /server_info, GET /v1/models"),
+    ("/slots", "GET /load, GET /metrics"),
+    ("/completion", "POST /v1/completions"),
+    ("/completions", "POST /v1/completions"),
+    ("/chat/completions", "POST /v1/chat/completions"),
+    ("/infill", "POST /v1/completions, with the model's own fill-in-the-middle tokens in the prompt"),
+    ("/lora-adapters", "a server of its own for each model"),
+    ("/generate", "POST /v1/completions"),
+    ("/inference/v1/generate", "POST /v1/completions, whose prompt may be token ids"),
+    ("/v1/load_lora_adapter", "a server of its own for each model"),
+    ("/v1/unload_lora_adapter", "a server of its own for each model"),
+    ("/invocations", "POST /v1/chat/completions, POST /v1/completions"),
+];
+
 /// What the handlers share.
 #[derive(Debug, Clone)]
 pub struct App {
@@ -88,13 +108,21 @@ pub struct App {
     pub responses: Arc<ResponseStore>,
     /// What `/metrics` says.
     pub registry: Arc<Registry>,
+    /// What `/server_info` says of the options.
+    pub settings: Settings,
 }
 
 impl App {
     /// For clients that reach the server at `base_url`.
-    pub fn new(frontend: Arc<Frontend>, base_url: Arc<str>, access: Access, responses: ResponseStore) -> Self {
+    pub fn new(
+        frontend: Arc<Frontend>,
+        base_url: Arc<str>,
+        access: Access,
+        responses: ResponseStore,
+        settings: Settings,
+    ) -> Self {
         let registry = Arc::new(metrics::registry(&frontend));
-        Self { frontend, base_url, access, responses: Arc::new(responses), registry }
+        Self { frontend, base_url, access, responses: Arc::new(responses), registry, settings }
     }
 }
 
@@ -109,11 +137,17 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/v1/responses", post(responses::create)),
         ("/v1/responses/{id}", get(responses::get).delete(responses::delete)),
         ("/v1/responses/{id}/cancel", post(responses::cancel)),
+        ("/v1/chat/completions/render", post(render::chat)),
+        ("/v1/completions/render", post(render::completion)),
+        ("/apply-template", post(render::apply_template)),
         ("/v1/models", get(models)),
         ("/v1/models/{*id}", get(model)),
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
-        ("/version", get(version)),
+        ("/version", get(info::version)),
+        ("/openapi.json", get(async || Json(openapi::document()))),
+        ("/server_info", get(info::server_info)),
+        ("/load", get(info::load)),
         ("/ping", get(ready).post(ready)),
         ("/health", get(ready)),
         ("/health/live", get(live)),
@@ -121,6 +155,7 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/metrics", get(async |State(app): State<App>| metrics::scrape(&app.registry))),
     ];
     routes.extend(OTHER_MODELS.map(|(path, what)| (path, refuse(what))));
+    routes.extend(ELSEWHERE.map(|(path, instead)| (path, refer(instead))));
     routes
 }
 
@@ -192,7 +227,9 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          OpenAI-style: POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models\n\
          Anthropic-style: POST /v1/messages, POST /v1/messages/count_tokens\n\
          Tokens: POST /tokenize, POST /detokenize\n\
-         Health: GET /health/live, GET /health/ready (also /health and /ping); GET /version\n\
+         Without generating: POST /v1/chat/completions/render, POST /v1/completions/render, POST /apply-template\n\
+         Health: GET /health/live, GET /health/ready (also /health and /ping)\n\
+         About the server: GET /version, GET /server_info, GET /load, GET /openapi.json\n\
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",
@@ -235,9 +272,13 @@ fn refuse(what: &'static str) -> MethodRouter<App> {
     })
 }
 
-/// This server's.
-async fn version() -> Json<Value> {
-    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
+/// Answers where another server's name is asked for.
+fn refer(instead: &'static str) -> MethodRouter<App> {
+    let refuse = async move || {
+        let message = format!("this server does not have it; use {instead}");
+        ApiError::new(StatusCode::NOT_IMPLEMENTED, "not_supported", message)
+    };
+    get(refuse).post(refuse)
 }
 
 /// Whether the model has a chat template.

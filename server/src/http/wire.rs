@@ -17,6 +17,9 @@ use crate::{
     text::{OutputToken, Tokenizer},
 };
 
+/// About what a log-probability and its token take in an answer.
+const LOGPROB_BYTES: usize = 64;
+
 /// Which API's shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Api {
@@ -187,6 +190,16 @@ impl Serialize for TopMap {
 }
 
 impl Writer {
+    /// About what so many tokens take in an answer beside their text.
+    pub(super) fn tokens_bytes(&self, tokens: usize) -> usize {
+        tokens * self.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize))
+    }
+
+    /// About what a prompt's log-probabilities take in an answer.
+    pub(super) fn prompt_bytes(&self, tokens: usize) -> usize {
+        tokens * self.prompt_logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize))
+    }
+
     /// What answers of so many choices tell of their drafts: those of a single one.
     pub(super) fn metrics(&self, choices: usize, drafts: &[DraftStep]) -> Option<Metrics> {
         let (report, most) = self.draft_report;
@@ -324,6 +337,11 @@ pub(super) struct ChunkWriter {
 }
 
 impl ChunkWriter {
+    /// About what so many tokens take in a chunk beside their text.
+    pub(super) fn tokens_bytes(&self, tokens: usize) -> usize {
+        self.writer.tokens_bytes(tokens)
+    }
+
     pub(super) fn new(writer: Writer) -> Self {
         let mut head = writer.envelope(writer.chunk_object(), Vec::<()>::new(), None, None, None);
         head.truncate(head.len() - "]}".len());
@@ -331,7 +349,7 @@ impl ChunkWriter {
     }
 
     /// Whether tokens are told of where no text comes with them.
-    pub(super) fn has_logprobs(&self) -> bool {
+    fn has_logprobs(&self) -> bool {
         self.writer.logprobs.is_some()
     }
 
@@ -342,15 +360,25 @@ impl ChunkWriter {
         }
     }
 
-    /// A chunk with more output, or only with the tokens of some that is held back.
-    pub(super) fn delta(
+    /// Chunks with more output. Without log-probabilities a token without text is nothing to tell.
+    pub(super) fn deltas(
         &self,
         index: u32,
-        told: Option<&Told>,
-        tokens: &[OutputToken],
+        told: Vec<Told>,
+        mut tokens: Vec<OutputToken>,
         so_far: Usage,
         events: &mut Events,
     ) {
+        if told.is_empty() && self.has_logprobs() {
+            self.delta(index, None, &tokens, so_far, events);
+        }
+        for told in told {
+            self.delta(index, Some(&told), &std::mem::take(&mut tokens), so_far, events);
+        }
+    }
+
+    /// A chunk with more output, or only with the tokens of some that is held back.
+    fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage, events: &mut Events) {
         match self.writer.api {
             Api::Chat => {
                 let logprobs = self.writer.chat_logprobs(tokens).filter(|_| !tokens.is_empty());

@@ -27,7 +27,7 @@ use crate::{
     engine::{EngineHandle, EngineState},
     frontend::Frontend,
     grpc,
-    http::{self, Access, App, ResponseStore},
+    http::{self, Access, App, ResponseStore, Settings},
     text::Text,
     upload::Uploads,
 };
@@ -81,6 +81,21 @@ impl Default for ServeOptions {
     }
 }
 
+impl ServeOptions {
+    /// What clients may know of them.
+    fn settings(&self) -> Settings {
+        Settings {
+            max_connections: self.max_connections,
+            max_concurrent_requests: self.max_concurrent_requests,
+            max_body_bytes: self.max_body_bytes,
+            response_store: self.response_store,
+            drain_seconds: self.drain.as_secs(),
+            tls: self.tls.is_some(),
+            api_keys: self.access.keys.is_some(),
+        }
+    }
+}
+
 /// How the caller ends the service.
 #[derive(Debug, Clone, Default)]
 pub struct StopSignal {
@@ -121,6 +136,7 @@ pub async fn run(
         );
     }
     let base_url = base_url(address, options.tls.is_some()).into();
+    let settings = options.settings();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
     let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, .. } = options;
     let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
@@ -134,7 +150,7 @@ pub async fn run(
     if let Some(tls) = &tls {
         followers.spawn(tls.clone().follow());
     }
-    let app = App::new(frontend.clone(), base_url, access, ResponseStore::new(response_store));
+    let app = App::new(frontend.clone(), base_url, access, ResponseStore::new(response_store), settings);
     let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),

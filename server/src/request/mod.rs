@@ -17,7 +17,7 @@ mod validate;
 
 pub use error::{FieldError, RequestError};
 pub use tools::{MAX_TOOLS, ToolChoice, arguments};
-pub use validate::{decode, encode, validate};
+pub use validate::{decode, encode, template_text, validate};
 
 /// Choices of one prompt; each is a sequence of its own.
 pub const MAX_CHOICES: u64 = 16;

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use super::{
-    FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
+    Chat, FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
     MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TIMEOUT, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt,
     ValidRequest, chat, draw_seed, form, tools,
 };
@@ -241,6 +241,25 @@ fn check_tokens(tokens: &[u32], model: &ModelInfo) -> Result<(), String> {
     }
 }
 
+/// The prompt that the model's chat template makes of a chat, which came in `field`.
+///
+/// # Errors
+/// As [`validate`] has them of a chat, but for its length in tokens.
+pub fn template_text(chat: &Chat, field: &str, model: &ModelInfo, text: &Text) -> Result<String, RequestError> {
+    check_messages(chat, field)?;
+    Ok(chat::prompt(chat, field, model.max_context, text)?.text)
+}
+
+fn check_messages(chat: &Chat, field: &str) -> Result<(), RequestError> {
+    match chat.messages.len() {
+        1..=MAX_MESSAGES => Ok(()),
+        messages => {
+            let message = format!("there must be 1 to {MAX_MESSAGES} messages, not {messages}");
+            Err(RequestError::field(field, FieldError::Value, message))
+        }
+    }
+}
+
 /// A prompt of which only the length is not checked yet.
 struct Encoded {
     tokens: Vec<u32>,
@@ -265,10 +284,7 @@ fn prompts(
     };
     match input {
         Input::Chat(chat) => {
-            let messages = chat.messages.len();
-            if messages == 0 || messages > MAX_MESSAGES {
-                return Err(wrong(format!("there must be 1 to {MAX_MESSAGES} messages, not {messages}")));
-            }
+            check_messages(&chat, field)?;
             let prompt = chat::prompt(&chat, field, model.max_context, text)?;
             let thinks = tools::thinks(&chat, &prompt.text);
             // The template has written the special tokens, the begin token included.
@@ -340,7 +356,6 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::request::Chat;
     use crate::text::ChatMessage;
 
     fn text() -> Text {

@@ -17,6 +17,13 @@ use super::{Function, TextError, Tool, ToolCall, time::strftime};
 
 /// Instructions that one rendering may take: a thousand messages need some hundred thousand.
 const FUEL: u64 = 5_000_000;
+/// Bytes of a prompt of one short message in which a tool is looked for: templates that say much to the model first
+/// write some ten thousand.
+const MAX_PROBE_BYTES: usize = 1 << 20;
+/// Spaces that `tojson(indent=N)` takes.
+const MAX_INDENT: usize = 64;
+/// Bytes of one `tojson`: with an indent a value takes many times its own. No prompt is as long.
+const MAX_JSON_BYTES: usize = 32 << 20;
 
 /// One message of a chat.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -125,7 +132,7 @@ impl ChatTemplate {
             parameters: schema.as_object().cloned(),
         };
         let options = TemplateOptions { tools: vec![Tool::Function(function)], ..TemplateOptions::default() };
-        let prompt = self.render(&[ChatMessage::new("user", "Hi")], &options, usize::MAX);
+        let prompt = self.render(&[ChatMessage::new("user", "Hi")], &options, MAX_PROBE_BYTES);
         prompt.is_ok_and(|prompt| prompt.contains(name))
     }
 
@@ -195,7 +202,9 @@ impl io::Write for Bounded {
 fn translate(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
-    while let Some(at) = rest.find("{%").into_iter().chain(rest.find("{{")).min() {
+    // One look for both kinds: for each alone, a kind that is not there would be looked for to the end at every tag.
+    let opens = |rest: &str| rest.as_bytes().windows(2).position(|pair| matches!(pair, b"{%" | b"{{"));
+    while let Some(at) = opens(rest) {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
         let (tag, after) = tag.split_at(tag_len(tag));
@@ -251,8 +260,12 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     if ensure_ascii == Some(true) {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
     }
-    let mut out = Vec::new();
+    let mut out = Bounded { bytes: Vec::new(), max_bytes: MAX_JSON_BYTES, overflowed: false };
     let written = match indent {
+        Some(width) if width > MAX_INDENT => {
+            let message = format!("tojson(indent={width}) is more than {MAX_INDENT} spaces");
+            return Err(Error::new(ErrorKind::InvalidOperation, message));
+        }
         Some(width) => {
             let spaces = " ".repeat(width);
             let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
@@ -260,8 +273,12 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
         }
         None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Spaced)),
     };
+    if out.overflowed {
+        let message = format!("tojson would write more than {MAX_JSON_BYTES} bytes");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
+    }
     written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
-    String::from_utf8(out).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
+    String::from_utf8(out.bytes).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))
 }
 
 /// One line, with a space after each comma and colon.
@@ -344,6 +361,45 @@ mod tests {
     fn a_template_without_end_runs_out_of_fuel() {
         let source = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}";
         assert!(render(source).unwrap_err().to_string().contains("fuel"));
+    }
+
+    /// Before it was bounded, the probe wrote all of it, as far as fuel lasts.
+    #[test]
+    fn a_tool_is_looked_for_in_a_bounded_text() {
+        let late = |bytes: usize| {
+            let source = format!("{{% for _ in range({bytes}) %}}x{{% endfor %}}{{{{ tools[0].function.name }}}}");
+            ChatTemplate::new(&source, "", "").unwrap().takes_tools()
+        };
+        assert!(late(1000));
+        let block = format!("{{% for _ in range(40) %}}{}{{% endfor %}}{{{{ tools | tojson }}}}", "x".repeat(30_000));
+        assert!(!ChatTemplate::new(&block, "", "").unwrap().takes_tools());
+    }
+
+    #[test]
+    fn tags_of_one_kind_take_time_in_proportion() {
+        let begin = std::time::Instant::now();
+        for tag in ["{{ a }}", "{% if a %}", "{ "] {
+            let source = tag.repeat(300_000);
+            assert_eq!(translate(&source), source);
+        }
+        // A second in all at most; minutes if every tag looks through all that follows.
+        assert!(begin.elapsed().as_secs() < 10, "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn json_in_a_template_is_bounded_in_its_indent_and_in_all() {
+        assert!(render("{{ messages | tojson(indent=64) }}").is_ok());
+        for width in ["65", "999999999999"] {
+            let error = render(&format!("{{{{ messages | tojson(indent={width}) }}}}")).unwrap_err().to_string();
+            assert!(error.contains("more than 64 spaces"), "{error}");
+        }
+        let options = TemplateOptions {
+            kwargs: serde_json::json!({"x": "y".repeat(MAX_JSON_BYTES)}).as_object().unwrap().clone(),
+            ..TemplateOptions::default()
+        };
+        let template = ChatTemplate::new("{{ x | tojson }}", "", "").unwrap();
+        let error = template.render(&[ChatMessage::new("user", "Hi")], &options, usize::MAX).unwrap_err().to_string();
+        assert!(error.contains("tojson would write more"), "{error}");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// A server with a key for each of these limits.
-async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script, Vec<String>) {
+pub async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script, Vec<String>) {
     let drawn = limits.iter().zip(0..).map(|(limits, at)| new_key(&format!("key-{at}"), *limits).unwrap());
     let (keys, lines): (Vec<String>, Vec<String>) = drawn.unzip();
     let dir = tempfile::tempdir().unwrap();
@@ -29,11 +29,15 @@ async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script,
     (server, script, keys)
 }
 
-async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
+pub async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
+    send_to(server, "/v1/completions", key, body).await
+}
+
+pub async fn send_to(server: &Server, path: &str, key: &str, body: &Value) -> TcpStream {
     let body = body.to_string();
     let mut stream = TcpStream::connect(server.address).await.unwrap();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n\
+        "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n\
          authorization: Bearer {key}\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
@@ -41,11 +45,11 @@ async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
     stream
 }
 
-fn limits(concurrent: Option<u32>, tokens_per_minute: Option<u32>) -> KeyLimits {
+pub fn limits(concurrent: Option<u32>, tokens_per_minute: Option<u32>) -> KeyLimits {
     KeyLimits { concurrent, tokens_per_minute }
 }
 
-fn refused(response: &Response, status: u16, code: &str) {
+pub fn refused(response: &Response, status: u16, code: &str) {
     assert_eq!((response.status, &response.json()["error"]["code"]), (status, &json!(code)), "{}", response.body);
 }
 

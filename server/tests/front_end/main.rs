@@ -14,6 +14,7 @@ mod log;
 mod metrics;
 mod refusals;
 mod responses;
+mod routes;
 #[path = "../common/scrape.rs"]
 mod scrape;
 mod tls;

@@ -23,7 +23,7 @@ use crate::{
 
 mod answer;
 mod message;
-mod request;
+pub(super) mod request;
 
 use answer::Messages;
 

@@ -28,7 +28,7 @@ const UNSUPPORTED: [(&str, Off); 7] = [
 ];
 
 /// Reads the body of `/v1/messages`: the model's name, the request, and whether its answer is a stream.
-pub(super) fn messages(body: Value) -> Result<(String, RawRequest, bool), ApiError> {
+pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, bool), ApiError> {
     let mut fields = Fields::new(body, "")?;
     let model = fields.required_string("model")?;
     let mut raw = RawRequest::new("messages", Input::Chat(chat(&mut fields)?));

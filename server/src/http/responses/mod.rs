@@ -21,7 +21,7 @@ use crate::frontend::{Place, RequestId, unix_seconds};
 
 mod answer;
 mod items;
-mod request;
+pub(super) mod request;
 mod store;
 
 pub use store::ResponseStore;

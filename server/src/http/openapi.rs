@@ -1,0 +1,172 @@
+//! The document at `/openapi.json`: the routes, the fields of bodies, and the shape of errors.
+//!
+//! The fields and their kinds are not written down here. The parsers are asked, with a body of each route: what they
+//! look for is what is said. Ranges of values are not in the document; errors name them, and docs/fields.md.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::{ApiError, ResponseStore, anthropic, fields::asked, parse, responses};
+
+/// Fields of a body with their kinds, and those that must be there.
+type Body = (BTreeMap<String, &'static str>, &'static [&'static str]);
+
+/// The routes by method, with what they do. Those that only refuse are not among them.
+const ROUTES: [(&str, &str, &str); 26] = [
+    ("get", "/", "A page to chat with the model, or a text about the server"),
+    ("post", "/v1/chat/completions", "The answer to a chat"),
+    ("post", "/v1/completions", "What follows a text"),
+    ("post", "/v1/chat/completions/render", "What a chat would be computed as"),
+    ("post", "/v1/completions/render", "What a text would be computed as"),
+    ("post", "/apply-template", "The prompt of a chat as text"),
+    ("post", "/v1/messages", "The answer to a chat, as Anthropic has it"),
+    ("post", "/v1/messages/count_tokens", "Tokens of a chat, as Anthropic has it"),
+    ("post", "/v1/responses", "A response, as OpenAI has it"),
+    ("get", "/v1/responses/{id}", "A response that is kept"),
+    ("delete", "/v1/responses/{id}", "Forgets a response"),
+    ("post", "/v1/responses/{id}/cancel", "Refused: no response is in the background"),
+    ("get", "/v1/models", "The model"),
+    ("get", "/v1/models/{id}", "The model, by its name"),
+    ("post", "/tokenize", "Tokens of a text or a chat"),
+    ("post", "/detokenize", "Text of tokens"),
+    ("get", "/version", "The server's version"),
+    ("get", "/server_info", "What the server is, and its settings"),
+    ("get", "/load", "Requests that are being served"),
+    ("get", "/openapi.json", "This document"),
+    ("get", "/ping", "Whether requests are computed"),
+    ("post", "/ping", "Whether requests are computed"),
+    ("get", "/health", "Whether requests are computed"),
+    ("get", "/health/live", "Whether the process answers"),
+    ("get", "/health/ready", "Whether requests are computed"),
+    ("get", "/metrics", "For Prometheus"),
+];
+
+/// What a parser asks for when it reads this body, without what is inside of a field.
+fn fields<T>(body: Value, read: impl FnOnce(Value) -> Result<T, ApiError>) -> BTreeMap<String, &'static str> {
+    let (_, mut fields) = asked::during(|| read(body));
+    fields.retain(|path, _| !path.contains(['.', '[']));
+    fields
+}
+
+fn body(path: &str) -> Option<Body> {
+    let chat = json!({"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1});
+    match path.strip_suffix("/render").unwrap_or(path) {
+        "/v1/chat/completions" => Some((fields(chat, parse::chat), &["messages"])),
+        "/v1/completions" => Some((fields(json!({"prompt": "x"}), parse::completion), &["prompt"])),
+        "/v1/messages" => Some((fields(chat, anthropic::request::messages), &["model", "messages", "max_tokens"])),
+        "/v1/responses" => {
+            let store = ResponseStore::new(0);
+            Some((fields(json!({"input": "x"}), |body| responses::request::create(body, &store)), &["input"]))
+        }
+        _ => None,
+    }
+}
+
+/// The document.
+pub(super) fn document() -> Value {
+    let mut paths = Map::new();
+    for (method, path, summary) in ROUTES {
+        let error = json!({"$ref": "#/components/responses/Error"});
+        let mut operation = json!({
+            "summary": summary, "operationId": format!("{method} {path}"),
+            "responses": {"200": {"description": summary}, "default": error},
+        });
+        if super::HEALTH.contains(&path) {
+            operation["responses"]["503"] = json!({"description": "not now: `status` and `detail` say why"});
+        }
+        if path.contains("{id}") {
+            operation["parameters"] =
+                json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}]);
+        }
+        let takes_a_body = method == "post" && path != "/ping" && !path.ends_with("/cancel");
+        if takes_a_body {
+            let schema = body(path).map_or_else(|| json!({"type": "object"}), |body| schema(&body));
+            operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
+        }
+        let methods = paths.entry(path).or_insert_with(|| json!({}));
+        methods[method] = operation;
+    }
+    let text = json!({"type": "string"});
+    let error = json!({
+        "type": "object", "required": ["error"],
+        "properties": {"error": {
+            "type": "object", "required": ["message", "type"],
+            "properties": {
+                "message": text, "type": text, "code": text, "param": {"type": ["string", "null"]},
+            },
+        }},
+    });
+    json!({
+        "openapi": "3.1.0", "info": {"title": "Looplane", "version": env!("CARGO_PKG_VERSION")}, "paths": paths,
+        "components": {"responses": {"Error": {
+            "description": "What is wrong, and what to do", "content": {"application/json": {"schema": error}},
+        }}},
+    })
+}
+
+fn schema((fields, required): &Body) -> Value {
+    let property = |(name, kind): (&String, &&'static str)| {
+        let is_required = required.contains(&name.as_str());
+        let schema = match *kind {
+            asked::ANY => json!({}),
+            asked::UNSUPPORTED => json!({"description": "not supported: only values that ask for nothing are taken"}),
+            kind if is_required => json!({"type": kind}),
+            kind => json!({"type": [kind, "null"]}),
+        };
+        (name.clone(), schema)
+    };
+    let properties: Map<String, Value> = fields.iter().map(property).collect();
+    json!({"type": "object", "required": required, "properties": properties, "additionalProperties": false})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_route_that_works_is_in_the_document_and_no_other() {
+        let refused: Vec<&str> =
+            super::super::OTHER_MODELS.iter().chain(&super::super::ELSEWHERE).map(|(path, _)| *path).collect();
+        let mut served: Vec<String> =
+            super::super::routes().into_iter().map(|(path, _)| path.replace("{*id}", "{id}")).collect();
+        served.retain(|path| !refused.contains(&path.as_str()));
+        served.sort();
+        let mut told: Vec<String> = document()["paths"].as_object().unwrap().keys().cloned().collect();
+        told.sort();
+        assert_eq!(told, served);
+    }
+
+    #[test]
+    fn bodies_have_the_fields_that_their_parsers_read() {
+        let document = document();
+        let of = |path: &str| {
+            document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].clone()
+        };
+        let chat = of("/v1/chat/completions");
+        let properties = &chat["properties"];
+        assert_eq!(properties["temperature"], json!({"type": ["number", "null"]}));
+        assert_eq!(properties["n"], json!({"type": ["integer", "null"]}));
+        assert_eq!(properties["stream"], json!({"type": ["boolean", "null"]}));
+        assert_eq!(properties["metadata"], json!({"type": ["object", "null"]}));
+        assert!(properties["store"]["description"].is_string() && properties.get("prompt").is_none());
+        assert_eq!(of("/v1/chat/completions/render"), chat);
+        assert!(of("/v1/completions")["properties"].get("prompt").is_some());
+        assert_eq!(of("/v1/messages")["properties"]["model"], json!({"type": "string"}));
+        assert_eq!(of("/v1/responses")["properties"]["max_output_tokens"], json!({"type": ["integer", "null"]}));
+    }
+
+    /// A value of another kind than the document says is refused by the parser, and by the field's name.
+    #[test]
+    fn kinds_are_those_that_parsers_take() {
+        for (name, kind) in body("/v1/completions").unwrap().0 {
+            let wrong = match kind {
+                "string" | "object" => json!(1),
+                "boolean" | "number" | "integer" => json!("x"),
+                _ => continue,
+            };
+            let error = parse::completion(json!({"prompt": "x", name.clone(): wrong})).expect_err(&name);
+            assert_eq!(error.param.as_deref(), Some(name.as_str()));
+        }
+    }
+}

@@ -31,7 +31,8 @@ def text(message) -> str:
 
 def whole_and_streamed() -> None:
     messages = [{"role": "user", "content": "Count from one to five."}]
-    asks = {"model": model, "system": "Be brief.", "messages": messages, "extra_body": {"temperature": 0}, "max_tokens": 40}
+    asks = {"model": model, "system": "Be brief.", "messages": messages, "max_tokens": 40}
+    asks["extra_body"] = {"temperature": 0}
     whole = client.messages.create(**asks)
     with client.messages.stream(**asks) as stream:
         streamed = "".join(stream.text_stream)

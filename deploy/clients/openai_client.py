@@ -4,7 +4,8 @@
     looplane serve --model DIR &
     python3 deploy/clients/openai_client.py http://127.0.0.1:8000
 
-Ends with an error where an answer is not what the client promises. The model has to call tools for the last part.
+Ends with an error where an answer is not what the client promises. Behind the address an API key may stand.
+`--without-tools` leaves tools out, for models whose template has none.
 """
 
 import json
@@ -13,7 +14,8 @@ import sys
 from openai import OpenAI
 from pydantic import BaseModel
 
-client = OpenAI(base_url=sys.argv[1] + "/v1", api_key=sys.argv[2] if len(sys.argv) > 2 else "none")
+given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+client = OpenAI(base_url=given[0] + "/v1", api_key=given[1] if len(given) > 1 else "none")
 model = client.models.list().data[0].id
 
 
@@ -78,4 +80,5 @@ def called() -> None:
 
 whole_and_streamed()
 parsed()
-called()
+if "--without-tools" not in sys.argv:
+    called()

@@ -24,8 +24,8 @@ use pool::Pool;
 
 use crate::{
     drafts::DraftReport,
-    engine::{EngineHandle, EngineState, ModelInfo},
-    keys::Key,
+    engine::{EngineHandle, EngineState, ModelInfo, Standing, leaves_room},
+    keys::{Key, KeyLimitError, Running},
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
@@ -121,7 +121,22 @@ impl Frontend {
         let running = key.map(|key| key.begin()).transpose()?;
         let busy = |_| GenerateError::Busy { limit: self.max_concurrent_requests };
         let permit = self.permits.clone().try_acquire_owned().map_err(busy)?;
+        if let (Some(key), Some(running)) = (key, &running) {
+            self.leave_places(key, running)?;
+        }
         Ok(Place::new(record.clone(), permit, running))
+    }
+
+    /// Of several keys none may take all places: a request of it that has one leaves enough to others.
+    fn leave_places(&self, key: &Key, running: &Running) -> Result<(), KeyLimitError> {
+        let (running, limit) = (running.of_its_key(), self.max_concurrent_requests);
+        // As they were before this one came.
+        let free = self.permits.available_permits() as u64 + 1;
+        if key.owner.is_none() || leaves_room(u64::from(running).saturating_sub(1), 1, free) {
+            return Ok(());
+        }
+        key.refused();
+        Err(KeyLimitError::Share { id: key.id.clone(), running: running.saturating_sub(1), limit })
     }
 
     /// The engine's state, or that no new requests are taken.
@@ -208,7 +223,7 @@ impl Frontend {
     /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.
     ///
     /// # Errors
-    /// What the output is held to cannot be followed; as the engine's bounds and the engine's state have it. Then no
+    /// The key may not ask for such a priority; what the output is held to cannot be followed; as the engine's bounds and the engine's state have it. Then no
     /// sequence stays queued.
     pub async fn admit(
         &self,
@@ -216,6 +231,7 @@ impl Frontend {
         model: Arc<ModelInfo>,
         place: Place,
     ) -> Result<Generation, GenerateError> {
+        let standing = standing(valid.priority, place.record.key())?;
         self.compile(&mut valid).await?;
         let (record, given_up) = (place.record.clone(), self.closing.child_token());
         let deadline = valid.timeout.map(|timeout| Deadline::new(record.arrived(), timeout));
@@ -224,7 +240,7 @@ impl Frontend {
         }
         let (requests, prompts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
-        let streams = self.engine.submit(requests).await?;
+        let streams = self.engine.submit(requests, standing).await?;
         let markers = valid.format.markers();
         let shown: Vec<u32> = match valid.show_special {
             true => self.text.tokenizer.special().collect(),
@@ -243,6 +259,17 @@ impl Frontend {
         record.accepted(valid.prompt_tokens(), choices.len() as u32);
         Ok(Generation { request: valid, model, choices, place })
     }
+}
+
+/// Whose a request is and how urgent: no key goes before others unless its limits say so.
+fn standing(priority: i32, key: Option<&Arc<Key>>) -> Result<Standing, RequestError> {
+    let Some(key) = key else { return Ok(Standing { priority, ..Standing::default() }) };
+    let first = key.first_priority();
+    if priority < first {
+        let message = format!("{priority} is before {first}, the first that the API key {} may ask for", key.id);
+        return Err(RequestError::field("priority", FieldError::Value, message));
+    }
+    Ok(Standing { priority, owner: key.owner.clone(), weight: key.weight() })
 }
 
 /// A state as part of a sentence: "the server is ...".

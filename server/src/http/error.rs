@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use crate::{
     engine::SubmitError,
     frontend::GenerateError,
-    keys::KeyLimitError,
     request::{FieldError, RequestError},
     upload::UploadError,
 };
@@ -84,11 +83,7 @@ impl From<GenerateError> for ApiError {
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. } => new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1),
             GenerateError::Key(limit) => {
-                let after_s = match limit {
-                    KeyLimitError::Concurrent { .. } => 1,
-                    KeyLimitError::Tokens { retry_after_s, .. } => retry_after_s,
-                };
-                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", after_s)
+                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", limit.retry_after_s())
             }
             GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
                 new(StatusCode::BAD_REQUEST)

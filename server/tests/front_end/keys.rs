@@ -42,7 +42,7 @@ async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
 }
 
 fn limits(concurrent: Option<u32>, tokens_per_minute: Option<u32>) -> KeyLimits {
-    KeyLimits { concurrent, tokens_per_minute }
+    KeyLimits { concurrent, tokens_per_minute, ..KeyLimits::default() }
 }
 
 fn refused(response: &Response, status: u16, code: &str) {

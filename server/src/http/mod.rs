@@ -27,6 +27,7 @@ mod message;
 mod messages;
 mod metrics;
 mod parse;
+mod quota;
 mod reply;
 mod responses;
 mod tokens;
@@ -92,7 +93,7 @@ pub struct App {
 impl App {
     /// For clients that reach the server at `base_url`.
     pub fn new(frontend: Arc<Frontend>, base_url: Arc<str>, access: Access, responses: ResponseStore) -> Self {
-        let registry = Arc::new(metrics::registry(&frontend));
+        let registry = Arc::new(metrics::registry(&frontend, access.keys.as_ref()));
         Self { frontend, base_url, access, responses: Arc::new(responses), registry }
     }
 }

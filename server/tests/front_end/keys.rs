@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// A server with a key for each of these limits.
-async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script, Vec<String>) {
+pub async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script, Vec<String>) {
     let drawn = limits.iter().zip(0..).map(|(limits, at)| new_key(&format!("key-{at}"), *limits).unwrap());
     let (keys, lines): (Vec<String>, Vec<String>) = drawn.unzip();
     let dir = tempfile::tempdir().unwrap();
@@ -29,7 +29,7 @@ async fn server(limits: &[KeyLimits], options: ServeOptions) -> (Server, Script,
     (server, script, keys)
 }
 
-async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
+pub async fn send(server: &Server, key: &str, body: &Value) -> TcpStream {
     let body = body.to_string();
     let mut stream = TcpStream::connect(server.address).await.unwrap();
     let head = format!(
@@ -45,7 +45,7 @@ fn limits(concurrent: Option<u32>, tokens_per_minute: Option<u32>) -> KeyLimits 
     KeyLimits { concurrent, tokens_per_minute, ..KeyLimits::default() }
 }
 
-fn refused(response: &Response, status: u16, code: &str) {
+pub fn refused(response: &Response, status: u16, code: &str) {
     assert_eq!((response.status, &response.json()["error"]["code"]), (status, &json!(code)), "{}", response.body);
 }
 

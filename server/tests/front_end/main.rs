@@ -16,6 +16,7 @@ mod refusals;
 mod responses;
 #[path = "../common/scrape.rs"]
 mod scrape;
+mod shares;
 mod tls;
 mod tools;
 

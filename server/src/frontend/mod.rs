@@ -223,8 +223,8 @@ impl Frontend {
     /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.
     ///
     /// # Errors
-    /// The key may not ask for such a priority; what the output is held to cannot be followed; as the engine's bounds and the engine's state have it. Then no
-    /// sequence stays queued.
+    /// The key may not ask for such a priority; what the output is held to cannot be followed; its time is over; as the
+    /// engine's bounds and the engine's state have it. Then no sequence stays queued.
     pub async fn admit(
         &self,
         mut valid: ValidRequest,

@@ -4,9 +4,9 @@
 //! Its owner hands it requests with [`Scheduler::submit`], feeds it with [`Scheduler::apply`], and asks for plans with
 //! [`Scheduler::next_plan`] until there is none. Who enters a slot first is decided by `shares`: among API keys by what
 //! they have had, of one by priority and arrival. From then on the order of first admissions decides everything: the
-//! earliest is admitted again first and never gives up its pages to a later one, so it always makes progress and nothing
-//! starves. Two things go before the order: a sequence whose reader is behind comes after all others (see `Turn`), and
-//! while it is unclear what loses the group, `trial` says who is computed.
+//! earliest is admitted again first and never gives up its pages to a later one, so it always makes progress and
+//! nothing starves. Two things go before the order: a sequence whose reader is behind comes after all others (see
+//! `Turn`), and while it is unclear what loses the group, `trial` says who is computed.
 //!
 //! A plan costs a few looks at each slot, an outcome one at each of its tokens: what plans need of a sequence lies in
 //! its slot, and all orders are kept rather than made.
@@ -50,7 +50,7 @@ use trial::Trials;
 pub struct Scheduler {
     limits: Limits,
     sequences: BTreeMap<u64, Sequence>,
-    /// Sequences that wait; the first is admitted first, and of those that were never admitted the one whose turn it is.
+    /// Sequences that wait; the first is admitted first, and of those that never were the one whose turn it is.
     queue: BTreeSet<Turn>,
     /// Those that were never admitted: what the bounds of the queue count.
     shares: Shares,

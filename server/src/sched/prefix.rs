@@ -77,9 +77,9 @@ fn find(sequence: &Sequence, cached: &[u32], end: u32, pool: &PagePool) -> Optio
 }
 
 impl Scheduler {
-    /// Who is admitted before the first of the queue if it may enter: one of the next few of which more is cached, before
-    /// others need the memory. Only those of the same owner and priority that were never admitted are overtaken, and
-    /// each of them [`MOST_OVERTAKEN`] times at most.
+    /// Who is admitted before the first of the queue if it may enter: one of the next few of which more is cached,
+    /// before others need the memory. Only those of the same owner and priority that were never admitted are overtaken,
+    /// and each of them [`MOST_OVERTAKEN`] times at most.
     pub(super) fn most_cached(&self, pool: &PagePool) -> Option<Turn> {
         let is_fresh = self.queue.first()?.is_fresh();
         if !self.limits.prefix_cache || !self.leaving.is_empty() || !is_fresh {

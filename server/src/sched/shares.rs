@@ -1,22 +1,23 @@
 //! Whose turn it is among sequences that were never in a slot: the first of the owner that has had least, by weight.
 //!
-//! Each owner has an account of tokens, divided by its weight. It is charged when a sequence enters a slot for the first
-//! time: for the prompt, and for an answer as long as the owner's latest are in the mean. When the sequence ends, that
-//! is set right to what was computed. Who comes back begins no lower than the last one who was served stood: who rests
-//! saves nothing up. A sequence has no place before it is its turn, so nothing has to be foreseen of those that wait.
+//! Each owner has an account of tokens, divided by its weight. It is charged when a sequence enters a slot for the
+//! first time: for the prompt, and for an answer as long as the owner's latest are in the mean. When the sequence
+//! ends, that is set right to what was computed. Who comes back begins no lower than the last one who was served
+//! stood: who rests saves nothing up. A sequence has no place before it is its turn, so nothing has to be foreseen of
+//! those that wait.
 //!
-//! **Bound.** Two owners wait from a time on at which their accounts were equal, with sequences of equal priority. Count
-//! the tokens of each one's sequences that have entered since, by its weight. The first is ahead of the second by at
-//! most `e * L / w + e' * L / w'`: `L` is the most that a sequence may take, prompt and answer; `w`, `w'` are the
-//! weights; `e`, `e'` are how many sequences of each had entered and not ended when the first's last entered, that one
-//! included. For its account was not above the other's then, but for that sequence; accounts and tokens differ by the
-//! sequences that have not ended, each by `L / w` at most; and since then only the second has entered. Random runs are
-//! held to it in `tests/fairness.rs`.
+//! **Bound.** Two owners wait from a time on at which their accounts were equal, with sequences of equal priority.
+//! Count the tokens of each one's sequences that have entered since, by its weight. The first is ahead of the second
+//! by at most `e * L / w + e' * L / w'`: `L` is the most that a sequence may take, prompt and answer; `w`, `w'` are
+//! the weights; `e`, `e'` are how many sequences of each had entered and not ended when the first's last entered, that
+//! one included. For its account was not above the other's then, but for that sequence; accounts and tokens differ by
+//! the sequences that have not ended, each by `L / w` at most; and since then only the second has entered. Random runs
+//! are held to it in `tests/fairness.rs`.
 //!
 //! **Priority.** A step of priority is worth [`PRIORITY_TOKENS`]: between owners their accounts are compared as though
 //! they had had so much less, and of one owner a sequence goes before those that came up to so many of its tokens
-//! earlier. So who waits gains urgency, and is overtaken by those `d` steps better until their owner has had
-//! `d * PRIORITY_TOKENS * w` tokens more. A sequence takes one at least: nobody waits for ever.
+//! earlier. So who waits gains urgency, and is overtaken by those `d` steps better until their owner has had `d *
+//! PRIORITY_TOKENS * w` tokens more. A sequence takes one at least: nobody waits for ever.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

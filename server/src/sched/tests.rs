@@ -210,8 +210,8 @@ impl Run {
         self.seen.get(&sequence).is_some_and(|seen| !seen.cancelled && seen.finish.is_none())
     }
 
-    /// Who gives up a slot and who enters: who was first admitted the latest of all, or the earliest. Of those that were
-    /// never admitted the first of its owner.
+    /// Who gives up a slot and who enters: who was first admitted the latest of all, or the earliest. Of those that
+    /// were never admitted the first of its owner.
     fn check_order(&mut self, plan: &Plan) {
         let mut preempted = Vec::new();
         for slot in &plan.release {

@@ -48,8 +48,8 @@ async fn a_flood_of_one_key_leaves_places_to_another() {
         let response = read(send(&server, flood, &body).await).await;
         refused(&response, 429, "rate_limit_exceeded");
         let error = &response.json()["error"];
-        let message = "the API key key-0 has 24 requests running, and the rest of the 32 places are kept for other keys \
-                       (--max-concurrent-requests)";
+        let message = "the API key key-0 has 24 requests running, and the rest of the 32 places are kept for other \
+                       keys (--max-concurrent-requests)";
         assert_eq!((&error["message"], &error["type"]), (&json!(message), &json!("rate_limit_error")));
         assert_eq!(response.header("retry-after"), Some("1"));
     }

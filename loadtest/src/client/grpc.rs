@@ -13,7 +13,7 @@ use std::time::Duration;
 use hyper::header::AUTHORIZATION;
 use looplane_proto::inference::v1::generate_response::Event;
 use looplane_proto::inference::v1::inference_client::InferenceClient;
-use looplane_proto::inference::v1::{FinishReason, GenerateRequest, GetModelRequest};
+use looplane_proto::inference::v1::{ChatRequest, FinishReason, GenerateRequest, GetModelRequest};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{ConnectError, Request, Status};
@@ -39,6 +39,13 @@ pub struct GrpcClient {
 struct Connection {
     channel: Channel,
     streams: Arc<AtomicUsize>,
+}
+
+/// What to ask for.
+#[derive(Debug, Clone)]
+pub enum GrpcRequest {
+    Generate(GenerateRequest),
+    Chat(ChatRequest),
 }
 
 /// The place of one stream on a connection, which is free again when this is dropped.
@@ -83,20 +90,19 @@ impl GrpcClient {
 
     /// Sends `request` and reads the streamed answer into `record`. What arrived before a failure stays in the record;
     /// its `failure` and `ended_ns` are set here.
-    pub async fn stream(&self, request: GenerateRequest, clock: Clock, record: &mut RequestRecord) {
+    pub async fn stream(&self, request: GrpcRequest, clock: Clock, record: &mut RequestRecord) {
         let outcome = tokio::time::timeout(self.timeout, self.exchange(request, clock, record)).await;
         record.failure = outcome.unwrap_or(Err(Failure::Timeout)).err();
         record.ended_ns = clock.now_ns();
     }
 
-    async fn exchange(
-        &self,
-        request: GenerateRequest,
-        clock: Clock,
-        record: &mut RequestRecord,
-    ) -> Result<(), Failure> {
+    async fn exchange(&self, request: GrpcRequest, clock: Clock, record: &mut RequestRecord) -> Result<(), Failure> {
         let place = self.place();
-        let answer = place.client().generate(self.request(request)).await.map_err(|status| failure_of(&status))?;
+        let answer = match request {
+            GrpcRequest::Generate(request) => place.client().generate(self.request(request)).await,
+            GrpcRequest::Chat(request) => place.client().chat(self.request(request)).await,
+        };
+        let answer = answer.map_err(|status| failure_of(&status))?;
         let mut messages = answer.into_inner();
         while let Some(message) = messages.message().await.map_err(|status| failure_of(&status))? {
             let now_ns = clock.now_ns();
@@ -160,6 +166,7 @@ fn in_words(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
+        FinishReason::ToolCalls => "tool_calls",
         FinishReason::Unspecified => "unspecified",
     }
 }

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use looplane_proto::inference::v1::GenerateRequest;
 
-use crate::client::grpc::GrpcClient;
+use crate::client::grpc::{GrpcClient, GrpcRequest};
 use crate::client::http::{Client, TargetError};
 use crate::client::record::{Clock, Failure, RequestRecord};
 use crate::load::conduct::Conduct;
@@ -24,7 +23,7 @@ pub enum Target {
 /// A request made ready beforehand, so that nothing but sending it is measured.
 pub enum Ready<'a> {
     Http(&'a Client, &'static str, Bytes),
-    Grpc(&'a GrpcClient, Box<GenerateRequest>),
+    Grpc(&'a GrpcClient, Box<GrpcRequest>),
 }
 
 pub fn is_grpc(address: &str) -> bool {

@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use looplane_proto::inference::v1::generate_request::Input;
-use looplane_proto::inference::v1::{Chat, ChatMessage, GenerateRequest};
+use looplane_proto::inference::v1::{Chat, ChatMessage, ChatRequest, GenerateRequest, SamplingParams};
 use serde_json::json;
 
+use crate::client::grpc::GrpcRequest;
 use crate::client::target::{Ready, Target};
 use crate::load::prompt::Prompts;
 use crate::load::shapes::Shapes;
 
-/// What is asked for: an answer in a chat or text after a prompt. Over gRPC the one call takes both.
+/// What is asked for: an answer in a chat or text after a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Endpoint {
     /// The answer to a chat (/v1/chat/completions)
@@ -101,24 +102,32 @@ impl Workload {
         body.to_string().into()
     }
 
-    fn message(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> GenerateRequest {
-        let input = match self.endpoint {
-            Endpoint::Chat => {
-                let message = |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
-                let earlier =
-                    before.iter().flat_map(|turn| [message("user", &turn.user), message("assistant", &turn.assistant)]);
-                Input::Chat(Chat { messages: earlier.chain([message("user", prompt)]).collect() })
-            }
-            Endpoint::Completions => Input::Prompt(prompt.to_owned()),
-        };
-        GenerateRequest {
-            model: self.model.clone(),
-            input: Some(input),
-            max_tokens,
-            min_tokens: self.min_tokens.map_or(0, |min_tokens| min_tokens.min(max_tokens)),
+    fn message(&self, before: &[Turn], prompt: &str, max_tokens: u32) -> GrpcRequest {
+        let sampling = Some(SamplingParams {
+            max_tokens: Some(max_tokens),
+            min_tokens: self.min_tokens.map(|min_tokens| min_tokens.min(max_tokens)),
             temperature: Some(0.0),
             ignore_eos: self.ignore_eos,
-            ..GenerateRequest::default()
+            ..SamplingParams::default()
+        });
+        let model = self.model.clone();
+        match self.endpoint {
+            Endpoint::Chat => {
+                let message = |role: &str, content: &str| ChatMessage {
+                    role: role.into(),
+                    content: content.into(),
+                    ..ChatMessage::default()
+                };
+                let earlier =
+                    before.iter().flat_map(|turn| [message("user", &turn.user), message("assistant", &turn.assistant)]);
+                let messages = earlier.chain([message("user", prompt)]).collect();
+                let chat = Some(Chat { messages, ..Chat::default() });
+                GrpcRequest::Chat(ChatRequest { model, chat, sampling, ..ChatRequest::default() })
+            }
+            Endpoint::Completions => {
+                let input = Some(Input::Prompt(prompt.to_owned()));
+                GrpcRequest::Generate(GenerateRequest { model, input, sampling, ..GenerateRequest::default() })
+            }
         }
     }
 }

@@ -38,6 +38,9 @@ pub enum GenerateError {
         /// The time from its arrival.
         timeout_ms: u64,
     },
+    /// Its client had it ended, by its name.
+    #[error("the request was ended by a call of Abort with its id")]
+    Aborted,
     /// The engine gave the sequence up.
     #[error("the request was given up: {0}")]
     Failed(String),
@@ -63,8 +66,23 @@ impl GenerateError {
             GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => "not_ready",
             GenerateError::ShuttingDown => "shutting_down",
             GenerateError::DeadlineExceeded { .. } => "deadline_exceeded",
+            GenerateError::Aborted => "request_aborted",
             GenerateError::Failed(_) => "generation_failed",
             GenerateError::Internal(_) => "internal_error",
+        }
+    }
+
+    /// Seconds after which trying again may help; `None`: it does not.
+    pub fn retry_after_s(&self) -> Option<u32> {
+        match self {
+            GenerateError::Key(limit) => Some(limit.retry_after_s()),
+            GenerateError::Upload(UploadError::Crowded { .. })
+            | GenerateError::Submit(SubmitError::QueueFull { .. })
+            | GenerateError::Busy { .. } => Some(1),
+            GenerateError::Submit(SubmitError::Unavailable(_))
+            | GenerateError::NotReady(_)
+            | GenerateError::ShuttingDown => Some(5),
+            _ => None,
         }
     }
 }

@@ -9,9 +9,9 @@ use std::{
 
 use futures::{Stream, stream};
 use tokio::time::{Instant, Sleep, sleep_until};
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use super::{error::GenerateError, place::Place, record::Record};
+use super::{error::GenerateError, place::Place, record::Record, served::GivenUp};
 use crate::{
     drafts::DraftStep,
     engine::{FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceStream, Unwanted},
@@ -106,9 +106,7 @@ pub struct Choice {
     cached_tokens: u32,
     drafts: Vec<DraftStep>,
     record: Arc<Record>,
-    /// Set: the server gives the request up. Shared with the request's other choices, so that those that are dropped
-    /// after an error of one are not taken for the client's going away.
-    given_up: CancellationToken,
+    given_up: GivenUp,
     giving_up: Pin<Box<WaitForCancellationFutureOwned>>,
     deadline: Option<(Deadline, Pin<Box<Sleep>>)>,
 }
@@ -122,7 +120,7 @@ impl Choice {
         stop_tokens: Vec<u32>,
         (echo, prompt_alone): (Option<Echo>, bool),
         record: Arc<Record>,
-        (given_up, deadline): (CancellationToken, Option<Deadline>),
+        (given_up, deadline): (GivenUp, Option<Deadline>),
     ) -> Self {
         let (stream, (output, tokenizer)) = (Some(stream), text);
         Self {
@@ -140,7 +138,7 @@ impl Choice {
             cached_tokens: 0,
             drafts: Vec::new(),
             record,
-            giving_up: Box::pin(given_up.clone().cancelled_owned()),
+            giving_up: Box::pin(given_up.token.clone().cancelled_owned()),
             given_up,
             deadline: deadline.map(|deadline| (deadline, Box::pin(sleep_until(deadline.at)))),
         }
@@ -161,7 +159,8 @@ impl Choice {
             }
             let Poll::Ready(event) = stream.poll_next(context) else {
                 ready!(self.giving_up.as_mut().poll(context));
-                return Poll::Ready(Some(Err(self.give_up(GenerateError::ShuttingDown))));
+                let error = self.given_up.error();
+                return Poll::Ready(Some(Err(self.give_up(error))));
             };
             match self.apply(event).map(|piece| self.behind_echo(piece)) {
                 Ok(piece) if piece.is_empty() => {}
@@ -260,8 +259,8 @@ impl Choice {
     /// Ends the choice with an error, and with it its request.
     fn give_up(&mut self, error: GenerateError) -> GenerateError {
         self.record.failed(error.code());
-        self.given_up.cancel();
-        self.let_go(Unwanted::GivenUp);
+        self.given_up.token.cancel();
+        self.let_go(self.given_up.unwanted());
         error
     }
 
@@ -276,8 +275,8 @@ impl Choice {
 
 impl Drop for Choice {
     fn drop(&mut self) {
-        if self.given_up.is_cancelled() {
-            self.let_go(Unwanted::GivenUp);
+        if self.given_up.token.is_cancelled() {
+            self.let_go(self.given_up.unwanted());
         }
     }
 }

@@ -13,14 +13,18 @@ mod generation;
 mod place;
 mod pool;
 mod record;
+mod reply;
+mod served;
 
 pub use error::GenerateError;
 pub use generation::{Choice, ChoiceEvent, Generation};
 use generation::{Deadline, Echo};
 pub use place::Place;
 pub use record::{Record, RequestId};
+pub use reply::{Choices, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told};
 
 use pool::Pool;
+use served::{Listed, Served};
 
 use crate::{
     drafts::DraftReport,
@@ -58,6 +62,7 @@ pub struct Frontend {
     pub uploads: Uploads,
     permits: Arc<Semaphore>,
     max_concurrent_requests: usize,
+    served: Arc<Served>,
     pool: Pool,
 }
 
@@ -95,6 +100,7 @@ impl Frontend {
             closing: CancellationToken::new(),
             permits: Arc::new(Semaphore::new(max_concurrent_requests)),
             max_concurrent_requests,
+            served: Arc::default(),
         }
     }
 
@@ -111,10 +117,15 @@ impl Frontend {
         route: &'static str,
     ) -> Result<Place, GenerateError> {
         let record = Arc::new(Record::new(request_id, key.cloned(), route));
-        self.take_place(key, &record).inspect_err(|error| record.failed(error.code()))
+        self.take_place(key, request_id, &record).inspect_err(|error| record.failed(error.code()))
     }
 
-    fn take_place(&self, key: Option<&Arc<Key>>, record: &Arc<Record>) -> Result<Place, GenerateError> {
+    fn take_place(
+        &self,
+        key: Option<&Arc<Key>>,
+        request_id: &RequestId,
+        record: &Arc<Record>,
+    ) -> Result<Place, GenerateError> {
         if self.draining.is_cancelled() {
             return Err(GenerateError::ShuttingDown);
         }
@@ -124,7 +135,19 @@ impl Frontend {
         if let (Some(key), Some(running)) = (key, &running) {
             self.leave_places(key, running)?;
         }
-        Ok(Place::new(record.clone(), permit, running))
+        let name = (key.map(|key| key.id.clone()), request_id.clone());
+        Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
+    }
+
+    /// Ends the requests of a key that have this id, and returns how many there are.
+    pub fn abort(&self, key: Option<&Arc<Key>>, request_id: &str) -> usize {
+        self.served.abort(&(key.map(|key| key.id.clone()), request_id.into()))
+    }
+
+    /// Requests being served, and how many can be.
+    pub fn requests(&self) -> (usize, usize) {
+        let most = self.max_concurrent_requests;
+        (most - self.permits.available_permits().min(most), most)
     }
 
     /// Of several keys none may take all places: a request of it that has one leaves enough to others.
@@ -233,7 +256,10 @@ impl Frontend {
     ) -> Result<Generation, GenerateError> {
         let standing = standing(valid.priority, place.record.key())?;
         self.compile(&mut valid).await?;
-        let (record, given_up) = (place.record.clone(), self.closing.child_token());
+        let (record, given_up) = (place.record.clone(), place.listed.given_up.clone());
+        if given_up.token.is_cancelled() {
+            return Err(given_up.error());
+        }
         let deadline = valid.timeout.map(|timeout| Deadline::new(record.arrived(), timeout));
         if let Some(late) = deadline.and_then(|deadline| deadline.is_over()) {
             return Err(late);

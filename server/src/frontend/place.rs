@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::record::Record;
+use super::{record::Record, served::Listed};
 use crate::keys::Running;
 
 /// Goes with the work wherever it is done, and is free again when the last of it has ended: also where the client has
@@ -16,10 +16,17 @@ pub struct Place {
     _permit: OwnedSemaphorePermit,
     /// Among those of its key.
     _running: Option<Running>,
+    /// Among those that can be ended.
+    pub(super) listed: Listed,
 }
 
 impl Place {
-    pub(super) fn new(record: Arc<Record>, permit: OwnedSemaphorePermit, running: Option<Running>) -> Self {
-        Self { record, _permit: permit, _running: running }
+    pub(super) fn new(
+        record: Arc<Record>,
+        permit: OwnedSemaphorePermit,
+        running: Option<Running>,
+        listed: Listed,
+    ) -> Self {
+        Self { record, _permit: permit, _running: running, listed }
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use crate::{engine::FinishReason, keys::Key};
 
 /// A request's name in responses and in the log: its client's, or one that was drawn.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RequestId(Arc<str>);
 
 impl RequestId {

@@ -1,10 +1,6 @@
 //! The gRPC interface: inference/v1, the standard health service, and reflection.
 
-use std::{
-    future::{Ready, ready},
-    pin::Pin,
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use axum::{
     Extension, Router,
@@ -13,37 +9,37 @@ use axum::{
     routing::any,
 };
 use bytes::Bytes;
-use futures::{Stream, StreamExt, future::BoxFuture, stream};
 use http_body_util::Full;
 use looplane_proto::inference::v1::{
-    Delta, FinishReason as ProtoFinish, Finished, GenerateRequest, GenerateResponse, GetModelRequest, GetModelResponse,
-    Started, Token, TopLogprob, generate_response::Event,
+    AbortRequest, AbortResponse, GetLoadRequest, GetLoadResponse, GetModelRequest, GetModelResponse,
 };
 use prost::Message;
-use tonic::{
-    Status,
-    server::{Grpc, ServerStreamingService, UnaryService},
-    service::Routes,
-};
+use tonic::{Status, server::Grpc, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
+use tower::service_fn;
 
+mod answer;
+mod chat;
 mod codec;
 mod error;
 mod request;
 
 use codec::RawRequests;
+pub use error::refusal;
+use request::{Asked, Named};
 
 use crate::{
-    engine::{EngineState, FinishReason, ModelInfo, client_logprob},
-    frontend::{ChoiceEvent, Frontend, GenerateError, Generation, Place, Prepared, RequestId},
+    engine::{EngineState, FinishReason, ModelInfo},
+    frontend::{Frontend, GenerateError, Generation, Place, Prepared, RequestId, in_words},
+    keys::Key,
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest, validate},
-    text::{Piece, Text},
+    text::Text,
     upload::Upload,
 };
 
-/// Path of the inference service; its methods follow.
-const INFERENCE: &str = "/looplane.inference.v1.Inference/";
+/// The inference service.
+const SERVICE: &str = "looplane.inference.v1.Inference";
 
 /// Routes of all gRPC services, to be merged with the HTTP ones.
 pub fn router(frontend: Arc<Frontend>) -> Router {
@@ -54,10 +50,10 @@ pub fn router(frontend: Arc<Frontend>) -> Router {
             .register_encoded_file_descriptor_set(looplane_proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
             // worker/v1 is not spoken on this port.
-            .with_service_name("looplane.inference.v1.Inference")
+            .with_service_name(SERVICE)
             .with_service_name("grpc.health.v1.Health")
     };
-    let inference = Router::new().route(&format!("{INFERENCE}{{*rest}}"), any(call)).with_state(frontend);
+    let inference = Router::new().route(&format!("/{SERVICE}/{{*rest}}"), any(call)).with_state(frontend);
     Routes::new(health)
         .add_service(reflection().build_v1().expect("the descriptors come from the compiler"))
         .add_service(reflection().build_v1alpha().expect("the descriptors come from the compiler"))
@@ -73,7 +69,7 @@ async fn report_health(frontend: Arc<Frontend>, reporter: HealthReporter) {
         let serving = *state.borrow_and_update() == EngineState::Ready && !frontend.draining.is_cancelled();
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         reporter.set_service_status("", status).await;
-        reporter.set_service_status("looplane.inference.v1.Inference", status).await;
+        reporter.set_service_status(SERVICE, status).await;
         tokio::select! {
             changed = state.changed() => if changed.is_err() { break },
             () = frontend.draining.cancelled(), if !frontend.draining.is_cancelled() => {}
@@ -81,7 +77,7 @@ async fn report_health(frontend: Arc<Frontend>, reporter: HealthReporter) {
         }
     }
     reporter.set_service_status("", ServingStatus::NotServing).await;
-    reporter.set_service_status("looplane.inference.v1.Inference", ServingStatus::NotServing).await;
+    reporter.set_service_status(SERVICE, ServingStatus::NotServing).await;
 }
 
 /// A call of the inference service. It is routed here rather than by tonic's generated code, which would read and
@@ -92,105 +88,155 @@ async fn call(
     request: Request,
 ) -> Response<tonic::body::Body> {
     let metrics = frontend.metrics.clone();
-    let answer = match request.uri().path().strip_prefix(INFERENCE) {
-        Some("Generate") => generate(frontend, id, request).await,
-        Some("GetModel") => get_model(frontend, request).await,
-        _ => Ok(Status::unimplemented(format!("no method {}", request.uri().path())).into_http()),
+    let method = request.uri().path().rsplit('/').next().unwrap_or_default();
+    let answer = match method {
+        "Generate" => {
+            generate(frontend, id, "looplane.inference.v1.Inference/Generate", request, request::generate).await
+        }
+        "Chat" => generate(frontend, id, "looplane.inference.v1.Inference/Chat", request, request::chat).await,
+        "Tokenize" => {
+            compute(frontend, id, "looplane.inference.v1.Inference/Tokenize", request, request::tokenize).await
+        }
+        "Detokenize" => {
+            compute(frontend, id, "looplane.inference.v1.Inference/Detokenize", request, request::detokenize).await
+        }
+        "GetModel" => tell(frontend, request, model).await,
+        "Abort" => tell(frontend, request, abort).await,
+        "GetLoad" => tell(frontend, request, load).await,
+        _ => {
+            metrics.failed("not_found");
+            let message = format!("no method {}; reflection lists what is", request.uri().path());
+            Ok(refusal(tonic::Code::Unimplemented, "not_found", message).into_http())
+        }
     };
     answer.unwrap_or_else(|error| refused(&metrics, error).into_http())
 }
 
 type Answer = Result<Response<tonic::body::Body>, GenerateError>;
 
-/// The place comes first: it also bounds the memory of messages.
-async fn generate(frontend: Arc<Frontend>, id: RequestId, request: Request) -> Answer {
-    let place = frontend.enter(&id, request.extensions().get(), "looplane.inference.v1.Inference/Generate")?;
+/// Answers with a stream. The place comes first: it also bounds the memory of messages.
+async fn generate<M: Message + Default + 'static>(
+    frontend: Arc<Frontend>,
+    id: RequestId,
+    route: &'static str,
+    request: Request,
+    read: fn(M) -> Result<Asked, RequestError>,
+) -> Answer {
+    let place = frontend.enter(&id, request.extensions().get(), route)?;
     let record = place.record.clone();
-    let (upload, request) = read(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
+    let (upload, request) = whole(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
-    let method = GenerateMethod { frontend, id, once: Some((place, upload)) };
+    let mut once = Some((place, upload));
+    let method = service_fn(move |call: tonic::Request<Bytes>| {
+        let (frontend, id, record) = (frontend.clone(), id.clone(), record.clone());
+        let (place, upload) = once.take().expect("tonic calls a method once for a request");
+        async move {
+            let (generation, include_reasoning) =
+                admitted(&frontend, place, upload, call, read).await.map_err(|error| {
+                    record.failed(error.code());
+                    refused(&frontend.metrics, error)
+                })?;
+            Ok(tonic::Response::new(answer::stream(generation, include_reasoning, &id, &frontend)))
+        }
+    });
     Ok(codec.server_streaming(method, request).await)
 }
 
-async fn get_model(frontend: Arc<Frontend>, request: Request) -> Answer {
-    let (_upload, request) = read(&frontend, request).await?;
-    Ok(Grpc::new(RawRequests::default()).unary(GetModelMethod { frontend }, request).await)
+async fn admitted<M: Message + Default + 'static>(
+    frontend: &Arc<Frontend>,
+    place: Place,
+    upload: Upload,
+    call: tonic::Request<Bytes>,
+    read: fn(M) -> Result<Asked, RequestError>,
+) -> Result<(Generation, bool), GenerateError> {
+    let timeout = request::timeout(call.metadata())?;
+    let message = call.into_inner();
+    let (bytes, checking) = (message.len(), frontend.clone());
+    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, GenerateError> {
+        let Asked { model: name, raw, include_reasoning } = read(decode(message)?)?;
+        drop(upload);
+        checking.check_model(&name)?;
+        let valid = validate(raw, model, text)?;
+        Ok((ValidRequest { timeout, ..valid }, include_reasoning))
+    };
+    let Prepared { prepared: (valid, include_reasoning), model, place } =
+        frontend.prepare(place, bytes, prepare).await?;
+    Ok((frontend.admit(valid, model, place).await?, include_reasoning))
+}
+
+/// Answers with one message that takes work on a text, within the bounds of a request for text.
+async fn compute<M: Named, R: Message + 'static>(
+    frontend: Arc<Frontend>,
+    id: RequestId,
+    route: &'static str,
+    request: Request,
+    work: fn(M, &ModelInfo, &Text) -> Result<R, RequestError>,
+) -> Answer {
+    let place = frontend.enter(&id, request.extensions().get(), route)?;
+    let record = place.record.clone();
+    let (upload, request) = whole(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
+    let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
+    let mut once = Some((place, upload));
+    let method = service_fn(move |call: tonic::Request<Bytes>| {
+        let (frontend, record) = (frontend.clone(), record.clone());
+        let (place, upload) = once.take().expect("tonic calls a method once for a request");
+        async move {
+            let (message, checking) = (call.into_inner(), frontend.clone());
+            let bytes = message.len();
+            let work = move |model: &ModelInfo, text: &Text| -> Result<_, GenerateError> {
+                let message: M = decode(message)?;
+                drop(upload);
+                checking.check_model(message.model())?;
+                Ok(work(message, model, text)?)
+            };
+            match frontend.prepare(place, bytes, work).await {
+                Ok(Prepared { prepared, .. }) => {
+                    record.finished(FinishReason::Stop);
+                    Ok(tonic::Response::new(prepared))
+                }
+                Err(error) => {
+                    record.failed(error.code());
+                    Err(refused(&frontend.metrics, error))
+                }
+            }
+        }
+    });
+    Ok(codec.unary(method, request).await)
+}
+
+/// What is known, for the key of the call.
+type Known<M, R> = fn(&Frontend, Option<&Arc<Key>>, M) -> Result<R, GenerateError>;
+
+/// Answers with one message that is at hand, also where all places are taken.
+async fn tell<M: Message + Default + 'static, R: Message + 'static>(
+    frontend: Arc<Frontend>,
+    request: Request,
+    known: Known<M, R>,
+) -> Answer {
+    let key = request.extensions().get::<Arc<Key>>().cloned();
+    let (_upload, request) = whole(&frontend, request).await?;
+    let method = service_fn(move |call: tonic::Request<Bytes>| {
+        let answer = decode(call.into_inner()).map_err(GenerateError::from);
+        let answer = answer.and_then(|message| known(&frontend, key.as_ref(), message));
+        std::future::ready(answer.map(tonic::Response::new).map_err(|error| refused(&frontend.metrics, error)))
+    });
+    Ok(Grpc::new(RawRequests::default()).unary(method, request).await)
 }
 
 /// The request with its whole body, which the first of the pair accounts for.
-async fn read(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Full<Bytes>>), GenerateError> {
+async fn whole(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Full<Bytes>>), GenerateError> {
     let (parts, body) = request.into_parts();
     let upload = frontend.uploads.read(body).await?;
     let request = HttpRequest::from_parts(parts, Full::new(upload.bytes.clone()));
     Ok((upload, request))
 }
 
-type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
-
-struct GenerateMethod {
-    frontend: Arc<Frontend>,
-    id: RequestId,
-    /// For the one call there is.
-    once: Option<(Place, Upload)>,
+fn decode<M: Message + Default>(message: Bytes) -> Result<M, RequestError> {
+    M::decode(message).map_err(|error| RequestError::field("message", FieldError::Type, error.to_string()))
 }
 
-impl ServerStreamingService<Bytes> for GenerateMethod {
-    type Response = GenerateResponse;
-    type ResponseStream = Responses;
-    type Future = BoxFuture<'static, Result<tonic::Response<Responses>, Status>>;
-
-    fn call(&mut self, request: tonic::Request<Bytes>) -> Self::Future {
-        let (frontend, id) = (self.frontend.clone(), self.id.clone());
-        let (place, upload) = self.once.take().expect("tonic calls a method once for a request");
-        Box::pin(async move {
-            let record = place.record.clone();
-            let answer = admitted(&frontend, place, upload, request).await;
-            let generation = answer.map_err(|error| {
-                record.failed(error.code());
-                refused(&frontend.metrics, error)
-            })?;
-            Ok(tonic::Response::new(responses(generation, &id, &frontend)))
-        })
-    }
-}
-
-async fn admitted(
-    frontend: &Arc<Frontend>,
-    place: Place,
-    upload: Upload,
-    call: tonic::Request<Bytes>,
-) -> Result<Generation, GenerateError> {
-    let timeout = request::timeout(call.metadata())?;
-    let message = call.into_inner();
-    let (bytes, checking) = (message.len(), frontend.clone());
-    let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, GenerateError> {
-        let request: GenerateRequest = decode(message)?;
-        drop(upload);
-        checking.check_model(&request.model)?;
-        let valid = validate(request::raw(request)?, model, text)?;
-        Ok(ValidRequest { timeout, ..valid })
-    };
-    let Prepared { prepared, model, place } = frontend.prepare(place, bytes, prepare).await?;
-    frontend.admit(prepared, model, place).await
-}
-
-struct GetModelMethod {
-    frontend: Arc<Frontend>,
-}
-
-impl UnaryService<Bytes> for GetModelMethod {
-    type Response = GetModelResponse;
-    type Future = Ready<Result<tonic::Response<GetModelResponse>, Status>>;
-
-    fn call(&mut self, request: tonic::Request<Bytes>) -> Self::Future {
-        let answer = describe(&self.frontend, request.into_inner());
-        ready(answer.map(tonic::Response::new).map_err(|error| refused(&self.frontend.metrics, error)))
-    }
-}
-
-fn describe(frontend: &Frontend, message: Bytes) -> Result<GetModelResponse, GenerateError> {
-    let request: GetModelRequest = decode(message)?;
-    frontend.check_model(&request.model)?;
+fn model(frontend: &Frontend, _: Option<&Arc<Key>>, asked: GetModelRequest) -> Result<GetModelResponse, GenerateError> {
+    frontend.check_model(&asked.model)?;
     let model = frontend.model()?;
     Ok(GetModelResponse {
         id: frontend.model_id.clone(),
@@ -202,58 +248,34 @@ fn describe(frontend: &Frontend, message: Bytes) -> Result<GetModelResponse, Gen
     })
 }
 
-fn decode<M: Message + Default>(message: Bytes) -> Result<M, RequestError> {
-    M::decode(message).map_err(|error| RequestError::field("message", FieldError::Type, error.to_string()))
+fn abort(frontend: &Frontend, key: Option<&Arc<Key>>, asked: AbortRequest) -> Result<AbortResponse, GenerateError> {
+    match frontend.abort(key, &asked.request_id) {
+        0 => Err(RequestError::NoSuchRequest { id: asked.request_id }.into()),
+        requests => Ok(AbortResponse { requests: requests as u32 }),
+    }
 }
 
-/// The call going away drops the stream, and with it the sequence.
-fn responses(generation: Generation, id: &RequestId, frontend: &Frontend) -> Responses {
-    let Generation { request, choices, place, .. } = generation;
-    let metrics = frontend.metrics.clone();
-    let prompt_tokens = request.prompt_tokens() as u32;
-    let started = Event::Started(Started {
-        request_id: id.as_str().to_owned(),
-        model: frontend.model_id.clone(),
-        prompt_tokens,
-        seed: request.sampling.seed,
-    });
-    let choice = choices.into_iter().next().expect("a request has a prompt, and without `n` one choice");
-    let with_logprobs = request.logprobs.is_some();
-    let events = choice.into_stream().map(move |(_, event)| {
-        // Its place is free when the stream ends.
-        let _ = &place;
-        let event = event.map_err(|error| refused(&metrics, error))?;
-        Ok(respond(event, prompt_tokens, with_logprobs))
-    });
-    Box::pin(stream::iter([Ok(GenerateResponse { event: Some(started) })]).chain(events))
+fn load(frontend: &Frontend, _: Option<&Arc<Key>>, _: GetLoadRequest) -> Result<GetLoadResponse, GenerateError> {
+    let (state, load) = (frontend.state(), frontend.engine.metrics().load());
+    let (requests, max_requests) = frontend.requests();
+    Ok(GetLoadResponse {
+        ready: state == EngineState::Ready,
+        state: in_words(&state),
+        requests: requests as u32,
+        max_requests: max_requests as u32,
+        running: load.running as u32,
+        waiting: load.waiting as u32,
+        kv_pages_used: load.kv_pages_used as u32,
+        kv_pages_cached: load.kv_pages_cached as u32,
+        kv_pages: load.kv_pages as u32,
+    })
 }
 
 /// The status of an error, which is counted.
 fn refused(metrics: &FrontMetrics, error: GenerateError) -> Status {
     metrics.failed(error.code());
-    error::status(error)
-}
-
-fn respond(event: ChoiceEvent, prompt_tokens: u32, with_logprobs: bool) -> GenerateResponse {
-    let event = match event {
-        ChoiceEvent::Delta(piece) => Event::Delta(delta(piece, with_logprobs)),
-        ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, .. } => {
-            let reason = match reason {
-                FinishReason::Stop => ProtoFinish::Stop,
-                FinishReason::Length => ProtoFinish::Length,
-            };
-            Event::Finished(Finished { reason: reason.into(), prompt_tokens, completion_tokens, cached_tokens })
-        }
-    };
-    GenerateResponse { event: Some(event) }
-}
-
-fn delta(piece: Piece, with_logprobs: bool) -> Delta {
-    let top = |(id, logprob)| TopLogprob { id, logprob: client_logprob(logprob) };
-    let token = |output: crate::text::OutputToken| Token {
-        id: output.token.id,
-        logprob: output.token.logprob.filter(|_| with_logprobs).map(client_logprob),
-        top: output.token.top.into_iter().map(top).collect(),
-    };
-    Delta { text: piece.text, tokens: piece.tokens.into_iter().map(token).collect() }
+    error::status(match error {
+        GenerateError::Request(error) => request::at_its_path(error).into(),
+        error => error,
+    })
 }

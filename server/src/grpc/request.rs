@@ -1,52 +1,236 @@
-//! inference/v1 `GenerateRequest` to a raw request.
+//! Messages of inference/v1 to what they ask for.
 
 use std::time::Duration;
 
-use looplane_proto::inference::v1::{ChatMessage as ProtoMessage, GenerateRequest, generate_request};
-
+use looplane_proto::inference::v1::{
+    ChatRequest, DetokenizeRequest, DetokenizeResponse, GenerateRequest, SamplingParams, TokenizeRequest,
+    TokenizeResponse, generate_request, sampling_params::Form, tokenize_request,
+};
+use prost::Message;
+use serde_json::Value;
 use tonic::metadata::MetadataMap;
 
+use super::chat::{chat as read_chat, choose, given};
 use crate::{
-    request::{Chat, FieldError, Input, MAX_TIMEOUT, RawRequest, RequestError},
-    text::ChatMessage,
+    engine::ModelInfo,
+    request::{Chat, FieldError, Input, MAX_TIMEOUT, RawRequest, RequestError, decode, encode},
+    text::{Constraint, Text},
 };
 
-/// Field by field; in proto3 a number that is 0 was left out.
-pub(super) fn raw(request: GenerateRequest) -> Result<RawRequest, RequestError> {
-    let (field, input) = match request.input {
+/// What a call asks to generate.
+pub(super) struct Asked {
+    /// Empty: the model that is served.
+    pub(super) model: String,
+    pub(super) raw: RawRequest,
+    /// What was thought before the answer is told.
+    pub(super) include_reasoning: bool,
+}
+
+/// A message that names a model; empty: the one that is served.
+pub(super) trait Named: Message + Default + 'static {
+    fn model(&self) -> &str;
+}
+
+impl Named for TokenizeRequest {
+    fn model(&self) -> &str {
+        &self.model
+    }
+}
+
+impl Named for DetokenizeRequest {
+    fn model(&self) -> &str {
+        &self.model
+    }
+}
+
+pub(super) fn generate(request: GenerateRequest) -> Result<Asked, RequestError> {
+    let GenerateRequest { model, input, sampling, cache_salt, truncate_prompt_tokens } = request;
+    let (field, input) = match input {
         Some(generate_request::Input::Prompt(prompt)) => ("prompt", Input::Texts(vec![prompt])),
         Some(generate_request::Input::TokenIds(tokens)) => ("token_ids", Input::Tokens(vec![tokens.ids])),
-        Some(generate_request::Input::Chat(chat)) => {
-            let messages: Result<_, _> = chat.messages.into_iter().enumerate().map(message).collect();
-            ("chat.messages", Input::Chat(Chat::new(messages?)))
+        None => return Err(RequestError::field("input", FieldError::Missing, "prompt or token_ids must be given")),
+    };
+    let raw = RawRequest {
+        cache_salt: given(cache_salt),
+        truncate_prompt: truncate_prompt_tokens.map(i64::from),
+        ..raw(field, input, sampling)?
+    };
+    Ok(Asked { model, raw, include_reasoning: true })
+}
+
+pub(super) fn chat(request: ChatRequest) -> Result<Asked, RequestError> {
+    let ChatRequest {
+        model,
+        chat,
+        tool_choice,
+        parallel_tool_calls,
+        include_reasoning,
+        sampling,
+        cache_salt,
+        truncate_prompt_tokens,
+    } = request;
+    let missing = || RequestError::field("chat", FieldError::Missing, "must be given, with its messages");
+    let mut chat = read_chat(chat.ok_or_else(missing)?, "chat")?;
+    choose(&mut chat, tool_choice)?;
+    let chat = Chat { one_call: parallel_tool_calls == Some(false), ..chat };
+    let raw = RawRequest {
+        cache_salt: given(cache_salt),
+        truncate_prompt: truncate_prompt_tokens.map(i64::from),
+        ..raw("chat.messages", Input::Chat(chat), sampling)?
+    };
+    Ok(Asked { model, raw, include_reasoning: include_reasoning.unwrap_or(true) })
+}
+
+fn raw(field: &'static str, input: Input, sampling: Option<SamplingParams>) -> Result<RawRequest, RequestError> {
+    let SamplingParams {
+        max_tokens,
+        min_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+        logit_bias,
+        stop,
+        stop_token_ids,
+        include_stop_str_in_output,
+        ignore_eos,
+        logprobs,
+        prompt_logprobs,
+        n,
+        skip_special_tokens,
+        form,
+    } = sampling.unwrap_or_default();
+    Ok(RawRequest {
+        max_tokens: max_tokens.map(i64::from),
+        min_tokens: min_tokens.map(i64::from),
+        n: n.map(i64::from),
+        temperature: temperature.map(f64::from),
+        top_k: top_k.map(i64::from),
+        top_p: top_p.map(f64::from),
+        min_p: min_p.map(f64::from),
+        seed,
+        presence_penalty: presence_penalty.map(f64::from),
+        frequency_penalty: frequency_penalty.map(f64::from),
+        repetition_penalty: repetition_penalty.map(f64::from),
+        logit_bias: logit_bias.into_iter().map(|(token, bias)| (token.into(), bias.into())).collect(),
+        stop,
+        include_stop: include_stop_str_in_output,
+        ignore_eos,
+        stop_tokens: stop_token_ids,
+        logprobs: logprobs.map(i64::from),
+        prompt_logprobs: prompt_logprobs.map(i64::from),
+        show_special: !skip_special_tokens.unwrap_or(true),
+        constraint: form.map(constraint).transpose()?.flatten(),
+        ..RawRequest::new(field, input)
+    })
+}
+
+/// What the output is held to, with the name of the field that says so.
+fn constraint(form: Form) -> Result<Option<(String, Constraint)>, RequestError> {
+    let wrong = |field: &str, message: String| RequestError::field(field, FieldError::Value, message);
+    let (field, constraint) = match form {
+        Form::JsonObject(false) => return Ok(None),
+        Form::JsonObject(true) => ("json_object", Constraint::json_object()),
+        Form::JsonSchema(text) => match serde_json::from_str(&text) {
+            Ok(schema @ (Value::Object(_) | Value::Bool(_))) => ("json_schema", Constraint::Json(schema)),
+            Ok(_) => return Err(wrong("json_schema", "must be the text of an object, a JSON schema".into())),
+            Err(error) => {
+                return Err(wrong("json_schema", format!("the text is not a schema in JSON: {error}")));
+            }
+        },
+        Form::Regex(text) => ("regex", Constraint::Regex(text)),
+        Form::Grammar(text) => ("grammar", Constraint::Lark(text)),
+        Form::Choice(of) if of.texts.is_empty() || of.texts.iter().any(String::is_empty) => {
+            return Err(wrong("choice.texts", "must be a list of texts, none of them empty".into()));
         }
-        None => {
-            let message = "one of prompt, token_ids and chat must be given";
-            return Err(RequestError::field("input", FieldError::Missing, message));
+        Form::Choice(of) => ("choice", Constraint::Choice(of.texts)),
+    };
+    match &constraint {
+        Constraint::Regex(text) | Constraint::Lark(text) if text.is_empty() => {
+            Err(wrong(field, "must not be empty".into()))
+        }
+        _ => Ok(Some((field.to_owned(), constraint))),
+    }
+}
+
+pub(super) fn tokenize(
+    request: TokenizeRequest,
+    model: &ModelInfo,
+    text: &Text,
+) -> Result<TokenizeResponse, RequestError> {
+    let ids = match (request.input, request.add_special_tokens) {
+        (None, _) => return Err(RequestError::field("input", FieldError::Missing, "prompt or chat must be given")),
+        (Some(tokenize_request::Input::Chat(_)), Some(true)) => {
+            let message = "the chat template writes them; leave the field out";
+            return Err(RequestError::field("add_special_tokens", FieldError::Unsupported, message));
+        }
+        (Some(tokenize_request::Input::Chat(chat)), _) => {
+            let chat = Input::Chat(read_chat(chat, "chat")?);
+            encode(chat, "chat.messages", true, model, text)?
+        }
+        (Some(tokenize_request::Input::Prompt(prompt)), special) => {
+            encode(Input::Texts(vec![prompt]), "prompt", special.unwrap_or(true), model, text)?
         }
     };
-    if request.top_logprobs > 0 && !request.logprobs {
-        return Err(RequestError::field("top_logprobs", FieldError::Value, "needs logprobs to be true"));
-    }
-    let nonzero = |value: f32| (value != 0.0).then_some(f64::from(value));
-    Ok(RawRequest {
-        max_tokens: (request.max_tokens != 0).then_some(i64::from(request.max_tokens)),
-        min_tokens: Some(i64::from(request.min_tokens)),
-        temperature: request.temperature.map(f64::from),
-        top_k: request.top_k.map(i64::from),
-        top_p: request.top_p.map(f64::from),
-        min_p: request.min_p.map(f64::from),
-        seed: request.seed,
-        presence_penalty: nonzero(request.presence_penalty),
-        frequency_penalty: nonzero(request.frequency_penalty),
-        repetition_penalty: nonzero(request.repetition_penalty),
-        logit_bias: request.logit_bias.iter().map(|(token, bias)| (u64::from(*token), f64::from(*bias))).collect(),
-        stop: request.stop,
-        ignore_eos: request.ignore_eos,
-        cache_salt: Some(request.cache_salt).filter(|salt| !salt.is_empty()),
-        logprobs_field: "top_logprobs",
-        logprobs: request.logprobs.then_some(i64::from(request.top_logprobs)),
-        ..RawRequest::new(field, input)
+    Ok(TokenizeResponse { ids, max_context: model.max_context })
+}
+
+pub(super) fn detokenize(
+    request: DetokenizeRequest,
+    model: &ModelInfo,
+    text: &Text,
+) -> Result<DetokenizeResponse, RequestError> {
+    Ok(DetokenizeResponse { text: decode(&request.ids, "ids", model, text)? })
+}
+
+/// Fields of [`SamplingParams`], by the names that HTTP has for them, too.
+const OF_SAMPLING: [&str; 24] = [
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "skip_special_tokens",
+    "json_object",
+    "json_schema",
+    "regex",
+    "grammar",
+    "choice",
+];
+/// Fields of `Chat` that HTTP has in its body.
+const OF_CHAT: [&str; 4] = ["tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"];
+
+/// An error that names a field as HTTP has it, with the path that it has here.
+pub(super) fn at_its_path(error: RequestError) -> RequestError {
+    error.with_param(|param| {
+        let name = param.split(['.', '[']).next().unwrap_or_default();
+        let param = match param {
+            "tool_choice.function.name" => "tool_choice.function".to_owned(),
+            _ if name == "tools" => param.replace(".function.", "."),
+            _ => param.to_owned(),
+        };
+        match name {
+            _ if OF_SAMPLING.contains(&name) => format!("sampling.{param}"),
+            _ if OF_CHAT.contains(&name) => format!("chat.{param}"),
+            _ => param,
+        }
     })
 }
 
@@ -75,23 +259,12 @@ pub(super) fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Reques
     Ok(Some(Duration::from_nanos(nanoseconds.saturating_mul(count)).min(MAX_TIMEOUT)))
 }
 
-fn message((index, message): (usize, ProtoMessage)) -> Result<ChatMessage, RequestError> {
-    match message.role.as_str() {
-        "developer" => Ok(ChatMessage::new("system", message.content)),
-        "system" | "user" | "assistant" => Ok(ChatMessage::new(message.role, message.content)),
-        role => {
-            let text = format!("{role:?} is none of system, developer, user, assistant");
-            Err(RequestError::field(format!("chat.messages[{index}].role"), FieldError::Value, text))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::{engine::ModelInfo, request::validate, text::Text};
+    use crate::request::validate;
 
     #[test]
     fn a_calls_time_is_read_in_all_its_units() {
@@ -119,6 +292,30 @@ mod tests {
     }
 
     #[test]
+    fn errors_know_every_field_of_the_messages_that_http_has_elsewhere() {
+        let files = prost_types::FileDescriptorSet::decode(looplane_proto::DESCRIPTORS).unwrap().file;
+        let fields = |name: &str| {
+            let messages = files.iter().filter(|file| file.package() == "looplane.inference.v1");
+            let message = messages.flat_map(|file| &file.message_type).find(|message| message.name() == name);
+            let fields = message.expect("the message exists").field.iter();
+            fields.map(|field| field.name().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(fields("SamplingParams"), OF_SAMPLING);
+        assert_eq!(fields("Chat")[1..], OF_CHAT);
+        let path = |param: &str| at_its_path(RequestError::field(param, FieldError::Value, "")).param().to_owned();
+        for (param, here) in [
+            ("n", "sampling.n"),
+            ("logit_bias.7", "sampling.logit_bias.7"),
+            ("tools[1].function.name", "chat.tools[1].name"),
+            ("tool_choice.function.name", "tool_choice.function"),
+            ("chat.messages[0].content", "chat.messages[0].content"),
+            ("token_ids", "token_ids"),
+        ] {
+            assert_eq!(path(param), here);
+        }
+    }
+
+    #[test]
     fn what_is_left_out_is_as_if_left_out_over_http() {
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
         let mut text = Text::load(&fixture).unwrap();
@@ -134,7 +331,8 @@ mod tests {
             bit_domain: String::new(),
         };
         let input = Some(generate_request::Input::Prompt("Hi".into()));
-        let grpc = raw(GenerateRequest { input, seed: Some(1), ..GenerateRequest::default() }).unwrap();
+        let sampling = Some(SamplingParams { seed: Some(1), ..SamplingParams::default() });
+        let grpc = generate(GenerateRequest { input, sampling, ..GenerateRequest::default() }).unwrap().raw;
         let http = RawRequest { seed: Some(1), ..RawRequest::new("prompt", Input::Texts(vec!["Hi".into()])) };
         let grpc = validate(grpc, &model, &text).unwrap();
         assert_eq!(grpc.sampling.repetition_penalty, 1.25);

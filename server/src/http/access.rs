@@ -9,6 +9,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use tonic::Code;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::{
@@ -80,7 +81,7 @@ fn refusal(request: &Request, presented: bool) -> Response {
         false => "an API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
     };
     let mut response = match is_grpc(request.headers()) {
-        true => grpc_error(tonic::Status::unauthenticated(message), CODE),
+        true => grpc_error(Code::Unauthenticated, CODE, message),
         false => ApiError::new(StatusCode::UNAUTHORIZED, CODE, message).into_response(),
     };
     response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

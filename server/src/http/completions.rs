@@ -13,10 +13,7 @@ use axum::{
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use futures::{
-    StreamExt, TryStreamExt,
-    stream::{FuturesUnordered, SelectAll},
-};
+use futures::{StreamExt, TryStreamExt, stream::FuturesUnordered};
 use http_body_util::{BodyExt, Full};
 use serde_json::Value;
 use uuid::Uuid;
@@ -27,13 +24,15 @@ use super::{
     events::{EventSource, Events, event_response, write_json},
     json,
     parse::{self, HttpRequest},
-    reply::{Replies, ReplyChoice, ReplyEvent},
     wire::{Api, ChunkWriter, Usage, WholeChoice, Writer},
 };
 use crate::{
     drafts::DraftStep,
     engine::ModelInfo,
-    frontend::{Frontend, GenerateError, Generation, Place, Prepared, RequestId, unix_seconds},
+    frontend::{
+        Choices, Frontend, GenerateError, Generation, Place, Prepared, Replies, ReplyChoice, ReplyEvent, RequestId,
+        unix_seconds,
+    },
     metrics::FrontMetrics,
     request::{RawRequest, validate},
     text::Text,
@@ -200,7 +199,7 @@ async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateErro
                 whole.tokens.extend(tokens);
             }
             ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs, .. } => {
-                (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason), drafts, prompt_logprobs);
+                (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason.word()), drafts, prompt_logprobs);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
         }
@@ -230,31 +229,13 @@ struct EventStream {
     _place: Place,
 }
 
-/// A single choice, as most requests have, need not be found among others.
-enum Choices {
-    One(Box<ReplyChoice>),
-    Several(SelectAll<ReplyChoice>),
-}
-
-impl Choices {
-    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<(u32, Result<ReplyEvent, GenerateError>)>> {
-        match self {
-            Self::One(choice) => choice.poll_next_unpin(context),
-            Self::Several(choices) => choices.poll_next_unpin(context),
-        }
-    }
-}
-
 fn streamed(replies: Replies, writer: Writer, metrics: FrontMetrics) -> Response {
-    let Replies { request, mut choices, place } = replies;
+    let Replies { request, choices, place } = replies;
     let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
     let none = Usage::new(request.prompt_tokens(), None, 0);
     choices.iter().for_each(|choice| writer.opening(choice.index(), none, &mut events));
     let of_choice = vec![0; choices.len()];
-    let choices = match choices.len() {
-        1 => Choices::One(Box::new(choices.remove(0))),
-        _ => Choices::Several(choices.into_iter().collect()),
-    };
+    let choices = Choices::from(choices);
     let stream = EventStream {
         writer,
         choices,
@@ -274,7 +255,7 @@ impl EventSource for EventStream {
     const KEEP_ALIVE: &'static [u8] = b": keep-alive\n\n";
 
     fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
-        match ready!(self.choices.poll_next(context)) {
+        match ready!(self.choices.poll_next_unpin(context)) {
             Some((index, Ok(event))) => self.tell(index, event, events),
             // The response has begun, so the error can only be an event. Without [DONE] nobody takes it for whole.
             Some((_, Err(error))) => {
@@ -319,7 +300,7 @@ impl EventStream {
                     self.cached_tokens += u64::from(cached_tokens);
                 }
                 self.of_choice[index as usize] = completion_tokens.into();
-                self.writer.finish(index, reason, self.so_far(index), events);
+                self.writer.finish(index, reason.word(), self.so_far(index), events);
             }
         }
     }

@@ -11,10 +11,9 @@ use super::{
     completions::{SEED_HEADER, json_response},
     error::ApiError,
     events::{EventSource, Events, event_response},
-    reply::{Replies, ReplyChoice, ReplyEvent, Told},
 };
 use crate::{
-    frontend::{Frontend, Generation, Place},
+    frontend::{Frontend, Generation, Place, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told},
     metrics::FrontMetrics,
 };
 
@@ -46,8 +45,7 @@ pub(super) enum BlockKind {
 /// How an answer ended.
 #[derive(Debug)]
 pub(super) struct End {
-    /// OpenAI's word for why.
-    pub(super) reason: &'static str,
+    pub(super) reason: ReplyEnd,
     /// What the output stopped at.
     pub(super) stop_text: Option<String>,
     pub(super) completion_tokens: u64,
@@ -211,7 +209,7 @@ impl Answer {
 }
 
 impl End {
-    fn new(reason: &'static str, stop_text: Option<String>, completion_tokens: u32, cached_tokens: u32) -> Self {
+    fn new(reason: ReplyEnd, stop_text: Option<String>, completion_tokens: u32, cached_tokens: u32) -> Self {
         Self { reason, stop_text, completion_tokens: completion_tokens.into(), cached_tokens: cached_tokens.into() }
     }
 }

@@ -71,9 +71,8 @@ impl ApiError {
 
 impl From<GenerateError> for ApiError {
     fn from(error: GenerateError) -> Self {
-        let message = error.to_string();
-        let code = error.code();
-        let new = |status| ApiError::new(status, code, message);
+        let (message, code, retry_after_s) = (error.to_string(), error.code(), error.retry_after_s());
+        let new = |status| ApiError { retry_after_s, ..ApiError::new(status, code, message) };
         match error {
             GenerateError::Request(error) => error.into(),
             GenerateError::Upload(UploadError::TooLarge { .. }) => new(StatusCode::PAYLOAD_TOO_LARGE),
@@ -81,19 +80,20 @@ impl From<GenerateError> for ApiError {
             GenerateError::Upload(UploadError::Broken(_)) => new(StatusCode::BAD_REQUEST),
             GenerateError::Upload(UploadError::Crowded { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
-            | GenerateError::Busy { .. } => new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", 1),
-            GenerateError::Key(limit) => {
-                new(StatusCode::TOO_MANY_REQUESTS).retry("rate_limit_error", limit.retry_after_s())
-            }
+            | GenerateError::Busy { .. }
+            | GenerateError::Key(_) => ApiError { kind: "rate_limit_error", ..new(StatusCode::TOO_MANY_REQUESTS) },
             GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
                 new(StatusCode::BAD_REQUEST)
             }
             // Clients repeat what is answered with 429 and 5xx by themselves: this is not to be.
             GenerateError::Submit(SubmitError::Quarantined { .. }) => new(StatusCode::UNPROCESSABLE_ENTITY),
-            GenerateError::Submit(SubmitError::Unavailable(_)) | GenerateError::NotReady(_) => {
-                new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5)
+            GenerateError::Submit(SubmitError::Unavailable(_))
+            | GenerateError::NotReady(_)
+            | GenerateError::ShuttingDown => {
+                ApiError { kind: "service_unavailable_error", ..new(StatusCode::SERVICE_UNAVAILABLE) }
             }
-            GenerateError::ShuttingDown => new(StatusCode::SERVICE_UNAVAILABLE).retry("service_unavailable_error", 5),
+            // As nginx calls what its client ended. Clients repeat 409 and 5xx by themselves, but not this.
+            GenerateError::Aborted => new(StatusCode::from_u16(499).expect("it has three digits")),
             GenerateError::DeadlineExceeded { .. } => new(StatusCode::GATEWAY_TIMEOUT),
             GenerateError::Failed(_) | GenerateError::Internal(_) => new(StatusCode::INTERNAL_SERVER_ERROR),
         }
@@ -103,7 +103,7 @@ impl From<GenerateError> for ApiError {
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
         let status = match &error {
-            RequestError::ModelNotFound { .. } => StatusCode::NOT_FOUND,
+            RequestError::ModelNotFound { .. } | RequestError::NoSuchRequest { .. } => StatusCode::NOT_FOUND,
             RequestError::Field { .. } | RequestError::ContextLength { .. } | RequestError::PromptBytes { .. } => {
                 StatusCode::BAD_REQUEST
             }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::reply::Told;
+use crate::frontend::Told;
 
 /// The message of a whole answer.
 #[derive(Debug, Default)]

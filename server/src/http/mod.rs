@@ -12,6 +12,7 @@ use axum::{
 };
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
+use tonic::Code;
 use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
@@ -28,7 +29,6 @@ mod messages;
 mod metrics;
 mod parse;
 mod quota;
-mod reply;
 mod responses;
 mod tokens;
 mod tools;
@@ -42,6 +42,7 @@ pub use responses::ResponseStore;
 use crate::{
     engine::EngineState,
     frontend::{Frontend, RequestId, in_words},
+    grpc,
     request::RequestError,
 };
 
@@ -260,8 +261,7 @@ async fn ready(State(app): State<App>) -> (StatusCode, Json<Value>) {
 
 async fn not_found(request: Request) -> Response {
     if is_grpc(request.headers()) {
-        let status = tonic::Status::unimplemented(format!("no method {}", request.uri().path()));
-        return grpc_error(status, "not_found");
+        return grpc_error(Code::Unimplemented, "not_found", &format!("no method {}", request.uri().path()));
     }
     let message = format!("there is no {} here; GET / lists what is", request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()
@@ -272,9 +272,9 @@ fn is_grpc(headers: &HeaderMap) -> bool {
 }
 
 /// For a call that reaches no service.
-fn grpc_error(status: tonic::Status, code: &'static str) -> Response {
-    let mut response = status.into_http::<axum::body::Body>();
-    response.extensions_mut().insert(ErrorCode(code));
+fn grpc_error(code: Code, reason: &'static str, message: &str) -> Response {
+    let mut response = grpc::refusal(code, reason, message).into_http::<axum::body::Body>();
+    response.extensions_mut().insert(ErrorCode(reason));
     response
 }
 

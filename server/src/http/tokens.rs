@@ -18,7 +18,7 @@ use super::{
 use crate::{
     engine::{FinishReason, ModelInfo},
     frontend::{GenerateError, Place, Prepared, RequestId},
-    request::{FieldError, Input, RequestError, encode},
+    request::{FieldError, Input, RequestError, decode, encode},
     text::Text,
 };
 
@@ -64,12 +64,7 @@ pub(super) async fn detokenize(
         };
         fields.finish()?;
         let ids = parse::token_ids(&ids, "tokens")?;
-        let wrong = |message: String| RequestError::field("tokens", FieldError::Value, message);
-        if let Some(id) = ids.iter().find(|id| **id >= model.vocab_size) {
-            let size = model.vocab_size;
-            return Err(wrong(format!("token {id} does not exist; the vocabulary has {size} tokens")).into());
-        }
-        let prompt = text.tokenizer.decode(&ids, true).map_err(|error| wrong(error.to_string()))?;
+        let prompt = decode(&ids, "tokens", model, text)?;
         Ok(serde_json::json!({"prompt": prompt}))
     })
     .await

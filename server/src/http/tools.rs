@@ -1,13 +1,13 @@
 //! Tools of a chat and their calls, from JSON.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::{
     error::{ApiError, wrong_type},
     fields::Fields,
 };
 use crate::{
-    request::{FieldError, RequestError, ToolChoice},
+    request::{FieldError, RequestError, ToolChoice, arguments},
     text::{Call, Function, Tool, ToolCall},
 };
 
@@ -104,17 +104,6 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
     let arguments = arguments(&function.required_string("arguments")?, path)?;
     function.finish()?;
     Ok(ToolCall { id, call: Call::Function { name, arguments } })
-}
-
-/// What the JSON text of a call's arguments says; some clients leave it empty where there are none.
-pub(super) fn arguments(text: &str, path: String) -> Result<Map<String, Value>, ApiError> {
-    if text.trim().is_empty() {
-        return Ok(Map::new());
-    }
-    serde_json::from_str(text).map_err(|error| {
-        let message = format!("is not the text of a JSON object: {error}");
-        RequestError::field(path, FieldError::Value, message).into()
-    })
 }
 
 pub(super) fn is_function(fields: &mut Fields) -> Result<(), ApiError> {

@@ -9,11 +9,11 @@ use super::{
     events::{Events, write_json},
     message::{Delta, Message, WholeMessage},
     parse::StreamUsage,
-    reply::Told,
 };
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
     engine::{GeneratedToken, client_logprob},
+    frontend::Told,
     text::{OutputToken, Tokenizer},
 };
 

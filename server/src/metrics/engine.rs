@@ -247,6 +247,18 @@ impl EngineMetrics {
         self.preemptions.inc_by(load.preemptions - self.preemptions.get());
     }
 
+    /// What was at hand when that was noted last.
+    pub fn load(&self) -> Load {
+        Load {
+            running: self.running.get(),
+            waiting: self.waiting.get(),
+            kv_pages_used: self.kv_pages_used.get(),
+            kv_pages_cached: self.kv_pages_cached.get(),
+            kv_pages: self.kv_pages.get(),
+            preemptions: self.preemptions.get(),
+        }
+    }
+
     /// Counts a step.
     pub fn step(&self, step: StepRun) {
         self.step_time.observe(step.time);

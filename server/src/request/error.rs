@@ -81,6 +81,12 @@ pub enum RequestError {
         /// The name that works.
         served: String,
     },
+    /// A request is to be ended that is not being served.
+    #[error("no request with the id {id:?} is being served: it has ended, or its key is another one")]
+    NoSuchRequest {
+        /// As the client has it.
+        id: String,
+    },
 }
 
 impl RequestError {
@@ -95,7 +101,20 @@ impl RequestError {
             RequestError::Field { kind, .. } => kind.code(),
             RequestError::ContextLength { .. } | RequestError::PromptBytes { .. } => "context_length_exceeded",
             RequestError::ModelNotFound { .. } => "model_not_found",
+            RequestError::NoSuchRequest { .. } => "request_not_found",
         }
+    }
+
+    /// The same of a field that the client knows by another path.
+    #[must_use]
+    pub fn with_param(mut self, path: impl FnOnce(&str) -> String) -> Self {
+        if let RequestError::Field { field, .. }
+        | RequestError::ContextLength { field, .. }
+        | RequestError::PromptBytes { field, .. } = &mut self
+        {
+            *field = path(field);
+        }
+        self
     }
 
     /// The field to mend.
@@ -105,6 +124,7 @@ impl RequestError {
             | RequestError::ContextLength { field, .. }
             | RequestError::PromptBytes { field, .. } => field,
             RequestError::ModelNotFound { .. } => "model",
+            RequestError::NoSuchRequest { .. } => "request_id",
         }
     }
 }

@@ -16,8 +16,8 @@ mod tools;
 mod validate;
 
 pub use error::{FieldError, RequestError};
-pub use tools::{MAX_TOOLS, ToolChoice};
-pub use validate::{encode, validate};
+pub use tools::{MAX_TOOLS, ToolChoice, arguments};
+pub use validate::{decode, encode, validate};
 
 /// Choices of one prompt; each is a sequence of its own.
 pub const MAX_CHOICES: u64 = 16;

@@ -1,5 +1,7 @@
 //! What a chat's tools ask of its answer, and which parts the answer has.
 
+use serde_json::{Map, Value};
+
 use super::{Chat, FieldError, RequestError};
 use crate::{
     reply::{self, CallGrammar, Format, thinks_at_the_end_of},
@@ -96,6 +98,21 @@ fn check(tools: &[Tool], choice: &ToolChoice) -> Result<(), RequestError> {
         }
         _ => Ok(()),
     }
+}
+
+/// What the JSON text of a call's arguments says, which came in `field`; some clients leave it empty where there are
+/// none.
+///
+/// # Errors
+/// It is not the text of an object.
+pub fn arguments(text: &str, field: String) -> Result<Map<String, Value>, RequestError> {
+    if text.trim().is_empty() {
+        return Ok(Map::new());
+    }
+    serde_json::from_str(text).map_err(|error| {
+        let message = format!("is not the text of a JSON object: {error}");
+        RequestError::field(field, FieldError::Value, message)
+    })
 }
 
 /// Letters, digits, `_` and `-`, and nothing else.

@@ -202,13 +202,11 @@ fn check_stops(stops: &[String]) -> Result<(), RequestError> {
 }
 
 fn check_stop_tokens(tokens: &[u32], model: &ModelInfo) -> Result<(), RequestError> {
-    let (count, size) = (tokens.len(), model.vocab_size);
-    let message = match tokens.iter().find(|id| **id >= size) {
-        _ if count > MAX_STOP_TOKENS => format!("{count} tokens are more than {MAX_STOP_TOKENS}"),
-        Some(id) => format!("token {id} does not exist; the vocabulary has {size} tokens"),
-        None => return Ok(()),
+    let checked = match tokens.len() {
+        0..=MAX_STOP_TOKENS => check_tokens(tokens, model),
+        count => Err(format!("{count} tokens are more than {MAX_STOP_TOKENS}")),
     };
-    Err(RequestError::field("stop_token_ids", FieldError::Value, message))
+    checked.map_err(|message| RequestError::field("stop_token_ids", FieldError::Value, message))
 }
 
 /// The tokens of an input of one prompt, which came in `field`. `special`: of a plain text with what the model expects
@@ -225,6 +223,25 @@ pub fn encode(
 ) -> Result<Vec<u32>, RequestError> {
     let all = prompts(input, field, special, "", model, text)?;
     Ok(all.into_iter().flat_map(|prompt| prompt.tokens).collect())
+}
+
+/// The text of tokens, which came in `field`, with that of special tokens.
+///
+/// # Errors
+/// One of them does not exist.
+pub fn decode(tokens: &[u32], field: &str, model: &ModelInfo, text: &Text) -> Result<String, RequestError> {
+    let wrong = |message: String| RequestError::field(field, FieldError::Value, message);
+    check_tokens(tokens, model).map_err(wrong)?;
+    text.tokenizer.decode(tokens, true).map_err(|error| wrong(error.to_string()))
+}
+
+/// All of them exist.
+fn check_tokens(tokens: &[u32], model: &ModelInfo) -> Result<(), String> {
+    let size = model.vocab_size;
+    match tokens.iter().find(|id| **id >= size) {
+        Some(id) => Err(format!("token {id} does not exist; the vocabulary has {size} tokens")),
+        None => Ok(()),
+    }
 }
 
 /// A prompt of which only the length is not checked yet.
@@ -284,10 +301,7 @@ fn prompts(
         Input::Tokens(lists) => {
             check_count(lists.len())?;
             let check = |tokens: Vec<u32>| {
-                if let Some(id) = tokens.iter().find(|id| **id >= model.vocab_size) {
-                    let size = model.vocab_size;
-                    return Err(wrong(format!("token {id} does not exist; the vocabulary has {size} tokens")));
-                }
+                check_tokens(&tokens, model).map_err(wrong)?;
                 let text_before = tokens.iter().any(|id| !text.tokenizer.is_special(*id));
                 let start = if text_before { Start::Middle } else { Start::Beginning };
                 Ok(Encoded { tokens, start, thinks: false })

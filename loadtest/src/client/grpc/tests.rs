@@ -3,7 +3,11 @@ use crate::testing::runs::run_line;
 use futures::{Stream, StreamExt, stream};
 use looplane_proto::inference::v1::generate_request::Input;
 use looplane_proto::inference::v1::inference_server::{Inference, InferenceServer};
-use looplane_proto::inference::v1::{Delta, Finished, GenerateResponse, GetModelResponse, Started};
+use looplane_proto::inference::v1::{
+    AbortRequest, AbortResponse, Chat, ChatMessage, Delta, DetokenizeRequest, DetokenizeResponse, Finished,
+    GenerateResponse, GetLoadRequest, GetLoadResponse, GetModelResponse, SamplingParams, Started, TokenizeRequest,
+    TokenizeResponse,
+};
 use std::pin::Pin;
 use tokio::net::TcpListener;
 use tonic::transport::server::TcpIncoming;
@@ -27,7 +31,7 @@ struct Mock {
     ttft: Duration,
     itl: Duration,
     fault: Fault,
-    requests: Arc<Mutex<Vec<(GenerateRequest, String)>>>,
+    requests: Arc<Mutex<Vec<(GrpcRequest, String)>>>,
 }
 
 type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
@@ -36,20 +40,68 @@ type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + S
 impl Inference for Mock {
     type GenerateStream = Responses;
 
+    type ChatStream = Responses;
+
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Responses>, Status> {
-        let key = request.metadata().get("authorization").and_then(|key| key.to_str().ok()).unwrap_or("").to_owned();
+        let key = key_of(&request);
         let request = request.into_inner();
-        self.requests.lock().expect("no holder panics").push((request.clone(), key));
+        let Some(Input::Prompt(prompt)) = request.input.clone() else {
+            return Err(Status::invalid_argument("no prompt"));
+        };
+        let max_tokens = request.sampling.as_ref().and_then(|sampling| sampling.max_tokens);
+        self.answer(GrpcRequest::Generate(request), key, &prompt, max_tokens.unwrap_or(0))
+    }
+
+    async fn chat(&self, request: Request<ChatRequest>) -> Result<Response<Responses>, Status> {
+        let key = key_of(&request);
+        let request = request.into_inner();
+        let prompt: String = messages(&request).map(|message| message.content.as_str()).collect();
+        let max_tokens = request.sampling.as_ref().and_then(|sampling| sampling.max_tokens);
+        self.answer(GrpcRequest::Chat(request), key, &prompt, max_tokens.unwrap_or(0))
+    }
+
+    async fn get_model(&self, _: Request<GetModelRequest>) -> Result<Response<GetModelResponse>, Status> {
+        Ok(Response::new(GetModelResponse { id: "mock".into(), ..GetModelResponse::default() }))
+    }
+
+    async fn tokenize(&self, _: Request<TokenizeRequest>) -> Result<Response<TokenizeResponse>, Status> {
+        Err(Status::unimplemented("of no use to the client"))
+    }
+
+    async fn detokenize(&self, _: Request<DetokenizeRequest>) -> Result<Response<DetokenizeResponse>, Status> {
+        Err(Status::unimplemented("of no use to the client"))
+    }
+
+    async fn abort(&self, _: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {
+        Err(Status::unimplemented("of no use to the client"))
+    }
+
+    async fn get_load(&self, _: Request<GetLoadRequest>) -> Result<Response<GetLoadResponse>, Status> {
+        Err(Status::unimplemented("of no use to the client"))
+    }
+}
+
+fn key_of<T>(request: &Request<T>) -> String {
+    request.metadata().get("authorization").and_then(|key| key.to_str().ok()).unwrap_or("").to_owned()
+}
+
+fn messages(request: &ChatRequest) -> impl Iterator<Item = &ChatMessage> {
+    request.chat.iter().flat_map(|Chat { messages, .. }| messages)
+}
+
+impl Mock {
+    fn answer(
+        &self,
+        request: GrpcRequest,
+        key: String,
+        prompt: &str,
+        tokens: u32,
+    ) -> Result<Response<Responses>, Status> {
+        self.requests.lock().expect("no holder panics").push((request, key));
         if let Fault::Refuse(code) = self.fault {
             return Err(Status::new(code, "queue\u{1b} full"));
         }
-        let prompt = match request.input {
-            Some(Input::Prompt(prompt)) => prompt,
-            Some(Input::Chat(chat)) => chat.messages.into_iter().map(|message| message.content).collect(),
-            _ => return Err(Status::invalid_argument("no prompt")),
-        };
         let prompt_tokens = 3 + 2 * prompt.split_whitespace().count() as u32;
-        let tokens = request.max_tokens;
         let event = |event| Ok(GenerateResponse { event: Some(event) });
         let started = event(Event::Started(Started { prompt_tokens, ..Started::default() }));
         let mut steps = vec![(Duration::ZERO, started), (Duration::ZERO, event(Event::Delta(Delta::default())))];
@@ -66,7 +118,7 @@ impl Inference for Mock {
                     reason: FinishReason::Length.into(),
                     prompt_tokens,
                     completion_tokens: tokens,
-                    cached_tokens: 0,
+                    ..Finished::default()
                 };
                 steps.push((end, event(Event::Finished(finished))));
             }
@@ -78,12 +130,6 @@ impl Inference for Mock {
         }))))
     }
 
-    async fn get_model(&self, _: Request<GetModelRequest>) -> Result<Response<GetModelResponse>, Status> {
-        Ok(Response::new(GetModelResponse { id: "mock".into(), ..GetModelResponse::default() }))
-    }
-}
-
-impl Mock {
     fn new(fault: Fault) -> Self {
         let (ttft, itl) = (Duration::from_millis(30), Duration::from_millis(10));
         Self { ttft, itl, fault, requests: Arc::default() }
@@ -104,11 +150,16 @@ impl Mock {
 
 async fn ask(authority: &str, max_tokens: u32, timeout: Duration) -> RequestRecord {
     let client = GrpcClient::new(authority, Some("sesame"), timeout).expect("the mock's address is valid");
-    let input = Some(Input::Prompt("a b c".into()));
     let clock = Clock::start();
     let mut record = RequestRecord::new(0, 0, clock.now_ns());
-    client.stream(GenerateRequest { input, max_tokens, ..GenerateRequest::default() }, clock, &mut record).await;
+    client.stream(prompt("a b c", max_tokens), clock, &mut record).await;
     record
+}
+
+fn prompt(text: &str, max_tokens: u32) -> GrpcRequest {
+    let sampling = Some(SamplingParams { max_tokens: Some(max_tokens), ..SamplingParams::default() });
+    let input = Some(Input::Prompt(text.into()));
+    GrpcRequest::Generate(GenerateRequest { input, sampling, ..GenerateRequest::default() })
 }
 
 #[tokio::test]
@@ -174,10 +225,7 @@ async fn more_streams_than_a_connection_carries_open_another() {
         let client = &client;
         async move {
             let mut record = RequestRecord::new(index, 0, clock.now_ns());
-            let input = Some(Input::Prompt("a".into()));
-            client
-                .stream(GenerateRequest { input, max_tokens: 1, ..GenerateRequest::default() }, clock, &mut record)
-                .await;
+            client.stream(prompt("a", 1), clock, &mut record).await;
             record
         }
     }))
@@ -208,15 +256,13 @@ async fn a_whole_run_has_the_same_report_as_over_http() {
     assert!(report["median_ttft_ms"].as_f64() >= Some(29.9) && report["mean_itl_ms"].as_f64() > Some(0.0));
     let requests = mock.requests.lock().expect("no holder panics");
     assert_eq!(requests.len(), 2 + 3 + 12, "two to size the prompts, three to warm up");
-    let (asked, key) = &requests[5];
-    assert_eq!(
-        (asked.model.as_str(), asked.max_tokens, asked.min_tokens, asked.temperature),
-        ("mock", 4, 4, Some(0.0))
-    );
-    assert!(asked.ignore_eos && key.is_empty());
-    let chats = requests[5..].iter().map(|(request, _)| match &request.input {
-        Some(Input::Chat(chat)) => chat.messages.iter().map(|message| message.role.as_str()).collect::<Vec<_>>(),
-        other => panic!("{other:?} is no chat"),
+    let (GrpcRequest::Chat(asked), key) = &requests[5] else { panic!("a chat was expected") };
+    let sampling = asked.sampling.clone().expect("a request has limits");
+    assert_eq!((sampling.max_tokens, sampling.min_tokens, sampling.temperature), (Some(4), Some(4), Some(0.0)));
+    assert!(asked.model == "mock" && sampling.ignore_eos && key.is_empty());
+    let chats = requests[5..].iter().map(|(request, _)| match request {
+        GrpcRequest::Chat(chat) => messages(chat).map(|message| message.role.as_str()).collect::<Vec<_>>(),
+        GrpcRequest::Generate(other) => panic!("{other:?} is no chat"),
     });
     let (second, first): (Vec<_>, Vec<_>) = chats.partition(|chat| chat.len() > 1);
     assert_eq!((first.len(), second.len()), (6, 6));

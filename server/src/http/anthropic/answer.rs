@@ -11,6 +11,7 @@ use super::{
     },
     error_body,
 };
+use crate::frontend::ReplyEnd;
 
 /// Writes one answer.
 #[derive(Debug)]
@@ -156,10 +157,10 @@ fn content(block: &Block) -> Content<'_> {
 fn ending(answer: &Answer) -> Ending<'_> {
     let Some(end) = &answer.end else { return Ending { stop_reason: None, stop_sequence: None } };
     let (reason, stop_sequence) = match (end.reason, &end.stop_text) {
-        ("tool_calls", _) => ("tool_use", None),
-        ("length", _) => ("max_tokens", None),
-        (_, Some(text)) => ("stop_sequence", Some(text.as_str())),
-        (_, None) => ("end_turn", None),
+        (ReplyEnd::ToolCalls, _) => ("tool_use", None),
+        (ReplyEnd::Length, _) => ("max_tokens", None),
+        (ReplyEnd::Stop, Some(text)) => ("stop_sequence", Some(text.as_str())),
+        (ReplyEnd::Stop, None) => ("end_turn", None),
     };
     Ending { stop_reason: Some(reason), stop_sequence }
 }

@@ -13,7 +13,10 @@ use super::{
     },
     ResponseStore, Stored,
 };
-use crate::text::{Call, ChatMessage, ToolCall};
+use crate::{
+    frontend::ReplyEnd,
+    text::{Call, ChatMessage, ToolCall},
+};
 
 /// Writes one response, and keeps it.
 #[derive(Debug)]
@@ -245,7 +248,7 @@ fn written(response: &Response<'_>) -> String {
 
 /// Of an item, which is the last or not, or of the response. A limit cuts the last item off.
 fn status_of(answer: &Answer, is_last: bool) -> &'static str {
-    let cut_off = answer.end.as_ref().is_some_and(|end| end.reason == "length");
+    let cut_off = answer.end.as_ref().is_some_and(|end| end.reason == ReplyEnd::Length);
     if cut_off && is_last { "incomplete" } else { "completed" }
 }
 

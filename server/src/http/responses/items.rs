@@ -6,10 +6,9 @@ use super::super::{
     error::{ApiError, wrong_type},
     fields::Fields,
     parse::is_empty_list,
-    tools::arguments,
 };
 use crate::{
-    request::{FieldError, RequestError},
+    request::{FieldError, RequestError, arguments},
     text::{Call, ChatMessage, ToolCall},
 };
 

@@ -6,13 +6,13 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-use futures::Stream;
+use futures::{Stream, StreamExt, stream::SelectAll};
 use uuid::Uuid;
 
+use super::{Choice, ChoiceEvent, GenerateError, Generation, Place};
 use crate::{
     drafts::DraftStep,
     engine::{FinishReason, GeneratedToken},
-    frontend::{Choice, ChoiceEvent, GenerateError, Generation, Place},
     reply::{Format, Part, Reply, ToolFormat},
     request::ValidRequest,
     text::{OutputToken, Piece},
@@ -20,14 +20,18 @@ use crate::{
 
 /// A request whose sequences are queued or running. Dropping it cancels them.
 #[derive(Debug)]
-pub(super) struct Replies {
-    pub(super) request: ValidRequest,
-    pub(super) choices: Vec<ReplyChoice>,
-    pub(super) place: Place,
+pub struct Replies {
+    /// What was admitted.
+    pub request: ValidRequest,
+    /// By index.
+    pub choices: Vec<ReplyChoice>,
+    /// Its place among the requests served at one time.
+    pub place: Place,
 }
 
 impl Replies {
-    pub(super) fn new(generation: Generation, include_reasoning: bool) -> Self {
+    /// `include_reasoning`: what was thought before an answer is told.
+    pub fn new(generation: Generation, include_reasoning: bool) -> Self {
         let Generation { request, choices, place, .. } = generation;
         let reply = |choice: Choice| {
             let prompt = &request.prompts[(choice.index / request.choices) as usize];
@@ -40,7 +44,7 @@ impl Replies {
 
 /// One choice. Dropping it cancels the sequence.
 #[derive(Debug)]
-pub(super) struct ReplyChoice {
+pub struct ReplyChoice {
     choice: Choice,
     reply: Reply,
     tools: Option<ToolFormat>,
@@ -53,33 +57,86 @@ pub(super) struct ReplyChoice {
 
 /// What a choice made known.
 #[derive(Debug)]
-pub(super) enum ReplyEvent {
+pub enum ReplyEvent {
     /// More output, and the tokens behind it; each may come without the other.
     Delta {
+        /// In order.
         told: Vec<Told>,
+        /// In order.
         tokens: Vec<OutputToken>,
         /// How many of the tokens are the prompt's.
         echoed: usize,
     },
-    /// The end. `reason` is OpenAI's word for why, `stop_text` what the output stopped at, the rest as in
-    /// [`ChoiceEvent::Finished`].
+    /// The end.
     Finished {
-        reason: &'static str,
+        /// Why it ended.
+        reason: ReplyEnd,
+        /// What the output stopped at.
         stop_text: Option<String>,
+        /// As in [`ChoiceEvent::Finished`].
         completion_tokens: u32,
+        /// As in [`ChoiceEvent::Finished`].
         cached_tokens: u32,
+        /// As in [`ChoiceEvent::Finished`].
         drafts: Vec<DraftStep>,
+        /// As in [`ChoiceEvent::Finished`].
         prompt_logprobs: Vec<GeneratedToken>,
     },
 }
 
 /// A part of an answer, or more of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Told {
+pub enum Told {
+    /// Text for the reader.
     Content(String),
+    /// What was thought before it.
     Reasoning(String),
-    Call { index: u32, id: String, name: String },
-    Arguments { index: u32, text: String },
+    /// A call begins.
+    Call {
+        /// Of the call in the answer, from 0.
+        index: u32,
+        /// Its name among the calls of a conversation.
+        id: String,
+        /// The tool's.
+        name: String,
+    },
+    /// More of what a call hands over.
+    Arguments {
+        /// Of the call.
+        index: u32,
+        /// Of a JSON object, as the model wrote it.
+        text: String,
+    },
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReplyEnd {
+    /// By itself, or at a stop text.
+    Stop,
+    /// At a limit, also where that cuts a call off.
+    Length,
+    /// With calls.
+    ToolCalls,
+}
+
+impl ReplyEnd {
+    fn new(reason: FinishReason, called: bool) -> Self {
+        match reason {
+            FinishReason::Stop if called => Self::ToolCalls,
+            FinishReason::Stop => Self::Stop,
+            FinishReason::Length => Self::Length,
+        }
+    }
+
+    /// OpenAI's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
+        }
+    }
 }
 
 impl ReplyChoice {
@@ -90,12 +147,12 @@ impl ReplyChoice {
     }
 
     /// Its number in the response.
-    pub(super) fn index(&self) -> u32 {
+    pub fn index(&self) -> u32 {
         self.choice.index
     }
 
     /// What becomes known next; `None` after the end or an error.
-    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<ReplyEvent, GenerateError>>> {
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<ReplyEvent, GenerateError>>> {
         if let Some(end) = self.end.take() {
             return Poll::Ready(Some(Ok(end)));
         }
@@ -104,7 +161,7 @@ impl ReplyChoice {
     }
 
     /// As [`ReplyChoice::poll_next`].
-    pub(super) async fn next(&mut self) -> Option<Result<ReplyEvent, GenerateError>> {
+    pub async fn next(&mut self) -> Option<Result<ReplyEvent, GenerateError>> {
         poll_fn(|context| self.poll_next(context)).await
     }
 
@@ -120,7 +177,7 @@ impl ReplyChoice {
             ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
                 let parts = self.reply.finish();
                 let told = self.tell(parts);
-                let reason = finish_word(reason, self.called);
+                let reason = ReplyEnd::new(reason, self.called);
                 let stop_text = self.choice.stop_text().map(str::to_owned);
                 let end = ReplyEvent::Finished {
                     reason,
@@ -164,6 +221,36 @@ impl Stream for ReplyChoice {
     }
 }
 
+/// The choices of a response that is streamed, as they come. Dropping them cancels the sequences.
+#[derive(Debug)]
+pub enum Choices {
+    /// A single one, as most requests have, need not be found among others.
+    One(Box<ReplyChoice>),
+    /// More of them.
+    Several(SelectAll<ReplyChoice>),
+}
+
+impl From<Vec<ReplyChoice>> for Choices {
+    fn from(mut choices: Vec<ReplyChoice>) -> Self {
+        match choices.len() {
+            1 => Self::One(Box::new(choices.remove(0))),
+            _ => Self::Several(choices.into_iter().collect()),
+        }
+    }
+}
+
+/// With the choice's index.
+impl Stream for Choices {
+    type Item = (u32, Result<ReplyEvent, GenerateError>);
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        match self.get_mut() {
+            Self::One(choice) => choice.poll_next_unpin(context),
+            Self::Several(choices) => choices.poll_next_unpin(context),
+        }
+    }
+}
+
 /// A new name for a call, random so that no two of a conversation are alike. Mistral's templates refuse any but nine
 /// letters and digits.
 fn call_id(format: Option<ToolFormat>) -> String {
@@ -171,15 +258,6 @@ fn call_id(format: Option<ToolFormat>) -> String {
     match format {
         Some(ToolFormat::Mistral) => id[..9].to_owned(),
         _ => format!("call_{id}"),
-    }
-}
-
-/// OpenAI's word. A limit that cuts a call off is told as a limit.
-fn finish_word(reason: FinishReason, called: bool) -> &'static str {
-    match reason {
-        FinishReason::Stop if called => "tool_calls",
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
     }
 }
 

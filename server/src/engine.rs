@@ -13,7 +13,10 @@ use tokio::time::Instant;
 
 use crate::drafts::DraftStep;
 use crate::metrics::EngineMetrics;
-pub use crate::sched::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
+pub use crate::sched::{
+    FinishReason, GeneratedToken, MAX_WEIGHT, PRIORITIES, SamplingParams, SequenceRequest, Standing, SubmitError,
+    leaves_room,
+};
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose
 /// logit is no number, OpenAI says -9999.
@@ -79,6 +82,8 @@ pub struct ModelInfo {
 pub struct Submission {
     /// What to generate, at least one.
     pub requests: Vec<SequenceRequest>,
+    /// Whose they are, and how urgent.
+    pub standing: Standing,
     /// When they were handed over.
     pub submitted: Instant,
     /// Answered once: all are queued, in this order, or why none is.
@@ -230,10 +235,14 @@ impl EngineHandle {
     ///
     /// # Errors
     /// Says which bound was reached, or that the server is not serving.
-    pub async fn submit(&self, requests: Vec<SequenceRequest>) -> Result<Vec<SequenceStream>, SubmitError> {
+    pub async fn submit(
+        &self,
+        requests: Vec<SequenceRequest>,
+        standing: Standing,
+    ) -> Result<Vec<SequenceStream>, SubmitError> {
         let (reply, answer) = oneshot::channel();
         let gone = || SubmitError::Unavailable("shutting down".into());
-        let submission = Submission { requests, submitted: Instant::now(), reply };
+        let submission = Submission { requests, standing, submitted: Instant::now(), reply };
         self.commands.send(Command::Submit(submission)).map_err(|_| gone())?;
         let unanswered = |_| match self.state() {
             EngineState::Draining => gone(),

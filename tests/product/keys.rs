@@ -4,8 +4,10 @@ use std::{
     fs,
     path::Path,
     process::{Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
+use futures::future::join_all;
 use http_body_util::BodyExt;
 use hyper::{HeaderMap, Method, Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -14,7 +16,10 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
-use crate::common::{Server, fixture, signal, until};
+use crate::{
+    common::{Server, fixture, signal, until},
+    scrape::Scrape,
+};
 
 const KEY: &str = "sk-of-the-test";
 const BEARER: (&str, &str) = ("authorization", "Bearer sk-of-the-test");
@@ -236,5 +241,52 @@ async fn pages_of_the_origins_that_are_named_may_ask() {
         // A refusal can be read as well.
         let refused = server.call(Method::GET, "/v1/models", &[("origin", origin)], "").await;
         assert_eq!((refused.status().as_u16(), allowed(refused.headers())), (401, is_allowed));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_floods_the_server_does_not_delay_another_and_changes_none_of_its_bits() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("keys");
+    let (flood, floods_line) = draw(&["flood"]);
+    let (polite, polites_line) = draw(&["polite", "--weight", "1", "--priority=-1", "--requests-per-minute", "1000"]);
+    assert!(polites_line.ends_with(" requests_per_minute=1000 weight=1 priority=-1"), "{polites_line}");
+    fs::write(&path, [floods_line, polites_line].join("\n")).expect("the directory can be written");
+    let server = start(&["--api-key-file", path.to_str().expect("UTF-8"), "--max-slots", "2"]).await;
+    let done = AtomicUsize::new(0);
+    let ask = async |key: &str, seed: u64| {
+        let body = json!({"prompt": "a", "max_tokens": 48, "ignore_eos": true, "seed": seed}).to_string();
+        let headers = [("content-type", "application/json"), ("x-api-key", key)];
+        let (status, headers, answer) = whole(server.call(Method::POST, "/v1/completions", &headers, body).await).await;
+        assert_eq!(status, 200, "{answer}");
+        (headers, answer["choices"][0]["text"].clone())
+    };
+    let (headers, alone) = ask(&polite, 7).await;
+    assert_eq!(headers["x-ratelimit-limit-requests"], "1000");
+    let crowd = join_all((0..120).map(async |seed| {
+        let (headers, text) = ask(&flood, seed).await;
+        assert!(!headers.contains_key("x-ratelimit-limit-requests"));
+        done.fetch_add(1, Relaxed);
+        (seed, text)
+    }));
+    let visits = async {
+        until("the flood waits", async || {
+            let (_, _, text) = whole(server.call(Method::GET, "/metrics", &[("x-api-key", &polite)], "").await).await;
+            Scrape::parse(text.as_str().expect("text")).value("num_requests_waiting", &[]) > 60.0
+        })
+        .await;
+        for visit in 0..10 {
+            let before = done.load(Relaxed);
+            let (_, text) = ask(&polite, 7).await;
+            assert_eq!(text, alone, "beside a flood as alone");
+            // Those in the two slots, who comes as its answer begins, and beside it.
+            let meanwhile = done.load(Relaxed) - before;
+            assert!(meanwhile <= 6, "visit {visit} waited for {meanwhile} of the flood");
+        }
+        assert!(done.load(Relaxed) < 100, "the flood still waits");
+    };
+    let (texts, ()) = tokio::join!(crowd, visits);
+    for (seed, text) in texts.into_iter().step_by(17) {
+        assert_eq!(ask(&flood, seed).await.1, text, "alone as in the crowd");
     }
 }

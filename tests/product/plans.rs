@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
-use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler};
+use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler, Standing};
 use looplane_worker::batch::{Batch, Boundary, Drafting, Limits as BatchLimits};
 use looplane_worker::convert;
 use looplane_worker::decoder::Outcome;
@@ -182,7 +182,7 @@ fn run(seed: u64) -> (usize, u64) {
             }
             let number = arrived + 1;
             seen.insert(number, Seen { request: Some(request.clone()), ..Seen::default() });
-            assert_eq!(scheduler.submit(vec![request]), Ok(number..number + 1));
+            assert_eq!(scheduler.submit(vec![request], &Standing::default()), Ok(number..number + 1));
         }
         if arrived > 0 && rng.below(400) == 0 {
             let sequence = 1 + rng.below(arrived);

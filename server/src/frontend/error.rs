@@ -75,9 +75,8 @@ impl GenerateError {
     /// Seconds after which trying again may help; `None`: it does not.
     pub fn retry_after_s(&self) -> Option<u32> {
         match self {
-            GenerateError::Key(KeyLimitError::Tokens { retry_after_s, .. }) => Some(*retry_after_s),
-            GenerateError::Key(KeyLimitError::Concurrent { .. })
-            | GenerateError::Upload(UploadError::Crowded { .. })
+            GenerateError::Key(limit) => Some(limit.retry_after_s()),
+            GenerateError::Upload(UploadError::Crowded { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. } => Some(1),
             GenerateError::Submit(SubmitError::Unavailable(_))

@@ -28,8 +28,8 @@ use served::{Listed, Served};
 
 use crate::{
     drafts::DraftReport,
-    engine::{EngineHandle, EngineState, ModelInfo},
-    keys::Key,
+    engine::{EngineHandle, EngineState, ModelInfo, Standing, leaves_room},
+    keys::{Key, KeyLimitError, Running},
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
@@ -132,6 +132,9 @@ impl Frontend {
         let running = key.map(|key| key.begin()).transpose()?;
         let busy = |_| GenerateError::Busy { limit: self.max_concurrent_requests };
         let permit = self.permits.clone().try_acquire_owned().map_err(busy)?;
+        if let (Some(key), Some(running)) = (key, &running) {
+            self.leave_places(key, running)?;
+        }
         let name = (key.map(|key| key.id.clone()), request_id.clone());
         Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
     }
@@ -145,6 +148,18 @@ impl Frontend {
     pub fn requests(&self) -> (usize, usize) {
         let most = self.max_concurrent_requests;
         (most - self.permits.available_permits().min(most), most)
+    }
+
+    /// Of several keys none may take all places: a request of it that has one leaves enough to others.
+    fn leave_places(&self, key: &Key, running: &Running) -> Result<(), KeyLimitError> {
+        let (running, limit) = (running.of_its_key(), self.max_concurrent_requests);
+        // As they were before this one came.
+        let free = self.permits.available_permits() as u64 + 1;
+        if key.owner.is_none() || leaves_room(u64::from(running).saturating_sub(1), 1, free) {
+            return Ok(());
+        }
+        key.refused();
+        Err(KeyLimitError::Share { id: key.id.clone(), running: running.saturating_sub(1), limit })
     }
 
     /// The engine's state, or that no new requests are taken.
@@ -231,14 +246,15 @@ impl Frontend {
     /// Queues the sequences of a valid request, which keeps its place until the generation ends or is dropped.
     ///
     /// # Errors
-    /// What the output is held to cannot be followed; as the engine's bounds and the engine's state have it. Then no
-    /// sequence stays queued.
+    /// The key may not ask for such a priority; what the output is held to cannot be followed; its time is over; as the
+    /// engine's bounds and the engine's state have it. Then no sequence stays queued.
     pub async fn admit(
         &self,
         mut valid: ValidRequest,
         model: Arc<ModelInfo>,
         place: Place,
     ) -> Result<Generation, GenerateError> {
+        let standing = standing(valid.priority, place.record.key())?;
         self.compile(&mut valid).await?;
         let (record, given_up) = (place.record.clone(), place.listed.given_up.clone());
         if given_up.token.is_cancelled() {
@@ -250,7 +266,7 @@ impl Frontend {
         }
         let (requests, prompts): (Vec<_>, Vec<_>) = valid.sequences().unzip();
         let stop_tokens: Vec<Vec<u32>> = requests.iter().map(|request| request.stop_tokens.clone()).collect();
-        let streams = self.engine.submit(requests).await?;
+        let streams = self.engine.submit(requests, standing).await?;
         let markers = valid.format.markers();
         let shown: Vec<u32> = match valid.show_special {
             true => self.text.tokenizer.special().collect(),
@@ -282,6 +298,17 @@ async fn compute<T: Send + 'static>(
         0..=INLINE_BYTES => Ok(work()),
         _ => pool.run(bytes, work).await.map_err(|panicked| GenerateError::Internal(panicked.to_string())),
     }
+}
+
+/// Whose a request is and how urgent: no key goes before others unless its limits say so.
+fn standing(priority: i32, key: Option<&Arc<Key>>) -> Result<Standing, RequestError> {
+    let Some(key) = key else { return Ok(Standing { priority, ..Standing::default() }) };
+    let first = key.first_priority();
+    if priority < first {
+        let message = format!("{priority} is before {first}, the first that the API key {} may ask for", key.id);
+        return Err(RequestError::field("priority", FieldError::Value, message));
+    }
+    Ok(Standing { priority, owner: key.owner.clone(), weight: key.weight() })
 }
 
 /// A state as part of a sentence: "the server is ...".

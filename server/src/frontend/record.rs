@@ -74,20 +74,23 @@ impl Record {
         self.prompt_tokens.store(prompt_tokens, Relaxed);
         self.open_choices.store(choices, Relaxed);
         let _ = self.accepted.set(self.arrived.elapsed());
-        self.spend(prompt_tokens);
+        if let Some(key) = &self.key {
+            key.spend_prompt(prompt_tokens);
+        }
     }
 
     /// A choice got a token.
     pub(super) fn token(&self) {
         self.completion_tokens.fetch_add(1, Relaxed);
         self.first_token.get_or_init(|| self.arrived.elapsed());
-        self.spend(1);
+        if let Some(key) = &self.key {
+            key.spend_completion(1);
+        }
     }
 
-    fn spend(&self, tokens: u64) {
-        if let Some(key) = &self.key {
-            key.spend(tokens);
-        }
+    /// Whose it is.
+    pub(super) fn key(&self) -> Option<&Arc<Key>> {
+        self.key.as_ref()
     }
 
     /// A choice came to its end.

@@ -13,7 +13,9 @@ use super::life::{Life, unwanted};
 use super::quarantine::Quarantine;
 use super::start::{GroupFacts, Traffic};
 use crate::drafts::DraftStep;
-use crate::engine::{Command, SequenceEvent, SequenceRequest, SequenceStream, Submission, SubmitError, Unwanted};
+use crate::engine::{
+    Command, SequenceEvent, SequenceRequest, SequenceStream, Standing, Submission, SubmitError, Unwanted,
+};
 use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
 
@@ -128,8 +130,8 @@ impl Delivery {
     }
 
     fn submit(&mut self, submission: Submission) {
-        let Submission { requests, submitted, reply } = submission;
-        let answer = self.queue(requests, submitted);
+        let Submission { requests, standing, submitted, reply } = submission;
+        let answer = self.queue(requests, &standing, submitted);
         // Nobody waits for the answer any more: the streams in it cancel their sequences as they are dropped.
         let _ = reply.send(answer);
     }
@@ -137,6 +139,7 @@ impl Delivery {
     fn queue(
         &mut self,
         requests: Vec<SequenceRequest>,
+        standing: &Standing,
         submitted: Instant,
     ) -> Result<Vec<SequenceStream>, SubmitError> {
         if let Some(reason) = &self.closed {
@@ -151,7 +154,7 @@ impl Delivery {
         }
         let sizes: Vec<(usize, usize)> =
             requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
-        let numbers = self.scheduler.submit(requests)?;
+        let numbers = self.scheduler.submit(requests, standing)?;
         let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
             let (events, receiver) = mpsc::channel(2 * max_tokens + 3);
             let life = Life::new(prompt_tokens, submitted);

@@ -16,7 +16,7 @@ use super::restart::{Loss, RestartPolicy, Verdict};
 use super::step_times::{StepTime, StepTimes};
 use super::watchdog::Reports;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, mix, request};
-use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, SubmitError};
+use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, Standing, SubmitError};
 
 /// Schedules that CI runs.
 const SCHEDULES: u64 = 100_000;
@@ -229,7 +229,9 @@ impl World {
         }
         let (count, tokens) = (requests.len() as u64, requests.len() as u64 * u64::from(prompt));
         let queued = self.scheduler.load().waiting;
-        match self.scheduler.submit(requests.clone()) {
+        let owner = [None, Some("a".into()), Some("b".into())][self.rng.below(3) as usize].clone();
+        let (priority, weight) = (self.rng.below(3) as i32 - 1, 1 + self.rng.below(3) as u32);
+        match self.scheduler.submit(requests.clone(), &Standing { priority, owner, weight }) {
             Ok(numbers) => {
                 assert_eq!(numbers.end - numbers.start, count);
                 for (number, request) in numbers.zip(requests) {

@@ -16,7 +16,7 @@ use tonic::Status;
 use super::fake::{FakeLauncher, Script, Trouble};
 use super::{GroupConfig, GroupError, GroupTask, Launcher, Timeouts, spawn};
 use crate::engine::{
-    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceRequest, SequenceStream, SubmitError,
+    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceRequest, SequenceStream, Standing, SubmitError,
 };
 use crate::sched::Limits;
 use crate::sched::fake_worker::{expected, request};
@@ -61,7 +61,7 @@ fn start(config: GroupConfig, launcher: Arc<dyn Launcher>) -> (EngineHandle, Gro
 
 /// Submits a request of one sequence.
 async fn submit(handle: &EngineHandle, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
-    let mut streams = handle.submit(vec![request]).await?;
+    let mut streams = handle.submit(vec![request], Standing::default()).await?;
     Ok(streams.remove(0))
 }
 

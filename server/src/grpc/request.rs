@@ -44,7 +44,7 @@ impl Named for DetokenizeRequest {
 }
 
 pub(super) fn generate(request: GenerateRequest) -> Result<Asked, RequestError> {
-    let GenerateRequest { model, input, sampling, cache_salt, truncate_prompt_tokens } = request;
+    let GenerateRequest { model, input, sampling, cache_salt, truncate_prompt_tokens, priority } = request;
     let (field, input) = match input {
         Some(generate_request::Input::Prompt(prompt)) => ("prompt", Input::Texts(vec![prompt])),
         Some(generate_request::Input::TokenIds(tokens)) => ("token_ids", Input::Tokens(vec![tokens.ids])),
@@ -53,6 +53,7 @@ pub(super) fn generate(request: GenerateRequest) -> Result<Asked, RequestError> 
     let raw = RawRequest {
         cache_salt: given(cache_salt),
         truncate_prompt: truncate_prompt_tokens.map(i64::from),
+        priority: Some(priority.into()),
         ..raw(field, input, sampling)?
     };
     Ok(Asked { model, raw, include_reasoning: true })
@@ -68,6 +69,7 @@ pub(super) fn chat(request: ChatRequest) -> Result<Asked, RequestError> {
         sampling,
         cache_salt,
         truncate_prompt_tokens,
+        priority,
     } = request;
     let missing = || RequestError::field("chat", FieldError::Missing, "must be given, with its messages");
     let mut chat = read_chat(chat.ok_or_else(missing)?, "chat")?;
@@ -76,6 +78,7 @@ pub(super) fn chat(request: ChatRequest) -> Result<Asked, RequestError> {
     let raw = RawRequest {
         cache_salt: given(cache_salt),
         truncate_prompt: truncate_prompt_tokens.map(i64::from),
+        priority: Some(priority.into()),
         ..raw("chat.messages", Input::Chat(chat), sampling)?
     };
     Ok(Asked { model, raw, include_reasoning: include_reasoning.unwrap_or(true) })

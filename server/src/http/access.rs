@@ -12,7 +12,9 @@ use axum::{
 use tonic::Code;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use super::{App, REQUEST_ID, completions::SEED_HEADER, error::ApiError, grpc_error, is_grpc, is_health, wants_page};
+use super::{
+    App, REQUEST_ID, completions::SEED_HEADER, error::ApiError, grpc_error, is_grpc, is_health, quota, wants_page,
+};
 use crate::{keys::Keys, reload::Reloaded};
 
 /// The header of Anthropic's clients.
@@ -49,7 +51,10 @@ pub(super) async fn authorize(State(app): State<App>, mut request: Request, next
     let presented = presented(request.headers());
     match presented.and_then(|key| keys.current().find(key)) {
         Some(key) => {
-            request.extensions_mut().insert(key);
+            request.extensions_mut().insert(key.clone());
+            let mut response = next.run(request).await;
+            quota::tell(&key, response.headers_mut());
+            return response;
         }
         None if app.access.is_open(&request) => {}
         None => {
@@ -91,11 +96,12 @@ pub(super) fn share(router: Router, origins: &[HeaderValue]) -> Router {
         all if all.contains(&HeaderValue::from_static("*")) => AllowOrigin::any(),
         some => AllowOrigin::list(some.to_vec()),
     };
+    let told = [REQUEST_ID, SEED_HEADER, header::RETRY_AFTER, header::WWW_AUTHENTICATE].into_iter();
     router.layer(
         CorsLayer::new()
             .allow_origin(origin)
             .allow_methods([Method::GET, Method::POST, Method::DELETE])
             .allow_headers(AllowHeaders::mirror_request())
-            .expose_headers([REQUEST_ID, SEED_HEADER, header::RETRY_AFTER, header::WWW_AUTHENTICATE]),
+            .expose_headers(told.chain(quota::names()).collect::<Vec<_>>()),
     )
 }

@@ -11,12 +11,13 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use crate::{engine::EngineState, frontend::Frontend};
+use super::quota::Used;
+use crate::{engine::EngineState, frontend::Frontend, keys::Keys, reload::Reloaded};
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Names everything that is counted; each name begins with `looplane_` and has the label `model_name`, as vLLM's has.
-pub(super) fn registry(frontend: &Arc<Frontend>) -> Registry {
+pub(super) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys>>>) -> Registry {
     let model_name = ("model_name".into(), frontend.model_id.clone().into());
     let mut registry = Registry::with_prefix_and_labels("looplane", [model_name].into_iter());
     frontend.engine.metrics().register(&mut registry);
@@ -24,6 +25,9 @@ pub(super) fn registry(frontend: &Arc<Frontend>) -> Registry {
     let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
     registry.register("build", "Which Looplane this is", build);
     registry.register_collector(Box::new(Facts(frontend.clone())));
+    if let Some(keys) = keys {
+        registry.register_collector(Box::new(Used(keys.clone())));
+    }
     registry
 }
 

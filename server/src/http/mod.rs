@@ -30,6 +30,7 @@ mod messages;
 mod metrics;
 mod openapi;
 mod parse;
+mod quota;
 mod render;
 mod responses;
 mod tokens;
@@ -121,7 +122,7 @@ impl App {
         responses: ResponseStore,
         settings: Settings,
     ) -> Self {
-        let registry = Arc::new(metrics::registry(&frontend));
+        let registry = Arc::new(metrics::registry(&frontend, access.keys.as_ref()));
         Self { frontend, base_url, access, responses: Arc::new(responses), registry, settings }
     }
 }

@@ -34,7 +34,7 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 24] = [
+const UNSUPPORTED: [(&str, Off); 23] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
@@ -49,7 +49,6 @@ const UNSUPPORTED: [(&str, Off); 24] = [
     ("logits_processors", is_empty_list),
     ("logprob_token_ids", is_empty_list),
     ("min_thinking_tokens", |_| false),
-    ("priority", |value| value.as_f64() == Some(0.0)),
     ("prompt_embeds", |_| false),
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
@@ -171,6 +170,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
     raw.timeout_ms = fields.integer("timeout_ms")?;
+    raw.priority = fields.integer("priority")?;
     raw.constraint = constraint::constraint(&mut fields)?;
     raw.prompt_logprobs = fields.integer("prompt_logprobs")?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);

@@ -163,7 +163,7 @@ async fn render(app: App, api: Api, id: RequestId, place: Place, request: Reques
                 stream,
                 stream_options,
                 cache_salt: Some(&*valid.cache_salt).filter(|salt| !salt.is_empty()),
-                priority: 0,
+                priority: valid.priority,
                 kv_transfer_params: None,
             });
         }

@@ -1,16 +1,22 @@
-//! The file of keys: a line for each, `ID SHA256 [concurrent=N] [tokens_per_minute=N]`, and `#` before a comment.
+//! The file of keys: a line for each, `ID SHA256 [LIMIT=N]...`, and `#` before a comment.
 
 use std::{collections::HashSet, fs, path::Path};
 
 use uuid::Uuid;
 
 use super::{FILE_OPTION, Hash, KeyLimits, hash};
-use crate::reload::FileError;
+use crate::{
+    engine::{MAX_WEIGHT, PRIORITIES},
+    reload::FileError,
+};
 
 /// What each new key begins with, so that one that has leaked is recognised.
 const PREFIX: &str = "sk-looplane-";
 /// Longest id: it stands in every line of the log.
 const MAX_ID_BYTES: usize = 64;
+
+const LIMITS: &str =
+    "concurrent=N, requests_per_minute=N, tokens_per_minute=N, tokens_per_day=N, weight=N and priority=N";
 
 /// A line.
 #[derive(Debug, PartialEq, Eq)]
@@ -70,13 +76,22 @@ fn parse_line(line: &str) -> Result<Entry, String> {
     let mut limits = KeyLimits::default();
     for word in words {
         let (limit, number) = word.split_once('=').unwrap_or((word, ""));
-        let limit = match limit {
-            "concurrent" => &mut limits.concurrent,
-            "tokens_per_minute" => &mut limits.tokens_per_minute,
-            _ => return Err("limits are concurrent=N and tokens_per_minute=N".into()),
+        let (limit, most) = match limit {
+            "priority" => {
+                let number = number.parse().ok().filter(|number| PRIORITIES.contains(number));
+                let (first, last) = (PRIORITIES.start(), PRIORITIES.end());
+                limits.priority = Some(number.ok_or_else(|| format!("priority is one of {first} to {last}"))?);
+                continue;
+            }
+            "concurrent" => (&mut limits.concurrent, u32::MAX),
+            "requests_per_minute" => (&mut limits.requests_per_minute, u32::MAX),
+            "tokens_per_minute" => (&mut limits.tokens_per_minute, u32::MAX),
+            "tokens_per_day" => (&mut limits.tokens_per_day, u32::MAX),
+            "weight" => (&mut limits.weight, MAX_WEIGHT),
+            _ => return Err(format!("limits are {LIMITS}")),
         };
-        let number = number.parse().ok().filter(|number| *number > 0);
-        *limit = Some(number.ok_or("a limit is a whole number of at least 1")?);
+        let number = number.parse().ok().filter(|number| (1..=most).contains(number));
+        *limit = Some(number.ok_or_else(|| format!("this limit is a whole number of 1 to {most}"))?);
     }
     Ok(Entry { id: id.into(), hash, limits })
 }
@@ -101,7 +116,14 @@ mod tests {
 
     #[test]
     fn a_new_keys_line_lets_it_in() {
-        let limits = KeyLimits { concurrent: Some(8), tokens_per_minute: Some(60_000) };
+        let limits = KeyLimits {
+            concurrent: Some(8),
+            requests_per_minute: Some(60),
+            tokens_per_minute: Some(60_000),
+            tokens_per_day: Some(1_000_000),
+            weight: Some(3),
+            priority: Some(-2),
+        };
         let (key, line) = new_key("alice@example.org", limits).unwrap();
         assert!(key.starts_with(PREFIX) && key.len() == PREFIX.len() + 64 && !line.contains(&key));
         let hash = hash(key.as_bytes());
@@ -133,8 +155,12 @@ mod tests {
             (format!("alice {hash}00"), "64 hexadecimal"),
             (format!("alice {}é", &hash[2..]), "64 hexadecimal"),
             (format!("al/ice {hash}"), "line 1: an id"),
-            (format!("alice {hash} concurrent=0"), "at least 1"),
-            (format!("alice {hash} concurrent"), "at least 1"),
+            (format!("alice {hash} concurrent=0"), "1 to"),
+            (format!("alice {hash} concurrent"), "1 to"),
+            (format!("alice {hash} tokens_per_day=4294967296"), "1 to 4294967295"),
+            (format!("alice {hash} weight=1001"), "1 to 1000"),
+            (format!("alice {hash} priority=101"), "one of -100 to 100"),
+            (format!("alice {hash} priority"), "one of"),
             (format!("alice {hash} places=3"), "limits are"),
             (format!("alice {hash}\nalice {}", "cd".repeat(32)), "line 2: an earlier line"),
             (format!("alice {hash}\nbob {hash}"), "line 2: an earlier line"),

@@ -9,9 +9,12 @@ mod file;
 mod usage;
 
 pub use file::new_key;
-pub use usage::{KeyLimitError, KeyLimits, Running};
+pub use usage::{KeyLimitError, KeyLimits, Quota, Running, Totals};
 
-use crate::reload::{FileError, Reloaded};
+use crate::{
+    engine::PRIORITIES,
+    reload::{FileError, Reloaded},
+};
 use file::Entry;
 use usage::Usage;
 
@@ -50,6 +53,8 @@ impl fmt::Debug for PlainKey {
 pub struct Key {
     /// Its name in the log.
     pub id: Arc<str>,
+    /// Among whom the server is shared; `None`: there is no other key.
+    pub owner: Option<Arc<str>>,
     limits: KeyLimits,
     /// Goes on when the file is read anew.
     usage: Arc<Usage>,
@@ -78,14 +83,18 @@ impl Keys {
     }
 
     fn new(mut entries: Vec<Entry>, option: Option<Hash>, before: Option<&Self>) -> Self {
-        entries.extend(option.map(|hash| Entry { id: OPTION_ID.into(), hash, limits: KeyLimits::default() }));
+        // Who starts the server may ask for everything.
+        let limits = KeyLimits { priority: Some(*PRIORITIES.start()), ..KeyLimits::default() };
+        entries.extend(option.map(|hash| Entry { id: OPTION_ID.into(), hash, limits }));
+        let is_alone = entries.len() == 1;
         let usage = |id: &str| {
             let known = before.and_then(|before| before.0.iter().find(|(_, key)| *key.id == *id));
             known.map_or_else(Arc::default, |(_, key)| key.usage.clone())
         };
         let key = |Entry { id, hash, limits }| {
-            let usage = usage(&id);
-            (hash, Arc::new(Key { id: id.into(), limits, usage }))
+            let (usage, id) = (usage(&id), Arc::<str>::from(id));
+            let owner = (!is_alone).then(|| id.clone());
+            (hash, Arc::new(Key { id, owner, limits, usage }))
         };
         Self(entries.into_iter().map(key).collect())
     }
@@ -100,6 +109,25 @@ impl Keys {
             at = u32::conditional_select(&at, &index, same);
         }
         bool::from(found).then(|| self.0[at as usize].1.clone())
+    }
+}
+
+impl Keys {
+    /// All of them, as they stand in the file.
+    pub fn iter(&self) -> impl Iterator<Item = &Key> {
+        self.0.iter().map(|(_, key)| &**key)
+    }
+}
+
+impl Key {
+    /// Its share where keys want more than there is.
+    pub fn weight(&self) -> u32 {
+        self.limits.weight.unwrap_or(1)
+    }
+
+    /// The first priority that its requests may ask for.
+    pub fn first_priority(&self) -> i32 {
+        self.limits.priority.unwrap_or(0)
     }
 }
 
@@ -140,7 +168,7 @@ mod tests {
     #[test]
     fn what_a_key_uses_goes_on_when_its_file_is_read_anew() {
         let entries = |concurrent| {
-            let limits = KeyLimits { concurrent: Some(concurrent), tokens_per_minute: None };
+            let limits = KeyLimits { concurrent: Some(concurrent), ..KeyLimits::default() };
             vec![Entry { id: "alice".into(), hash: hash(b"a"), limits }]
         };
         let before = Keys::new(entries(1), None, None);

@@ -139,6 +139,8 @@ pub struct RawRequest {
     pub prompt_logprobs: Option<i64>,
     /// It is given up so many milliseconds after it came.
     pub timeout_ms: Option<i64>,
+    /// The lowest is first; left out: 0.
+    pub priority: Option<i64>,
 }
 
 impl RawRequest {
@@ -174,6 +176,7 @@ impl RawRequest {
             echo: false,
             prompt_logprobs: None,
             timeout_ms: None,
+            priority: None,
         }
     }
 }
@@ -213,6 +216,8 @@ pub struct ValidRequest {
     pub prompt_alone: bool,
     /// It is given up so long after it came.
     pub timeout: Option<Duration>,
+    /// As in [`crate::engine::Standing`].
+    pub priority: i32,
 }
 
 /// One prompt of a valid request.

@@ -8,7 +8,7 @@ use super::{
     ValidRequest, chat, draw_seed, form, tools,
 };
 use crate::{
-    engine::{ModelInfo, SamplingParams},
+    engine::{ModelInfo, PRIORITIES, SamplingParams},
     reply::Format,
     text::{Start, Stops, Text, TextError},
 };
@@ -44,6 +44,8 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         Some(time) => Some(integer("timeout_ms", time, 1, MAX_TIMEOUT.as_millis() as i64)? as u64),
         None => None,
     };
+    let (first, last) = (i64::from(*PRIORITIES.start()), i64::from(*PRIORITIES.end()));
+    let priority = integer("priority", raw.priority.unwrap_or(0), first, last)? as i32;
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -98,6 +100,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         format,
         cache_salt,
         timeout: timeout.map(Duration::from_millis),
+        priority,
         form,
         grammar: None,
         show_special: raw.show_special,
@@ -460,6 +463,8 @@ mod tests {
             (RawRequest { timeout_ms: Some(0), ..raw() }, "timeout_ms"),
             (RawRequest { timeout_ms: Some(-1), ..raw() }, "timeout_ms"),
             (RawRequest { timeout_ms: Some(i64::MAX), ..raw() }, "timeout_ms"),
+            (RawRequest { priority: Some(-101), ..raw() }, "priority"),
+            (RawRequest { priority: Some(i64::MAX), ..raw() }, "priority"),
             (RawRequest { cache_salt: Some("s".repeat(1025)), ..raw() }, "cache_salt"),
             (RawRequest { logit_bias: vec![(768, 1.0)], ..raw() }, "logit_bias"),
             (RawRequest { logit_bias: vec![(1, 1.0), (1, 2.0)], ..raw() }, "logit_bias"),

@@ -30,13 +30,19 @@ impl Scheduler {
             };
             hold(is_there, invariant)?;
         }
-        let waits = |&id: &u64| [false, true].iter().any(|&behind| self.queue.contains(&Turn { behind, id }));
-        hold(self.fresh.iter().all(waits), "what was never admitted waits")?;
-        let fresh_tokens: u64 = self.fresh.iter().map(|id| self.sequences[id].request.prompt.len() as u64).sum();
-        hold(self.fresh_tokens == fresh_tokens, "the prompt tokens that wait are counted")?;
+        let waits = |id: u64| self.queue.contains(&Turn::fresh(id));
+        let claims = self.sequences.values().filter(|sequence| sequence.claim.is_some()).count() as u64;
+        hold(
+            self.shares.check(waits, claims),
+            "what was never admitted waits, by owner, and all that is left is counted",
+        )?;
+        let fresh: Vec<&Turn> = self.queue.iter().filter(|turn| turn.is_fresh()).collect();
+        let prompt = |turn: &&Turn| self.sequences[&turn.id].request.prompt.len() as u64;
+        let counted = (fresh.len() as u64, fresh.iter().map(prompt).sum::<u64>());
+        hold(self.shares.waiting() == counted, "sequences and prompt tokens that wait are counted")?;
         let is_bounded = |sequence: &Sequence| sequence.overtaken <= MOST_OVERTAKEN;
         hold(self.sequences.values().all(is_bounded), "nobody is overtaken more often than that")?;
-        hold(self.fresh.len() as u64 <= self.limits.max_waiting_requests, "the queue is bounded")?;
+        hold(self.shares.waiting().0 <= self.limits.max_waiting_requests, "the queue is bounded")?;
         hold(self.trials.are_known(|id| self.sequences.contains_key(&id)), "suspects have not ended")?;
         let alone = self
             .trials

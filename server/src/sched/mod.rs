@@ -2,10 +2,11 @@
 //! IO, no clock, no async, so that a seed replays every run.
 //!
 //! Its owner hands it requests with [`Scheduler::submit`], feeds it with [`Scheduler::apply`], and asks for plans with
-//! [`Scheduler::next_plan`] until there is none. Sequence numbers ascend in order of arrival, and that order decides
-//! everything: the lowest waits least, is admitted first and never gives up its pages to a higher one, so it always
-//! makes progress and nothing starves. Two things go before the order: a sequence whose reader is behind comes after
-//! all others (see `Turn`), and while it is unclear what loses the group, `trial` says who is computed.
+//! [`Scheduler::next_plan`] until there is none. Who enters a slot first is decided by `shares`: among API keys by what
+//! they have had, of one by priority and arrival. From then on the order of first admissions decides everything: the
+//! earliest is admitted again first and never gives up its pages to a later one, so it always makes progress and
+//! nothing starves. Two things go before the order: a sequence whose reader is behind comes after all others (see
+//! `Turn`), and while it is unclear what loses the group, `trial` says who is computed.
 //!
 //! A plan costs a few looks at each slot, an outcome one at each of its tokens: what plans need of a sequence lies in
 //! its slot, and all orders are kept rather than made.
@@ -22,6 +23,7 @@ mod prefix;
 mod request;
 mod room;
 mod sequence;
+mod shares;
 mod step_rows;
 #[cfg(test)]
 mod tests;
@@ -38,6 +40,8 @@ use pages::PagePool;
 use pipeline::Pipeline;
 pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
 use sequence::{Phase, Running, Sequence, Turn};
+pub use shares::{MAX_WEIGHT, PRIORITIES, PRIORITY_TOKENS, Standing, leaves_room};
+use shares::{Shares, most_of};
 pub use step_rows::{StepRows, StepSize};
 use trial::Trials;
 
@@ -46,11 +50,12 @@ use trial::Trials;
 pub struct Scheduler {
     limits: Limits,
     sequences: BTreeMap<u64, Sequence>,
-    /// Sequences that wait; the first is admitted first.
+    /// Sequences that wait; the first is admitted first, and of those that never were the one whose turn it is.
     queue: BTreeSet<Turn>,
-    /// Those of them that were never admitted, and their prompt tokens: what the bounds of the queue count.
-    fresh: BTreeSet<u64>,
-    fresh_tokens: u64,
+    /// Those that were never admitted: what the bounds of the queue count.
+    shares: Shares,
+    /// The ticket of the sequence that is admitted for the first time next.
+    next_ticket: u64,
     /// The slots of the group, and who is in them.
     slots: Vec<Option<Running>>,
     /// Sequences in slots, and in which.
@@ -112,8 +117,8 @@ impl Scheduler {
             limits,
             sequences: BTreeMap::new(),
             queue: BTreeSet::new(),
-            fresh: BTreeSet::new(),
-            fresh_tokens: 0,
+            shares: Shares::default(),
+            next_ticket: 1,
             slots: Vec::new(),
             running: BTreeMap::new(),
             prompts: 0,
@@ -138,18 +143,17 @@ impl Scheduler {
     ///
     /// # Errors
     /// Which bound they would exceed, or that there is no group yet.
-    pub fn submit(&mut self, requests: Vec<SequenceRequest>) -> Result<Range<u64>, SubmitError> {
-        self.room_for(&requests)?;
+    pub fn submit(&mut self, requests: Vec<SequenceRequest>, standing: &Standing) -> Result<Range<u64>, SubmitError> {
+        self.room_for(&requests, standing)?;
         let first = self.next_sequence;
         for request in requests {
             let id = self.next_sequence;
             self.next_sequence += 1;
-            self.fresh_tokens += request.prompt.len() as u64;
-            let mut sequence = Sequence::new(request);
+            let claim = self.shares.queued(id, standing, request.prompt.len() as u64, request.max_tokens.into());
+            let mut sequence = Sequence::new(request, Some(claim));
             self.extend_keys(&mut sequence);
+            self.queue.insert(sequence.turn(id));
             self.sequences.insert(id, sequence);
-            self.queue.insert(Turn { behind: false, id });
-            self.fresh.insert(id);
         }
         self.debug_check();
         Ok(first..self.next_sequence)
@@ -222,7 +226,7 @@ impl Scheduler {
         self.group_up && (!self.releases.is_empty() || owes())
     }
 
-    fn room_for(&self, requests: &[SequenceRequest]) -> Result<(), SubmitError> {
+    fn room_for(&self, requests: &[SequenceRequest], standing: &Standing) -> Result<(), SubmitError> {
         let Some(pages) = &self.pages else {
             return Err(SubmitError::Unavailable("loading the model".into()));
         };
@@ -234,25 +238,41 @@ impl Scheduler {
         }
         let tokens = requests.iter().map(|request| request.prompt.len() as u64).sum();
         let Limits { max_waiting_requests, max_waiting_tokens, .. } = self.limits;
-        let several = requests.len() > 1;
-        let (sequences, waiting) = (requests.len() as u64, self.fresh.len() as u64);
-        for (what, option, brings, waits, limit, is_bound) in [
-            ("sequences", "--max-queued-requests", sequences, waiting, max_waiting_requests, true),
-            // The context bounds a single prompt, and an empty queue takes it.
+        let (sequences, (waiting, waiting_tokens)) = (requests.len() as u64, self.shares.waiting());
+        let (own, own_tokens) = self.shares.waiting_of(&standing.owner);
+        // The context bounds a single prompt, and an empty queue takes it.
+        let tokens_are_bound = requests.len() > 1 || waiting > 0;
+        for (what, of_owner, option, brings, waits, own, limit, is_bound) in [
+            (
+                "sequences",
+                "sequences of this API key",
+                "--max-queued-requests",
+                sequences,
+                waiting,
+                own,
+                max_waiting_requests,
+                true,
+            ),
             (
                 "prompt tokens",
+                "prompt tokens of this API key",
                 "--max-queued-tokens",
                 tokens,
-                self.fresh_tokens,
+                waiting_tokens,
+                own_tokens,
                 max_waiting_tokens,
-                several || waiting > 0,
+                tokens_are_bound,
             ),
         ] {
-            if is_bound && waits + brings > limit {
-                return Err(match brings > limit && several {
-                    true => SubmitError::NeverFits { asked: brings, limit, what, option },
-                    false => SubmitError::QueueFull { waiting: waits, limit, what },
-                });
+            let free = limit.saturating_sub(waits);
+            if is_bound && brings > limit && sequences > 1 {
+                return Err(SubmitError::NeverFits { asked: brings, limit, what, option });
+            }
+            if is_bound && brings > free {
+                return Err(SubmitError::QueueFull { waiting: waits, limit, what });
+            }
+            if is_bound && standing.owner.is_some() && !leaves_room(own, brings, free) {
+                return Err(SubmitError::QueueFull { waiting: own, limit: most_of(free), what: of_owner });
             }
         }
         Ok(())
@@ -261,6 +281,10 @@ impl Scheduler {
     fn reader(&mut self, id: u64, behind: bool) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let before = sequence.turn(id);
+        if before.is_fresh() {
+            // It has no token that its reader could be behind with.
+            return;
+        }
         sequence.reader_behind = behind;
         let now = sequence.turn(id);
         match sequence.phase {
@@ -421,12 +445,12 @@ impl Scheduler {
         let sequence = self.sequences.remove(&id)?;
         let turn = sequence.turn(id);
         self.trials.end(id);
+        if let Some(claim) = &sequence.claim {
+            self.shares.ended(id, claim, sequence.cached_tokens.into(), sequence.generated.len() as u64);
+        }
         match sequence.phase {
             Phase::Waiting => {
                 self.queue.remove(&turn);
-                if self.fresh.remove(&id) {
-                    self.fresh_tokens -= sequence.request.prompt.len() as u64;
-                }
             }
             Phase::Leaving { .. } => {
                 self.leaving.remove(&turn);

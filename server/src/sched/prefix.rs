@@ -77,24 +77,23 @@ fn find(sequence: &Sequence, cached: &[u32], end: u32, pool: &PagePool) -> Optio
 }
 
 impl Scheduler {
-    /// Who is admitted before the first of the queue if it may enter: one of the next few of which more is cached, before
-    /// others need the memory. Only those that were never admitted are overtaken, and each of them [`MOST_OVERTAKEN`]
-    /// times at most.
+    /// Who is admitted before the first of the queue if it may enter: one of the next few of which more is cached,
+    /// before others need the memory. Only those of the same owner and priority that were never admitted are overtaken,
+    /// and each of them [`MOST_OVERTAKEN`] times at most.
     pub(super) fn most_cached(&self, pool: &PagePool) -> Option<Turn> {
-        let first = *self.queue.first()?;
-        let is_equal = |turn: &&Turn| turn.behind == first.behind && self.fresh.contains(&turn.id);
-        if !self.limits.prefix_cache || !self.leaving.is_empty() || !is_equal(&&first) {
+        let is_fresh = self.queue.first()?.is_fresh();
+        if !self.limits.prefix_cache || !self.leaving.is_empty() || !is_fresh {
             return None;
         }
         let (mut best, mut most_cached) = (None, 0);
-        for turn in self.queue.iter().take(LOOK_AHEAD).take_while(is_equal) {
-            let sequence = &self.sequences[&turn.id];
+        for id in self.shares.first_and_its_like().take(LOOK_AHEAD) {
+            let sequence = &self.sequences[&id];
             // The last token is computed; and where a page is cached, so are all before it.
             let full = ((sequence.len() - 1) / u64::from(pool.page_positions())) as usize;
             let keys = &sequence.keys[..full.min(sequence.keys.len())];
             let cached = keys.partition_point(|&key| pool.may_hold(key));
             if cached > most_cached && 2 * cached >= keys.len() {
-                (best, most_cached) = (Some(*turn), cached);
+                (best, most_cached) = (Some(Turn::fresh(id)), cached);
             }
             if sequence.overtaken >= MOST_OVERTAKEN {
                 break;
@@ -103,10 +102,12 @@ impl Scheduler {
         best
     }
 
-    /// A sequence is admitted before all that wait in front of it.
+    /// A sequence is admitted before those of its owner that wait in front of it.
     pub(super) fn overtake(&mut self, turn: Turn) {
-        for earlier in self.queue.range(..turn) {
-            self.sequences.get_mut(&earlier.id).expect("the queue names known sequences").overtaken += 1;
+        let claim = self.sequences[&turn.id].claim.as_ref().filter(|_| turn.is_fresh());
+        let earlier: Vec<u64> = claim.map_or(Vec::new(), |claim| self.shares.before(turn.id, claim).collect());
+        for id in earlier {
+            self.sequences.get_mut(&id).expect("the queue names known sequences").overtaken += 1;
         }
     }
 

@@ -123,7 +123,7 @@ pub enum SubmitError {
         waiting: u64,
         /// The bound.
         limit: u64,
-        /// "sequences" or "prompt tokens".
+        /// "sequences" or "prompt tokens"; or those of the owner, who is to leave the rest to others.
         what: &'static str,
     },
     /// 400: the KV cache as a whole is too small for this sequence.

@@ -86,7 +86,7 @@ impl Scheduler {
             let needed = self.pages_to_enter(*turn) + self.running.len() as u64;
             needed <= pages.available() || needed - self.shared_pages(*turn, pages) <= pages.available()
         };
-        let first = self.queue.first().copied().filter(|turn| !self.is_overtaking(turn));
+        let first = self.first_waiting().filter(|turn| !self.is_overtaking(turn));
         self.most_cached(pages).into_iter().chain(first).find(has_room)
     }
 
@@ -94,17 +94,23 @@ impl Scheduler {
     pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
         let is_behind = self.last_running().is_some_and(|turn| turn.behind);
-        let first = self.queue.first().filter(|turn| !turn.behind && !self.is_overtaking(turn));
-        let (true, Some(&first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
+        let first = self.first_waiting().filter(|turn| !turn.behind && !self.is_overtaking(turn));
+        let (true, Some(first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
         if self.trials.is_on() || self.admissible().is_some() {
             return false;
         }
-        let behind = self.running.range(Turn { behind: true, id: 0 }..).map(|(_, &slot)| self.slot(slot));
+        let behind = self.running.range(Turn::first_behind()..).map(|(_, &slot)| self.slot(slot));
         // Pages that others hold, too, stay theirs.
         let own = |running: &Running| running.pages.iter().filter(|&&page| !pages.is_shared(page)).count() as u64;
         let (count, their_pages) = behind.fold((0, 0), |(count, pages), running| (count + 1, pages + own(running)));
         let others = self.running.len() as u64 - count;
         self.pages_to_enter(first) + others <= pages.available() + their_pages
+    }
+
+    /// The first of the queue.
+    pub(super) fn first_waiting(&self) -> Option<Turn> {
+        let first = *self.queue.first()?;
+        if first.is_fresh() { self.shares.first().map(Turn::fresh) } else { Some(first) }
     }
 
     /// Nobody goes before a sequence that was preempted and takes precedence.
@@ -136,9 +142,13 @@ impl Scheduler {
         let slot = self.free_slots.pop().expect("an admissible sequence finds a free slot");
         let pages = self.pages.as_mut().expect("a group that is up has pages");
         let sequence = self.sequences.get_mut(&turn.id).expect("the queue names known sequences");
-        if self.fresh.remove(&turn.id) {
-            self.fresh_tokens -= sequence.request.prompt.len() as u64;
+        if turn.is_fresh() {
+            let claim = sequence.claim.as_mut().expect("what was never admitted has a claim");
+            self.shares.admitted(turn.id, claim);
+            sequence.ticket = self.next_ticket;
+            self.next_ticket += 1;
         }
+        let turn = sequence.turn(turn.id);
         plan.admit.push(sequence.admit(turn.id, slot));
         sequence.phase = Phase::Running { slot };
         let mut running = Running::new(slot, sequence);

@@ -9,11 +9,16 @@ use super::pages::{Content, PagePool};
 #[cfg(test)]
 use super::prefix::{SABOTAGE, Sabotage};
 use super::request::{GeneratedToken, SequenceRequest};
+use super::shares::Claim;
 
 /// A sequence from its submission to its end.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) request: SequenceRequest,
+    /// To its owner's share; none of the scheduler's own.
+    pub(super) claim: Option<Claim>,
+    /// Ascends with first admissions; [`FRESH`] before.
+    pub(super) ticket: u64,
     /// Tokens that came back, in order; they outlive preemption and the loss of the group.
     pub(super) generated: Vec<u32>,
     /// The prompt's tokens from the second on with their log-probabilities, as far as they are wanted and known.
@@ -34,11 +39,33 @@ pub(super) struct Sequence {
     pub(super) reader_behind: bool,
 }
 
-/// A sequence's place in the order that decides everything: those whose readers keep up, then by arrival.
+/// The ticket of a sequence that was never admitted.
+const FRESH: u64 = u64::MAX;
+
+/// A sequence's place in the order that decides everything: those whose readers keep up, then by first admission. Those
+/// that were never admitted come last, and `shares` knows which of them is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Turn {
     pub(super) behind: bool,
+    pub(super) ticket: u64,
     pub(super) id: u64,
+}
+
+impl Turn {
+    /// Of a sequence that was never admitted.
+    pub(super) fn fresh(id: u64) -> Self {
+        Self { behind: false, ticket: FRESH, id }
+    }
+
+    /// The sequence was never admitted.
+    pub(super) fn is_fresh(&self) -> bool {
+        self.ticket == FRESH
+    }
+
+    /// The first whose reader is behind would follow.
+    pub(super) fn first_behind() -> Self {
+        Self { behind: true, ticket: 0, id: 0 }
+    }
 }
 
 /// Where a sequence is.
@@ -133,10 +160,12 @@ impl Running {
 
 impl Sequence {
     /// The request is valid, as the seam promises: a prompt, and at least one token to generate.
-    pub(super) fn new(request: SequenceRequest) -> Self {
+    pub(super) fn new(request: SequenceRequest, claim: Option<Claim>) -> Self {
         assert!(!request.prompt.is_empty() && request.max_tokens > 0, "the front end lets only valid requests pass");
         Self {
             request,
+            ticket: if claim.is_some() { FRESH } else { 0 },
+            claim,
             generated: Vec::new(),
             prompt_logprobs: Vec::new(),
             keys: Vec::new(),
@@ -170,7 +199,7 @@ impl Sequence {
 
     /// Its place in the order; `id` is its number.
     pub(super) fn turn(&self, id: u64) -> Turn {
-        Turn { behind: self.reader_behind, id }
+        Turn { behind: self.reader_behind, ticket: self.ticket, id }
     }
 
     /// Keys of the pages that its tokens fill by now.

@@ -2,16 +2,17 @@
 //! seed.
 
 mod cost;
+mod fairness;
 mod prefix;
 mod rules;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use looplane_proto::worker::v1::{Finish, Outcome, Plan};
 
 use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
-use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, StepRows, StepSize};
+use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, Standing, StepRows, StepSize};
 
 /// What one run tries.
 #[derive(Debug, Clone)]
@@ -31,6 +32,12 @@ struct Scene {
     alike: u64,
     /// Each group after a loss has a shape of its own.
     is_reshaped: bool,
+    /// Of whom sequences are: their weights. None: of nobody.
+    owners: Vec<u32>,
+    /// Priorities are as many, around 0.
+    priorities: u64,
+    /// Sequences that come before the first plan.
+    at_once: u64,
 }
 
 impl Scene {
@@ -64,7 +71,17 @@ impl Scene {
             bounds: 0,
             alike: rng.below(1000),
             is_reshaped: false,
+            owners: (0..rng.below(4)).map(|_| 1 + rng.below(4) as u32).collect(),
+            priorities: 1 + rng.below(2) * rng.below(5),
+            at_once: 0,
         }
+    }
+
+    fn standing(&self, rng: &mut Rng) -> Standing {
+        let at = rng.below(self.owners.len() as u64) as usize;
+        let priority = rng.below(self.priorities) as i32 - (self.priorities / 2) as i32;
+        let Some(&weight) = self.owners.get(at) else { return Standing { priority, ..Standing::default() } };
+        Standing { priority, owner: Some(format!("key-{at}").into()), weight }
     }
 
     /// Another group, which can take every sequence.
@@ -93,10 +110,20 @@ impl Rng {
 #[derive(Debug, Default)]
 struct Seen {
     request: Option<SequenceRequest>,
+    standing: Standing,
     cached_tokens: Option<u32>,
     tokens: Vec<u32>,
     finish: Option<FinishReason>,
     cancelled: bool,
+}
+
+/// A first admission.
+struct Entry {
+    sequence: u64,
+    /// Owners of whom some have waited for theirs since the run began.
+    wait: BTreeSet<String>,
+    /// How many of each owner have entered and not ended, this one included.
+    inside: BTreeMap<String, u64>,
 }
 
 /// A run in progress: the scheduler, the worker, and plans and outcomes on their way between them.
@@ -110,6 +137,10 @@ struct Run {
     seen: BTreeMap<u64, Seen>,
     /// Sequences in the order of their admissions, with repeats.
     admitted: Vec<u64>,
+    /// First admissions.
+    entries: Vec<Entry>,
+    entered: BTreeSet<u64>,
+    always_wait: BTreeSet<String>,
     /// By slot, as the plans say.
     slots: BTreeMap<u32, u64>,
     preemptions: u64,
@@ -128,12 +159,17 @@ impl Run {
             outcomes: VecDeque::new(),
             seen: BTreeMap::new(),
             admitted: Vec::new(),
+            entries: Vec::new(),
+            entered: BTreeSet::new(),
+            always_wait: BTreeSet::new(),
             slots: BTreeMap::new(),
             preemptions: 0,
             rows: StepRows::default(),
             up: false,
         };
         run.group_ready();
+        (0..run.scene.at_once.min(run.scene.sequences)).for_each(|_| run.submit());
+        run.always_wait = run.waiting(&run.entered);
         run
     }
 
@@ -174,7 +210,8 @@ impl Run {
         self.seen.get(&sequence).is_some_and(|seen| !seen.cancelled && seen.finish.is_none())
     }
 
-    /// Who gives up a slot and who enters: the latest of all, the earliest of all.
+    /// Who gives up a slot and who enters: who was first admitted the latest of all, or the earliest. Of those that
+    /// were never admitted the first of its owner.
     fn check_order(&mut self, plan: &Plan) {
         let mut preempted = Vec::new();
         for slot in &plan.release {
@@ -184,8 +221,10 @@ impl Run {
             }
         }
         self.preemptions += preempted.len() as u64;
-        let least = preempted.into_iter().min().unwrap_or(u64::MAX);
-        assert!(self.slots.values().all(|&other| other < least), "{least} was preempted before a later one");
+        let ticket = |id: &u64| self.admitted.iter().position(|admitted| admitted == id);
+        let least = preempted.iter().map(ticket).min().flatten().unwrap_or(usize::MAX);
+        let later = self.slots.values().find(|other| ticket(other) > Some(least));
+        assert_eq!(later, None, "one was preempted before it");
         self.slots.extend(plan.admit.iter().map(|admit| (admit.slot, admit.sequence)));
         let load = self.scheduler.load();
         assert_eq!((load.running, load.preemptions), (self.slots.len() as u64, self.preemptions), "what is told");
@@ -195,8 +234,13 @@ impl Run {
             let is_cached = plan.prefill.iter().any(|chunk| chunk.slot == admit.slot && chunk.start > 0)
                 || self.scheduler.limits.prefix_cache && !plan.prefill.iter().any(|chunk| chunk.slot == admit.slot);
             let waits = |id: &u64| self.lives(*id) && !self.slots.values().any(|in_slot| in_slot == id);
-            let is_overtaken = |id: &u64| waits(id) && (!is_cached || self.admitted.contains(id));
-            let earlier = self.seen.keys().find(|&&id| id < admit.sequence && is_overtaken(&id));
+            let is_like = |id: &u64| self.seen[id].standing == self.seen[&admit.sequence].standing;
+            let goes_before = |id: &u64| match (ticket(id), ticket(&admit.sequence)) {
+                (None, None) => *id < admit.sequence && !is_cached && is_like(id),
+                (Some(own), Some(other)) => own < other,
+                (own, _) => own.is_some(),
+            };
+            let earlier = self.seen.keys().find(|id| waits(id) && goes_before(id));
             assert_eq!(earlier, None, "{} overtook it", admit.sequence);
         }
     }
@@ -212,6 +256,31 @@ impl Run {
         assert!(prompts <= most.max(*least), "{prompts} rows of prompts beside {decoding}, {:?}", self.rows);
         assert!(prompts + decoding <= self.scene.shape.max_batch_tokens, "a step holds {prompts} and {decoding} rows");
         assert!(prompts > 0 || self.scheduler.prompts == 0, "prompts stand still");
+    }
+
+    /// Owners of whom some wait for their first admission.
+    fn waiting(&self, entered: &BTreeSet<u64>) -> BTreeSet<String> {
+        self.seen.keys().filter(|id| self.lives(**id) && !entered.contains(id)).map(|id| self.owner(id)).collect()
+    }
+
+    fn owner(&self, id: &u64) -> String {
+        self.seen[id].standing.owner.as_deref().unwrap_or_default().to_owned()
+    }
+
+    /// Who enters for the first time, one after another, and beside whom.
+    fn note_entries(&mut self, plan: &Plan) {
+        for admit in &plan.admit {
+            let wait = self.waiting(&self.entered);
+            self.always_wait.retain(|owner| wait.contains(owner));
+            if !self.entered.insert(admit.sequence) {
+                continue;
+            }
+            let mut inside = BTreeMap::new();
+            for id in self.entered.iter().filter(|id| self.lives(**id)) {
+                *inside.entry(self.owner(id)).or_default() += 1;
+            }
+            self.entries.push(Entry { sequence: admit.sequence, wait: self.always_wait.clone(), inside });
+        }
     }
 
     fn bound_rows(&mut self) {
@@ -233,8 +302,10 @@ impl Run {
         if self.rng.chance(self.scene.alike) && sequence > 1 {
             self.begin_alike(&mut request);
         }
-        self.seen.insert(sequence, Seen { request: Some(request.clone()), ..Seen::default() });
-        assert_eq!(self.scheduler.submit(vec![request]), Ok(sequence..sequence + 1));
+        let standing = self.scene.standing(&mut self.rng);
+        let seen = Seen { request: Some(request.clone()), standing: standing.clone(), ..Seen::default() };
+        self.seen.insert(sequence, seen);
+        assert_eq!(self.scheduler.submit(vec![request], &standing), Ok(sequence..sequence + 1));
     }
 
     /// The request begins as an earlier one does, with its answer behind it: all of that, or a part.
@@ -270,6 +341,7 @@ impl Run {
             assert!(rows > 0, "a plan without a point: {plan:?}");
             self.check_rows(&plan);
             self.check_order(&plan);
+            self.note_entries(&plan);
             self.admitted.extend(plan.admit.iter().map(|admit| admit.sequence));
             self.plans.push_back(plan);
             // Those under way: unstarted ones, and the one that runs.
@@ -288,6 +360,8 @@ impl Run {
             let seen = self.seen.get_mut(&sequence).unwrap();
             seen.cancelled |= seen.finish.is_none();
             self.apply(Event::Cancel { sequence });
+            let wait = self.waiting(&self.entered);
+            self.always_wait.retain(|owner| wait.contains(owner));
         }
         if self.rng.chance(self.scene.bounds) {
             self.bound_rows();

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::request::{SamplingParams, SequenceRequest};
-use super::sequence::{Sequence, Turn};
+use super::sequence::Sequence;
 use super::{Action, Blame, Scheduler};
 
 /// Tokens without a loss that clear a sequence: the first comes from its prompt, the others from the decode loop.
@@ -154,8 +154,9 @@ impl Scheduler {
         };
         let id = self.next_sequence;
         self.next_sequence += 1;
-        self.sequences.insert(id, Sequence::new(request));
-        self.queue.insert(Turn { behind: false, id });
+        let sequence = Sequence::new(request, None);
+        self.queue.insert(sequence.turn(id));
+        self.sequences.insert(id, sequence);
         self.trials.self_test = Some(id);
     }
 }

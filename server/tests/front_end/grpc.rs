@@ -132,6 +132,20 @@ async fn generate_streams_started_deltas_and_the_end() {
 }
 
 #[tokio::test]
+async fn a_call_has_the_priority_that_it_asks_for() {
+    let (server, mut script) = Server::start(options()).await;
+    let channel = channel(&server).await;
+    let text = GenerateRequest { priority: -3, ..tokens(&[5]) };
+    let (_, priority) =
+        tokio::join!(collect(channel.clone(), text), async { script.submission().await.standing.priority });
+    assert_eq!(priority, -3);
+    let chat = ChatRequest { priority: 4, ..chat(vec![user("Hi")]) };
+    let (_, priority) =
+        tokio::join!(collect_chat(channel, chat), async { script.submission().await.standing.priority });
+    assert_eq!(priority, 4);
+}
+
+#[tokio::test]
 async fn several_choices_come_as_they_are_made_and_each_has_its_end() {
     let (server, mut script) = Server::start(options()).await;
     let request = sampled(SamplingParams { n: Some(3), stop: vec!["!".into()], ..SamplingParams::default() });
@@ -374,6 +388,7 @@ async fn refusals_have_codes_and_name_the_field() {
         (tokens(&[768]), "token_ids"),
         (tokens(&[5; 512]), "token_ids"),
         (GenerateRequest { truncate_prompt_tokens: Some(0), ..tokens(&[5]) }, "truncate_prompt_tokens"),
+        (GenerateRequest { priority: 101, ..tokens(&[5]) }, "priority"),
         (GenerateRequest { cache_salt: "x".repeat(1025), ..tokens(&[5]) }, "cache_salt"),
         (sampled(SamplingParams { temperature: Some(f32::NAN), ..of() }), "sampling.temperature"),
         (sampled(SamplingParams { top_p: Some(0.0), ..of() }), "sampling.top_p"),

@@ -46,7 +46,7 @@ pub async fn send_to(server: &Server, path: &str, key: &str, body: &Value) -> Tc
 }
 
 pub fn limits(concurrent: Option<u32>, tokens_per_minute: Option<u32>) -> KeyLimits {
-    KeyLimits { concurrent, tokens_per_minute }
+    KeyLimits { concurrent, tokens_per_minute, ..KeyLimits::default() }
 }
 
 pub fn refused(response: &Response, status: u16, code: &str) {

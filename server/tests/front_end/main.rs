@@ -17,6 +17,7 @@ mod responses;
 mod routes;
 #[path = "../common/scrape.rs"]
 mod scrape;
+mod shares;
 mod tls;
 mod tools;
 

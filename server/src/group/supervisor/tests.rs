@@ -5,7 +5,7 @@ use looplane_proto::worker::v1::Finish;
 use super::super::fake::{FakeLauncher, Script};
 use super::super::start::{GroupFacts, RankEvent, Traffic};
 use super::*;
-use crate::engine::{EngineHandle, FinishReason, SequenceEvent};
+use crate::engine::{EngineHandle, FinishReason, SequenceEvent, Standing};
 use crate::metrics::EngineMetrics;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
 use crate::sched::{Event, Limits, Scheduler};
@@ -73,7 +73,7 @@ async fn every_report_of_a_burst_is_handled() {
     let Bench { mut supervisor, handle, mut link, mut workers, mut plans, events } = bench();
     let request = request(1, 5, 2 * BURST as u32 + 100, vec![]);
     let work = async {
-        let mut stream = handle.submit(vec![request.clone()]).await.unwrap().remove(0);
+        let mut stream = handle.submit(vec![request.clone()], Standing::default()).await.unwrap().remove(0);
         let mut worker = FakeWorker::new(SHAPE);
         worker.receive(plans.recv().await.unwrap());
         let mut reports = 0;

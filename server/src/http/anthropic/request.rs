@@ -40,6 +40,7 @@ pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, boo
     raw.top_p = fields.number("top_p")?;
     raw.top_k = fields.integer("top_k")?;
     raw.timeout_ms = fields.integer("timeout_ms")?;
+    raw.priority = fields.integer("priority")?;
     if let Some(stops) = fields.value("stop_sequences") {
         raw.stop = texts(stops, "stop_sequences", "a list of strings")?;
     }

@@ -66,6 +66,7 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     raw.max_tokens_field = "max_output_tokens";
     raw.max_tokens = fields.integer("max_output_tokens")?;
     raw.timeout_ms = fields.integer("timeout_ms")?;
+    raw.priority = fields.integer("priority")?;
     raw.temperature = fields.number("temperature")?;
     raw.top_p = fields.number("top_p")?;
     raw.constraint = text_format(&mut fields)?;

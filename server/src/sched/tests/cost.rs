@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{FakeWorker, Shape, request};
-use crate::sched::{Event, Limits, Scheduler};
+use crate::sched::{Event, Limits, Scheduler, Standing};
 
 /// Times of steps in which all slots decode and as many sequences wait: of the plan, if there was one, and of the
 /// outcome. With pages of one position each plan grants some to every slot.
@@ -22,7 +22,8 @@ fn steps(slots: u32, steps_per_plan: u32, page_positions: u32) -> Vec<(Option<Du
     scheduler.is_unchecked = true;
     scheduler.apply(shape.ready(), &mut Vec::new());
     let mut worker = FakeWorker::new(shape);
-    scheduler.submit((0..2 * count).map(|seed| request(seed, 1, 2 * STEPS, vec![])).collect()).unwrap();
+    let requests = (0..2 * count).map(|seed| request(seed, 1, 2 * STEPS, vec![])).collect();
+    scheduler.submit(requests, &Standing::default()).unwrap();
     worker.receive(scheduler.next_plan().expect("all slots are filled"));
     let mut timed = |_| {
         let outcome = worker.run(u64::MAX).expect("the loop never waits");
@@ -88,7 +89,7 @@ fn crowd(prefix_cache: bool) -> Duration {
         requests.iter_mut().for_each(|request| request.prompt[..960].copy_from_slice(&common));
         let begun = Instant::now();
         for request in requests {
-            scheduler.submit(vec![request]).unwrap();
+            scheduler.submit(vec![request], &Standing::default()).unwrap();
         }
         let plans: Vec<_> = std::iter::from_fn(|| scheduler.next_plan()).collect();
         spent += begun.elapsed();

@@ -4,7 +4,7 @@ use looplane_proto::worker::v1::Plan;
 
 use super::super::prefix::{SABOTAGE, Sabotage};
 use super::{FakeWorker, Rng, Run, Scene, Shape, expected, request, runs};
-use crate::sched::{Action, Event, Limits, Scheduler, SequenceRequest};
+use crate::sched::{Action, Event, Limits, Scheduler, SequenceRequest, Standing};
 
 /// Many begin alike, in caches that hold them all and in such that hold hardly one.
 fn alike(scene: &mut Scene, rng: &mut Rng) {
@@ -63,7 +63,7 @@ impl Group {
     }
 
     fn submit(&mut self, request: &SequenceRequest) {
-        self.scheduler.submit(vec![request.clone()]).unwrap();
+        self.scheduler.submit(vec![request.clone()], &Standing::default()).unwrap();
     }
 
     /// The next plan, which the worker has by then.

@@ -7,7 +7,7 @@ use looplane_proto::worker::v1::Outcome;
 
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
 use crate::sched::{
-    Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, StepRows, StepSize, SubmitError,
+    Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, Standing, StepRows, StepSize, SubmitError,
 };
 
 fn scheduler(limits: Limits, kv_pages: u32) -> Scheduler {
@@ -24,7 +24,7 @@ fn shape(limits: &Limits, kv_pages: u32) -> Shape {
 
 /// Submits one sequence; the seed of its request is `seed`.
 fn submit(scheduler: &mut Scheduler, seed: u64, prompt: u32, output: u32) -> Result<u64, SubmitError> {
-    scheduler.submit(vec![request(seed, prompt, output, vec![])]).map(|numbers| numbers.start)
+    scheduler.submit(vec![request(seed, prompt, output, vec![])], &Standing::default()).map(|numbers| numbers.start)
 }
 
 #[test]
@@ -53,16 +53,22 @@ fn the_sequences_of_a_request_are_taken_together_or_not_at_all() {
     let choices = |count: u64, prompt| (0..count).map(|seed| request(seed, prompt, 5, vec![])).collect::<Vec<_>>();
     let never = |asked, limit, what, option| Err(SubmitError::NeverFits { asked, limit, what, option });
     // However empty the queue is: not a matter of waiting.
-    assert_eq!(scheduler.submit(choices(5, 1)), never(5, 4, "sequences", "--max-queued-requests"));
-    assert_eq!(scheduler.submit(choices(3, 7)), never(21, 20, "prompt tokens", "--max-queued-tokens"));
+    assert_eq!(
+        scheduler.submit(choices(5, 1), &Standing::default()),
+        never(5, 4, "sequences", "--max-queued-requests")
+    );
+    assert_eq!(
+        scheduler.submit(choices(3, 7), &Standing::default()),
+        never(21, 20, "prompt tokens", "--max-queued-tokens")
+    );
     assert!(scheduler.is_idle() && scheduler.next_plan().is_none(), "nothing of them is left behind");
-    assert_eq!(scheduler.submit(choices(3, 5)), Ok(1..4));
+    assert_eq!(scheduler.submit(choices(3, 5), &Standing::default()), Ok(1..4));
     let full = SubmitError::QueueFull { waiting: 3, limit: 4, what: "sequences" };
-    assert_eq!(scheduler.submit(choices(2, 1)), Err(full));
+    assert_eq!(scheduler.submit(choices(2, 1), &Standing::default()), Err(full));
     assert_eq!(scheduler.sequences(), 3);
     // A single prompt is bounded by the context alone.
     scheduler.next_plan().unwrap();
-    assert_eq!(scheduler.submit(choices(1, 30)), Ok(4..5));
+    assert_eq!(scheduler.submit(choices(1, 30), &Standing::default()), Ok(4..5));
 }
 
 #[test]
@@ -160,7 +166,7 @@ fn only_the_culprit_of_a_crowd_fails() {
     let mut scheduler = scheduler(limits, 200);
     let requests: Vec<SequenceRequest> = (1..22).map(|seed| request(seed, 5, 20, vec![])).collect();
     for request in &requests {
-        scheduler.submit(vec![request.clone()]).unwrap();
+        scheduler.submit(vec![request.clone()], &Standing::default()).unwrap();
     }
     let culprit = 11;
     let mut actions = Vec::new();
@@ -210,7 +216,7 @@ fn before_trials(requests: [SequenceRequest; 2]) -> (Scheduler, FakeWorker) {
     let shape = shape(&limits, 40);
     let mut scheduler = scheduler(limits, 40);
     for request in requests {
-        scheduler.submit(vec![request]).unwrap();
+        scheduler.submit(vec![request], &Standing::default()).unwrap();
     }
     for _ in 0..2 {
         scheduler.next_plan().unwrap();
@@ -460,7 +466,7 @@ fn who_does_not_read_leaves_its_slot_to_those_who_wait() {
     let mut scheduler = scheduler(limits, 40);
     let mut worker = FakeWorker::new(shape);
     let requests: Vec<SequenceRequest> = (1..4).map(|seed| request(seed, 3, 40, vec![])).collect();
-    let behind = [0, 1].map(|i| scheduler.submit(vec![requests[i].clone()]).unwrap().start);
+    let behind = [0, 1].map(|i| scheduler.submit(vec![requests[i].clone()], &Standing::default()).unwrap().start);
     let mut actions = Vec::new();
     let mut run = |scheduler: &mut Scheduler, steps: usize| {
         for _ in 0..steps {
@@ -478,7 +484,7 @@ fn who_does_not_read_leaves_its_slot_to_those_who_wait() {
     }
     run(&mut scheduler, 6);
     assert_eq!(scheduler.load().preemptions, 0, "nobody waits: they go on");
-    let reads = scheduler.submit(vec![requests[2].clone()]).unwrap().start;
+    let reads = scheduler.submit(vec![requests[2].clone()], &Standing::default()).unwrap().start;
     run(&mut scheduler, 12);
     assert_eq!((scheduler.load().preemptions, scheduler.load().running), (1, 2), "one makes room for it");
     let other = submit(&mut scheduler, 9, 3, 5).unwrap();

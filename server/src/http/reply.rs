@@ -30,7 +30,7 @@ impl Replies {
     pub(super) fn new(generation: Generation, include_reasoning: bool) -> Self {
         let Generation { request, choices, place, .. } = generation;
         let reply = |choice: Choice| {
-            let prompt = &request.prompts[(choice.index / request.choices) as usize];
+            let prompt = request.prompt_of(choice.index);
             ReplyChoice::new(choice, &request.format, prompt.thinks, include_reasoning)
         };
         let choices = choices.into_iter().map(reply).collect();
@@ -54,19 +54,15 @@ pub(super) struct ReplyChoice {
 /// What a choice made known.
 #[derive(Debug)]
 pub(super) enum ReplyEvent {
-    /// More output, and the tokens behind it; each may come without the other.
-    Delta {
-        told: Vec<Told>,
-        tokens: Vec<OutputToken>,
-        /// How many of the tokens are the prompt's.
-        echoed: usize,
-    },
+    /// More output, and the tokens behind it; each may come without the other. `generated` is as in [`Piece`].
+    Delta { told: Vec<Told>, tokens: Vec<OutputToken>, generated: Vec<u32> },
     /// The end. `reason` is OpenAI's word for why, `stop_text` what the output stopped at, the rest as in
     /// [`ChoiceEvent::Finished`].
     Finished {
         reason: &'static str,
         stop_text: Option<String>,
         completion_tokens: u32,
+        generated: Vec<u32>,
         cached_tokens: u32,
         drafts: Vec<DraftStep>,
         prompt_logprobs: Vec<GeneratedToken>,
@@ -110,14 +106,14 @@ impl ReplyChoice {
 
     fn read(&mut self, event: ChoiceEvent) -> ReplyEvent {
         match event {
-            ChoiceEvent::Delta(Piece { text, tokens, echoed }) => {
+            ChoiceEvent::Delta(Piece { text, tokens, generated }) => {
                 let parts = self.reply.push(&text);
                 if self.reply.is_over() {
                     self.choice.complete();
                 }
-                ReplyEvent::Delta { told: self.tell(parts), tokens, echoed }
+                ReplyEvent::Delta { told: self.tell(parts), tokens, generated }
             }
-            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
+            ChoiceEvent::Finished { reason, completion_tokens, generated, cached_tokens, drafts, prompt_logprobs } => {
                 let parts = self.reply.finish();
                 let told = self.tell(parts);
                 let reason = finish_word(reason, self.called);
@@ -126,6 +122,7 @@ impl ReplyChoice {
                     reason,
                     stop_text,
                     completion_tokens,
+                    generated,
                     cached_tokens,
                     drafts,
                     prompt_logprobs,
@@ -134,7 +131,7 @@ impl ReplyChoice {
                     return end;
                 }
                 self.end = Some(end);
-                ReplyEvent::Delta { told, tokens: Vec::new(), echoed: 0 }
+                ReplyEvent::Delta { told, tokens: Vec::new(), generated: Vec::new() }
             }
         }
     }

@@ -44,6 +44,8 @@ pub enum ChoiceEvent {
         reason: FinishReason,
         /// All tokens generated, the stop token or the tokens of a stop text included.
         completion_tokens: u32,
+        /// Those of them since the last piece.
+        generated: Vec<u32>,
         /// Tokens of the prompt that were not computed: they were cached.
         cached_tokens: u32,
         /// Steps with drafts.
@@ -124,6 +126,8 @@ pub struct Choice {
     /// The end, known but not yet told.
     finish: Option<FinishReason>,
     completion_tokens: u32,
+    /// Those since the last piece.
+    generated: Vec<u32>,
     cached_tokens: u32,
     drafts: Vec<DraftStep>,
     record: Arc<Record>,
@@ -157,6 +161,7 @@ impl Choice {
             tokenizer,
             finish: None,
             completion_tokens: 0,
+            generated: Vec::new(),
             cached_tokens: 0,
             drafts: Vec::new(),
             record,
@@ -171,7 +176,8 @@ impl Choice {
         loop {
             if let Some(echoing) = &mut self.echoing {
                 if let Poll::Ready(told) = echoing.told.as_mut().poll(context) {
-                    return Poll::Ready(Some(self.echoed(told).map(ChoiceEvent::Delta)));
+                    let piece = self.echoed(told);
+                    return Poll::Ready(Some(piece.map(|piece| self.delta(piece))));
                 }
             } else if let Some(reason) = self.finish.take() {
                 return Poll::Ready(Some(Ok(self.finished(reason))));
@@ -195,10 +201,16 @@ impl Choice {
             };
             match self.apply(event).map(|piece| self.behind_echo(piece)) {
                 Ok(piece) if piece.is_empty() => {}
-                Ok(piece) => return Poll::Ready(Some(Ok(ChoiceEvent::Delta(piece)))),
+                Ok(piece) => {
+                    return Poll::Ready(Some(Ok(self.delta(piece))));
+                }
                 Err(error) => return Poll::Ready(Some(Err(error))),
             }
         }
+    }
+
+    fn delta(&mut self, piece: Piece) -> ChoiceEvent {
+        ChoiceEvent::Delta(Piece { generated: std::mem::take(&mut self.generated), ..piece })
     }
 
     fn finished(&mut self, reason: FinishReason) -> ChoiceEvent {
@@ -206,6 +218,7 @@ impl Choice {
         ChoiceEvent::Finished {
             reason,
             completion_tokens: self.completion_tokens,
+            generated: std::mem::take(&mut self.generated),
             cached_tokens: self.cached_tokens,
             drafts: std::mem::take(&mut self.drafts),
             prompt_logprobs: std::mem::take(&mut self.prompt_logprobs),
@@ -238,6 +251,7 @@ impl Choice {
             }
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
+                self.generated.push(token.id);
                 self.record.token();
                 // The stop token that ends the sequence is the last, and not output.
                 if self.stop_tokens.contains(&token.id) {

@@ -34,7 +34,7 @@ impl Replies {
     pub fn new(generation: Generation, include_reasoning: bool) -> Self {
         let Generation { request, choices, place, .. } = generation;
         let reply = |choice: Choice| {
-            let prompt = &request.prompts[(choice.index / request.choices) as usize];
+            let prompt = request.prompt_of(choice.index);
             ReplyChoice::new(choice, &request.format, prompt.thinks, include_reasoning)
         };
         let choices = choices.into_iter().map(reply).collect();
@@ -64,8 +64,8 @@ pub enum ReplyEvent {
         told: Vec<Told>,
         /// In order.
         tokens: Vec<OutputToken>,
-        /// How many of the tokens are the prompt's.
-        echoed: usize,
+        /// As in [`Piece`].
+        generated: Vec<u32>,
     },
     /// The end.
     Finished {
@@ -75,6 +75,8 @@ pub enum ReplyEvent {
         stop_text: Option<String>,
         /// As in [`ChoiceEvent::Finished`].
         completion_tokens: u32,
+        /// As in [`ChoiceEvent::Finished`].
+        generated: Vec<u32>,
         /// As in [`ChoiceEvent::Finished`].
         cached_tokens: u32,
         /// As in [`ChoiceEvent::Finished`].
@@ -167,14 +169,14 @@ impl ReplyChoice {
 
     fn read(&mut self, event: ChoiceEvent) -> ReplyEvent {
         match event {
-            ChoiceEvent::Delta(Piece { text, tokens, echoed }) => {
+            ChoiceEvent::Delta(Piece { text, tokens, generated }) => {
                 let parts = self.reply.push(&text);
                 if self.reply.is_over() {
                     self.choice.complete();
                 }
-                ReplyEvent::Delta { told: self.tell(parts), tokens, echoed }
+                ReplyEvent::Delta { told: self.tell(parts), tokens, generated }
             }
-            ChoiceEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs } => {
+            ChoiceEvent::Finished { reason, completion_tokens, generated, cached_tokens, drafts, prompt_logprobs } => {
                 let parts = self.reply.finish();
                 let told = self.tell(parts);
                 let reason = ReplyEnd::new(reason, self.called);
@@ -183,6 +185,7 @@ impl ReplyChoice {
                     reason,
                     stop_text,
                     completion_tokens,
+                    generated,
                     cached_tokens,
                     drafts,
                     prompt_logprobs,
@@ -191,7 +194,7 @@ impl ReplyChoice {
                     return end;
                 }
                 self.end = Some(end);
-                ReplyEvent::Delta { told, tokens: Vec::new(), echoed: 0 }
+                ReplyEvent::Delta { told, tokens: Vec::new(), generated: Vec::new() }
             }
         }
     }

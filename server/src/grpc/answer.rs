@@ -47,13 +47,21 @@ fn response(event: Event) -> GenerateResponse {
 
 fn message(index: u32, event: ReplyEvent, prompt_tokens: u32, with_logprobs: bool) -> Event {
     match event {
-        ReplyEvent::Delta { told, tokens, .. } => {
-            let mut delta = Delta { index, ..Delta::default() };
+        ReplyEvent::Delta { told, tokens, generated } => {
+            let mut delta = Delta { index, generated, ..Delta::default() };
             told.into_iter().for_each(|told| tell(&mut delta, told));
             delta.tokens = tokens.into_iter().map(|OutputToken { token: of, .. }| token(of, with_logprobs)).collect();
             Event::Delta(delta)
         }
-        ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, prompt_logprobs, .. } => {
+        ReplyEvent::Finished {
+            reason,
+            stop_text,
+            completion_tokens,
+            cached_tokens,
+            prompt_logprobs,
+            generated,
+            ..
+        } => {
             let reason = match reason {
                 ReplyEnd::Stop => FinishReason::Stop,
                 ReplyEnd::Length => FinishReason::Length,
@@ -69,6 +77,7 @@ fn message(index: u32, event: ReplyEvent, prompt_tokens: u32, with_logprobs: boo
                 index,
                 stop_text,
                 prompt,
+                generated,
             })
         }
     }

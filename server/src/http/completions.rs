@@ -89,14 +89,14 @@ async fn answer(
 async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
     let frontend = &app.frontend;
     let read = move |json| {
-        let HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, include_reasoning } = match api {
+        let HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, token_ids, include_reasoning } = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
-        Ok((model, raw, (stream, stream_usage, tokens_as_ids, include_reasoning)))
+        Ok((model, raw, (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning)))
     };
     let (generation, wanted) = admit(&app, place, request, read).await?;
-    let (stream, stream_usage, tokens_as_ids, include_reasoning) = wanted;
+    let (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning) = wanted;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
     let writer = Writer {
@@ -109,6 +109,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         prompt_logprobs: generation.request.prompt_logprobs,
         stream_usage,
         tokens_as_ids,
+        token_ids,
         draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
@@ -174,6 +175,9 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
+    if writer.token_ids {
+        wholes.iter_mut().for_each(|whole| whole.prompt = request.prompt_of(whole.index).tokens.clone());
+    }
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
     let firsts = wholes.iter().filter(|whole| is_first(whole.index, request.choices));
     let cached_tokens = firsts.map(|whole| u64::from(whole.cached_tokens)).sum();
@@ -203,11 +207,21 @@ async fn read_whole(mut choice: ReplyChoice) -> Result<WholeChoice, GenerateErro
     let mut whole = WholeChoice { index: choice.index(), ..WholeChoice::default() };
     while let Some(event) = choice.next().await {
         match event? {
-            ReplyEvent::Delta { told, tokens, .. } => {
+            ReplyEvent::Delta { told, tokens, generated } => {
                 told.into_iter().for_each(|told| whole.message.add(told));
                 whole.tokens.extend(tokens);
+                whole.generated.extend(generated);
             }
-            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, prompt_logprobs, .. } => {
+            ReplyEvent::Finished {
+                reason,
+                completion_tokens,
+                generated,
+                cached_tokens,
+                drafts,
+                prompt_logprobs,
+                ..
+            } => {
+                whole.generated.extend(generated);
                 (whole.finish, whole.drafts, whole.prompt_logprobs) = (Some(reason.word()), drafts, prompt_logprobs);
                 (whole.completion_tokens, whole.cached_tokens) = (completion_tokens, cached_tokens);
             }
@@ -233,8 +247,8 @@ struct EventStream {
     prompt_tokens: u64,
     cached_tokens: u64,
     completion_tokens: u64,
-    /// Tokens of each choice of all prompts.
-    of_choice: Vec<u64>,
+    /// What each choice of all prompts has used so far.
+    of_choice: Vec<Usage>,
     /// Of the choice that ended last.
     drafts: Vec<DraftStep>,
     _place: Place,
@@ -243,9 +257,13 @@ struct EventStream {
 fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Response {
     let Replies { request, choices, place } = replies;
     let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
-    let none = Usage::new(request.prompt_tokens(), None, 0);
-    choices.iter().for_each(|choice| writer.opening(choice.index(), none, &mut events));
-    let of_choice = vec![0; choices.len()];
+    let mut of_choice = Vec::with_capacity(choices.len());
+    for choice in &choices {
+        let prompt = &request.prompt_of(choice.index()).tokens;
+        let none = Usage::new(prompt.len() as u64, None, 0);
+        writer.opening(choice.index(), prompt, none, &mut events);
+        of_choice.push(none);
+    }
     let choices = Choices::from(choices);
     let stream = EventStream {
         frontend,
@@ -301,37 +319,35 @@ impl EventSource for EventStream {
 }
 
 impl EventStream {
-    /// What a choice has used so far.
-    fn so_far(&self, index: u32) -> Usage {
-        Usage::new(self.prompt_tokens, None, self.of_choice[index as usize])
-    }
-
     fn tell(&mut self, index: u32, event: ReplyEvent, events: &mut Events) {
         match event {
-            ReplyEvent::Delta { told, tokens, echoed } => {
-                self.of_choice[index as usize] += (tokens.len() - echoed) as u64;
-                let so_far = self.so_far(index);
+            ReplyEvent::Delta { told, tokens, generated } => {
+                let so_far = &mut self.of_choice[index as usize];
+                *so_far = so_far.and(generated.len() as u64);
+                let so_far = *so_far;
+                // Tokens that were not generated are the prompt's, but for a few that were held back.
+                let echoed = tokens.len().saturating_sub(generated.len());
                 if echoed == 0 {
-                    self.writer.deltas(index, told, tokens, so_far, events);
+                    self.writer.deltas(index, told, (tokens, generated), so_far, events);
                     return;
                 }
                 let bytes = ECHOED_BYTES * echoed + self.writer.tokens_bytes(tokens.len());
                 let (writer, frontend) = (self.writer.clone(), self.frontend.clone());
                 let write = move || {
                     let mut events = Events::default();
-                    writer.deltas(index, told, tokens, so_far, &mut events);
+                    writer.deltas(index, told, (tokens, generated), so_far, &mut events);
                     events
                 };
                 self.writing = Some(Box::pin(async move { frontend.compute(bytes, write).await }));
             }
-            ReplyEvent::Finished { reason, completion_tokens, cached_tokens, drafts, .. } => {
+            ReplyEvent::Finished { reason, completion_tokens, generated, cached_tokens, drafts, .. } => {
                 self.drafts = drafts;
                 self.completion_tokens += u64::from(completion_tokens);
                 if is_first(index, self.choices_each) {
                     self.cached_tokens += u64::from(cached_tokens);
                 }
-                self.of_choice[index as usize] = completion_tokens.into();
-                self.writer.finish(index, reason.word(), self.so_far(index), events);
+                let used = self.of_choice[index as usize].and(generated.len() as u64);
+                self.writer.finish(index, reason.word(), &generated, used, events);
             }
         }
     }

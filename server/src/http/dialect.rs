@@ -104,13 +104,13 @@ pub(super) async fn answer(
 async fn read(mut choice: ReplyChoice, mut answer: Answer) -> Result<Answer, ApiError> {
     while let Some(event) = choice.next().await {
         match event? {
-            ReplyEvent::Delta { told, tokens, .. } => {
+            ReplyEvent::Delta { told, generated, .. } => {
                 for told in told {
                     let (kind, text) = kind_and_text(told);
                     answer.blocks.extend(answer.next_block(kind));
                     answer.last().text.push_str(&text);
                 }
-                answer.count(tokens.len());
+                answer.count(generated.len());
             }
             ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. } => {
                 answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
@@ -146,9 +146,9 @@ impl<D: Dialect> EventSource for EventStream<D> {
 
     fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
         match ready!(self.choice.poll_next(context)) {
-            Some(Ok(ReplyEvent::Delta { told, tokens, .. })) => {
+            Some(Ok(ReplyEvent::Delta { told, generated, .. })) => {
                 told.into_iter().for_each(|told| self.tell(told, events));
-                self.answer.count(tokens.len());
+                self.answer.count(generated.len());
                 return Poll::Ready(ControlFlow::Continue(()));
             }
             Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {

@@ -19,6 +19,8 @@ pub(super) struct HttpRequest {
     pub(super) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
     pub(super) tokens_as_ids: bool,
+    /// The answer has the ids of its tokens and its prompt's.
+    pub(super) token_ids: bool,
     /// The answer tells what was thought before it.
     pub(super) include_reasoning: bool,
 }
@@ -34,7 +36,7 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 23] = [
+const UNSUPPORTED: [(&str, Off); 22] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
@@ -52,7 +54,6 @@ const UNSUPPORTED: [(&str, Off); 23] = [
     ("prompt_embeds", |_| false),
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
-    ("return_token_ids", is_false),
     ("spaces_between_special_tokens", is_true),
     ("structural_tag", |_| false),
     ("thinking_token_budget", |_| false),
@@ -177,12 +178,13 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
     raw.show_special = !fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
+    let token_ids = fields.boolean("return_token_ids")?.unwrap_or(false);
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }
     if let Some(ids) = fields.value("stop_token_ids") {
         let Value::Array(ids) = ids else { return Err(wrong_type("stop_token_ids", "a list of token ids")) };
-        raw.stop_tokens = token_ids(&ids, "stop_token_ids")?;
+        raw.stop_tokens = self::token_ids(&ids, "stop_token_ids")?;
     }
     if let Some(bias) = fields.value("logit_bias") {
         raw.logit_bias = logit_bias(bias)?;
@@ -210,7 +212,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     labels(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, include_reasoning: false })
+    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, token_ids, include_reasoning: false })
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.

@@ -43,6 +43,8 @@ pub(super) struct Writer {
     pub(super) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
     pub(super) tokens_as_ids: bool,
+    /// The ids of tokens are told, as vLLM has it.
+    pub(super) token_ids: bool,
     /// What is told of drafts, of which a step has so many at most.
     pub(super) draft_report: (DraftReport, u32),
     pub(super) tokenizer: Arc<Tokenizer>,
@@ -72,6 +74,12 @@ impl Usage {
         let prompt_tokens_details = cached_tokens.map(|cached_tokens| PromptTokensDetails { cached_tokens });
         Self { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }
+
+    /// With so many tokens generated behind it.
+    pub(super) fn and(self, generated: u64) -> Self {
+        let completion_tokens = self.completion_tokens + generated;
+        Self { completion_tokens, total_tokens: self.prompt_tokens + completion_tokens, ..self }
+    }
 }
 
 /// The whole output of a choice.
@@ -80,6 +88,10 @@ pub(super) struct WholeChoice {
     pub(super) index: u32,
     pub(super) message: WholeMessage,
     pub(super) tokens: Vec<OutputToken>,
+    /// All that were generated.
+    pub(super) generated: Vec<u32>,
+    /// The prompt's tokens, where ids are told.
+    pub(super) prompt: Vec<u32>,
     /// OpenAI's word for why it ended.
     pub(super) finish: Option<&'static str>,
     pub(super) completion_tokens: u32,
@@ -111,6 +123,9 @@ struct Envelope<'a, C> {
     /// Of a chat, as vLLM has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs>,
+    /// Of a chat, as vLLM has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -122,6 +137,8 @@ struct ChatChoice<'a> {
     delta: Option<Delta<'a>>,
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -154,6 +171,10 @@ struct CompletionChoice<'a> {
     /// As vLLM has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 /// Of each of a prompt's tokens: it, and the most likely ones in its place, by their ids. Null of the first.
@@ -189,6 +210,21 @@ impl Serialize for TopMap {
     }
 }
 
+impl<'a> ChatChoice<'a> {
+    /// Of a chunk that has nothing else.
+    fn new(index: u32, token_ids: Option<&'a [u32]>) -> Self {
+        Self { index, message: None, delta: None, logprobs: None, finish_reason: None, token_ids }
+    }
+}
+
+impl<'a> CompletionChoice<'a> {
+    /// Of a chunk that has nothing else.
+    fn new(index: u32, token_ids: Option<&'a [u32]>) -> Self {
+        let (text, logprobs, finish_reason, prompt_logprobs, prompt_token_ids) = ("", None, None, None, None);
+        Self { text, index, logprobs, finish_reason, prompt_logprobs, prompt_token_ids, token_ids }
+    }
+}
+
 impl Writer {
     /// About what so many tokens take in an answer beside their text.
     pub(super) fn tokens_bytes(&self, tokens: usize) -> usize {
@@ -212,16 +248,20 @@ impl Writer {
         let usage = Some(Some(usage));
         match self.api {
             Api::Chat => {
-                let choice = |WholeChoice { index, message, tokens, finish, .. }: &'a WholeChoice| ChatChoice {
-                    index: *index,
-                    message: Some(Message::new(message)),
+                let choice = |whole: &'a WholeChoice| ChatChoice {
+                    index: whole.index,
+                    message: Some(Message::new(&whole.message)),
                     delta: None,
-                    logprobs: self.chat_logprobs(tokens),
-                    finish_reason: *finish,
+                    logprobs: self.chat_logprobs(&whole.tokens),
+                    finish_reason: whole.finish,
+                    token_ids: self.ids(&whole.generated),
                 };
-                let prompt_logprobs = choices.first().and_then(|whole| self.prompt_logprobs(whole));
+                let first = choices.first();
+                let prompt_logprobs = first.and_then(|whole| self.prompt_logprobs(whole));
+                let prompt_token_ids = first.and_then(|whole| self.ids(&whole.prompt));
                 let choices = choices.iter().map(choice).collect();
-                self.envelope("chat.completion", choices, usage, metrics, prompt_logprobs)
+                let envelope = self.envelope("chat.completion", choices, usage, metrics);
+                to_json(&Envelope { prompt_logprobs, prompt_token_ids, ..envelope })
             }
             Api::Completion => {
                 let choice = |whole: &'a WholeChoice| CompletionChoice {
@@ -230,8 +270,10 @@ impl Writer {
                     logprobs: self.completion_logprobs(&whole.tokens),
                     finish_reason: whole.finish,
                     prompt_logprobs: self.prompt_logprobs(whole),
+                    prompt_token_ids: self.ids(&whole.prompt),
+                    token_ids: self.ids(&whole.generated),
                 };
-                self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics, None)
+                to_json(&self.envelope("text_completion", choices.iter().map(choice).collect(), usage, metrics))
             }
         }
     }
@@ -249,10 +291,9 @@ impl Writer {
         choices: Vec<C>,
         usage: Option<Option<Usage>>,
         metrics: Option<Metrics>,
-        prompt_logprobs: Option<PromptLogprobs>,
-    ) -> String {
+    ) -> Envelope<'_, C> {
         let Self { id, model, system_fingerprint, .. } = self;
-        let envelope = Envelope {
+        Envelope {
             id,
             object,
             created: self.created,
@@ -261,9 +302,14 @@ impl Writer {
             choices,
             usage,
             metrics,
-            prompt_logprobs,
-        };
-        serde_json::to_string(&envelope).expect("strings and numbers with string keys are always JSON")
+            prompt_logprobs: None,
+            prompt_token_ids: None,
+        }
+    }
+
+    /// Ids of tokens, if they are told.
+    fn ids<'a>(&self, ids: &'a [u32]) -> Option<&'a [u32]> {
+        self.token_ids.then_some(ids)
     }
 
     fn chat_logprobs(&self, tokens: &[OutputToken]) -> Option<ChatLogprobs> {
@@ -343,65 +389,98 @@ impl ChunkWriter {
     }
 
     pub(super) fn new(writer: Writer) -> Self {
-        let mut head = writer.envelope(writer.chunk_object(), Vec::<()>::new(), None, None, None);
+        let mut head = to_json(&writer.envelope(writer.chunk_object(), Vec::<()>::new(), None, None));
         head.truncate(head.len() - "]}".len());
         Self { writer, head }
     }
 
     /// Whether tokens are told of where no text comes with them.
-    fn has_logprobs(&self) -> bool {
-        self.writer.logprobs.is_some()
+    fn tells_tokens(&self) -> bool {
+        self.writer.logprobs.is_some() || self.writer.token_ids
     }
 
-    /// The chunk that opens a choice; completions have none.
-    pub(super) fn opening(&self, index: u32, so_far: Usage, events: &mut Events) {
-        if self.writer.api == Api::Chat {
-            self.chat(index, Delta::opening(), None, None, so_far, events);
+    /// The chunk that opens a choice; completions have one only where it tells the ids of the prompt's tokens.
+    pub(super) fn opening(&self, index: u32, prompt: &[u32], so_far: Usage, events: &mut Events) {
+        let prompt = self.writer.ids(prompt);
+        match self.writer.api {
+            Api::Chat => {
+                let choice =
+                    ChatChoice { delta: Some(Delta::opening()), ..ChatChoice::new(index, self.writer.ids(&[])) };
+                self.chunk(&choice, prompt, so_far, events);
+            }
+            Api::Completion if prompt.is_some() => {
+                let choice = CompletionChoice::new(index, self.writer.ids(&[]));
+                self.chunk(&CompletionChoice { prompt_token_ids: prompt, ..choice }, None, so_far, events);
+            }
+            Api::Completion => {}
         }
     }
 
-    /// Chunks with more output. Without log-probabilities a token without text is nothing to tell.
+    /// Chunks with more output: its tokens, and all that were generated. Where tokens are not told of, one without text
+    /// is nothing to tell.
     pub(super) fn deltas(
         &self,
         index: u32,
         told: Vec<Told>,
-        mut tokens: Vec<OutputToken>,
+        (mut tokens, mut generated): (Vec<OutputToken>, Vec<u32>),
         so_far: Usage,
         events: &mut Events,
     ) {
-        if told.is_empty() && self.has_logprobs() {
-            self.delta(index, None, &tokens, so_far, events);
+        if told.is_empty() && self.tells_tokens() {
+            self.delta(index, None, (&tokens, &generated), so_far, events);
         }
         for told in told {
-            self.delta(index, Some(&told), &std::mem::take(&mut tokens), so_far, events);
+            let tokens = (&*std::mem::take(&mut tokens), &*std::mem::take(&mut generated));
+            self.delta(index, Some(&told), tokens, so_far, events);
         }
     }
 
-    /// A chunk with more output, or only with the tokens of some that is held back.
-    fn delta(&self, index: u32, told: Option<&Told>, tokens: &[OutputToken], so_far: Usage, events: &mut Events) {
+    /// A chunk with more output, or only with the tokens of some that is held back. `tokens`: those of the output, and
+    /// all that were generated.
+    fn delta(
+        &self,
+        index: u32,
+        told: Option<&Told>,
+        (tokens, generated): (&[OutputToken], &[u32]),
+        so_far: Usage,
+        events: &mut Events,
+    ) {
+        let token_ids = self.writer.ids(generated);
         match self.writer.api {
             Api::Chat => {
                 let logprobs = self.writer.chat_logprobs(tokens).filter(|_| !tokens.is_empty());
-                self.chat(index, Delta::new(told), logprobs, None, so_far, events);
+                let delta = Some(Delta::new(told));
+                let choice = ChatChoice { delta, logprobs, ..ChatChoice::new(index, token_ids) };
+                self.chunk(&choice, None, so_far, events);
             }
             Api::Completion => {
                 let text = if let Some(Told::Content(text)) = told { text } else { "" };
                 let logprobs = self.writer.completion_logprobs(tokens);
-                let choice = CompletionChoice { text, index, logprobs, finish_reason: None, prompt_logprobs: None };
-                self.chunk(&choice, so_far, events);
+                let choice = CompletionChoice { text, logprobs, ..CompletionChoice::new(index, token_ids) };
+                self.chunk(&choice, None, so_far, events);
             }
         }
     }
 
-    /// The chunk that ends a choice.
-    pub(super) fn finish(&self, index: u32, reason: &'static str, so_far: Usage, events: &mut Events) {
-        let finish_reason = Some(reason);
+    /// The chunk that ends a choice, with the tokens that no chunk has told.
+    pub(super) fn finish(
+        &self,
+        index: u32,
+        reason: &'static str,
+        generated: &[u32],
+        so_far: Usage,
+        events: &mut Events,
+    ) {
+        let (finish_reason, token_ids) = (Some(reason), self.writer.ids(generated));
         match self.writer.api {
-            Api::Chat => self.chat(index, Delta::default(), None, finish_reason, so_far, events),
+            Api::Chat => {
+                let delta = Some(Delta::default());
+                let choice = ChatChoice { delta, finish_reason, ..ChatChoice::new(index, token_ids) };
+                self.chunk(&choice, None, so_far, events);
+            }
             Api::Completion => {
-                let text = "";
-                let choice = CompletionChoice { text, index, logprobs: None, finish_reason, prompt_logprobs: None };
-                self.chunk(&choice, so_far, events);
+                let choice = CompletionChoice { finish_reason, ..CompletionChoice::new(index, token_ids) };
+                self.chunk(&choice, None, so_far, events);
             }
         }
     }
@@ -412,32 +491,23 @@ impl ChunkWriter {
         if self.writer.stream_usage.at_end {
             let metrics = self.writer.metrics(choices, drafts);
             let object = self.writer.chunk_object();
-            let chunk = self.writer.envelope(object, Vec::<()>::new(), Some(Some(usage)), metrics, None);
+            let chunk = to_json(&self.writer.envelope(object, Vec::<()>::new(), Some(Some(usage)), metrics));
             events.data(|out| out.put_slice(chunk.as_bytes()));
         }
         events.data(|out| out.put_slice(b"[DONE]"));
     }
 
-    fn chat(
-        &self,
-        index: u32,
-        delta: Delta<'_>,
-        logprobs: Option<ChatLogprobs>,
-        finish_reason: Option<&'static str>,
-        so_far: Usage,
-        events: &mut Events,
-    ) {
-        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
-        self.chunk(&choice, so_far, events);
-    }
-
-    /// Where only the end tells of usage, chunks before it say null.
-    fn chunk(&self, choice: &impl Serialize, so_far: Usage, events: &mut Events) {
+    /// Where only the end tells of usage, chunks before it say null. `prompt`: ids of a chat's.
+    fn chunk(&self, choice: &impl Serialize, prompt: Option<&[u32]>, so_far: Usage, events: &mut Events) {
         let StreamUsage { at_end, in_each } = self.writer.stream_usage;
         events.data(|out| {
             out.put_slice(self.head.as_bytes());
             write_json(out, choice);
             out.put_slice(b"]");
+            if let Some(prompt) = prompt {
+                out.put_slice(b",\"prompt_token_ids\":");
+                write_json(out, &prompt);
+            }
             if at_end {
                 out.put_slice(b",\"usage\":");
                 write_json(out, &in_each.then_some(so_far));
@@ -445,6 +515,10 @@ impl ChunkWriter {
             out.put_slice(b"}");
         });
     }
+}
+
+fn to_json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("strings and numbers with string keys are always JSON")
 }
 
 /// Of a token without one: none was computed.

@@ -261,6 +261,11 @@ impl ValidRequest {
         })
     }
 
+    /// The prompt of a choice, by its number among those of all prompts.
+    pub fn prompt_of(&self, choice: u32) -> &ValidPrompt {
+        &self.prompts[(choice / self.choices) as usize]
+    }
+
     /// Tokens of all prompts.
     pub fn prompt_tokens(&self) -> u64 {
         self.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum()

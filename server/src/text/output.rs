@@ -21,8 +21,8 @@ pub struct Piece {
     pub text: String,
     /// The tokens whose text (or its start) is now out, in order.
     pub tokens: Vec<OutputToken>,
-    /// How many of them, the first, are the prompt's.
-    pub echoed: usize,
+    /// All tokens generated since the piece before, whatever becomes of their text. Their owner puts them here.
+    pub generated: Vec<u32>,
 }
 
 impl Piece {
@@ -35,7 +35,6 @@ impl Piece {
             piece.append(output.push(token).0);
         }
         piece.append(output.finish().0);
-        piece.echoed = piece.tokens.len();
         piece.text = text.unwrap_or(piece.text);
         piece
     }
@@ -46,7 +45,7 @@ impl Piece {
         self.tokens.extend(more.tokens);
     }
 
-    /// Whether nothing became known.
+    /// Whether no output became known.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty() && self.tokens.is_empty()
     }
@@ -124,7 +123,7 @@ impl OutputText {
             true => self.take_tokens(|held| held.start.bytes < shown),
             false => self.take_tokens(|held| held.end <= shown),
         };
-        (Piece { text: found.text, tokens, echoed: 0 }, found.stopped)
+        (Piece { text: found.text, tokens, ..Piece::default() }, found.stopped)
     }
 
     /// The rest, at the end of a sequence that no stop text ended; the flag says that one did after all.
@@ -137,7 +136,7 @@ impl OutputText {
         self.shown.advance(&text);
         let shown = self.shown.bytes;
         let tokens = self.take_tokens(|held| !found.stopped || held.start.bytes < shown);
-        (Piece { text, tokens, echoed: 0 }, found.stopped)
+        (Piece { text, tokens, ..Piece::default() }, found.stopped)
     }
 
     fn take_tokens(&mut self, known: impl Fn(&HeldToken) -> bool) -> Vec<OutputToken> {

@@ -273,6 +273,97 @@ async fn a_list_of_prompts_has_a_choice_for_each() {
     assert_eq!(json["usage"]["completion_tokens"], 8);
 }
 
+/// The ids in the choice of each event or response.
+fn ids(choice: &Value) -> Vec<u64> {
+    choice["token_ids"].as_array().expect("ids are told").iter().map(|id| id.as_u64().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn ids_are_told_of_every_token_whatever_becomes_of_its_text() {
+    let (server, mut script) = Server::start(options()).await;
+    let (held, crab) = (spell("x<EN"), spell("🦀"));
+    let cut = [held.clone(), spell("D>")].concat();
+    for (path, tokens, reason) in [
+        (CHAT, [held.clone(), crab.clone(), vec![4]].concat(), FinishReason::Stop),
+        (CHAT, cut.clone(), FinishReason::Length),
+        (COMPLETION, cut.clone(), FinishReason::Length),
+        (COMPLETION, [held, crab[..2].to_vec()].concat(), FinishReason::Length),
+    ] {
+        for stream in [false, true] {
+            let extra = json!({"return_token_ids": true, "stream": stream, "stop": "<END>"});
+            let mut request = if path == CHAT { chat(extra) } else { completion(extra) };
+            if stream {
+                request["stream_options"] = json!({"include_usage": true, "continuous_usage_stats": true});
+            }
+            let mut played: Vec<_> = tokens.iter().copied().map(token).collect();
+            played.push(SequenceEvent::Finished(reason));
+            let (response, sequence) = tokio::join!(post(server.address, path, &request), script.play(played));
+            if tokens == cut {
+                script.unwanted().await;
+            }
+            let expected: Vec<u64> = tokens.iter().map(|id| u64::from(*id)).collect();
+            if !stream {
+                let json = response.json();
+                assert_eq!(ids(&json["choices"][0]), expected);
+                assert_eq!(json["usage"]["completion_tokens"], expected.len());
+                let told = if path == CHAT { &json } else { &json["choices"][0] };
+                assert_eq!(told["prompt_token_ids"], json!(sequence.prompt));
+                continue;
+            }
+            let mut events = events(&response.body);
+            assert_eq!(events.pop().unwrap()["usage"]["completion_tokens"], expected.len());
+            let first = if path == CHAT { &events[0] } else { &events[0]["choices"][0] };
+            assert_eq!(first["prompt_token_ids"], json!(sequence.prompt));
+            let mut told = Vec::new();
+            for event in &events {
+                told.extend(ids(&event["choices"][0]));
+                assert_eq!(event["usage"]["completion_tokens"], told.len(), "what was told so far is what was used");
+            }
+            assert_eq!(told, expected);
+            assert_eq!(response.body.matches("prompt_token_ids").count(), 1);
+        }
+    }
+}
+
+#[tokio::test]
+async fn choices_tell_of_the_ids_of_their_own_prompts() {
+    let (server, mut script) = Server::start(options()).await;
+    for stream in [false, true] {
+        let mut request = completion(json!({"prompt": [[5, 6], [7]], "n": 2, "return_token_ids": true}));
+        if stream {
+            request["stream"] = json!(true);
+            request["stream_options"] = json!({"include_usage": true, "continuous_usage_stats": true});
+        }
+        let client = tokio::spawn(async move { post(server.address, COMPLETION, &request).await });
+        for text in ["a", "b", "c", "d"] {
+            script.play(answer(text)).await;
+        }
+        let response = client.await.unwrap();
+        let of = |index: u64| match stream {
+            true => {
+                let of_choice = |event: &&Value| event["choices"][0]["index"] == index;
+                let event = events(&response.body).iter().find(of_choice).unwrap().clone();
+                assert_eq!(event["usage"]["prompt_tokens"], 2 - index / 2, "those of the choice's own prompt");
+                event["choices"][0].clone()
+            }
+            false => response.json()["choices"][index as usize].clone(),
+        };
+        for (index, prompt) in [(0, json!([5, 6])), (1, json!([5, 6])), (2, json!([7])), (3, json!([7]))] {
+            assert_eq!(of(index)["prompt_token_ids"], prompt);
+        }
+    }
+}
+
+#[tokio::test]
+async fn ids_are_not_told_unasked_and_have_no_part_in_an_echo() {
+    let (server, mut script) = Server::start(options()).await;
+    let (response, _) = tokio::join!(post(server.address, COMPLETION, completion(json!({}))), script.play(answer("a")));
+    assert!(!response.body.contains("token_ids"), "{}", response.body);
+    let request = completion(json!({"echo": true, "return_token_ids": true, "prompt": [5, 6]}));
+    let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), script.play(answer("a")));
+    assert_eq!(ids(&response.json()["choices"][0]), [u64::from(spell("a")[0]), 4]);
+}
+
 fn with_logprobs(text: &str) -> Vec<SequenceEvent> {
     let ids = spell(text);
     let other = spell("z")[0];

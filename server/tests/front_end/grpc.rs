@@ -77,6 +77,7 @@ fn added_up(events: &[Event], choice: u32) -> (Delta, Finished) {
                 all.text.push_str(&delta.text);
                 all.reasoning.push_str(&delta.reasoning);
                 all.tokens.extend(delta.tokens.clone());
+                all.generated.extend(&delta.generated);
                 for call in &delta.tool_calls {
                     match all.tool_calls.iter_mut().find(|known| known.index == call.index) {
                         Some(known) => known.arguments.push_str(&call.arguments),
@@ -163,6 +164,8 @@ async fn several_choices_come_as_they_are_made_and_each_has_its_end() {
     for (choice, text, stop_text) in [(0, "one", None), (1, "two", Some("!")), (2, "three", None)] {
         let (all, end) = added_up(&events, choice);
         assert_eq!((all.text.as_str(), end.stop_text.as_deref()), (text, stop_text));
+        let generated = all.generated.len() + end.generated.len();
+        assert_eq!((generated, end.completion_tokens as usize), (4 + 2 * (choice as usize / 2), generated));
         assert_eq!(end.reason(), Reason::Stop);
     }
     assert_eq!(script.unwanted().await.1, Unwanted::Complete, "the one that its stop text ended");

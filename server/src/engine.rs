@@ -15,7 +15,7 @@ use crate::drafts::DraftStep;
 use crate::metrics::EngineMetrics;
 pub use crate::sched::{
     FinishReason, GeneratedToken, MAX_WEIGHT, PRIORITIES, SamplingParams, SequenceRequest, Standing, SubmitError,
-    leaves_room,
+    TokenBounds, leaves_room,
 };
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose

@@ -63,6 +63,7 @@ fn request(rng: &mut Rng, max_context: u64) -> SequenceRequest {
         logprobs: None,
         cache_salt: Arc::default(),
         grammar: None,
+        token_bounds: Arc::default(),
         prompt_logprobs: (rng.below(5) == 0).then_some(0),
     }
 }

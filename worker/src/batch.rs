@@ -32,7 +32,7 @@ use draft_rows::{Base, DraftRows, Offer};
 use pages::Pages;
 
 pub use draft_rows::Drafting;
-pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk, StepTime};
+pub use plan::{Admit, Drafts, PageGrant, Plan, PlanFault, PrefillChunk, StepTime, TokenBounds};
 pub use slot::Slot;
 
 /// One row of a step: one token of one sequence.

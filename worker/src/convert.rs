@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1;
 
-use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime};
+use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime, TokenBounds};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::grammar::Vocabulary;
 use crate::plan::PAGE_POSITIONS;
@@ -152,6 +152,11 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
     if admit.top_logprobs > 0 && !admit.logprobs {
         return Err(format!("top_logprobs is {} without logprobs", admit.top_logprobs));
     }
+    let forbidden: Vec<Vec<u32>> = admit.forbidden.into_iter().map(|sequence| sequence.tokens).collect();
+    if forbidden.iter().any(Vec::is_empty) {
+        return Err("forbidden has a sequence of no tokens".into());
+    }
+    let bounds = TokenBounds { allowed: admit.allowed_tokens, forbidden };
     Ok(Admit {
         slot: admit.slot,
         sequence: admit.sequence,
@@ -165,6 +170,7 @@ fn admit(admit: v1::Admit) -> Result<Admit, String> {
         cache_salt: admit.cache_salt,
         prompt_logprobs: admit.prompt_logprobs,
         grammar: (!admit.grammar.is_empty()).then(|| admit.grammar.into()),
+        token_bounds: (bounds != TokenBounds::default()).then(|| bounds.into()),
     })
 }
 

@@ -106,6 +106,8 @@ fn raw(field: &'static str, input: Input, sampling: Option<SamplingParams>) -> R
         n,
         skip_special_tokens,
         form,
+        allowed_token_ids,
+        bad_words,
     } = sampling.unwrap_or_default();
     Ok(RawRequest {
         max_tokens: max_tokens.map(i64::from),
@@ -127,6 +129,8 @@ fn raw(field: &'static str, input: Input, sampling: Option<SamplingParams>) -> R
         logprobs: logprobs.map(i64::from),
         prompt_logprobs: prompt_logprobs.map(i64::from),
         show_special: !skip_special_tokens.unwrap_or(true),
+        allowed_tokens: Some(allowed_token_ids).filter(|ids| !ids.is_empty()),
+        bad_words,
         constraint: form.map(constraint).transpose()?.flatten(),
         ..RawRequest::new(field, input)
     })
@@ -191,7 +195,7 @@ pub(super) fn detokenize(
 }
 
 /// Fields of [`SamplingParams`], by the names that HTTP has for them, too.
-const OF_SAMPLING: [&str; 24] = [
+const OF_SAMPLING: [&str; 26] = [
     "max_tokens",
     "min_tokens",
     "temperature",
@@ -216,6 +220,8 @@ const OF_SAMPLING: [&str; 24] = [
     "regex",
     "grammar",
     "choice",
+    "allowed_token_ids",
+    "bad_words",
 ];
 /// Fields of `Chat` that HTTP has in its body.
 const OF_CHAT: [&str; 4] = ["tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"];

@@ -13,8 +13,14 @@ use crate::{
     text::{ChatMessage, TemplateOptions, ToolCall},
 };
 
-const UNSUPPORTED: [(&str, Off); 4] =
-    [("function_call", |_| false), ("audio", |_| false), ("refusal", |_| false), ("annotations", is_empty_list)];
+const UNSUPPORTED: [(&str, Off); 5] = [
+    ("function_call", |_| false),
+    ("audio", |_| false),
+    ("refusal", |_| false),
+    ("annotations", is_empty_list),
+    // What litellm's proxy adds to the answers that it passes on, and its clients send back.
+    ("provider_specific_fields", |_| true),
+];
 
 /// The messages of a chat, and how they become a prompt.
 pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {

@@ -36,12 +36,10 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 22] = [
+const UNSUPPORTED: [(&str, Off); 20] = [
     ("service_tier", |value| value == "auto" || value == "default"),
     ("store", is_false),
     ("add_special_tokens", |_| false),
-    ("allowed_token_ids", |_| false),
-    ("bad_words", is_empty_list),
     ("detokenize", is_true),
     ("early_stopping", is_false),
     ("guided_decoding_backend", |_| true),
@@ -185,6 +183,13 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     if let Some(ids) = fields.value("stop_token_ids") {
         let Value::Array(ids) = ids else { return Err(wrong_type("stop_token_ids", "a list of token ids")) };
         raw.stop_tokens = self::token_ids(&ids, "stop_token_ids")?;
+    }
+    if let Some(ids) = fields.value("allowed_token_ids") {
+        let Value::Array(ids) = ids else { return Err(wrong_type("allowed_token_ids", "a list of token ids")) };
+        raw.allowed_tokens = Some(self::token_ids(&ids, "allowed_token_ids")?);
+    }
+    if let Some(words) = fields.value("bad_words") {
+        raw.bad_words = texts(words, "bad_words", "a list of strings")?;
     }
     if let Some(bias) = fields.value("logit_bias") {
         raw.logit_bias = logit_bias(bias)?;

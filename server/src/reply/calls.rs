@@ -192,7 +192,7 @@ impl Calls {
         }
         // Behind a call whitespace only sets it apart.
         let held = std::mem::take(&mut self.held);
-        parts.content(if self.count > 0 { held.trim_end() } else { &held });
+        parts.content(if self.count > 0 { held.trim() } else { &held });
     }
 
     /// A call's object begins with this brace.

@@ -74,6 +74,7 @@ fn hermes_calls_are_told_with_the_models_own_arguments() {
         // The end in the middle.
         (r#"<tool_call>{"name":"f","arguments":{"a":"#, &[r#"f#{"a":"#]),
         (r#"<tool_call>{"name":"f","argu"#, &[r#"<tool_call>{"name":"f","argu"#]),
+        ("{\"name\":\"f\",\"arguments\":{}}\n{\"name\": \"", &["f#{}", "{\"name\": \""]),
         // No calls.
         ("<tool_call>[1]</tool_call>", &["<tool_call>[1]</tool_call>"]),
         (r#"<tool_call>{"arguments":{}}</tool_call>"#, &[r#"<tool_call>{"arguments":{}}</tool_call>"#]),

@@ -3,11 +3,12 @@
 use std::{ops::RangeInclusive, sync::Arc, time::Duration};
 
 use crate::{
-    engine::{SamplingParams, SequenceRequest},
+    engine::{SamplingParams, SequenceRequest, TokenBounds},
     reply::Format,
     text::{ChatMessage, Constraint, Form, Start, Stops, TemplateOptions},
 };
 
+mod bounds;
 mod chat;
 mod error;
 mod fences;
@@ -37,6 +38,12 @@ pub const MAX_TOP_LOGPROBS: u64 = 20;
 pub const MAX_LOGIT_BIAS: usize = 1024;
 /// Tokens of one request's own that end its output.
 pub const MAX_STOP_TOKENS: usize = 64;
+/// Tokens that an answer is held to by their ids.
+pub const MAX_ALLOWED_TOKENS: usize = 16_384;
+/// Words that an answer does not have.
+pub const MAX_BAD_WORDS: usize = 512;
+/// Bytes of one of them.
+pub const MAX_BAD_WORD_BYTES: usize = 256;
 /// Bytes of a cache salt.
 pub const MAX_SALT_BYTES: usize = 1024;
 
@@ -123,6 +130,10 @@ pub struct RawRequest {
     pub ignore_eos: bool,
     /// Tokens that end the output, beside those.
     pub stop_tokens: Vec<u32>,
+    /// The tokens that the output may have.
+    pub allowed_tokens: Option<Vec<u32>>,
+    /// Texts that it does not have.
+    pub bad_words: Vec<String>,
     /// Name of the field that `logprobs` came from.
     pub logprobs_field: &'static str,
     /// Report log-probabilities, and of so many most likely tokens.
@@ -168,6 +179,8 @@ impl RawRequest {
             truncate_prompt: None,
             ignore_eos: false,
             stop_tokens: Vec::new(),
+            allowed_tokens: None,
+            bad_words: Vec::new(),
             logprobs_field: "logprobs",
             logprobs: None,
             cache_salt: None,
@@ -206,6 +219,8 @@ pub struct ValidRequest {
     pub form: Option<(String, Form)>,
     /// As in [`SequenceRequest`].
     pub grammar: Option<Arc<str>>,
+    /// As in [`SequenceRequest`].
+    pub token_bounds: Arc<TokenBounds>,
     /// Names of control tokens are part of the output.
     pub show_special: bool,
     /// The output begins with the prompt.
@@ -254,6 +269,7 @@ impl ValidRequest {
                     logprobs: self.logprobs,
                     cache_salt: self.cache_salt.clone(),
                     grammar: self.grammar.clone(),
+                    token_bounds: self.token_bounds.clone(),
                     prompt_logprobs,
                 };
                 (request, prompt)

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use super::{
     Chat, FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
     MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TIMEOUT, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt,
-    ValidRequest, chat, draw_seed, form, tools,
+    ValidRequest, bounds, chat, draw_seed, form, tools,
 };
 use crate::{
     engine::{ModelInfo, PRIORITIES, SamplingParams},
@@ -87,6 +87,8 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     if form.is_some() {
         form::check_end(min_tokens, raw.ignore_eos)?;
     }
+    let needs = bounds::Needs { stop_tokens: &stop_tokens, min_tokens, has_form: form.is_some() };
+    let token_bounds = bounds::bounds(raw.allowed_tokens.as_deref(), &raw.bad_words, &needs, model, text)?;
     let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
     let prompts = valid_prompts;
     Ok(ValidRequest {
@@ -103,6 +105,7 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         priority,
         form,
         grammar: None,
+        token_bounds,
         show_special: raw.show_special,
         echo: raw.echo,
         prompt_logprobs,

@@ -26,6 +26,7 @@ pub(crate) fn request(seed: u64, prompt: u32, max_tokens: u32, stop_tokens: Vec<
         logprobs: None,
         cache_salt: Arc::default(),
         grammar: None,
+        token_bounds: Arc::default(),
         prompt_logprobs: None,
     }
 }

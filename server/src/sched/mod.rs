@@ -38,7 +38,7 @@ pub use events::{Action, Blame, Event};
 pub use limits::{GroupShape, Limits, LimitsError};
 use pages::PagePool;
 use pipeline::Pipeline;
-pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError};
+pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest, SubmitError, TokenBounds};
 use sequence::{Phase, Running, Sequence, Turn};
 pub use shares::{MAX_WEIGHT, PRIORITIES, PRIORITY_TOKENS, Standing, leaves_room};
 use shares::{Shares, most_of};
@@ -396,7 +396,9 @@ impl Scheduler {
             .map_err(|_| format!("a token of sequence {id} has the unknown finish {}", token.finish))?;
         if finish == Finish::Nothing {
             self.remove(id);
-            let reason = "the grammar that it is held to is too complex to be followed".into();
+            let reason = "no token may follow: the grammar that it is held to is too complex to be followed, or \
+                          allowed_token_ids and bad_words leave none"
+                .into();
             actions.push(Action::Failed { sequence: id, reason });
             return Ok(());
         }

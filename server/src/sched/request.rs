@@ -44,6 +44,15 @@ impl SamplingParams {
     }
 }
 
+/// Tokens that an output may have, by name. Of more than one of these fields, all hold.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct TokenBounds {
+    /// No others; empty: any.
+    pub allowed: Vec<u32>,
+    /// Tokens that do not follow each other in it, each of at least one.
+    pub forbidden: Vec<Vec<u32>>,
+}
+
 /// One sequence to generate. A request with `n` choices or several prompts becomes several of these.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SequenceRequest {
@@ -63,6 +72,8 @@ pub struct SequenceRequest {
     pub cache_salt: Arc<str>,
     /// The output is held to this grammar, as worker/v1 has it.
     pub grammar: Option<Arc<str>>,
+    /// The tokens that the output may have, by name.
+    pub token_bounds: Arc<TokenBounds>,
     /// Log-probabilities of the prompt's tokens are wanted, and of this many most likely ones in their places.
     pub prompt_logprobs: Option<u32>,
 }
@@ -78,7 +89,7 @@ impl SequenceRequest {
         let mut hasher = DefaultHasher::new();
         let sampling = &self.sampling;
         (&self.prompt, self.max_tokens, self.min_tokens, &self.stop_tokens, self.logprobs).hash(&mut hasher);
-        (&self.grammar, self.prompt_logprobs).hash(&mut hasher);
+        (&self.grammar, &self.token_bounds, self.prompt_logprobs).hash(&mut hasher);
         let numbers = [
             sampling.temperature,
             sampling.top_p,

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use looplane_proto::worker::v1::{Admit, LogitBias, PromptToken, Sampling};
+use looplane_proto::worker::v1::{Admit, LogitBias, PromptToken, Sampling, TokenSequence};
 
 use super::pages::{Content, PagePool};
 #[cfg(test)]
@@ -271,6 +271,8 @@ impl Sequence {
             cache_salt: request.cache_salt.to_string(),
             grammar: request.grammar.as_deref().unwrap_or_default().to_owned(),
             prompt_logprobs: request.prompt_logprobs,
+            allowed_tokens: request.token_bounds.allowed.clone(),
+            forbidden: request.token_bounds.forbidden.iter().cloned().map(|tokens| TokenSequence { tokens }).collect(),
         }
     }
 }

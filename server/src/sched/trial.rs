@@ -150,6 +150,7 @@ impl Scheduler {
             logprobs,
             cache_salt,
             grammar: None,
+            token_bounds: Arc::default(),
             prompt_logprobs: None,
         };
         let id = self.next_sequence;

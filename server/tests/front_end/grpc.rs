@@ -404,6 +404,8 @@ async fn refusals_have_codes_and_name_the_field() {
         (sampled(SamplingParams { min_tokens: Some(2), max_tokens: Some(1), ..of() }), "sampling.min_tokens"),
         (sampled(SamplingParams { max_tokens: Some(0), ..of() }), "sampling.max_tokens"),
         (sampled(SamplingParams { n: Some(17), ..of() }), "sampling.n"),
+        (sampled(SamplingParams { allowed_token_ids: vec![768], ..of() }), "sampling.allowed_token_ids"),
+        (sampled(SamplingParams { bad_words: vec!["a".into(), "".into()], ..of() }), "sampling.bad_words[1]"),
         (sampled(SamplingParams { logit_bias: HashMap::from([(768, 1.0)]), ..of() }), "sampling.logit_bias"),
         (sampled(SamplingParams { logit_bias: HashMap::from([(7, 101.0)]), ..of() }), "sampling.logit_bias.7"),
     ] {

@@ -71,8 +71,26 @@ pub struct Admit {
     pub cache_salt: String,
     /// Its output is held to this grammar, as [`crate::grammar`] reads it.
     pub grammar: Option<Arc<str>>,
+    /// The tokens that it may draw by name; `None`: all.
+    pub token_bounds: Option<Arc<TokenBounds>>,
     /// Log-probabilities of the prompt's tokens are wanted, and of this many most likely ones in their places.
     pub prompt_logprobs: Option<u32>,
+}
+
+/// Tokens that an output may have, by name.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TokenBounds {
+    /// No others; empty: any.
+    pub allowed: Vec<u32>,
+    /// Tokens that do not follow each other in it, each of at least one.
+    pub forbidden: Vec<Vec<u32>>,
+}
+
+impl TokenBounds {
+    /// Tokens behind which the last of any that are forbidden comes.
+    pub fn longest_prefix(&self) -> usize {
+        self.forbidden.iter().map(Vec::len).max().unwrap_or(1) - 1
+    }
 }
 
 /// Gives the sequence in `slot` pages, perhaps for others that hold the same. Several may hold a page that none of them

@@ -6,7 +6,7 @@ use super::corpus::Corpus;
 use super::draft::{Drafter, Trust};
 use super::draft_rows::Offer;
 use super::pages::Pages;
-use super::{Admit, Finish, PrefillChunk, Row};
+use super::{Admit, Finish, PrefillChunk, Row, TokenBounds};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
@@ -30,6 +30,7 @@ pub struct Slot {
     logprobs: Option<u32>,
     prompt_logprobs: Option<u32>,
     grammar: Option<Arc<str>>,
+    token_bounds: Option<Arc<TokenBounds>>,
     finished: bool,
     /// The newest position is computed again: it drew nothing, since what it may draw was not known.
     repeats: bool,
@@ -64,6 +65,7 @@ impl Slot {
             logprobs: None,
             prompt_logprobs: None,
             grammar: None,
+            token_bounds: None,
             finished: false,
             repeats: false,
             salt: String::new(),
@@ -150,8 +152,18 @@ impl Slot {
     }
 
     /// The grammar that its output is held to.
-    pub fn grammar(&self) -> Option<&str> {
-        self.grammar.as_deref()
+    pub fn grammar(&self) -> Option<&Arc<str>> {
+        self.grammar.as_ref()
+    }
+
+    /// The tokens that it may draw by name.
+    pub fn token_bounds(&self) -> Option<&Arc<TokenBounds>> {
+        self.token_bounds.as_ref()
+    }
+
+    /// It may not draw every token.
+    pub fn is_held(&self) -> bool {
+        self.grammar.is_some() || self.token_bounds.is_some()
     }
 
     pub(super) fn clear(&mut self) {
@@ -160,7 +172,7 @@ impl Slot {
         self.pages.clear();
         self.stop_tokens.clear();
         self.sampling = None;
-        self.grammar = None;
+        (self.grammar, self.token_bounds) = (None, None);
         self.repeats = false;
         (self.prompt_tokens, self.admitted_tokens, self.computed) = (0, 0, 0);
         self.finished = false;
@@ -186,6 +198,7 @@ impl Slot {
         self.logprobs = admit.logprobs;
         self.prompt_logprobs = admit.prompt_logprobs;
         self.grammar.clone_from(&admit.grammar);
+        self.token_bounds.clone_from(&admit.token_bounds);
         self.sampling = Some(admit.sampling.clone());
         self.salt.clone_from(&admit.cache_salt);
         self.trust = Trust::default();

@@ -28,6 +28,7 @@ fn admit(slot: u32, tokens: &[u32], max_tokens: u32) -> Admit {
         logprobs: None,
         cache_salt: String::new(),
         grammar: None,
+        token_bounds: None,
         prompt_logprobs: None,
     }
 }

@@ -258,6 +258,7 @@ impl Group {
             logprobs: self.logprobs,
             cache_salt: String::new(),
             grammar: None,
+            token_bounds: None,
             prompt_logprobs: None,
         }
     }

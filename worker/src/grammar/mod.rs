@@ -1,4 +1,4 @@
-//! Grammars: which tokens a sequence may draw next, where its request holds it to a grammar.
+//! Grammars: which tokens a sequence may draw next, where its request holds it to a grammar or to tokens by name.
 //!
 //! Threads beside the loop follow the tokens and compute masks while the step runs, so that the sampler finds them
 //! when the logits are there. Nobody waits for a mask that is late: its row sits the step out and is computed again.
@@ -15,6 +15,7 @@
 //!
 //! What has been followed so far goes along with the job and comes back with the answer: nothing is locked.
 
+mod compiled;
 mod follower;
 mod threads;
 
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 use crate::batch::{self, Batch, Slot};
 use crate::sampling::Allowed;
 
+use compiled::Library;
 use follower::Follower;
 use threads::Threads;
 
@@ -53,8 +55,9 @@ struct Ask {
     drafts: Vec<u32>,
     /// Position of the token that the first mask is for.
     position: usize,
-    /// Tokens that end the sequence: allowed where the grammar may end.
+    /// Tokens that end the sequence: allowed where the grammar may end, from position `stops_from` on.
     stops: Vec<u32>,
+    stops_from: usize,
 }
 
 /// Work for a thread.
@@ -80,7 +83,7 @@ struct Masks {
     words: Result<Vec<Option<Vec<u32>>>, String>,
 }
 
-/// A sequence that is held to a grammar.
+/// A sequence that may not draw every token.
 struct Held {
     sequence: u64,
     /// `None` while a thread has it.
@@ -104,7 +107,10 @@ impl Grammars {
     pub fn new(vocabulary: Option<Arc<Vocabulary>>, vocab_size: usize, slots: usize, ranks: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
-            threads: Threads::new(vocabulary, vocab_size, (cores / ranks / 2).clamp(LEAST_THREADS, MOST_THREADS)),
+            threads: Threads::new(
+                Library::new(vocabulary, vocab_size),
+                (cores / ranks / 2).clamp(LEAST_THREADS, MOST_THREADS),
+            ),
             held: (0..slots).map(|_| None).collect(),
             pending: 0,
         }
@@ -112,12 +118,12 @@ impl Grammars {
 
     /// A sequence has entered a slot: its first mask is asked for at once.
     pub fn admit(&mut self, slot: u32, sequence: &Slot) {
-        let Some(grammar) = sequence.grammar() else {
+        if !sequence.is_held() {
             self.held[slot as usize] = None;
             return;
-        };
-        let held =
-            Held { sequence: sequence.sequence(), follower: Some(Follower::new(grammar)), followed: 0, masks: None };
+        }
+        let follower = Some(Follower::new(sequence));
+        let held = Held { sequence: sequence.sequence(), follower, followed: 0, masks: None };
         self.held[slot as usize] = Some(held);
         self.ask_for(slot, sequence, sequence.tokens().len(), &[]);
     }
@@ -127,7 +133,7 @@ impl Grammars {
         let step = batch.step();
         for segment in &step.segments {
             let slot = batch.slot(segment.slot);
-            if slot.grammar().is_none() {
+            if !slot.is_held() {
                 continue;
             }
             let rows = &step.rows[segment.rows.clone()];
@@ -141,7 +147,7 @@ impl Grammars {
     }
 
     fn ask_for(&mut self, slot: u32, sequence: &Slot, position: usize, drafts: &[u32]) {
-        let held = self.held[slot as usize].as_mut().expect("a sequence with a grammar was admitted with it");
+        let held = self.held[slot as usize].as_mut().expect("a sequence that is held was admitted as such");
         if held.masks.as_ref().is_some_and(|masks| masks.position == position) {
             return;
         }
@@ -152,7 +158,8 @@ impl Grammars {
         held.followed = generated.len();
         held.masks = None;
         self.pending += 1;
-        let ask = Ask { newest, drafts: drafts.to_vec(), position, stops: sequence.stop_tokens().to_vec() };
+        let (drafts, stops) = (drafts.to_vec(), sequence.stop_tokens().to_vec());
+        let ask = Ask { newest, drafts, position, stops, stops_from: sequence.prompt().len() + sequence.min_tokens() };
         self.threads.put(Job { slot, sequence: held.sequence, follower, ask });
     }
 
@@ -168,7 +175,7 @@ impl Grammars {
             let held = self.held[answer.slot as usize].as_mut().filter(|held| held.sequence == answer.sequence);
             if let Some(held) = held {
                 if let Err(problem) = &answer.masks.words {
-                    tracing::warn!(sequence = answer.sequence, "a grammar cannot be followed: {problem}");
+                    tracing::warn!(sequence = answer.sequence, "what it is held to cannot be followed: {problem}");
                 }
                 held.follower = Some(answer.follower);
                 held.masks = Some(answer.masks);
@@ -183,7 +190,7 @@ impl Grammars {
 
     /// Whether a row of the step, by its number, may not draw any token.
     pub fn holds(&self, batch: &Batch, row: usize) -> bool {
-        batch.given(row).is_some() || batch.slot(batch.step().rows[row].slot).grammar().is_some()
+        batch.given(row).is_some() || batch.slot(batch.step().rows[row].slot).is_held()
     }
 
     /// What a row of the step may draw, as far as it is known by now.
@@ -195,7 +202,7 @@ impl Grammars {
             return Allowed::All;
         }
         let row = &batch.step().rows[row];
-        let held = self.held[row.slot as usize].as_ref().expect("a sequence with a grammar was admitted with it");
+        let held = self.held[row.slot as usize].as_ref().expect("a sequence that is held was admitted as such");
         let Some(masks) = &held.masks else { return Allowed::Late };
         let Ok(words) = &masks.words else { return Allowed::Nothing };
         match (row.position as usize + 1).checked_sub(masks.position).and_then(|behind| words.get(behind)) {

@@ -1,7 +1,7 @@
 //! Grammars followed over a vocabulary of bytes, pairs of letters and two control tokens.
 
 use super::*;
-use crate::batch::{Admit, Drafting, Drafts, Limits, PageGrant, Plan, PrefillChunk, StepTime, Verdict};
+use crate::batch::{Admit, Drafting, Drafts, Limits, PageGrant, Plan, PrefillChunk, StepTime, TokenBounds, Verdict};
 use crate::sampling::{Sampled, SamplingParams};
 
 const END: u32 = 256;
@@ -19,13 +19,14 @@ fn vocabulary() -> Arc<Vocabulary> {
 
 /// The mask in front of each of the tokens of an answer.
 pub fn masks_along(vocabulary: Arc<Vocabulary>, vocab_size: usize, sequence: &Admit) -> Vec<Vec<u32>> {
-    let factory = threads::parser_factory(Some(&vocabulary), vocab_size);
-    let mut follower = Follower::new(sequence.grammar.as_deref().expect("it is held to one"));
+    let library = Library::new(Some(vocabulary), vocab_size);
+    let mut follower = Follower::of(sequence.grammar.clone(), sequence.token_bounds.clone());
     let prompt = sequence.prompt_tokens as usize;
     let mask = |position: usize| {
         let newest = if position > prompt { sequence.tokens[position - 1..position].to_vec() } else { Vec::new() };
-        let ask = Ask { newest, drafts: Vec::new(), position, stops: sequence.stop_tokens.clone() };
-        let masks = follower.answer(&ask, &factory, vocab_size.div_ceil(32));
+        let (drafts, stops) = (Vec::new(), sequence.stop_tokens.clone());
+        let ask = Ask { newest, drafts, position, stops, stops_from: prompt + sequence.min_tokens as usize };
+        let masks = follower.answer(&ask, &library);
         masks.words.expect("the answer keeps to its grammar").remove(0).expect("a mask without drafts")
     };
     (prompt..sequence.tokens.len()).map(mask).collect()
@@ -42,6 +43,11 @@ fn lark(grammar: &str) -> String {
 
 /// A batch with one sequence, whose prompt is computed in the first step.
 fn batch(grammar: &str, drafts: u32) -> (Batch, Grammars) {
+    batch_of(Some(grammar), None, 0, drafts)
+}
+
+/// The same of a sequence that is held to tokens, too, or to them alone.
+fn batch_of(grammar: Option<&str>, bounds: Option<TokenBounds>, min_tokens: u32, drafts: u32) -> (Batch, Grammars) {
     let limits = Limits {
         max_slots: 9,
         max_batch_tokens: 64,
@@ -59,12 +65,13 @@ fn batch(grammar: &str, drafts: u32) -> (Batch, Grammars) {
         tokens: vec![b'x'.into(), b'y'.into()],
         prompt_tokens: 2,
         max_tokens: 100,
-        min_tokens: 0,
+        min_tokens,
         stop_tokens: vec![END, 257],
         sampling: SamplingParams::greedy(),
         logprobs: None,
         cache_salt: String::new(),
-        grammar: Some(grammar.into()),
+        grammar: grammar.map(Into::into),
+        token_bounds: bounds.map(Arc::new),
         prompt_logprobs: None,
     };
     let plan = Plan {
@@ -206,4 +213,120 @@ fn a_sequence_goes_on_from_what_it_had_before() {
     let mut again = Grammars::new(Some(vocabulary()), VOCAB, 9, 1);
     again.admit(0, batch.slot(0));
     assert_eq!(allowed(&batch, &mut again), [[b'b'.into(), pair("bc")]]);
+}
+
+fn ids(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
+}
+
+/// All tokens but these.
+fn all_but(forbidden: &[u32]) -> Vec<u32> {
+    (0..VOCAB as u32).filter(|token| !forbidden.contains(token)).collect()
+}
+
+#[test]
+fn only_tokens_that_are_allowed_by_name_are_drawn_and_stop_tokens_when_they_may() {
+    // A token that the vocabulary does not have is none.
+    let bounds = TokenBounds { allowed: vec![b'a'.into(), b'b'.into(), END, 5000], forbidden: Vec::new() };
+    let (mut batch, mut grammars) = batch_of(None, Some(bounds), 2, 0);
+    for _ in 0..2 {
+        assert_eq!(allowed(&batch, &mut grammars), [ids("ab")]);
+        draw(&mut batch, &ids("a"));
+    }
+    assert_eq!(allowed(&batch, &mut grammars), [[b'a'.into(), b'b'.into(), END]]);
+    assert_eq!(draw(&mut batch, &[END]), [Verdict::Token(Some(crate::batch::Finish::Stop))]);
+}
+
+#[test]
+fn of_a_word_of_several_tokens_the_last_is_forbidden_behind_the_others() {
+    let bounds = TokenBounds { allowed: Vec::new(), forbidden: vec![ids("q"), ids("abc"), ids("bd")] };
+    let (mut batch, mut grammars) = batch_of(None, Some(bounds.clone()), 0, 0);
+    // The prompt is no part of the answer.
+    for (forbidden, drawn) in [("q", "a"), ("q", "b"), ("qcd", "a"), ("q", "b"), ("qcd", "b"), ("qd", "x"), ("q", "a")]
+    {
+        assert_eq!(allowed(&batch, &mut grammars), [all_but(&ids(forbidden))]);
+        draw(&mut batch, &ids(drawn));
+    }
+    draw(&mut batch, &ids("b"));
+    // One that comes back has its answer to go on from.
+    let mut again = Grammars::new(None, VOCAB, 9, 1);
+    again.admit(0, batch.slot(0));
+    assert_eq!(allowed(&batch, &mut again), [all_but(&ids("qcd"))]);
+}
+
+#[test]
+fn drafts_are_held_to_tokens_by_name_and_taken_back() {
+    let bounds = TokenBounds { allowed: ids("abcxy"), forbidden: vec![ids("abca"), ids("cx")] };
+    let (mut batch, mut grammars) = batch_of(None, Some(bounds), 0, 4);
+    let may = |behind: &[u32]| -> Vec<u32> {
+        let ends = |text: &str| behind.ends_with(&ids(text));
+        let forbidden = [(ends("abc"), b'a'), (ends("c"), b'x')];
+        ids("abcxy").into_iter().filter(|token| !forbidden.contains(&(true, *token as u8))).collect()
+    };
+    let (mut text, mut drafted, mut refused) = (Vec::new(), 0, 0);
+    while text.len() < 60 {
+        let masks = allowed(&batch, &mut grammars);
+        drafted += masks.len() - 1;
+        let drafts: Vec<u32> =
+            batch.step().rows.iter().skip(batch.step().samples[0] + 1).map(|row| row.token).collect();
+        let (mut behind, mut held) = (text.clone(), true);
+        for (index, mask) in masks.iter().enumerate() {
+            if held {
+                assert_eq!(*mask, may(&behind), "{index} drafts behind {behind:?}");
+            }
+            if let Some(draft) = drafts.get(index) {
+                held &= may(&behind).contains(draft);
+                refused += usize::from(!held);
+                behind.push(*draft);
+            }
+        }
+        // "abcyabcy...", and at times another letter than was drafted.
+        let next = |at: usize| if at % 13 == 12 { b'b'.into() } else { ids("abcy")[at % 4] };
+        let drawn: Vec<u32> = (text.len()..text.len() + masks.len()).map(next).collect();
+        let count = draw(&mut batch, &drawn).iter().filter(|verdict| matches!(verdict, Verdict::Token(_))).count();
+        text.extend(&drawn[..count]);
+    }
+    assert!(drafted > 10, "{drafted} tokens were drafted, {refused} of them refused");
+}
+
+#[test]
+fn a_grammar_and_tokens_by_name_hold_together() {
+    let bounds = TokenBounds { allowed: [ids("abc"), vec![END]].concat(), forbidden: vec![ids("ab")] };
+    let (mut batch, mut grammars) = batch_of(Some(&lark("start: /[abd]{2,3}/")), Some(bounds), 0, 0);
+    assert_eq!(allowed(&batch, &mut grammars), [ids("ab")]);
+    draw(&mut batch, &ids("a"));
+    assert_eq!(allowed(&batch, &mut grammars), [ids("a")]);
+    draw(&mut batch, &ids("a"));
+    assert_eq!(allowed(&batch, &mut grammars), [[b'a'.into(), END]]);
+}
+
+#[test]
+fn where_no_token_is_left_the_sequence_ends() {
+    let bounds = TokenBounds { allowed: ids("ab"), forbidden: vec![ids("aa"), ids("ab")] };
+    let (mut batch, mut grammars) = batch_of(None, Some(bounds), 0, 0);
+    assert_eq!(allowed(&batch, &mut grammars), [ids("ab")]);
+    draw(&mut batch, &ids("a"));
+    grammars.ask(&batch);
+    grammars.await_masks(&batch, LONG);
+    let row = batch.step().samples[0];
+    assert_eq!(grammars.allowed(&batch, row), Allowed::Nothing);
+}
+
+#[test]
+fn a_grammar_that_is_kept_is_what_compiling_yields_and_few_are_kept() {
+    let library = Library::new(Some(vocabulary()), VOCAB);
+    let grammar: Arc<str> = lark("start: /(abc)+x/").into();
+    let first_mask = |library: &Library| library.matcher(&grammar).unwrap().compute_mask().unwrap();
+    let mut used = library.matcher(&grammar).unwrap();
+    let fresh = first_mask(&library);
+    used.consume_tokens(&ids("abc")).unwrap();
+    used.compute_mask().unwrap();
+    assert_eq!(first_mask(&library).as_slice(), fresh.as_slice(), "what one does with its copy is its own");
+    for other in 0..100 {
+        library.matcher(&lark(&format!("start: \"{other}\"")).into()).unwrap();
+    }
+    assert_eq!(library.kept_count(), 32);
+    assert_eq!(first_mask(&library).as_slice(), fresh.as_slice());
+    let wrong: Arc<str> = "{}".into();
+    assert_eq!(library.matcher(&wrong).err(), library.matcher(&wrong).err());
 }

@@ -191,6 +191,7 @@ fn plans(arrangement: &Arrangement, wave: &[Request]) -> Vec<Plan> {
                     logprobs: Some(0),
                     cache_salt: String::new(),
                     grammar: None,
+                    token_bounds: None,
                     prompt_logprobs: None,
                 });
                 next_page -= pages;

@@ -72,6 +72,7 @@ impl Request {
             logprobs: self.logprobs,
             cache_salt: String::new(),
             grammar: self.grammar.clone(),
+            token_bounds: None,
             prompt_logprobs: self.prompt_logprobs,
         }
     }

@@ -1,5 +1,5 @@
-//! Grammars compiled for the vocabulary. Those that came last are kept: what a hundred sequences are held to is compiled
-//! once.
+//! Grammars compiled for the vocabulary. Those that came last are kept: what a hundred sequences are held to is
+//! compiled once.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 

@@ -102,7 +102,8 @@ async fn fields_that_ask_for_nothing_are_taken_and_others_refused_by_name() {
         ("best_of", json!(3)),
         ("echo", json!(1)),
         ("prompt_logprobs", json!(21)),
-        ("priority", json!(5)),
+        ("priority", json!(101)),
+        ("length_penalty", json!(2)),
         ("skip_special_tokens", json!("no")),
     ] {
         let (status, answer) = server.post("/v1/completions", &json!({"prompt": "Hi", field: value})).await;

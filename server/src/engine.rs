@@ -61,7 +61,7 @@ pub enum EngineState {
 }
 
 /// Facts of the loaded model, known once the group has loaded.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModelInfo {
     /// Names the checkpoint's files; a group that comes back with another one is refused.
     pub model_digest: String,

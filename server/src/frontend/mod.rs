@@ -343,14 +343,7 @@ mod tests {
 
     /// With one place.
     fn frontend() -> Frontend {
-        let model = ModelInfo {
-            model_digest: String::new(),
-            architecture: String::new(),
-            vocab_size: 768,
-            max_context: 512,
-            tensor_parallel: 1,
-            bit_domain: String::new(),
-        };
+        let model = ModelInfo { vocab_size: 768, max_context: 512, ..ModelInfo::default() };
         let (commands, _) = mpsc::unbounded_channel();
         let (_, state) = watch::channel(EngineState::Ready);
         let (_, model) = watch::channel(Some(Arc::new(model)));

@@ -88,8 +88,7 @@ async fn call(
     request: Request,
 ) -> Response<tonic::body::Body> {
     let metrics = frontend.metrics.clone();
-    let method = request.uri().path().rsplit('/').next().unwrap_or_default();
-    let answer = match method {
+    let answer = match method(request.uri().path()) {
         "Generate" => {
             generate(frontend, id, "looplane.inference.v1.Inference/Generate", request, request::generate).await
         }
@@ -112,9 +111,28 @@ async fn call(
     answer.unwrap_or_else(|error| refused(&metrics, error).into_http())
 }
 
+/// The name of a method in a path of the service.
+fn method(path: &str) -> &str {
+    let of_service = path.strip_prefix('/').and_then(|path| path.strip_prefix(SERVICE));
+    of_service.and_then(|rest| rest.strip_prefix('/')).unwrap_or_default()
+}
+
 type Answer = Result<Response<tonic::body::Body>, GenerateError>;
 
-/// Answers with a stream. The place comes first: it also bounds the memory of messages.
+/// A call's place, and then its message: so places bound the memory of messages, too.
+async fn enter(
+    frontend: &Frontend,
+    id: &RequestId,
+    route: &'static str,
+    request: Request,
+) -> Result<(Place, Upload, HttpRequest<Full<Bytes>>), GenerateError> {
+    let place = frontend.enter(id, request.extensions().get(), route)?;
+    let read = whole(frontend, request).await;
+    let (upload, request) = read.inspect_err(|error| place.record.failed(error.code()))?;
+    Ok((place, upload, request))
+}
+
+/// Answers with a stream.
 async fn generate<M: Message + Default + 'static>(
     frontend: Arc<Frontend>,
     id: RequestId,
@@ -122,9 +140,8 @@ async fn generate<M: Message + Default + 'static>(
     request: Request,
     read: fn(M) -> Result<Asked, RequestError>,
 ) -> Answer {
-    let place = frontend.enter(&id, request.extensions().get(), route)?;
+    let (place, upload, request) = enter(&frontend, &id, route, request).await?;
     let record = place.record.clone();
-    let (upload, request) = whole(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
     let mut once = Some((place, upload));
     let method = service_fn(move |call: tonic::Request<Bytes>| {
@@ -172,9 +189,8 @@ async fn compute<M: Named, R: Message + 'static>(
     request: Request,
     work: fn(M, &ModelInfo, &Text) -> Result<R, RequestError>,
 ) -> Answer {
-    let place = frontend.enter(&id, request.extensions().get(), route)?;
+    let (place, upload, request) = enter(&frontend, &id, route, request).await?;
     let record = place.record.clone();
-    let (upload, request) = whole(&frontend, request).await.inspect_err(|error| record.failed(error.code()))?;
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
     let mut once = Some((place, upload));
     let method = service_fn(move |call: tonic::Request<Bytes>| {

@@ -331,14 +331,7 @@ mod tests {
         text.defaults.repetition_penalty = 1.25;
         text.defaults.temperature = 0.5;
         (text.defaults.top_k, text.defaults.top_p, text.defaults.min_p) = (7, 0.875, 0.0625);
-        let model = ModelInfo {
-            model_digest: String::new(),
-            architecture: String::new(),
-            vocab_size: 768,
-            max_context: 64,
-            tensor_parallel: 1,
-            bit_domain: String::new(),
-        };
+        let model = ModelInfo { vocab_size: 768, max_context: 64, ..ModelInfo::default() };
         let input = Some(generate_request::Input::Prompt("Hi".into()));
         let sampling = Some(SamplingParams { seed: Some(1), ..SamplingParams::default() });
         let grpc = generate(GenerateRequest { input, sampling, ..GenerateRequest::default() }).unwrap().raw;

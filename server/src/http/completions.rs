@@ -24,7 +24,7 @@ use super::{
     events::{EventSource, Events, event_response, write_json},
     json,
     parse::{self, HttpRequest},
-    wire::{Api, ChunkWriter, Usage, WholeChoice, Writer},
+    wire::{Api, ChunkWriter, Usage, WholeChoice, Writer, ids_bytes},
 };
 use crate::{
     drafts::DraftStep,
@@ -184,7 +184,7 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
     let bytes_of = |whole: &WholeChoice| {
         let tokens = writer.tokens_bytes(whole.tokens.len()) + writer.prompt_bytes(whole.prompt_logprobs.len());
-        whole.message.len() + tokens
+        whole.message.len() + tokens + ids_bytes(whole.prompt.len())
     };
     let bytes = wholes.iter().map(bytes_of).sum();
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));

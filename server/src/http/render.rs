@@ -17,7 +17,7 @@ use super::{
     completions::{check, enter, json_response},
     error::ApiError,
     messages, parse, tokens,
-    wire::Api,
+    wire::{Api, ids_bytes},
 };
 use crate::{
     engine::FinishReason,
@@ -25,9 +25,6 @@ use crate::{
     request::{FieldError, RequestError, ValidPrompt, ValidRequest, template_text},
     text::Text,
 };
-
-/// About what a token's id takes in an answer.
-const TOKEN_BYTES: usize = 8;
 
 /// vLLM's `GenerateRequest`, and the prompt's text.
 #[derive(Serialize)]
@@ -77,6 +74,10 @@ struct Sampling<'a> {
     prompt_logprobs: Option<u32>,
     skip_special_tokens: bool,
     structured_outputs: Option<StructuredOutputs<'a>>,
+    /// Null: any.
+    allowed_token_ids: Option<&'a [u32]>,
+    /// The tokens of `bad_words`, as vLLM's sampler has them.
+    bad_words_token_ids: Option<&'a [Vec<u32>]>,
 }
 
 #[derive(Serialize)]
@@ -147,7 +148,7 @@ async fn render(app: App, api: Api, id: RequestId, place: Place, request: Reques
     };
     let Prepared { prepared: (mut valid, wanted), place, .. } = check(&app, place, request, read).await?;
     app.frontend.compile(&mut valid).await?;
-    let (frontend, bytes) = (app.frontend.clone(), TOKEN_BYTES * valid.prompt_tokens() as usize);
+    let (frontend, bytes) = (app.frontend.clone(), ids_bytes(valid.prompt_tokens() as usize));
     let field = if api == Api::Chat { "messages" } else { "prompt" };
     let write = move || -> Result<String, ApiError> {
         let (seed, stream, stream_options) = wanted;
@@ -205,5 +206,7 @@ fn sampling<'a>(valid: &'a ValidRequest, prompt: &ValidPrompt, seed: Option<u64>
         prompt_logprobs: valid.prompt_logprobs,
         skip_special_tokens: !valid.show_special,
         structured_outputs: valid.grammar.as_deref().map(|grammar| StructuredOutputs { grammar }),
+        allowed_token_ids: Some(&*valid.token_bounds.allowed).filter(|ids| !ids.is_empty()),
+        bad_words_token_ids: Some(&*valid.token_bounds.forbidden).filter(|words| !words.is_empty()),
     }
 }

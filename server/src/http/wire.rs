@@ -82,6 +82,11 @@ impl Usage {
     }
 }
 
+/// About what so many ids of tokens take in an answer.
+pub(super) fn ids_bytes(tokens: usize) -> usize {
+    8 * tokens
+}
+
 /// The whole output of a choice.
 #[derive(Debug, Default)]
 pub(super) struct WholeChoice {

@@ -112,14 +112,7 @@ mod tests {
     }
 
     fn model() -> ModelInfo {
-        ModelInfo {
-            model_digest: String::new(),
-            architecture: String::new(),
-            vocab_size: 768,
-            max_context: 32,
-            tensor_parallel: 1,
-            bit_domain: String::new(),
-        }
+        ModelInfo { vocab_size: 768, max_context: 32, ..ModelInfo::default() }
     }
 
     fn free() -> Needs<'static> {

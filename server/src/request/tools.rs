@@ -145,14 +145,7 @@ mod tests {
     }
 
     fn valid(chat: Chat, text: &Text) -> Result<ValidRequest, RequestError> {
-        let model = ModelInfo {
-            model_digest: String::new(),
-            architecture: String::new(),
-            vocab_size: 768,
-            max_context: 4096,
-            tensor_parallel: 1,
-            bit_domain: String::new(),
-        };
+        let model = ModelInfo { vocab_size: 768, max_context: 4096, ..ModelInfo::default() };
         validate(RawRequest::new("messages", Input::Chat(chat)), &model, text)
     }
 

@@ -57,6 +57,9 @@ pub enum Constraint {
     Lark(String),
 }
 
+/// What defines a rule in grammars that are not in Lark.
+const EBNF: &str = "::=";
+
 /// White space between the tokens of JSON. Its length is bounded: models that are lost write no end of it.
 const JSON_SPACE: &str = "[ \\t\\n\\r]{1,64}";
 
@@ -115,6 +118,11 @@ impl Constraint {
 }
 
 impl Form {
+    fn is_lark_with(&self, text: &str) -> bool {
+        let (Body::Constraint(constraint) | Body::Either(constraint, _)) = &self.body else { return false };
+        matches!(constraint, Constraint::Lark(grammar) if grammar.contains(text))
+    }
+
     /// `marker`: how Lark names a text that may be a token of its own.
     fn grammar(&self, marker: impl Fn(&str) -> Option<String>) -> TopLevelGrammar {
         let (constraint, calls) = match &self.body {
@@ -192,7 +200,10 @@ impl Grammars {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text));
         let parser = factory.create_parser(grammar.clone());
-        parser.map_err(|error| error.to_string())?;
+        parser.map_err(|error| match form.is_lark_with(EBNF) {
+            true => format!("{error}; a grammar is to be in Lark (rule: definition), not in EBNF or GBNF ({EBNF})"),
+            false => error.to_string(),
+        })?;
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
     }
@@ -259,6 +270,8 @@ mod tests {
             Constraint::Regex("[a-z]{3}\\d+".into()),
             Constraint::Choice(vec!["yes \"indeed\"".into(), "no\n".into()]),
             Constraint::Lark("start: \"a\" start | \"b\"".into()),
+            // It writes rules, and has none of these.
+            Constraint::Lark("start: /[a-z]+/ \" ::= \" /[a-z]+/".into()),
         ] {
             let grammar = grammars.compile(&form(good)).unwrap();
             assert!(serde_json::from_str::<TopLevelGrammar>(&grammar).is_ok());
@@ -267,6 +280,7 @@ mod tests {
             (Constraint::Json(json!({"type": "nonsense"})), "nonsense"),
             (Constraint::Regex("(".into()), "regex"),
             (Constraint::Lark("start: nothing".into()), "nothing"),
+            (Constraint::Lark("root ::= \"a\"".into()), "not in EBNF"),
         ] {
             let problem = grammars.compile(&form(bad)).unwrap_err();
             assert!(problem.contains(says), "{problem}");

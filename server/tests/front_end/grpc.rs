@@ -604,13 +604,16 @@ async fn unknown_methods_are_unimplemented_and_http_still_answers() {
     let mut client = tonic::client::Grpc::new(channel(&server).await);
     client.ready().await.unwrap();
     let codec = tonic_prost::ProstCodec::<GetModelRequest, GetModelRequest>::default();
-    let path = "/looplane.inference.v9.Nothing/Do".parse().unwrap();
-    let request = tonic::Request::new(GetModelRequest::default());
-    let status = client.unary::<GetModelRequest, GetModelRequest, _>(request, path, codec).await.unwrap_err();
-    assert_eq!(status.code(), Code::Unimplemented, "{status}");
+    for path in ["/looplane.inference.v9.Nothing/Do", "/looplane.inference.v1.Inference/x/GetModel"] {
+        let (path, codec) = (path.parse().unwrap(), codec.clone());
+        let request = tonic::Request::new(GetModelRequest::default());
+        let status = client.unary::<GetModelRequest, GetModelRequest, _>(request, path, codec).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unimplemented, "{status}");
+        client.ready().await.unwrap();
+    }
     assert_eq!(get(server.address, "/health/live").await.status, 200);
     let scrape = Scrape::parse(&get(server.address, "/metrics").await.body);
-    assert_eq!(scrape.value("request_errors_total", &[("code", "not_found")]), 1.0);
+    assert_eq!(scrape.value("request_errors_total", &[("code", "not_found")]), 2.0);
 }
 
 const GENERATE: &str = "/looplane.inference.v1.Inference/Generate";

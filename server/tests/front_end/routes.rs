@@ -36,6 +36,7 @@ async fn what_is_rendered_is_what_is_computed() {
         "messages": [{"role": "user", "content": "Hi <|eot_id|> you"}], "max_tokens": 7, "temperature": 0.7, "seed": 3,
         "stop": "x", "n": 2, "logit_bias": {"5": 1.5}, "logprobs": true, "top_logprobs": 2, "cache_salt": "s",
         "stream": true, "stream_options": {"include_usage": true},
+        "allowed_token_ids": [4, 5, 6], "bad_words": ["a"], "priority": -2,
     });
     let rendered = post(server.address, "/v1/chat/completions/render", &chat).await.json();
     let params = &rendered["sampling_params"];
@@ -50,6 +51,9 @@ async fn what_is_rendered_is_what_is_computed() {
     assert_eq!(params["logit_bias"], json!({"5": 1.5}));
     assert_eq!((&rendered["cache_salt"], &rendered["stream"]), (&json!("s"), &json!(true)));
     assert_eq!(rendered["stream_options"]["include_usage"], true);
+    assert_eq!((&params["allowed_token_ids"], &rendered["priority"]), (&json!([4, 5, 6]), &json!(-2)));
+    let words = &computed.token_bounds.forbidden;
+    assert!(!words.is_empty() && params["bad_words_token_ids"] == json!(words));
     drop(running);
     // The prompt's text is that of the template, by either route.
     let messages = json!({"messages": chat["messages"]});

@@ -115,12 +115,7 @@ fn regex(value: Value, path: &str) -> Result<Constraint, ApiError> {
 }
 
 fn grammar(value: Value, path: &str) -> Result<Constraint, ApiError> {
-    let grammar = text(value, path)?;
-    if grammar.contains("::=") {
-        let message = "is in EBNF (::=); write it in Lark, as llguidance takes it (rule: definition)";
-        return Err(RequestError::field(path, FieldError::Unsupported, message).into());
-    }
-    Ok(Constraint::Lark(grammar))
+    text(value, path).map(Constraint::Lark)
 }
 
 fn text(value: Value, path: &str) -> Result<String, ApiError> {

@@ -166,14 +166,7 @@ fn check(body: Value, text: &Text, model: &ModelInfo) -> Result<(), TestCaseErro
 fn whatever_json_comes_is_valid_or_refused_by_field() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
     let text = Text::load(&fixture).unwrap();
-    let model = ModelInfo {
-        model_digest: String::new(),
-        architecture: String::new(),
-        vocab_size: 768,
-        max_context: 256,
-        tensor_parallel: 1,
-        bit_domain: String::new(),
-    };
+    let model = ModelInfo { vocab_size: 768, max_context: 256, ..ModelInfo::default() };
     let config = ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() };
     proptest!(config, |(body in any_body(), stray in any_json())| {
         check(body, &text, &model)?;

@@ -29,6 +29,7 @@
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
+#include "ops/weights.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
 #include "narrow/words.cuh"
@@ -60,8 +61,9 @@ LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::la
 /// - where o does not fit into the rings: for o, while the block waits for attention, three exchanges in a row.
 constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes,
               kAttentionBytes =
-                  (fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps + O::most_tiles * O::steps) * kFragment;
-constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::steps * kFragment;
+                  fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps * Qkv::fragment +
+                  O::most_tiles * O::steps * O::fragment;
+constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::steps * GateUp::fragment;
 #ifdef LP_PACED
 constexpr bool kAttentionFills = true;  // shapes that are too small for it
 #else
@@ -165,7 +167,7 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
                                [&](u32 heard) { reached(launch, step, kEpilogue + warp, layer, 4 + heard); });
       reached(launch, step, kEpilogue + warp, layer, 1);
       if (Epilogue::kSharedSets && epilogue.second()) epilogue.skip(Epilogue::sets<GateUp>());
-      else epilogue.gate_up(active, vectors_at(shared, tag), tag);
+      else epilogue.gate_up(layer, active, vectors_at(shared, tag), tag);
       reached(launch, step, kEpilogue + warp, layer, 2);
       epilogue.add_residual<Down>(kToldDown, vectors_at(shared, tag + 1) + Vectors::attention_x, 2 * layer + 2, active,
                                   tag + 1,

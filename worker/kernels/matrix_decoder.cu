@@ -15,6 +15,7 @@
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
 #include "ops/values.cuh"
+#include "ops/weights.cuh"
 #include "matrix/product.cuh"
 #include "matrix/epilogue.cuh"
 #include "matrix/vectors.cuh"
@@ -85,7 +86,7 @@ LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_gate_up, 2) {
   matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
                                        pass.tiles + Tiles::gate_up, launch.words, Memory::x,
-                                       matrix::token_blocks(launch.row_count), matrix::Activate{launch});
+                                       matrix::token_blocks(launch.row_count), matrix::Activate{launch, layer});
 }
 LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {

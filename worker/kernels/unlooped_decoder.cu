@@ -21,6 +21,7 @@
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
+#include "ops/weights.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
 #include "narrow/words.cuh"
@@ -118,7 +119,7 @@ template <Phase PHASE> LP_DEVICE void finish(const Launch& launch, u32 shared, i
   if constexpr (residual) each_residual(epilogue, pass, [](float& here, float there) { here = there; });
   if constexpr (PHASE == Phase::kAttentionOut)
     epilogue.add_residual<O>(kToldOut, vectors + Vectors::mlp_x, 2 * layer + 1, active, place.tag);
-  if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(active, vectors, place.tag);
+  if constexpr (PHASE == Phase::kGateUp) epilogue.gate_up(layer, active, vectors, place.tag);
   if constexpr (PHASE == Phase::kDown)
     epilogue.add_residual<Down>(kToldDown, vectors + Vectors::attention_x, 2 * layer + 2, active, place.tag + 1);
   if constexpr (residual || PHASE == Phase::kEmbed)

@@ -20,6 +20,7 @@
 #include "sync/start.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/values.cuh"
+#include "ops/weights.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
 #include "wide/geometry.cuh"
@@ -233,7 +234,8 @@ struct Team {
       for (int t = 0; t < GateUpOwn::warp_tiles; t++) {
         const int tile = GateUpOwn::thin ? GateUpOwn::second() : t;  // of the unit
         if (any_lane(tile < width))
-          write_activation(launch, shared, GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile,
+          write_activation(launch, shared, layer,
+                           GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile,
                            first_column<GateUpOwn>(), sum[t]);
       }
     }
@@ -275,7 +277,7 @@ struct Team {
     float sum[C::parts][C::columns / 2];
     if (C::on()) sum_leaves<C>(consumer, place, sum);
     receive.exchange<C>(use, place, sum, [&] { hidden.fetch(norm); });
-    hidden.add<C>(receive, told, tag);
+    hidden.add<C>(receive, norm, told, tag);
   }
 };
 

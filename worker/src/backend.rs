@@ -102,6 +102,7 @@ mod tests {
             wait_limit: Duration::from_secs(1),
             max_context: 0,
             device,
+            quantization: None,
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,

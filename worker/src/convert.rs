@@ -8,6 +8,7 @@ use looplane_proto::worker::v1;
 use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime, TokenBounds};
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::grammar::Vocabulary;
+use crate::model::WeightFormat;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
 
@@ -41,6 +42,11 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         Ok(v1::load_request::Device::Cuda) => Device::Cuda,
         Err(_) => return wrong(format!("device is {}, which this worker does not know", r.device)),
     };
+    let quantization = match v1::load_request::Quantization::try_from(r.quantization) {
+        Ok(v1::load_request::Quantization::None) => None,
+        Ok(v1::load_request::Quantization::Fp8) => Some(WeightFormat::E4m3),
+        Err(_) => return wrong(format!("quantization is {}, which this worker does not know", r.quantization)),
+    };
     Ok(LoadRequest {
         model_dir: request.model_dir.into(),
         rank: request.rank as usize,
@@ -53,6 +59,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         wait_limit: Duration::from_millis(request.wait_limit_ms.into()),
         max_context: request.max_context as usize,
         device,
+        quantization,
         unlooped: request.unlooped,
         draft_corpus_tokens: request.draft_corpus_tokens as usize,
         vocabulary: request.vocabulary.map(vocabulary).transpose()?.map(Arc::new),

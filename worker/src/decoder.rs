@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::batch::{Finish, Plan, PlanFault, Verdict};
 use crate::grammar::Vocabulary;
+use crate::model::WeightFormat;
 use crate::sampling::Sampled;
 
 pub use fault::{Fault, LoadError};
@@ -49,6 +50,8 @@ pub struct LoadRequest {
     pub max_context: usize,
     /// Where to compute.
     pub device: Device,
+    /// What the layers' matrices become while they are loaded, where they have more bits; `None`: they stay as stored.
+    pub quantization: Option<WeightFormat>,
     /// A launch for each phase, where a GPU computes; CPU sockets refuse it.
     pub unlooped: bool,
     /// Tokens of finished answers that are kept to draft from; 0: none.

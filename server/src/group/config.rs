@@ -25,6 +25,8 @@ pub struct GroupConfig {
     pub kv_bytes_limit: u64,
     /// Where the workers compute.
     pub device: load_request::Device,
+    /// What the layers' matrices become while they are loaded.
+    pub quantization: load_request::Quantization,
     /// GPUs run a launch for each phase.
     pub unlooped: bool,
     /// Tokens of finished answers that each rank keeps to draft from; 0: none.
@@ -115,6 +117,7 @@ impl GroupConfig {
             kv_pages: 0,
             kv_bytes_limit: 0,
             device: load_request::Device::Auto,
+            quantization: load_request::Quantization::None,
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,

@@ -199,6 +199,7 @@ async fn load(
         unlooped: config.unlooped,
         draft_corpus_tokens: config.draft_corpus_tokens,
         vocabulary: config.vocabulary.as_deref().cloned(),
+        quantization: config.quantization.into(),
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

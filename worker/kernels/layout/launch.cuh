@@ -22,6 +22,7 @@ struct Launch {
   const u8* gamma;        // [2 * layers + 1][hidden] bf16
   const u8* embedding;    // [vocab, or the rank's shard of it][hidden] bf16; null if tied
   const float* bias;      // [layers][rows of qkv]
+  const float* scales;    // [layers][Scales::layer] (kScaled)
   const float* qk_norm;   // [layers][2][head_dim], dims in the order of a packed head
   const float* rope;      // [positions][head_dim / 2][cos, sin]
   u8* kv;                 // the pool

@@ -33,7 +33,16 @@ constexpr int kHeadWidth = kHeadDim;
 #endif
 constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
 
-constexpr int kFragment = 512;  // bytes of an A fragment: 16 rows by 16 columns
+/// How the weights of a product lie in its A fragments, of 16 rows by 16 columns. E4M3 have a scale a row, which is
+/// applied to the sum of all leaves (ops/weights.cuh).
+enum class Format { kBf16, kE4m3 };
+constexpr int fragment_bytes(Format format) { return format == Format::kE4m3 ? 256 : 512; }
+#ifndef LP_LAYER_FORMAT
+#define LP_LAYER_FORMAT 0
+#endif
+/// Of the products of a layer; the LM head is bf16.
+constexpr Format kLayerFormat = (Format)LP_LAYER_FORMAT;
+constexpr bool kScaled = kLayerFormat != Format::kBf16;
 /// A leaf is worked on in parts of so many k16 steps; no chunk of the stream crosses from one into the next.
 constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;
@@ -57,14 +66,17 @@ LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % 
 /// and four ranks has whole ones. All leaves of gate/up and of the LM head are one group: their K is never cut. WAYS 2:
 /// a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
 /// unit of the stream; otherwise a warp has its leaf of both.
-template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, int WAYS = 1> struct Product {
+template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, int WAYS = 1, Format FORMAT = kLayerFormat>
+struct Product {
+  static constexpr Format format = FORMAT;
+  static constexpr int fragment = fragment_bytes(FORMAT), lane_bytes = fragment / 32;  // and of a lane of it
   static constexpr int tiles = TILES, leaves = LEAVES, ways = WAYS, workers = LEAVES * WAYS, leaf_steps = LEAF_STEPS,
                        steps = LEAVES * LEAF_STEPS;
   static constexpr int group = GROUP;
   /// A rank with whole groups tells the others their sum, one with less its leaves one by one: values an output, and
   /// how many of all ranks' are a group.
   static constexpr int told = LEAVES < GROUP ? LEAVES : 1, told_group = LEAVES < GROUP ? GROUP : 1;
-  static constexpr u64 bytes = (u64)TILES * steps * kFragment;
+  static constexpr u64 bytes = (u64)TILES * steps * fragment;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((u32)block * tiles / kBlocks); }
   static_assert((long long)TILES * kBlocks < 1ll << 31, "so 32 bits will do");
@@ -138,7 +150,7 @@ using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, quad_of(kDownLeaves 
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows
 /// beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;
-using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, kHiddenLeaves>;
+using Head = Product<kHeadTiles, kHiddenLeaves, kHiddenSteps, kHiddenLeaves, 1, Format::kBf16>;
 template <class P> constexpr int tiles_of(int block) { return P::first_tile(block + 1) - P::first_tile(block); }
 constexpr bool a_block_idles() {
   for (int block = 0; block < kBlocks; block++)
@@ -148,10 +160,15 @@ constexpr bool a_block_idles() {
 /// Whether blocks may have no tiles of a layer at all, as in small models on many blocks. Nobody waits for their part
 /// of a step, so they may fall behind (narrow/words.cuh, narrow/steps.cuh).
 constexpr bool kIdleBlocks = a_block_idles();
+/// Of a layer's scales, the first of each product: f32, a row tile's 16 rows as they are packed.
+struct Scales {
+  static constexpr int qkv = 0, out = qkv + Qkv::tiles * 16, gate_up = out + O::tiles * 16,
+                       down = gate_up + GateUp::tiles * 16, layer = down + Down::tiles * 16;
+};
 constexpr u64 kOOffset = Qkv::bytes, kGateUpOffset = kOOffset + O::bytes, kDownOffset = kGateUpOffset + GateUp::bytes;
 constexpr u64 kLayerBytes = kDownOffset + Down::bytes, kHeadOffset = kLayers * kLayerBytes;
 
-/// Byte within an A fragment of (row, k).
+/// Byte within an A fragment of bf16 of (row, k).
 LP_DEVICE constexpr int fragment_byte(int row, int k) {
   return ((row & 7) * 4 + (k & 7) / 2) * 16 + ((row >> 3) + (k >> 3) * 2) * 4 + (k & 1) * 2;
 }
@@ -161,6 +178,6 @@ LP_DEVICE u64 head_byte(int row, int k) {
   const int block = (int)(((long long)(tile + 1) * kBlocks - 1) / Head::tiles);
   const int first = Head::first_tile(block), end = Head::first_tile(block + 1);
   const int unit = first + ((tile - first) & ~1), width = unit + 1 < end ? 2 : 1;
-  return (u64)unit * Head::steps * kFragment + (u64)((k / 16) * width + (tile - unit)) * kFragment +
+  return (u64)unit * Head::steps * Head::fragment + (u64)((k / 16) * width + (tile - unit)) * Head::fragment +
          fragment_byte(row % 16, k % 16);
 }

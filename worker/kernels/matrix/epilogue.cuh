@@ -21,6 +21,13 @@ template <int RUNS> LP_DEVICE void normalize(u32 at, float* sum) {
     sum[4 * j] *= even, sum[4 * j + 1] *= odd, sum[4 * j + 2] *= even, sum[4 * j + 3] *= odd;
   }
 }
+/// Applies the scales of a layer's product, whose scales begin at `first`, to RUNS runs of a row tile.
+template <int RUNS> LP_DEVICE void scale_rows(const Launch& launch, u32 layer, int first, u32 tile, float* sum) {
+  const int row = tile * 16 + (lane_index() >> 2);
+  const float low = scale_of(launch, layer, first, row), high = scale_of(launch, layer, first, row + 8);
+#pragma unroll
+  for (int i = 0; i < RUNS * kRunValues; i++) sum[i] = scaled(sum[i], i & 2 ? high : low);
+}
 LP_DEVICE const float* inverse_of(const Launch& launch) {
   return reinterpret_cast<const float*>(launch.words + Memory::inverse);
 }
@@ -76,6 +83,8 @@ template <int RUNS> struct Join {
   }
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     const u32 gamma = gamma_of(launch, norm, tile);
+    if (kScaled && any_lane(tile < kHiddenTiles))
+      scale_rows<RUNS>(launch, (norm - 1) / 2, norm & 1 ? Scales::out : Scales::down, tile, sum);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       const u32 at = consumer.wait() + thread_index() * 16;
@@ -111,12 +120,14 @@ struct Tell {
 struct Activate {
   static constexpr int stages = 1;
   const Launch& launch;
+  u32 layer;
 
   LP_DEVICE void fetch(int, u32, u32 token, u32 to, u32 full) const {
     mbarrier_expect(full, kTokens * 4);
     bulk_load(to, inverse_of(launch) + token, kTokens * 4, full);
   }
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    if (kScaled && any_lane(tile < GateUp::tiles)) scale_rows<kRuns>(launch, layer, Scales::gate_up, tile, sum);
     normalize<kRuns>(consumer.wait(), sum);
     consumer.done();
     if (!any_lane(tile < GateUp::tiles)) return;
@@ -176,6 +187,7 @@ template <int RUNS> struct Project {
     bulk_load(to + kPlaces, launch.words + Memory::places + token * 8, tokens * 8, full);
   }
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
+    if (kScaled && any_lane(tile < Qkv::tiles)) scale_rows<RUNS>(launch, layer, Scales::qkv, tile, sum);
     const u32 at = consumer.wait();
     normalize<RUNS>(at, sum);
     if (any_lane(tile < Qkv::tiles)) {

@@ -24,14 +24,16 @@ namespace matrix {
 constexpr u32 kConsumers = 8, kConsumerThreads = kConsumers * 32, kWeights = 8, kVectors = 9, kThreads = 384;
 constexpr u32 kGroupTiles = 8;   // row tiles of a group: a tile's rows
 constexpr int kStageSteps = 4;   // stages of two cost a quarter more
-constexpr u32 kTileBytes = kStageSteps * kFragment;                    // of a row tile in a stage
-constexpr u32 kSlotBytes = kGroupTiles * kTileBytes;                   // of a stage of A, and of B
+template <class P> constexpr u32 kTileBytes = kStageSteps * P::fragment;  // of a row tile in a stage
+constexpr u32 kSlotBytes = 16384;                                      // of a stage of A, and of B
 constexpr u32 kRingSlots = 14;                                         // that a block has room for
 constexpr int kAccumulators = kTokens / 2;                             // of a thread
 /// A run of tokens, 4 groups of 8: what squares are summed of at a time, and what a block of a team finishes at least.
 constexpr int kRunGroups = 4, kRunTokens = 32, kRuns = kTokens / kRunTokens, kRunValues = 4 * kRunGroups;
 constexpr u32 kRunBytes = kRunValues * kConsumerThreads * 4;
-static_assert(kStageSteps * kStepBytes <= kSlotBytes && kRunBytes == kSlotBytes, "slots hold a stage, or a run");
+static_assert(kGroupTiles * kTileBytes<Head> <= kSlotBytes && kStageSteps * kStepBytes <= kSlotBytes &&
+                  kRunBytes == kSlotBytes,
+              "slots hold a stage, or a run");
 
 /// How neighbouring blocks divide tiles.
 enum class Cut { kPair, kHalves, kQuads };
@@ -136,7 +138,8 @@ template <class P, Cut CUT> struct Consumer {
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
               first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
               lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
-    fragments = shared + (warp - second) * kTileBytes + second * kFragment + lane * 16 + (first | second);
+    fragments = shared + (warp - second) * kTileBytes<P> + second * P::fragment + lane * P::lane_bytes +
+                (first | second);
     // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
     a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
   }
@@ -157,9 +160,9 @@ template <class P, Cut CUT> struct Consumer {
   /// Fragments of the next stage of A, whose slot is free then.
   LP_DEVICE void fetch(Quad* to) {
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
-    const u32 at = (fragments & ~1u) + a.slot * kSlotBytes, stride = kFragment << (fragments & 1);
+    const u32 at = (fragments & ~1u) + a.slot * kSlotBytes, stride = P::fragment << (fragments & 1);
 #pragma unroll
-    for (int i = 0; i < kStageSteps; i++) to[i] = load_shared_16(at + i * stride);
+    for (int i = 0; i < kStageSteps; i++) to[i] = load_weights<P>(at + i * stride);
     __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
     if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);
     a.next();
@@ -335,23 +338,23 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const u32 tile = of.group * kGroupTiles + place;
     const bool on = tile < P::tiles;
-    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = kFragment << (word & 1),
+    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = P::fragment << (word & 1),
               next = __shfl_down_sync(kAllLanes, word, kStageSteps);
     const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
     const u32 units = __ballot_sync(kAllLanes, first),
               tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
     const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
-    const u8* from = weights + (u64)(word >> 1) * kFragment;
+    const u8* from = weights + (u64)(word >> 1) * P::fragment;
     each_stage<P, CUT>([&](int step, int steps) {
       wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
-      const u32 to = shared + turn.slot * kSlotBytes + lane * kFragment, full = shared + R::a_full + 8 * turn.slot;
+      const u32 to = shared + turn.slot * kSlotBytes + lane * P::fragment, full = shared + R::a_full + 8 * turn.slot;
       if (lane == 0) {
         store_shared_u32(shared + R::units + 4 * turn.slot, units);
-        mbarrier_expect(full, tile_count * steps * kFragment);
+        mbarrier_expect(full, tile_count * steps * P::fragment);
       }
       if (mine && own < (whole ? 1 : steps)) {
         const u8* at = from + (u64)(step + own) * stride;
-        const u32 bytes = whole ? steps * stride : kFragment;
+        const u32 bytes = whole ? steps * stride : P::fragment;
         if (of.paired) bulk_load_pair(to, at, bytes, full);
         else if (blocks == 1) bulk_load(to, at, bytes, full, once);
         else bulk_load(to, at, bytes, full);

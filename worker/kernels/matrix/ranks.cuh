@@ -85,6 +85,8 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
   each_warp(owned * kHiddenTiles, [&](u32 item) {
     const u32 tile = item % kHiddenTiles, token = (item / kHiddenTiles * kRanks + own) * kRunTokens,
               gamma = gamma_of(launch, norm, tile);
+    const int row = tile * 16 + (lane >> 2);
+    const float low = scale_before(launch, norm, row), high = scale_before(launch, norm, row + 8);
     const u64 at = residual_byte(tile, token) + lane * 16;
     const float4* residual = reinterpret_cast<const float4*>(launch.words + Memory::residual + at);
     float h[kRunValues];
@@ -109,7 +111,7 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
             const Quad& q = of[j][p];
             v[p] = __uint_as_float(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w);
           }
-          h[4 * (first + j) + i] = leaf_sum<PARTS, P::told_group>(v) + own_residual[i];
+          h[4 * (first + j) + i] = scaled(leaf_sum<PARTS, P::told_group>(v), i & 2 ? high : low) + own_residual[i];
         }
       }
     }

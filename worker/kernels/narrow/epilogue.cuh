@@ -267,6 +267,11 @@ struct Epilogue {
                ? from_bf16(load_constant_u16(launch.gamma + ((u64)gamma * kHidden + tile * 16 + row()) * 2))
                : 0;
   }
+  /// Scale of this lane's row of the product in front of norm `gamma`.
+  LP_DEVICE float scale_of_hidden(int gamma, int s) const {
+    const int first = O::first_tile(rank_block()), tile = first + 2 * s + half();
+    return tile < O::first_tile(rank_block() + 1) ? scale_before(launch, gamma, tile * 16 + row()) : 0;
+  }
   /// The scaled residual with its sums of squares: the input of a norm, whose 1 / rms its readers apply after their
   /// product.
   LP_DEVICE void publish_hidden(u32 vector, int s, float gamma, u32 active, u32 tag) {
@@ -317,13 +322,14 @@ struct Epilogue {
       const float scale = kQkNorm && on && head <= kQueriesPerKv
                               ? launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + row()]
                               : 1;
+      const float weight_scale = on ? scale_of(launch, layer, Scales::qkv, tile * 16 + row()) : 1;
       take<Qkv>(begun ? -1 : 0);
       begun = true;
       u32 square = 0;
 #pragma unroll
       for (int c = 0; c < kEpilogueColumns; c++) {
         float& v = y[c];
-        v *= inverse[c];
+        v = scaled(v, weight_scale) * inverse[c];
         if constexpr (kQkvBias) v += bias;
         if constexpr (kQkNorm) {
           const float sum = half_sum(v * v);
@@ -354,11 +360,11 @@ struct Epilogue {
     const int sets = Epilogue::sets<P>();
     float sums[kOwnSets][P::told * kEpilogueColumns];
     const auto sum = [&](int s) { return sums[kSharedSets ? s / 2 : s]; };
-    const auto settle = [&](int s, float scale) {
+    const auto settle = [&](int s, float scale, float weight_scale) {
       hear<P::told, P::told_group>(told, s, sum(s), active, tag, kSiteSums);
       if (kRanks > 1 && has_columns(active)) note(1);
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += sum(s)[c];
+      for (int c = 0; c < kEpilogueColumns; c++) hidden(s)[c] += scaled(sum(s)[c], weight_scale);
       publish_hidden(vector, s, scale, active, tag);
     };
 #pragma unroll
@@ -368,29 +374,31 @@ struct Epilogue {
         skip(1);
         continue;
       }
-      const float scale = gamma_of(gamma, s);
+      const float scale = gamma_of(gamma, s), weight_scale = kRanks == 1 ? scale_of_hidden(gamma, s) : 1;
       take<P>(-1, sum(s));
       tell<P::told>(told, s, sum(s), active, tag);
       if (kRanks > 1 && has_columns(active)) note(0);
-      if (kRanks == 1) settle(s, scale);
+      if (kRanks == 1) settle(s, scale, weight_scale);
     }
 #pragma unroll
     for (int s = 0; s < (kRanks == 1 ? 0 : kSets); s++)  // all sets are on their way before the first is waited for
-      if (s < sets && mine(s)) settle(s, gamma_of(gamma, s));
+      if (s < sets && mine(s)) settle(s, gamma_of(gamma, s), scale_of_hidden(gamma, s));
     forget<P::told>(told, active);
   }
   /// silu(gate) * up: of a tile two words of a k block of down's input. Lanes 0 to 7 of a tile have gate, lanes 8 to 15
   /// up; they meet in the former for the lower half of the columns, in the latter for the upper half.
-  LP_DEVICE void gate_up(u32 active, u32 vectors, u32 tag) {
+  LP_DEVICE void gate_up(u32 layer, u32 active, u32 vectors, u32 tag) {
     constexpr int EACH = (kEpilogueColumns + 1) / 2;  // columns
     const int first = GateUp::first_tile(rank_block()), end = GateUp::first_tile(rank_block() + 1),
               sets = Epilogue::sets<GateUp>();
     for (int s = 0; s < sets; s++) {
+      const int tile = first + 2 * s + half();
+      const float weight_scale = tile < end ? scale_of(launch, layer, Scales::gate_up, tile * 16 + row()) : 1;
       take<GateUp>(s == 0 ? 1 : -1);
       const bool upper = kColumns > 1 && row() >= 8, odd = row() & 1;
       float v[EACH];
 #pragma unroll
-      for (int c = 0; c < kEpilogueColumns; c++) y[c] *= inverse[c];
+      for (int c = 0; c < kEpilogueColumns; c++) y[c] = scaled(y[c], weight_scale) * inverse[c];
 #pragma unroll
       for (int c = 0; c < EACH; c++) {
         const int high = kEpilogueColumns - EACH + c;
@@ -410,7 +418,6 @@ struct Epilogue {
         low = odd ? bf16_pair(other, mine) : bf16_pair(mine, other);
       }
       const u32 high = shuffle_xor(low, 4);
-      const int tile = first + 2 * s + half();
       const bool on = tile < end && row() % 8 < 4 && (kColumns == 8 || (row() < 4 && row() % 2 == 0));
       if (on && active >> word_column() & 1)
         put_word(launch.words + vectors + Vectors::activation +

@@ -89,7 +89,7 @@ struct ConsumerPhases {
       multiply<O>(consumer, partials, b);
     } else {
       // In parts of a chunk: longer ones are spilled.
-      multiply_fetching<O, kSlotBytes / kFragment>(consumer, partials, input, place.tag, place.active,
+      multiply_fetching<O, kSlotBytes / O::fragment>(consumer, partials, input, place.tag, place.active,
                                                    kSiteAttentionOut, [&] { at(place, 5); });
     }
   }

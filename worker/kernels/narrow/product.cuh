@@ -86,23 +86,23 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
 }
 
 /// Where a chunk of the stream that begins at k16 step `begin` of a leaf ends.
-template <int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
-  const int part = begin / kPartSteps * kPartSteps + kPartSteps, full = begin + (int)kSlotBytes / (WIDTH * kFragment);
+template <class P, int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
+  const int part = begin / kPartSteps * kPartSteps + kPartSteps, full = begin + (int)kSlotBytes / (WIDTH * P::fragment);
   return part < full ? (part < STEPS ? part : STEPS) : (full < STEPS ? full : STEPS);
 }
 /// Chunks of a leaf.
-template <int STEPS, int WIDTH> constexpr int chunks_of() {
+template <class P, int WIDTH> constexpr int chunks_of() {
   int chunks = 0;
-  for (int begin = 0; begin < STEPS; begin = chunk_end<STEPS, WIDTH>(begin)) chunks++;
+  for (int begin = 0; begin < P::leaf_steps; begin = chunk_end<P, P::leaf_steps, WIDTH>(begin)) chunks++;
   return chunks;
 }
 /// Adds STEPS k16 steps of the products of WIDTH row tiles, in one chain a tile: the next chunks of the stream. round:
 /// chunks of the ring for each of this warp's.
-template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Consumer& consumer, u32 round,
-                                                                             const u32 (*b)[2], float (*acc)[4]) {
+template <class P, int STEPS, int WIDTH, int BEGIN = 0>
+LP_DEVICE void multiply_steps(Consumer& consumer, u32 round, const u32 (*b)[2], float (*acc)[4]) {
   if constexpr (BEGIN < STEPS) {
-    constexpr int END = chunk_end<STEPS, WIDTH>(BEGIN);
-    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * 16;
+    constexpr int END = chunk_end<P, STEPS, WIDTH>(BEGIN);
+    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * P::lane_bytes;
 #ifdef LP_RELEASE_EARLY
     consumer.release(chunk, false);  // negative control
 #endif
@@ -110,7 +110,7 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
     for (int k = BEGIN; k < END; k++)
 #pragma unroll
       for (int n = 0; n < WIDTH; n++)
-        mma_m16n8k16(acc[n], load_shared_16(base + ((k - BEGIN) * WIDTH + n) * kFragment), b[k][0], b[k][1]);
+        mma_m16n8k16(acc[n], load_weights<P>(base + ((k - BEGIN) * WIDTH + n) * P::fragment), b[k][0], b[k][1]);
     bool never = false;
 #pragma unroll
     for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
@@ -118,7 +118,7 @@ template <int STEPS, int WIDTH, int BEGIN = 0> LP_DEVICE void multiply_steps(Con
     consumer.release(chunk, never);
 #endif
     consumer.next += round;
-    multiply_steps<STEPS, WIDTH, END>(consumer, round, b, acc);
+    multiply_steps<P, STEPS, WIDTH, END>(consumer, round, b, acc);
   }
 }
 
@@ -165,7 +165,7 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
     const auto unit = [&](auto width) {
       constexpr int WIDTH = decltype(width)::value;
       if (mine) work(width, round, acc);
-      else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P::leaf_steps, WIDTH>();  // another warp's
+      else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P, WIDTH>();  // another warp's
       partials.template put<WIDTH>(mine, P::first_of_set(consumer.warp), P::leaf(consumer.warp), acc);
     };
     if (P::ways == 1 && tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
@@ -175,7 +175,7 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
 /// The same for a product whose leaf of activations lies in `b`.
 template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partials, const u32 (*b)[2]) {
   each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) {
-    multiply_steps<P::leaf_steps, decltype(width)::value>(consumer, round, b, acc);
+    multiply_steps<P, P::leaf_steps, decltype(width)::value>(consumer, round, b, acc);
   });
 }
 
@@ -184,7 +184,7 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
                                                                        u32 vector, u32 tag, u32 active, u32 site,
                                                                        F&& arrived) {
-  static_assert(PART == kPartSteps || PART == kSlotBytes / kFragment, "parts end where chunks of the stream do");
+  static_assert(PART == kPartSteps || PART == kSlotBytes / P::fragment, "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
   const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
   bool first = true;
@@ -196,12 +196,12 @@ template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer&
                           active, b, site);
       if (first) arrived();
       first = false;
-      multiply_steps<PART, decltype(width)::value>(consumer, round, b, acc);
+      multiply_steps<P, PART, decltype(width)::value>(consumer, round, b, acc);
     }
     if constexpr (REST > 0) {
       get_fragments<REST>(consumer.launch, consumer.launch.words + leaf + P::leaf_steps / PART * Vector<1, PART>::bytes,
                           tag, active, b, site);
-      multiply_steps<REST, decltype(width)::value>(consumer, round, b, acc);
+      multiply_steps<P, REST, decltype(width)::value>(consumer, round, b, acc);
     }
   });
 }

@@ -33,6 +33,11 @@ LP_DEVICE float load_shared_f32(u32 address) {
   asm volatile("ld.shared.f32 %0,[%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
+LP_DEVICE uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
 LP_DEVICE void load_shared_8(u32 address, float* v) {
   asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address) : "memory");
 }
@@ -242,6 +247,11 @@ LP_DEVICE u32 load_constant_u32(const u32* p) {
   asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
   return v;
 }
+LP_DEVICE float load_constant_f32(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0,[%1];" : "=f"(v) : "l"(p));
+  return v;
+}
 LP_DEVICE u32 load_constant_u16(const u8* p) {
   u16 v;
   asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(v) : "l"(p));
@@ -309,6 +319,11 @@ LP_DEVICE void mma_m16n8k16(float* c, const Quad& a, u32 b0, u32 b1) {
 LP_DEVICE u32 bf16_pair(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+LP_DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 LP_DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }

@@ -44,7 +44,7 @@ struct Projection {
       receive.add_rows8<QkvCut>(2 * within(r) + 1, column(r), v + 8);
 #pragma unroll
       for (int i = 0; i < 16; i++) {
-        v[i] *= inverse;
+        v[i] = scaled(v[i], scale_of(launch, layer, Scales::qkv, tile(r) * 16 + i)) * inverse;
         if (kQkvBias) v[i] += launch.bias[(u64)layer * (Qkv::tiles * 16) + tile(r) * 16 + i];
       }
       if (head <= kQueriesPerKv) {
@@ -163,12 +163,20 @@ struct Hidden {
       for (int i = 0; i < 8; i++) h[r][i] = from_bf16(i & 1 ? pairs[r][i / 2] >> 16 : pairs[r][i / 2] & 0xffff);
     }
   }
-  /// Adds what the pair has summed in o or down; of several ranks all pairs.
-  template <class C> LP_DEVICE void add(const Receive& receive, u32 told, u32 tag) {
+  /// Adds what the pair has summed in o or down, in front of norm `norm`; of several ranks all pairs.
+  template <class C> LP_DEVICE void add(const Receive& receive, int norm, u32 told, u32 tag) {
     if constexpr (kRanks == 1) {
 #pragma unroll
       for (int r = 0; r < kHiddenRounds; r++)
-        if (on(r)) receive.template add_rows8<C>(chunk(r), column(r), h[r]);
+        if (on(r)) {
+          if constexpr (kScaled) {
+            float sum[8] = {};
+            receive.template add_rows8<C>(chunk(r), column(r), sum);
+            add_scaled(r, norm, sum);
+          } else {
+            receive.template add_rows8<C>(chunk(r), column(r), h[r]);
+          }
+        }
     } else {
       float parts[kHiddenRounds][kParts][8] = {};
 #pragma unroll
@@ -184,8 +192,7 @@ struct Hidden {
       for (int r = 0; r < kHiddenRounds; r++) {  // all are on their way before the first is waited for
         float sum[8];
         ranks.hear_sums(told, chunk(r), column(r), on(r), parts[r], sum, tag);
-#pragma unroll
-        for (int i = 0; i < 8; i++) h[r][i] += sum[i];
+        if (on(r)) add_scaled(r, norm, sum);
       }
     }
   }
@@ -224,6 +231,10 @@ struct Hidden {
   }
 
  private:
+  LP_DEVICE void add_scaled(int round, int norm, const float* sum) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[round][i] += scaled(sum[i], scale_before(launch, norm, first_row(round) + i));
+  }
   LP_DEVICE u8* residual() const {
     return launch.words + Words::hidden + (rank_block() * (kHiddenRounds * 2 * kConsumerThreads) + thread_index()) * 16;
   }
@@ -266,16 +277,20 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
 using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= 4)>;
 /// silu(gate) * up of a tile, as 8 rows of a k block of down's input. Of columns 8 j .., sum[4 j + c] is column 2 t +
 /// (c & 1) of gate's row g, or, c over 1, of up's.
-LP_DEVICE void write_activation(const Launch& launch, u32 shared, int tile, u32 first_column, const float* sum) {
-  const int lane = lane_index(), t = lane & 3;
+LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 layer, int tile, u32 first_column,
+                                const float* sum) {
+  const int lane = lane_index(), t = lane & 3, row = tile * 16 + (lane >> 2);
+  const float gate_scale = scale_of(launch, layer, Scales::gate_up, row),
+              up_scale = scale_of(launch, layer, Scales::gate_up, row + 8);
 #pragma unroll
   for (int j = 0; j < GateUpOwn::columns / 8; j++) {
     const u32 column = first_column + 8 * j;
     float v[2];
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      const float inverse = inverse_of(shared, 1, column + 2 * t + c), gate = sum[4 * j + c] * inverse,
-                  up = sum[4 * j + 2 + c] * inverse;
+      const float inverse = inverse_of(shared, 1, column + 2 * t + c),
+                  gate = scaled(sum[4 * j + c], gate_scale) * inverse,
+                  up = scaled(sum[4 * j + 2 + c], up_scale) * inverse;
       v[c] = silu(gate, up);
     }
     // Of a column the lane has rows 2 t and 2 t + 1 then.

@@ -131,9 +131,9 @@ template <class PRODUCT> struct Cut {
   // Of each way: k16 steps of a slot, of a stage, and of products that are under way together.
   static constexpr int input_steps = part_steps((int)kInputSteps / ways, P::leaf_steps);
   static constexpr int stage_slots =
-      stage_parts((int)kStageBytes / (ways * tiles * kFragment), input_steps, P::leaf_steps);
+      stage_parts((int)kStageBytes / (ways * tiles * P::fragment), input_steps, P::leaf_steps);
   static constexpr int steps = stage_slots * input_steps;
-  static constexpr int most_group_slots = group_slots(ways * tiles * input_steps * kFragment),
+  static constexpr int most_group_slots = group_slots(ways * tiles * input_steps * P::fragment),
                        group_steps = (stage_slots < most_group_slots ? stage_slots : most_group_slots) * input_steps;
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
   static constexpr int odd_units = (odd_tiles + unit_tiles - 1) / unit_tiles;
@@ -189,12 +189,12 @@ template <class PRODUCT, bool THIN = false> struct Own {
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   // k16 steps of a slot, of a stage, and of products that are under way together. THIN: a stage has whole slots, else a
   // slot whole stages; of those with both tiles and all columns in a warp there are registers for five steps.
-  static constexpr int room = (int)kStageBytes / (pass_units * 2 * kFragment);
+  static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::fragment);
   static constexpr int most_steps = !split_columns && room > 5 ? 5 : room < (int)kInputSteps ? room : (int)kInputSteps;
   static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps);
   static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
   static constexpr int input_steps = THIN ? part : parts * part, steps = THIN ? parts * part : part;
-  static constexpr int most_group_slots = group_slots(pass_units * 2 * part * kFragment),
+  static constexpr int most_group_slots = group_slots(pass_units * 2 * part * P::fragment),
                        group_steps = THIN && parts > 1 ? most_group_slots * part : part;
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }

@@ -17,8 +17,9 @@ template <class C> LP_DEVICE Place place_of() {
   const Unit unit = C::unit_of(on ? tile : 0);
   return Place{
       tile, on,
-      ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * kFragment + lane_index() * 16,
-      (u32)unit.width * kFragment,
+      ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * C::P::fragment +
+          lane_index() * C::P::lane_bytes,
+      (u32)unit.width * C::P::fragment,
       C::split == Split::kLeaves    ? way * C::input_steps * kStepBytes
       : C::split == Split::kColumns ? group * (C::columns / 8 * 256)
                                     : 0};
@@ -84,7 +85,7 @@ LP_DEVICE void multiply_leaf(Consumer& consumer, u32 input, const FRAGMENT& frag
 /// One leaf of a warp's tile.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   const auto fragment = [&](u32 stage, int step, int) {
-    return place.on ? load_shared_16(stage + place.fragments + step * place.stride) : Quad{0, 0, 0, 0};
+    return place.on ? load_weights<typename C::P>(stage + place.fragments + step * place.stride) : Quad{0, 0, 0, 0};
   };
   multiply_leaf<C, 1>(consumer, place.input, fragment, reinterpret_cast<float(*)[C::columns / 2]>(sum));
 }
@@ -126,19 +127,21 @@ template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& pl
 /// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of
 /// fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
+  using P = typename C::P;
   constexpr int R = C::columns / 2, T = C::warp_tiles;
-  const u32 stride = width * kFragment, second = width == 2 ? kFragment : 0,
-            fragments = unit * (C::steps * 2 * kFragment) + lane_index() * 16 + (C::thin && C::second() ? second : 0);
+  const u32 stride = width * P::fragment, second = width == 2 ? P::fragment : 0,
+            fragments = unit * (C::steps * 2 * P::fragment) + lane_index() * P::lane_bytes +
+                        (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
   const auto fragment = [&](u32 stage, int step, int t) {
-    return width > 0 ? load_shared_16(stage + fragments + step * stride + t * second) : Quad{0, 0, 0, 0};
+    return width > 0 ? load_weights<P>(stage + fragments + step * stride + t * second) : Quad{0, 0, 0, 0};
   };
 #pragma unroll
   for (int t = 0; t < T; t++)
 #pragma unroll
     for (int i = 0; i < R; i++) sum[t][i] = 0;
 #pragma unroll 1
-  for (int n = 0; n < C::P::leaves; n++) {
+  for (int n = 0; n < P::leaves; n++) {
     float leaf[T][R];
     multiply_leaf<C, T>(consumer, columns, fragment, leaf);
 #pragma unroll

@@ -10,11 +10,11 @@ namespace wide {
 constexpr u32 kAhead = 4, kAheadClocks = 2000;
 
 /// A lane's part of stages: of each leaf's k16 steps `steps` a stage, of the last one perhaps fewer. If it is `on`, it
-/// copies its `width` tiles of each to offset `to`; they lie behind each other in memory.
+/// copies its tiles of each, `step_bytes`, to offset `to`; they lie behind each other in memory.
 struct Run {
   bool on;
   const u8* from;
-  u32 to, width, steps, leaf_steps, leaves;
+  u32 to, step_bytes, steps, leaf_steps, leaves;
 };
 
 /// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every
@@ -66,7 +66,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 k = 0; k < run.leaf_steps; k += run.steps) {
         const u32 steps = run.leaf_steps - k < run.steps ? run.leaf_steps - k : run.steps,
-                  bytes = steps * run.width * kFragment;
+                  bytes = steps * run.step_bytes;
         left -= steps;
         issue(run.on, from, run.to, bytes, left / run.steps);
         from += bytes;
@@ -79,17 +79,18 @@ struct Producer {
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
     const u8* from =
-        product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * kFragment;
-    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * kFragment),
-               (u32)unit.width, (u32)C::steps, (u32)P::leaf_steps, (u32)C::leaves};
+        product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * P::fragment;
+    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * P::fragment),
+               (u32)(unit.width * P::fragment), (u32)C::steps, (u32)P::leaf_steps, (u32)C::leaves};
   }
   /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
   template <class C> LP_DEVICE static Run own_run(const u8* product, int pass) {
     using P = typename C::P;
     const int width = C::width(pass, lane());
-    const u8* from = product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * kFragment;
-    return Run{width > 0, from, lane() * C::steps * 2 * kFragment, (u32)width, (u32)C::steps, (u32)P::leaf_steps,
-               (u32)P::leaves};
+    const u8* from =
+        product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * P::fragment;
+    return Run{width > 0, from, lane() * C::steps * 2 * P::fragment, (u32)(width * P::fragment), (u32)C::steps,
+               (u32)P::leaf_steps, (u32)P::leaves};
   }
 
  private:

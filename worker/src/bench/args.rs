@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
-
 use super::{BenchError, Shape};
 use crate::cuda::LoopMode;
 use crate::decoder::Device;
+use crate::model::WeightFormat;
 
 /// Rows of a pass that runs a launch for each phase.
 const UNLOOPED_BATCH: u32 = 8;
@@ -15,7 +14,7 @@ const UNLOOPED_BATCH: u32 = 8;
 #[derive(Debug, Clone, clap::Args)]
 pub struct BenchArgs {
     /// Model directory as Hugging Face lays it out [default: --shape 1b]
-    #[arg(long, value_name = "DIR", env = "LOOPLANE_BENCH_MODEL", conflicts_with_all = ["shape", "weights"])]
+    #[arg(long, value_name = "DIR", env = "LOOPLANE_BENCH_MODEL", conflicts_with = "shape")]
     pub model: Option<PathBuf>,
 
     /// Dimensions to measure without a checkpoint [default: 1b]
@@ -27,9 +26,9 @@ pub struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub layers: Option<u32>,
 
-    /// Where the weights of --shape come from
-    #[arg(long, value_enum, default_value_t = WeightSource::Random, env = "LOOPLANE_BENCH_WEIGHTS")]
-    pub weights: WeightSource,
+    /// What the layers' matrices are; those of a checkpoint that have more bits are quantised [default: as they are]
+    #[arg(long, value_enum, env = "LOOPLANE_BENCH_WEIGHTS")]
+    pub weights: Option<WeightFormat>,
 
     /// Where to compute
     #[arg(long, value_enum, default_value_t = Device::Auto, env = "LOOPLANE_BENCH_DEVICE")]
@@ -110,13 +109,6 @@ pub struct BenchArgs {
     /// Write the figures to this file too
     #[arg(long, value_name = "FILE", env = "LOOPLANE_BENCH_JSON")]
     pub json: Option<PathBuf>,
-}
-
-/// Where the weights of a shape come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum WeightSource {
-    /// Made up, from a fixed seed.
-    Random,
 }
 
 impl BenchArgs {

@@ -12,8 +12,8 @@ use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
 use crate::cuda::{Gauge, NormalSource, Phase};
 use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
-use crate::model::ModelConfig;
 use crate::model::source::RandomSource;
+use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
@@ -54,6 +54,8 @@ pub struct Setup<'a> {
     pub logprobs: Option<u32>,
     /// Tokens of a prompt that one more sequence has.
     pub prompt: Option<u32>,
+    /// What the layers' matrices become.
+    pub weights: Option<WeightFormat>,
 }
 
 /// What decoding reads from one memory: of one rank on GPUs, which have a memory each, of all ranks on CPU sockets of
@@ -117,6 +119,7 @@ impl Group {
             wait_limit: WAIT_LIMIT,
             max_context: positions,
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
+            quantization: setup.weights.filter(|format| *format != WeightFormat::Bf16),
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
-pub use args::{BenchArgs, WeightSource};
+pub use args::BenchArgs;
 pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
 pub use shape::Shape;
 
@@ -139,6 +139,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
         logprobs: args.logprobs,
         prompt: args.prompt,
+        weights: args.weights,
     };
     let random_weights = setup.random.is_some();
     let (group, reader) = (Group::load(&setup)?, Reader::new(args, threads, on_gpu)?);

@@ -2,8 +2,8 @@
 
 use clap::ValueEnum;
 
-use crate::model::ModelConfig;
 use crate::model::config::{Architecture, Rope};
+use crate::model::{ModelConfig, WeightFormat};
 
 /// Dimensions of a well-known model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -141,6 +141,7 @@ impl Shape {
             qkv_bias: architecture == Qwen2,
             qk_norm: architecture == Qwen3,
             tied_embeddings,
+            layer_weights: WeightFormat::Bf16,
         }
     }
 }

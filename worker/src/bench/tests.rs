@@ -23,7 +23,7 @@ fn figures_are_what_the_plan_says_and_agree_with_each_other() {
     for tp in [1, 2] {
         let json = tempfile::NamedTempFile::new().unwrap();
         let options =
-            "--shape tiny --device cpu --weights random --threads 1 --read-mib 2 --batch 1,3 --context 70 --steps 10";
+            "--shape tiny --device cpu --weights bf16 --threads 1 --read-mib 2 --batch 1,3 --context 70 --steps 10";
         let args = args(&format!("{options} --tp {tp} --json {}", json.path().display()));
         let report = run(&args).unwrap();
 

@@ -1,8 +1,8 @@
 //! What a thread does while it waits: it asks for the first weights of its next product, so that memory does not idle.
 #![allow(unsafe_code)]
 
-use super::kernels::LINE;
-
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
 /// Most bytes that a thread asks for ahead: a quarter of a small L2, which also holds the activations.
 const MOST_BYTES: usize = 256 << 10;
 /// Lines asked for between two looks at a flag: about what the core's miss buffers hold.
@@ -13,19 +13,19 @@ const LINES_AT_JOIN: usize = 32;
 /// The weights that stream next, cut in units as the next job will deal them.
 #[derive(Debug, Clone, Copy)]
 pub struct Ahead<'a> {
-    weights: &'a [u16],
+    weights: &'a [u8],
     units: usize,
 }
 
 /// One thread's walk over the start of its run of the next job.
 #[derive(Debug)]
 pub struct Walk<'a> {
-    left: &'a [u16],
+    left: &'a [u8],
 }
 
 impl<'a> Ahead<'a> {
     /// `weights` will be dealt as `units` equal units.
-    pub fn new(weights: &'a [u16], units: usize) -> Self {
+    pub fn new(weights: &'a [u8], units: usize) -> Self {
         Self { weights, units }
     }
 
@@ -38,7 +38,7 @@ impl<'a> Ahead<'a> {
     pub fn of_thread(&self, thread: usize, threads: usize) -> Walk<'a> {
         let first_unit = self.units * thread / threads;
         let run = &self.weights[(self.weights.len() / self.units.max(1) * first_unit).min(self.weights.len())..];
-        Walk { left: &run[..run.len().min(MOST_BYTES / 2)] }
+        Walk { left: &run[..run.len().min(MOST_BYTES)] }
     }
 }
 
@@ -58,10 +58,10 @@ impl Walk<'_> {
     }
 
     fn lines(&mut self, lines: usize) {
-        let (now, left) = self.left.split_at(self.left.len().min(lines * LINE));
+        let (now, left) = self.left.split_at(self.left.len().min(lines * LINE_BYTES));
         self.left = left;
-        for line in now.chunks(LINE) {
-            prefetch(line.as_ptr());
+        for line in now.chunks(LINE_BYTES) {
+            prefetch(line.as_ptr().cast());
         }
     }
 }
@@ -85,16 +85,16 @@ mod tests {
 
     #[test]
     fn a_walk_starts_at_the_threads_own_run_and_ends() {
-        let weights = vec![0; 10 * 1000];
+        let weights = vec![0; 10 * 2000];
         let ahead = Ahead::new(&weights, 10);
-        for (thread, start) in [(0, 0), (1, 3000), (2, 6000)] {
+        for (thread, start) in [(0, 0), (1, 6000), (2, 12_000)] {
             let mut walk = ahead.of_thread(thread, 3);
-            assert_eq!(walk.left.len(), 10_000 - start);
+            assert_eq!(walk.left.len(), 20_000 - start);
             let mut steps = 0;
             while walk.step() {
                 steps += 1;
             }
-            assert_eq!(steps, (10_000 - start).div_ceil(LINES_A_STEP * LINE));
+            assert_eq!(steps, (20_000 - start).div_ceil(LINES_A_STEP * LINE_BYTES));
             walk.finish();
         }
         assert!(!Ahead::nothing().of_thread(3, 4).step());

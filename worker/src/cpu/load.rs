@@ -16,6 +16,7 @@ use super::weights::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
+use crate::model::quantised::{Quantised, quantised, quantised_note};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
@@ -72,7 +73,7 @@ pub fn load_with(
         None => Isa::choose(),
     };
     let isa = isa.map_err(|error| LoadError::Request(error.to_string()))?;
-    let (config, checkpoint, model_digest) = match &options.random {
+    let (stored, checkpoint, model_digest) = match &options.random {
         Some(random) => (random.config.clone(), None, format!("random-{}", random.seed)),
         None => {
             let (config, text) = ModelConfig::with_text(&request.model_dir)?;
@@ -81,6 +82,7 @@ pub fn load_with(
             (config, Some(checkpoint), digest)
         }
     };
+    let config = quantised(&stored, request.quantization);
     if config.head_dim > MAX_HEAD_DIM {
         let refusal = format!(
             "config.json: head_dim {} is over {MAX_HEAD_DIM}, the most the CPU decoder computes",
@@ -140,6 +142,9 @@ pub fn load_with(
         (None, Some(random)) => random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
+    let quantiser = (stored != config).then(|| Quantised::new(source, &config));
+    let source = quantiser.as_ref().map_or(source, |quantiser| quantiser as &dyn Source);
+    notes.extend(quantiser.is_some().then(|| quantised_note(&config)));
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
         if told.elapsed() >= PROGRESS_INTERVAL {
             told = Instant::now();
@@ -307,6 +312,7 @@ mod tests {
             wait_limit: Duration::from_secs(1),
             max_context: 0,
             device: crate::decoder::Device::Cpu,
+            quantization: None,
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
@@ -409,7 +415,7 @@ mod tests {
             let head = |decoder: &CpuDecoder| {
                 decoder.decoder.shard.weights.panel(0, crate::plan::Product::LmHead).data.to_vec()
             };
-            let row_len = 256;
+            let row_len = 256 * size_of::<u16>();
             assert_eq!(head(&part), head(&whole)[vocab.start * row_len..vocab.end * row_len]);
             let mut embedded = [[0.0; 256]; 2];
             part.decoder.shard.weights.embed(vocab.start as u32 + 5, 0..256, &mut embedded[0]);

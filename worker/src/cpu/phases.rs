@@ -115,7 +115,8 @@ impl Pass<'_> {
             }
         };
         let add = |slice: usize, of_ranks: &[&[f32]]| {
-            let stride = unit_of(panel, slice).tiles * LANES;
+            let panel = unit_of(panel, slice);
+            let stride = panel.tiles * LANES;
             let width = SLICE.min(hidden - slice * SLICE);
             let mut sums = [0.0; MAX_LEAVES * SLICE];
             for row in 0..rows {
@@ -123,6 +124,7 @@ impl Pass<'_> {
                     sum.copy_from_slice(&of_rank[row * stride..][..width]);
                 }
                 tree_sum_rows(&mut sums[..of_ranks.len() * width], width);
+                panel.scale(&mut sums[..width]);
                 let at = row * hidden + slice * SLICE;
                 // SAFETY: each slice is consumed by one thread and has other columns.
                 let out = unsafe { residual.part(at..at + width) };
@@ -211,6 +213,7 @@ fn each_block(
         let columns = x.columns(first, rows);
         product(shard.isa, panel, columns, out);
         for (column, values) in out.chunks_exact_mut(panel.tiles * LANES).take(columns.count).enumerate() {
+            panel.scale(values);
             done(first + column, values);
         }
     }

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::bf16;
 
-use super::kernels::product::Panel;
+use super::kernels::product::{E4M3_RAISED, Panel};
 use super::kernels::{LANES, LINE};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::team::Team;
+use crate::model::format::bf16_to_e4m3;
 use crate::model::source::Source;
-use crate::model::{LayerTensor, Tensor};
+use crate::model::{LayerTensor, Tensor, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{ModelPlan, Product, RankPlan, Tile};
 
@@ -31,8 +32,10 @@ pub struct LayerVectors {
 /// A rank's weights.
 #[derive(Debug)]
 pub struct Weights {
-    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` bf16 each.
-    stream: Buffer<u16>,
+    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` weights each.
+    stream: Buffer<u8>,
+    /// Of the products that have some, in order: `[tiles][16 rows]`, times [`E4M3_RAISED`].
+    scales: Vec<f32>,
     spans: Vec<Span>,
     head: Span,
     /// By layer.
@@ -48,11 +51,22 @@ pub struct Weights {
 /// Where a product lies in the stream.
 #[derive(Debug, Clone, Copy)]
 struct Span {
+    /// Its first byte.
     start: usize,
     tiles: usize,
-    tile_len: usize,
+    tile_bytes: usize,
     leaves: usize,
     leaf_pairs: usize,
+    format: WeightFormat,
+    /// Its first scale.
+    first_scale: usize,
+}
+
+impl Span {
+    /// How many scales it has.
+    fn scales(&self) -> usize {
+        if self.format.is_scaled() { self.tiles * LANES } else { 0 }
+    }
 }
 
 /// A load under way.
@@ -66,12 +80,11 @@ struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// Runs units on all threads, which say how many values they wrote, and tells progress while they run.
+    /// Runs units on all threads, which say how many bytes they wrote, and tells progress while they run.
     fn for_each(&mut self, units: usize, unit: impl Fn(usize) -> usize + Sync) {
         let Self { team, done, progress, .. } = self;
         let unit = |index: usize| {
-            let bytes = unit(index) * size_of::<u16>();
-            done.fetch_add(bytes as u64, Ordering::Relaxed);
+            done.fetch_add(unit(index) as u64, Ordering::Relaxed);
         };
         team.for_each_between(units, unit, || progress(done.load(Ordering::Relaxed)));
     }
@@ -90,18 +103,27 @@ impl Weights {
         team: &Team,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, OutOfMemory> {
-        let mut stream_len = 0;
+        let (mut stream_bytes, mut scales) = (0, 0);
         let mut span = |product: Product| {
-            let (tiles, tile_len) = (product.tiles(plan, rank), product.tile_len(plan, rank));
-            let leaves = product.leaves(plan, rank).len();
-            let start = stream_len;
-            stream_len += tiles * tile_len;
-            Span { start, tiles, tile_len, leaves, leaf_pairs: product.k(plan).padded / 2 }
+            let (tiles, format) = (product.tiles(plan, rank), product.format(plan));
+            let span = Span {
+                start: stream_bytes,
+                tiles,
+                tile_bytes: format.bytes(product.tile_len(plan, rank)),
+                leaves: product.leaves(plan, rank).len(),
+                leaf_pairs: product.k(plan).padded / 2,
+                format,
+                first_scale: scales,
+            };
+            stream_bytes += tiles * span.tile_bytes;
+            scales += span.scales();
+            span
         };
         let spans: Vec<_> = (0..plan.config.num_layers).flat_map(|_| LAYER_PRODUCTS).map(&mut span).collect();
         let head = span(Product::LmHead);
         let mut weights = Self {
-            stream: Buffer::zeroed(stream_len, "the packed weights")?,
+            stream: Buffer::zeroed(stream_bytes, "the packed weights")?,
+            scales: Vec::with_capacity(scales),
             spans,
             head,
             layers: Vec::with_capacity(plan.config.num_layers),
@@ -118,6 +140,7 @@ impl Weights {
             }
         }
         weights.pack(&mut packing, 0, Product::LmHead);
+        weights.read_scales(source, rank);
         if !plan.config.tied_embeddings {
             weights.embedding = Some(weights.read_embedding(&mut packing)?);
         }
@@ -128,7 +151,9 @@ impl Weights {
     pub fn panel(&self, layer: usize, product: Product) -> Panel<'_> {
         let span = self.span(layer, product);
         Panel {
-            data: &self.stream[span.start..span.start + span.tiles * span.tile_len],
+            data: &self.stream[span.start..span.start + span.tiles * span.tile_bytes],
+            format: span.format,
+            scales: &self.scales[span.first_scale..][..span.scales()],
             tiles: span.tiles,
             leaves: span.leaves,
             leaf_pairs: span.leaf_pairs,
@@ -151,7 +176,8 @@ impl Weights {
                 out.iter_mut().zip(row).for_each(|(out, bits)| *out = value(*bits));
             }
             None => {
-                let tile = &self.panel(0, Product::LmHead).data[row / LANES * self.head.tile_len..];
+                let head: &[u16] = bytemuck::cast_slice(self.panel(0, Product::LmHead).data);
+                let tile = &head[row / LANES * (self.head.tile_bytes / size_of::<u16>())..];
                 for (out, column) in out.iter_mut().zip(columns) {
                     let k = self.plan.hidden.padded_column(column);
                     *out = value(tile[k / 2 * LINE + row % LANES * 2 + k % 2]);
@@ -162,17 +188,17 @@ impl Weights {
 
     /// Bytes of all weights in memory.
     pub fn bytes(&self) -> u64 {
-        (self.stream.len() + self.embedding.as_ref().map_or(0, |rows| rows.len())) as u64 * 2
+        self.stream_bytes() + self.embedding.as_ref().map_or(0, |rows| rows.len()) as u64 * 2
     }
 
     /// Bytes that stream in one decode step: all layers and the LM head.
     pub fn stream_bytes(&self) -> u64 {
-        self.stream.len() as u64 * 2
+        (self.stream.len() + self.scales.len() * size_of::<f32>()) as u64
     }
 
     /// Those of the LM head.
     pub fn head_bytes(&self) -> u64 {
-        (self.head.tiles * self.head.tile_len) as u64 * 2
+        (self.head.tiles * self.head.tile_bytes) as u64
     }
 
     fn span(&self, layer: usize, product: Product) -> Span {
@@ -188,12 +214,32 @@ impl Weights {
         let stream = Disjoint::new(&mut self.stream);
         packing.for_each(span.tiles, |index| {
             let tile = product.tile(plan, rank, layer, index);
-            let start = span.start + index * span.tile_len;
+            let start = span.start + index * span.tile_bytes;
             // SAFETY: each tile is its own range of the stream, and each unit another tile.
-            let out = unsafe { stream.part(start..start + span.tile_len) };
-            pack_tile(source, plan, rank, product, &tile, out);
+            let out = unsafe { stream.part(start..start + span.tile_bytes) };
+            let of = (source, plan, rank);
+            match span.format {
+                WeightFormat::Bf16 => {
+                    pack_tile::<u16>(of, product, &tile, |value| value.to_bits(), bytemuck::cast_slice_mut(out));
+                }
+                WeightFormat::E4m3 => pack_tile(of, product, &tile, bf16_to_e4m3, out),
+            }
             out.len()
         });
+    }
+
+    /// Reads the scales of all products that have some.
+    fn read_scales(&mut self, source: &dyn Source, rank: &RankPlan) {
+        let products = |layer| LAYER_PRODUCTS.map(|product| (layer, product));
+        for (layer, product) in (0..self.plan.config.num_layers).flat_map(products) {
+            let span = self.span(layer, product);
+            for index in 0..span.scales() / LANES {
+                let tile = product.tile(&self.plan, rank, layer, index);
+                let mut scales = [1.0; LANES];
+                source.scales(tile.tensor, tile.rows.clone(), &mut scales[..tile.rows.len()]);
+                self.scales.extend(scales.map(|scale| scale * E4M3_RAISED));
+            }
+        }
     }
 
     #[allow(unsafe_code)]
@@ -208,14 +254,21 @@ impl Weights {
             let out = unsafe { out.part(part.start * hidden..part.end * hidden) };
             let in_tensor = vocab.start + part.start..vocab.start + part.end;
             source.read(Tensor::Embedding, in_tensor, 0..hidden, bytemuck::cast_slice_mut(out));
-            out.len()
+            size_of_val(out)
         });
         Ok(rows)
     }
 }
 
-/// Writes a tile as lines of `[16 rows][2 k]`; `out` is zeroed, and stays so where rows or columns are padding.
-fn pack_tile(source: &dyn Source, plan: &ModelPlan, rank: &RankPlan, product: Product, tile: &Tile, out: &mut [u16]) {
+/// Writes a tile as lines of `[16 rows][2 k]` of what `bits` makes of the weights; `out` is zeroed, and stays so where
+/// rows or columns are padding.
+fn pack_tile<T>(
+    (source, plan, rank): (&dyn Source, &ModelPlan, &RankPlan),
+    product: Product,
+    tile: &Tile,
+    bits: impl Fn(bf16) -> T,
+    out: &mut [T],
+) {
     let (k, leaves) = (product.k(plan), product.leaves(plan, rank));
     let columns = k.columns(leaves.start).start..k.columns(leaves.end - 1).end;
     let mut values = vec![bf16::ZERO; tile.rows.len() * columns.len()];
@@ -227,7 +280,7 @@ fn pack_tile(source: &dyn Source, plan: &ModelPlan, rank: &RankPlan, product: Pr
             let first = leaf * k.len + 2 * pair;
             let width = (k.len - 2 * pair).min(2);
             for (row, out) in values.chunks_exact(columns.len()).zip(line.chunks_exact_mut(2)) {
-                out.iter_mut().zip(&row[first..first + width]).for_each(|(out, value)| *out = value.to_bits());
+                out.iter_mut().zip(&row[first..first + width]).for_each(|(out, value)| *out = bits(*value));
             }
         }
     }

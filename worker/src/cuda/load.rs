@@ -30,6 +30,7 @@ use super::weights::upload::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
+use crate::model::quantised::{Quantised, quantised, quantised_note};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, Product};
@@ -71,6 +72,8 @@ pub struct CudaDecoder {
 /// The model, and where its weights come from.
 struct Model {
     config: ModelConfig,
+    /// Whether the layers' matrices are quantised while they are read.
+    quantised: bool,
     checkpoint: Option<Checkpoint>,
     digest: String,
 }
@@ -82,6 +85,10 @@ struct Mapped<'a>(&'a Checkpoint);
 impl Source for Mapped<'_> {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
         self.0.read(tensor, rows, columns, out);
+    }
+
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+        self.0.scales(tensor, rows, out);
     }
 }
 
@@ -129,6 +136,8 @@ pub fn load_with(
         (None, Some((_, random))) => &**random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
+    let quantiser = model.quantised.then(|| Quantised::new(source, &model.config));
+    let source = quantiser.as_ref().map_or(source, |quantiser| quantiser as &dyn Source);
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
@@ -145,6 +154,7 @@ pub fn load_with(
 
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    notes.extend(quantiser.is_some().then(|| quantised_note(&model.config)));
     notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
         notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());
@@ -219,13 +229,17 @@ pub fn check(request: &LoadRequest, config: &ModelConfig, shards: usize) -> Resu
 
 impl Model {
     fn open(request: &LoadRequest, options: &Options) -> Result<Self, LoadError> {
+        let of = |stored: &ModelConfig, checkpoint, digest| {
+            let config = quantised(stored, request.quantization);
+            Self { quantised: config.layer_weights != stored.layer_weights, config, checkpoint, digest }
+        };
         if let Some((config, _)) = &options.random {
-            return Ok(Self { config: config.clone(), checkpoint: None, digest: "random".into() });
+            return Ok(of(config, None, "random".into()));
         }
         let (config, text) = ModelConfig::with_text(&request.model_dir)?;
         let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
         let digest = checkpoint.digest(&text);
-        Ok(Self { config, checkpoint: Some(checkpoint), digest })
+        Ok(of(&config, Some(checkpoint), digest))
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod compiles;
 mod fabric;
+mod formats;
 mod full_size;
 mod gpu;
 mod matrix;

@@ -18,6 +18,7 @@ use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 
+use super::format::{WeightFormat, from_e4m3};
 use super::{ModelConfig, Tensor};
 use files::{Lookup, MappedFile, open_files, release};
 
@@ -25,6 +26,9 @@ pub use error::CheckpointError;
 
 /// The system maps pages on both sides of the one that is read, while it is at it: those of one huge page at most.
 const MAPPED_AROUND: usize = 2 << 20;
+
+/// Dtypes of weights without scales, and of scales.
+const FLOATS: &str = "BF16, F16 or F32";
 
 /// The weights of a model: every tensor of the architecture is there, with its shape, and can be read.
 #[derive(Debug)]
@@ -49,6 +53,8 @@ struct Place {
     /// 1 for a vector.
     rows: usize,
     columns: usize,
+    /// One a row, or one of all; empty where the tensor has none.
+    scales: Box<[f32]>,
 }
 
 impl Checkpoint {
@@ -128,6 +134,20 @@ impl Checkpoint {
         }
     }
 
+    /// Writes the scales of `rows` of a tensor; 1 where it has none.
+    ///
+    /// # Panics
+    /// If the model has no such tensor, the rows leave it, or `out` has another size.
+    pub fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+        let place = self.place(tensor);
+        assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
+        match &*place.scales {
+            [] => out.fill(1.0),
+            [of_all] => out.fill(*of_all),
+            of_rows => out.copy_from_slice(&of_rows[rows]),
+        }
+    }
+
     #[cold]
     fn note_not_finite(&self, tensor: Tensor, row: usize, first_column: usize, values: &[bf16]) {
         let Some((place, value)) = values.iter().enumerate().find(|(_, value)| !value.is_finite()) else { return };
@@ -175,34 +195,80 @@ fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelCon
     let (name, expected) = (tensor.name(config), tensor.shape(config));
     let missing =
         |path: &Path| CheckpointError::Missing { path: path.into(), tensor: name.clone(), shape: expected.clone() };
-    let file = match lookup {
-        Lookup::Index { path, files } => *files.get(&name).ok_or_else(|| missing(path))?,
-        Lookup::Search { dir } => {
-            let mut holders = (0..files.len()).filter(|f| files[*f].header.info(&name).is_some());
-            let whole = if files.len() == 1 { &files[0].path } else { dir };
-            let first = holders.next().ok_or_else(|| missing(whole))?;
-            if let Some(second) = holders.next() {
-                let [first, second] = [first, second].map(|f| files[f].path.clone());
-                return Err(CheckpointError::Twice { tensor: name, first, second });
-            }
-            first
-        }
-    };
+    let file = find_file(files, lookup, &name, missing)?;
     let MappedFile { path, header, data_start, .. } = &files[file];
     let info = header.info(&name).ok_or_else(|| missing(path))?;
     if info.shape != expected {
         return Err(CheckpointError::Shape { path: path.clone(), tensor: name, got: info.shape.clone(), expected });
     }
-    if !matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
-        return Err(CheckpointError::Dtype { path: path.clone(), tensor: name, dtype: info.dtype.to_string() });
+    let format = if tensor.is_streamed_in_layers() { config.layer_weights } else { WeightFormat::Bf16 };
+    let (readable, expected_dtype) = match format {
+        WeightFormat::Bf16 => (matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32), FLOATS),
+        WeightFormat::E4m3 => (info.dtype == Dtype::F8_E4M3, "F8_E4M3"),
+    };
+    if !readable {
+        let (path, dtype) = (path.clone(), info.dtype.to_string());
+        return Err(CheckpointError::Dtype { path, tensor: name, dtype, expected: expected_dtype });
     }
+    let scales = if format.is_scaled() { find_scales(files, lookup, &name, expected[0])? } else { Box::default() };
     let [rows, columns] = match expected[..] {
         [rows, columns] => [rows, columns],
         _ => [1, expected[0]],
     };
     // The header was checked against the length of the file and the shape, so this range is in the map.
     let bytes = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
-    Ok(Place { file, bytes, dtype: info.dtype, rows, columns })
+    Ok(Place { file, bytes, dtype: info.dtype, rows, columns, scales })
+}
+
+/// The file that has a tensor; `missing` is what is wrong where none has, of the file or directory that was looked
+/// into.
+fn find_file(
+    files: &[MappedFile],
+    lookup: &Lookup,
+    name: &str,
+    missing: impl Fn(&Path) -> CheckpointError,
+) -> Result<usize, CheckpointError> {
+    match lookup {
+        Lookup::Index { path, files } => files.get(name).copied().ok_or_else(|| missing(path)),
+        Lookup::Search { dir } => {
+            let mut holders = (0..files.len()).filter(|f| files[*f].header.info(name).is_some());
+            let whole = if files.len() == 1 { &files[0].path } else { dir };
+            let first = holders.next().ok_or_else(|| missing(whole))?;
+            if let Some(second) = holders.next() {
+                let [first, second] = [first, second].map(|f| files[f].path.clone());
+                return Err(CheckpointError::Twice { tensor: name.into(), first, second });
+            }
+            Ok(first)
+        }
+    }
+}
+
+/// The scales of the matrix `name` of so many rows: `.weight_scale` beside `.weight`, one a row or one of all.
+fn find_scales(files: &[MappedFile], lookup: &Lookup, name: &str, rows: usize) -> Result<Box<[f32]>, CheckpointError> {
+    let (tensor, shape) = (format!("{name}_scale"), vec![rows, 1]);
+    let missing =
+        |path: &Path| CheckpointError::Missing { path: path.into(), tensor: tensor.clone(), shape: shape.clone() };
+    let MappedFile { path, header, data_start, map } = &files[find_file(files, lookup, &tensor, missing)?];
+    let info = header.info(&tensor).ok_or_else(|| missing(path))?;
+    let count = info.shape.iter().product::<usize>();
+    if (count != rows && count != 1) || info.shape.iter().skip(1).any(|n| *n != 1) {
+        let (path, got) = (path.clone(), info.shape.clone());
+        return Err(CheckpointError::Shape { path, tensor, got, expected: shape });
+    }
+    let bytes = &map[data_start + info.data_offsets.0..data_start + info.data_offsets.1];
+    let scales: Box<[f32]> = match info.dtype {
+        Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
+        Dtype::BF16 => bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect(),
+        Dtype::F16 => bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),
+        other => {
+            let (path, dtype) = (path.clone(), other.to_string());
+            return Err(CheckpointError::Dtype { path, tensor, dtype, expected: FLOATS });
+        }
+    };
+    match scales.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
+        None => Ok(scales),
+        Some(row) => Err(CheckpointError::Scale { path: path.clone(), tensor, row, value: scales[row] }),
+    }
 }
 
 /// Refuses layers that config.json does not count: the model would run without them, and say nothing of sense.
@@ -227,6 +293,7 @@ fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) -> bool {
         Dtype::BF16 => convert_with(bytes, out, bf16::from_le_bytes),
         Dtype::F16 => convert_with(bytes, out, |bytes| bf16::from_f32(f16::from_le_bytes(bytes).to_f32())),
         Dtype::F32 => convert_with(bytes, out, |bytes| bf16::from_f32(f32::from_le_bytes(bytes))),
+        Dtype::F8_E4M3 => convert_with(bytes, out, |[bits]| from_e4m3(bits)),
         other => unreachable!("{other} was refused when the file was opened"),
     }
 }

@@ -2,6 +2,7 @@
 
 mod error;
 mod fields;
+mod quantization;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -11,8 +12,10 @@ use std::path::Path;
 use serde_json::Value;
 
 use fields::{Fields, shown};
+use quantization::quantization;
 use rope::rope;
 
+use super::format::WeightFormat;
 use crate::plan::{MAX_LEAVES, ROW_TILE};
 
 pub use error::ConfigError;
@@ -64,6 +67,8 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// The LM head is the embedding.
     pub tied_embeddings: bool,
+    /// How the matrices of the layers are stored; embedding and LM head are bf16.
+    pub layer_weights: WeightFormat,
 }
 
 // Bounds far above any published model: they keep every product of dimensions in range of a usize, and an absurd file
@@ -152,6 +157,7 @@ impl ModelConfig {
             qkv_bias: architecture == Architecture::Qwen2,
             qk_norm: architecture == Architecture::Qwen3,
             tied_embeddings: fields.bool_or("tie_word_embeddings", false)?,
+            layer_weights: quantization(&fields)?,
         })
     }
 
@@ -202,9 +208,6 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), ConfigError> {
         if fields.get(experts).is_some_and(|count| *count != 0) {
             return Err(fields.unsupported(experts, "the MLP is dense, there are no experts"));
         }
-    }
-    if fields.get("quantization_config").is_some() {
-        return Err(fields.unsupported("quantization_config", "weights are bf16, f16 or f32"));
     }
     if fields.number_or("partial_rotary_factor", 0.0, 1.0, 1.0)? != 1.0 {
         return Err(fields.unsupported("partial_rotary_factor", "rotation covers the whole head"));

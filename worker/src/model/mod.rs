@@ -3,9 +3,12 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod format;
+pub mod quantised;
 pub mod source;
 pub mod tensors;
 
 pub use checkpoint::Checkpoint;
 pub use config::ModelConfig;
+pub use format::WeightFormat;
 pub use tensors::{LayerTensor, Tensor};

@@ -10,13 +10,22 @@ use super::{Checkpoint, LayerTensor, ModelConfig, Tensor};
 pub trait Source: Sync {
     /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row. Afterwards the source keeps
     /// nothing of them in memory, so that packing needs no more than what it packs.
+    ///
+    /// Of a matrix that is stored with scales, values are without them.
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
+
+    /// Writes what the values of each of `rows` of a matrix are to be multiplied by: 1 where there are no scales.
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]);
 }
 
 impl Source for Checkpoint {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
         Checkpoint::read(self, tensor, rows.clone(), columns, out);
         self.release(tensor, rows);
+    }
+
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+        Checkpoint::scales(self, tensor, rows, out);
     }
 }
 
@@ -54,6 +63,10 @@ impl Source for RandomSource {
                 *out = bf16::from_f32(base + size * ((z >> 40) as f32 / (1u32 << 23) as f32 - 1.0));
             }
         }
+    }
+
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+        out.fill(1.0);
     }
 }
 

@@ -81,6 +81,12 @@ impl Tensor {
         }
     }
 
+    /// Whether it is a matrix that a layer streams: one of those that formats of fewer bits are for.
+    pub fn is_streamed_in_layers(self) -> bool {
+        use LayerTensor::{AttentionOut, Down, Gate, Key, Query, Up, Value};
+        matches!(self, Self::Layer(_, Query | Key | Value | AttentionOut | Gate | Up | Down))
+    }
+
     /// Every tensor that a model of these dimensions has, each once.
     pub fn all(config: &ModelConfig) -> Vec<Self> {
         let mut all = vec![Self::Embedding, Self::FinalNorm];

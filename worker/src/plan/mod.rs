@@ -282,6 +282,7 @@ pub(crate) mod tests {
             qkv_bias: false,
             qk_norm: false,
             tied_embeddings: false,
+            layer_weights: crate::model::WeightFormat::Bf16,
         }
     }
 

@@ -105,6 +105,9 @@ impl ModelPlan {
         }
         let flags = [c.qkv_bias, c.qk_norm, c.tied_embeddings];
         hasher.update(format!("window:{:?},flags:{flags:?}\n", c.sliding_window));
+        if c.layer_weights.is_scaled() {
+            hasher.update(format!("layers:{}, rows scaled after the root\n", c.layer_weights));
+        }
         hasher.finalize().into()
     }
 }
@@ -171,6 +174,7 @@ mod tests {
         change(&|c| c.qkv_bias = true);
         change(&|c| c.qk_norm = true);
         change(&|c| c.tied_embeddings = true);
+        change(&|c| c.layer_weights = crate::model::WeightFormat::E4m3);
         let mut hashes: Vec<_> = others.iter().map(|c| hash(c, 1)).collect();
         hashes.push(hash(&base, 1));
         let count = hashes.len();

@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use super::{Leaves, ModelPlan, ROW_TILE, RankPlan};
+use crate::model::WeightFormat;
 use crate::model::tensors::{LayerTensor, Tensor};
 
 /// A product whose weights stream, in the order of a layer; the LM head follows the last layer.
@@ -48,6 +49,11 @@ impl Product {
             Self::AttentionOut => plan.heads,
             Self::Down => plan.intermediate,
         }
+    }
+
+    /// How its weights are stored.
+    pub fn format(self, plan: &ModelPlan) -> WeightFormat {
+        if self == Self::LmHead { WeightFormat::Bf16 } else { plan.config.layer_weights }
     }
 
     /// The leaves of K that this rank holds. Their columns in the tensor are `k.columns(leaf)`.
@@ -112,9 +118,9 @@ impl Product {
     }
 }
 
-/// Bytes of packed weights (bf16) of a rank: all layers and the LM head, padding included.
+/// Bytes of packed weights of a rank: all layers and the LM head, padding included.
 pub fn packed_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
-    let of = |product: Product| product.tiles(plan, rank) * product.tile_len(plan, rank) * 2;
+    let of = |product: Product| product.format(plan).bytes(product.tiles(plan, rank) * product.tile_len(plan, rank));
     plan.config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>() + of(Product::LmHead)
 }
 

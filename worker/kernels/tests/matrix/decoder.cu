@@ -57,7 +57,7 @@ template <class P> __global__ void reference(const u8* weights, const u32* tiles
       float c[4] = {};
 #pragma unroll 1
       for (int s = n * P::leaf_steps; s < (n + 1) * P::leaf_steps; s++) {
-        const Quad a = *(const Quad*)(weights + ((u64)(word >> 1) + (u64)s * (1 + (word & 1))) * kFragment + lane * 16);
+        const Quad a = *(const Quad*)(weights + ((u64)(word >> 1) + (u64)s * (1 + (word & 1))) * 512 + lane * 16);
         const u8* b = vectors + vector_byte(P::steps, s, token + g, 0) + t * 4;
         mma_m16n8k16(c, a, at_u32(b), at_u32(b + 128));
       }

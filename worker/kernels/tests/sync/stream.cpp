@@ -10,6 +10,7 @@
 #include "../../layout/launch.cuh"
 #include "../../sync/wait.cuh"
 #include "../../ops/tree_sum.cuh"
+#include "../../ops/weights.cuh"
 #include "../../narrow/words.cuh"
 #include "../../narrow/shared_memory.cuh"
 #include "../../narrow/ring.cuh"
@@ -25,8 +26,8 @@ template <class P> int sets() { return (P::first_tile(blockIdx.x + 1) - P::first
 /// Whether what a ring brought into L2 is of its first leaf of the block's unit number `unit`.
 template <class P> bool in_leaf(u64 at, u32 bytes, u64 offset, int unit, int ring) {
   const int tile = P::first_tile(blockIdx.x) + 2 * unit, width = tile + 1 < P::first_tile(blockIdx.x + 1) ? 2 : 1;
-  const u64 begin = offset + ((u64)tile * P::steps + ring * P::leaf_steps * width) * kFragment;
-  return at >= begin && at + bytes <= begin + P::leaf_steps * width * kFragment && at % 16 == 0 && bytes % 16 == 0;
+  const u64 begin = offset + ((u64)tile * P::steps + ring * P::leaf_steps * width) * P::fragment;
+  return at >= begin && at + bytes <= begin + P::leaf_steps * width * P::fragment && at % 16 == 0 && bytes % 16 == 0;
 }
 /// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the
 /// weights, over 16.
@@ -37,7 +38,7 @@ template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
     const int width = unit + 1 < end ? 2 : 1;
     for (int k = leaf * P::leaf_steps; k < (leaf + 1) * P::leaf_steps; k++)
       for (int tile = 0; tile < width; tile++)
-        all.push_back((u32)((offset + ((u64)unit * P::steps + k * width + tile) * kFragment) / 16));
+        all.push_back((u32)((offset + ((u64)unit * P::steps + k * width + tile) * P::fragment) / 16));
   }
 }
 

@@ -14,6 +14,7 @@
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/values.cuh"
+#include "../../ops/weights.cuh"
 
 enum Summed : u32 { kQkvProduct, kOutProduct, kDownProduct };
 /// Leaf `leaf` of the whole model's product, of one output.

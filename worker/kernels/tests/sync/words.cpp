@@ -16,6 +16,7 @@
 #include "../../ops/ranks.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/values.cuh"
+#include "../../ops/weights.cuh"
 #include "../../narrow/words.cuh"
 #include "../../narrow/inbox.cuh"
 #include "../../narrow/shared_memory.cuh"

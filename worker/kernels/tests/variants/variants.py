@@ -196,6 +196,8 @@ class Model:
         sizes = [p[0] * p[1] * 256 for p in (s.qkv, s.o, s.gate_up, s.down, s.head)]
         self.packed = torch.empty(s.layers * sum(sizes[:4]) + sizes[4], dtype=torch.bfloat16, device=device)
         self.bias = torch.zeros(s.layers, s.qkv[0] * 16, device=device)
+        # Of builds with -DLP_LAYER_FORMAT=1, which can be timed: the weights are then whatever bits there are.
+        self.scales = torch.ones(s.layers, 16 * sum(p[0] for p in (s.qkv, s.o, s.gate_up, s.down)), device=device)
         self.norms = torch.ones(s.layers, 2, s.head_dim, device=device)
         self.layers, self.used, out_scale = [], 0, (2 * s.layers) ** -0.5
         empty = lambda *size: torch.empty(*size, dtype=torch.bfloat16, device=device)
@@ -364,8 +366,8 @@ class Kernel:
         """Of the next launch."""
         m = self.model
         tensors = [
-            m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.norms, m.rope, self.kv, self.k_scale,
-            self.words, self.page_table, self.logits, self.rows, self.items, stopped
+            m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.scales, m.norms, m.rope, self.kv,
+            self.k_scale, self.words, self.page_table, self.logits, self.rows, self.items, stopped
         ]
         base = self.host.data_ptr()
         pointers = [0 if t is None else t.data_ptr() for t in tensors]
@@ -373,7 +375,7 @@ class Kernel:
         if self.zeroed:
             self.words[: self.zeroed] = 0
         inboxes = [inbox.data_ptr() for inbox in self.inboxes] + [0] * (16 - len(self.inboxes))
-        parameter = struct.pack("<18Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags,
+        parameter = struct.pack("<19Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags,
                                 self.rank, 0, *inboxes)
         self.epoch += steps * (m.shape.layers + 1)
         return parameter

@@ -14,6 +14,7 @@ use super::lanes::{LANES, LINE};
 use super::norm::{head_norm, rms_norm};
 use super::product::{Columns, Panel, product};
 use crate::math::{exp, ln, silu};
+use crate::model::WeightFormat;
 use crate::plan::{Leaves, PAGE_POSITIONS};
 use crate::rope::{Rope, rotate};
 
@@ -50,7 +51,8 @@ fn products(isa: Isa) -> Vec<f32> {
     let (tiles, leaves, leaf_pairs, count) = (7, 8, 24, 5);
     let k = 2 * leaves * leaf_pairs;
     let weights: Vec<u16> = (0..tiles * leaves * leaf_pairs * LINE).map(|i| half(1, i)).collect();
-    let panel = Panel { data: &weights, tiles, leaves, leaf_pairs };
+    let (data, format) = (bytemuck::cast_slice(&weights), WeightFormat::Bf16);
+    let panel = Panel { data, format, scales: &[], tiles, leaves, leaf_pairs };
     let mut results = Vec::new();
     for parts in [1, 2] {
         let vector = parts * k;

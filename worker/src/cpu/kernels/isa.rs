@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Isa {
     /// AVX-512 with `VDPBF16PS`.
     Avx512Bf16,
-    /// AVX2 and FMA; the same bits as [`Isa::Portable`].
+    /// AVX2, FMA and F16C; the same bits as [`Isa::Portable`].
     Avx2,
     /// Plain Rust.
     Portable,
@@ -75,7 +75,9 @@ impl Isa {
         match self {
             Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => {
                 is_x86_feature_detected!("avx512f")

@@ -4,6 +4,8 @@
 //! no horizontal sum anywhere. Kernels are generic over [`Lanes`], inlined into one `#[target_feature]` entry per set.
 #![allow(unsafe_code)]
 
+use half::f16;
+
 /// Lanes of an accumulator.
 pub const LANES: usize = 16;
 /// bf16 elements of one line: two consecutive k for each lane, 64 bytes.
@@ -28,6 +30,9 @@ pub trait Lanes {
     unsafe fn add(left: Self::Acc, right: Self::Acc) -> Self::Acc;
     /// Reads 32 bf16 at `line`.
     unsafe fn line(line: *const u16) -> Self::Line;
+    /// Reads 32 E4M3 at `line`, `[16][2]` like those of a line: 2^-8 of each, exactly. (As half precision they are
+    /// that, by their bits alone, and converting subnormals from it does not depend on the floating-point mode.)
+    unsafe fn line_e4m3(line: *const u8) -> Self::Line;
     /// Reads two bf16 at `pair`.
     unsafe fn pair(pair: *const u16) -> Self::Pair;
     /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`. [`Portable`] and AVX2 add k first, then k + 1; `VDPBF16PS`
@@ -75,6 +80,14 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
+    unsafe fn line_e4m3(line: *const u8) -> Self::Line {
+        // SAFETY: the caller passes 32 readable elements.
+        let line = unsafe { &*line.cast::<[[u8; 2]; LANES]>() };
+        let value = |bits: u8| f16::from_bits(u16::from(bits & 0x80) << 8 | u16::from(bits & 0x7f) << 7).to_f32();
+        std::array::from_fn(|k| std::array::from_fn(|i| value(line[i][k])))
+    }
+
+    #[inline(always)]
     unsafe fn pair(pair: *const u16) -> Self::Pair {
         // SAFETY: the caller passes two readable elements.
         unsafe { [widen(*pair), widen(*pair.add(1))] }
@@ -111,7 +124,22 @@ mod x86 {
 
     use super::Lanes;
 
-    /// AVX2 and FMA: an accumulator is two registers.
+    /// Sixteen pairs of E4M3 as half precision, 2^-8 of them: the first of each pair, and the second.
+    #[inline(always)]
+    unsafe fn halves(pairs: __m256i) -> [__m256i; 2] {
+        // SAFETY: the caller's processor has AVX2. The sign is the topmost bit of either; exponent and mantissa lie
+        // eight bits below where half precision has them.
+        unsafe {
+            let (sign, rest) = (_mm256_set1_epi16(i16::MIN), _mm256_set1_epi16(0x3f80));
+            let half = |signs, rests| _mm256_or_si256(_mm256_and_si256(signs, sign), _mm256_and_si256(rests, rest));
+            [
+                half(_mm256_slli_epi16::<8>(pairs), _mm256_slli_epi16::<7>(pairs)),
+                half(pairs, _mm256_srli_epi16::<1>(pairs)),
+            ]
+        }
+    }
+
+    /// AVX2, FMA and F16C: an accumulator is two registers.
     pub struct Avx2;
 
     impl Lanes for Avx2 {
@@ -143,6 +171,19 @@ mod x86 {
                     words.map(|word| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(word))),
                     words.map(|word| _mm256_castsi256_ps(_mm256_and_si256(word, high))),
                 ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn line_e4m3(line: *const u8) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX2 and F16C, and 32 elements are readable.
+            unsafe {
+                halves(_mm256_loadu_si256(line.cast())).map(|half| {
+                    [
+                        _mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+                        _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half)),
+                    ]
+                })
             }
         }
 
@@ -215,6 +256,18 @@ mod x86 {
         unsafe fn line(line: *const u16) -> Self::Line {
             // SAFETY: 32 elements are readable; both types are 512 plain bits.
             unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(line.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn line_e4m3(line: *const u8) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX-512, and 32 elements are readable. The values have
+            // few bits, so that the upper halves of their fp32 are bf16: those of k beside those of k + 1.
+            unsafe {
+                let [even, odd] =
+                    halves(_mm256_loadu_si256(line.cast())).map(|half| _mm512_castps_si512(_mm512_cvtph_ps(half)));
+                let pairs = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
+                std::mem::transmute::<__m512i, __m512bh>(pairs)
+            }
         }
 
         #[inline(always)]

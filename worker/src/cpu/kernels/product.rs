@@ -11,6 +11,7 @@ use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512Bf16};
 use super::lanes::{LANES, LINE, Lanes, Portable};
+use crate::model::WeightFormat;
 use crate::plan::MAX_LEAVES;
 
 /// Most columns of one call: a line of weights is loaded once for all of them.
@@ -20,20 +21,24 @@ pub const MAX_COLUMNS: usize = 8;
 /// for. Measured on a copy of the kernel over 32 MiB (best tenth of the passes, two cores of an EPYC that read 60
 /// GB/s): 2 columns by 2 tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by 1 and 2: 54 and 48.
 const MAX_BLOCK: usize = 4;
-/// How far ahead of the line in use a tile's lines are asked for into L2, in elements: farther for one tile than for
+/// How far ahead of the line in use a tile's lines are asked for into L2, in bytes: farther for one tile than for
 /// each of several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2
 /// KiB.
 const fn prefetch_distance(columns: usize) -> usize {
-    if columns < MAX_BLOCK { 1024 } else { 4096 }
+    if columns < MAX_BLOCK { 2048 } else { 8192 }
 }
 /// Sums a tree of [`MAX_LEAVES`] leaves has open at one time, the finished root included.
 const TREE_DEPTH: usize = MAX_LEAVES.ilog2() as usize + 1;
 
-/// Row tiles one after the other, each `[leaves][pairs of k]` lines of `[16 rows][2 k]` bf16.
+/// Row tiles one after the other, each `[leaves][pairs of k]` lines of `[16 rows][2 k]` weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Panel<'a> {
-    /// `[tiles][leaves][leaf_pairs][16][2]` bf16, or more.
-    pub data: &'a [u16],
+    /// `[tiles][leaves][leaf_pairs][16][2]` weights, or more; bf16 are aligned.
+    pub data: &'a [u8],
+    /// What they are.
+    pub format: WeightFormat,
+    /// `[tiles][16]`, by which [`Panel::scale`] multiplies sums; empty where weights have no scales.
+    pub scales: &'a [f32],
     /// Row tiles.
     pub tiles: usize,
     /// Leaves of K; a power of two up to [`MAX_LEAVES`].
@@ -59,15 +64,21 @@ pub struct Columns<'a> {
 impl<'a> Panel<'a> {
     /// Tiles `[first, first + tiles)` of this panel.
     pub fn tiles(&self, first: usize, tiles: usize) -> Self {
-        Self { data: &self.data[first * self.tile_len()..], tiles, ..*self }
+        let scales = if self.scales.is_empty() { self.scales } else { &self.scales[first * LANES..][..tiles * LANES] };
+        Self { data: &self.data[first * self.tile_bytes()..], scales, tiles, ..*self }
+    }
+
+    /// Applies the scales of the rows to the sums of all leaves of a column, `[tiles * 16]`.
+    pub fn scale(&self, sums: &mut [f32]) {
+        sums.iter_mut().zip(self.scales).for_each(|(sum, scale)| *sum *= scale);
     }
 
     fn pairs(&self) -> usize {
         self.leaves * self.leaf_pairs
     }
 
-    fn tile_len(&self) -> usize {
-        self.pairs() * LINE
+    fn tile_bytes(&self) -> usize {
+        self.format.bytes(self.pairs() * LINE)
     }
 
     fn check(&self, x: &Columns<'_>, out: &[f32]) {
@@ -75,15 +86,52 @@ impl<'a> Panel<'a> {
         assert!(self.tiles > 0 && self.pairs() > 0, "an empty panel");
         assert!((1..=MAX_COLUMNS).contains(&x.count), "{} columns", x.count);
         assert!((1..=2).contains(&x.parts), "{} parts", x.parts);
-        let line_end = self.tiles * self.tile_len();
-        assert!(line_end <= self.data.len(), "a panel of {} elements ends at {line_end}", self.data.len());
+        let line_end = self.tiles * self.tile_bytes();
+        assert!(line_end <= self.data.len(), "a panel of {} bytes ends at {line_end}", self.data.len());
         let column_end = (x.count * x.parts - 1) * x.stride + 2 * self.pairs();
         assert!(column_end <= x.data.len(), "columns of {} elements end at {column_end}", x.data.len());
         assert!(x.count * self.tiles * LANES <= out.len(), "{} outputs", out.len());
     }
 }
 
-/// Writes `out[column][row]` for all rows of the panel: `[columns][tiles * 16]` fp32.
+/// How the lines of a panel are read.
+trait Stored {
+    /// Bytes of a line.
+    const LINE_BYTES: usize;
+    /// Reads the line at `at`.
+    ///
+    /// # Safety
+    /// Those of [`Lanes`]; `LINE_BYTES` are readable.
+    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line;
+}
+
+struct Bf16;
+struct E4m3;
+
+impl Stored for Bf16 {
+    const LINE_BYTES: usize = WeightFormat::Bf16.bytes(LINE);
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line {
+        // SAFETY: the caller's.
+        unsafe { L::line(at.cast()) }
+    }
+}
+
+impl Stored for E4m3 {
+    const LINE_BYTES: usize = WeightFormat::E4m3.bytes(LINE);
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line {
+        // SAFETY: the caller's.
+        unsafe { L::line_e4m3(at) }
+    }
+}
+
+/// What E4M3 are divided by while they are multiplied ([`Lanes::line_e4m3`]): it is in the scales.
+pub const E4M3_RAISED: f32 = 256.0;
+
+/// Writes `out[column][row]` for all rows of the panel: `[columns][tiles * 16]` fp32, before [`Panel::scale`].
 ///
 /// # Panics
 /// If a length does not fit, or this processor lacks `isa`.
@@ -98,7 +146,7 @@ pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { product_avx2(&panel, &x, out) },
         // SAFETY: as above; plain Rust runs anywhere.
-        _ => unsafe { product_inlined::<Portable>(&panel, &x, out) },
+        _ => unsafe { product_stored::<Portable>(&panel, &x, out) },
     }
 }
 
@@ -106,14 +154,27 @@ pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn product_avx512(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     // SAFETY: the caller's.
-    unsafe { product_inlined::<Avx512Bf16>(panel, x, out) }
+    unsafe { product_stored::<Avx512Bf16>(panel, x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     // SAFETY: the caller's.
-    unsafe { product_inlined::<Avx2>(panel, x, out) }
+    unsafe { product_stored::<Avx2>(panel, x, out) }
+}
+
+/// # Safety
+/// [`Panel::check`] passed, and the processor has the set `L`.
+#[inline(always)]
+unsafe fn product_stored<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's.
+    unsafe {
+        match panel.format {
+            WeightFormat::Bf16 => product_inlined::<L, Bf16>(panel, x, out),
+            WeightFormat::E4m3 => product_inlined::<L, E4m3>(panel, x, out),
+        }
+    }
 }
 
 /// Walks the tiles in order, as many at a time as the columns leave accumulators for.
@@ -121,7 +182,7 @@ unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
 /// # Safety
 /// [`Panel::check`] passed, and the processor has the set `L`.
 #[inline(always)]
-unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+unsafe fn product_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     let columns = x.count.next_power_of_two();
     let mut tile = 0;
     while tile < panel.tiles {
@@ -131,20 +192,20 @@ unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mu
         // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
         unsafe {
             match (tiles, columns, x.parts) {
-                (4, 1, 1) => block::<L, 4, 1, 1>(panel, x, tile, out),
-                (4, 1, 2) => block::<L, 4, 1, 2>(panel, x, tile, out),
-                (2, 1, 1) => block::<L, 2, 1, 1>(panel, x, tile, out),
-                (2, 1, 2) => block::<L, 2, 1, 2>(panel, x, tile, out),
-                (2, 2, 1) => block::<L, 2, 2, 1>(panel, x, tile, out),
-                (2, 2, 2) => block::<L, 2, 2, 2>(panel, x, tile, out),
-                (1, 1, 1) => block::<L, 1, 1, 1>(panel, x, tile, out),
-                (1, 1, 2) => block::<L, 1, 1, 2>(panel, x, tile, out),
-                (1, 2, 1) => block::<L, 1, 2, 1>(panel, x, tile, out),
-                (1, 2, 2) => block::<L, 1, 2, 2>(panel, x, tile, out),
-                (1, 4, 1) => block::<L, 1, 4, 1>(panel, x, tile, out),
-                (1, 4, 2) => block::<L, 1, 4, 2>(panel, x, tile, out),
-                (1, 8, 1) => block::<L, 1, 8, 1>(panel, x, tile, out),
-                (1, 8, 2) => block::<L, 1, 8, 2>(panel, x, tile, out),
+                (4, 1, 1) => block::<L, S, 4, 1, 1>(panel, x, tile, out),
+                (4, 1, 2) => block::<L, S, 4, 1, 2>(panel, x, tile, out),
+                (2, 1, 1) => block::<L, S, 2, 1, 1>(panel, x, tile, out),
+                (2, 1, 2) => block::<L, S, 2, 1, 2>(panel, x, tile, out),
+                (2, 2, 1) => block::<L, S, 2, 2, 1>(panel, x, tile, out),
+                (2, 2, 2) => block::<L, S, 2, 2, 2>(panel, x, tile, out),
+                (1, 1, 1) => block::<L, S, 1, 1, 1>(panel, x, tile, out),
+                (1, 1, 2) => block::<L, S, 1, 1, 2>(panel, x, tile, out),
+                (1, 2, 1) => block::<L, S, 1, 2, 1>(panel, x, tile, out),
+                (1, 2, 2) => block::<L, S, 1, 2, 2>(panel, x, tile, out),
+                (1, 4, 1) => block::<L, S, 1, 4, 1>(panel, x, tile, out),
+                (1, 4, 2) => block::<L, S, 1, 4, 2>(panel, x, tile, out),
+                (1, 8, 1) => block::<L, S, 1, 8, 1>(panel, x, tile, out),
+                (1, 8, 2) => block::<L, S, 1, 8, 2>(panel, x, tile, out),
                 other => unreachable!("no kernel for (tiles, columns, parts) {other:?}"),
             }
         }
@@ -158,7 +219,7 @@ unsafe fn product_inlined<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mu
 /// # Safety
 /// [`Panel::check`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
 #[inline(always)]
-unsafe fn block<L: Lanes, const T: usize, const C: usize, const P: usize>(
+unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usize>(
     panel: &Panel<'_>,
     x: &Columns<'_>,
     first_tile: usize,
@@ -168,8 +229,8 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize, const P: usize>(
     // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are
     // unaligned.
     unsafe {
-        let mut lines: [*const u16; T] =
-            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_len()));
+        let mut lines: [*const u8; T] =
+            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_bytes()));
         // One index for all columns: a pointer each would not fit the general registers beside eight columns.
         let columns: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
         let mut at = 0;
@@ -178,11 +239,11 @@ unsafe fn block<L: Lanes, const T: usize, const C: usize, const P: usize>(
         for leaf in 0..panel.leaves {
             let mut acc = [[L::zero(); C]; T];
             for _ in 0..panel.leaf_pairs {
-                let mut line = [L::line(lines[0]); T];
+                let mut line = [S::line::<L>(lines[0]); T];
                 for t in 0..T {
-                    line[t] = L::line(lines[t]);
-                    L::prefetch(lines[t].wrapping_add(const { prefetch_distance(C) }));
-                    lines[t] = lines[t].wrapping_add(LINE);
+                    line[t] = S::line::<L>(lines[t]);
+                    L::prefetch(lines[t].wrapping_add(const { prefetch_distance(C) }).cast());
+                    lines[t] = lines[t].wrapping_add(S::LINE_BYTES);
                 }
                 for part in 0..P {
                     for c in 0..C {
@@ -221,6 +282,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::kernels::isa::FlushDenormals;
+    use crate::model::format::from_e4m3;
 
     /// Uniform in [-1, 1), from a counter.
     fn noise(seed: u64, i: usize) -> f32 {
@@ -235,7 +297,8 @@ mod tests {
     }
 
     fn panel(data: &[u16], tiles: usize, leaves: usize, leaf_pairs: usize) -> Panel<'_> {
-        Panel { data, tiles, leaves, leaf_pairs }
+        let format = WeightFormat::Bf16;
+        Panel { data: bytemuck::cast_slice(data), format, scales: &[], tiles, leaves, leaf_pairs }
     }
 
     fn isas() -> Vec<Isa> {
@@ -309,6 +372,32 @@ mod tests {
             let columns = Columns { data: &x, stride: k, count: 3, parts };
             let bits = |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
             assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
+        }
+    }
+
+    /// E4M3 have the bits of bf16 that are 2^-8 of them, in any number of tiles, columns and parts; every value, and in
+    /// a mode without denormals.
+    #[test]
+    fn e4m3_have_the_bits_of_the_same_weights_as_bf16() {
+        let _mode = FlushDenormals::enter();
+        let (tiles, leaves, leaf_pairs) = (7, 4, 24);
+        let k = 2 * leaves * leaf_pairs;
+        let bits: Vec<u8> = (0..tiles * k * LANES)
+            .map(|i| (noise(9, i).to_bits() >> 8) as u8)
+            .map(|bits| if bits & 0x7f == 0x7f { bits ^ 1 } else { bits })
+            .collect();
+        assert_eq!((0..=255u8).filter(|of| bits.contains(of)).count(), 254);
+        let same = |bits: &u8| bf16::from_f32(from_e4m3(*bits).to_f32() / E4M3_RAISED).to_bits();
+        let plain: Vec<u16> = bits.iter().map(same).collect();
+        let x = random(10, 8 * 2 * k);
+        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
+            for count in 1..=8 {
+                let x = Columns { data: &x, stride: k, count, parts };
+                let bf16 = panel(&plain, tiles, leaves, leaf_pairs);
+                let e4m3 = Panel { data: &bits, format: WeightFormat::E4m3, ..bf16 };
+                assert_eq!(run(isa, e4m3, x), run(isa, bf16, x), "{isa} {parts} {count}");
+                assert_eq!(run(isa, e4m3.tiles(2, 3), x), run(isa, bf16.tiles(2, 3), x), "{isa} {parts} {count}");
+            }
         }
     }
 

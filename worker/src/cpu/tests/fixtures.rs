@@ -56,6 +56,7 @@ fixtures! {
     qwen2_with_bias: "qwen2-bias",
     qwen3_with_head_norms: "qwen3-qknorm",
     mistral_with_a_window: "mistral-window",
+    llama_in_fp8: "llama-tied-fp8",
 }
 
 #[test]

@@ -149,6 +149,7 @@ fn run_wave(model: &Path, arrangement: &Arrangement, wave: &[Request]) -> Vec<Re
 fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usize) -> CpuDecoder {
     let request = LoadRequest {
         device: crate::decoder::Device::Cpu,
+        quantization: None,
         unlooped: false,
         draft_corpus_tokens: 0,
         vocabulary: None,

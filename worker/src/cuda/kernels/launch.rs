@@ -54,6 +54,8 @@ pub struct Launch {
     pub embedding: u64,
     /// `[layers][rows of q, k, v]` f32
     pub bias: u64,
+    /// `[layers][rows of q, k, v, of o, of gate and up, of down]` f32; 0 where weights have no scales.
+    pub scales: u64,
     /// `[layers][2][head_dim]` f32
     pub qk_norm: u64,
     /// `[positions][head_dim / 2][2]` f32
@@ -178,7 +180,7 @@ mod tests {
 
     #[test]
     fn structs_are_as_long_as_the_kernels() {
-        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 18 * 8 + 8 * 4 + 16 * 8));
+        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 19 * 8 + 8 * 4 + 16 * 8));
     }
 
     #[test]

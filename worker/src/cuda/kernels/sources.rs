@@ -9,7 +9,7 @@ pub const SOURCES: [&str; 3] = [
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 47] = [
+pub const HEADERS: [(&str, &str); 48] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -23,6 +23,7 @@ pub const HEADERS: [(&str, &str); 47] = [
     ("ops/ranks.cuh", include_str!("../../../kernels/ops/ranks.cuh")),
     ("ops/tree_sum.cuh", include_str!("../../../kernels/ops/tree_sum.cuh")),
     ("ops/values.cuh", include_str!("../../../kernels/ops/values.cuh")),
+    ("ops/weights.cuh", include_str!("../../../kernels/ops/weights.cuh")),
     ("ops/softmax.cuh", include_str!("../../../kernels/ops/softmax.cuh")),
     ("ops/best.cuh", include_str!("../../../kernels/ops/best.cuh")),
     ("narrow/words.cuh", include_str!("../../../kernels/narrow/words.cuh")),

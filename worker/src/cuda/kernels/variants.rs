@@ -6,7 +6,7 @@ use super::sources::{HEADERS, SOURCES, UNLOOPED_SOURCE};
 use crate::cuda::error::CudaError;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::panel::Panel;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, ModelPlan};
 
@@ -298,6 +298,7 @@ impl Variant {
             ("LP_QK_NORM", c.qk_norm.into()),
             ("LP_TIED", c.tied_embeddings.into()),
             ("LP_EPS", c.rms_norm_eps.to_bits() as usize),
+            ("LP_LAYER_FORMAT", (c.layer_weights == WeightFormat::E4m3).into()),
             ("LP_BLOCKS", layout.blocks()),
             ("LP_COLUMNS", self.columns()),
         ];

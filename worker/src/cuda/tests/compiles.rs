@@ -19,7 +19,7 @@ use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{group, layout};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
@@ -67,10 +67,13 @@ fn every_shape_compiles_and_its_resources_are_told() {
     // Qwen 3 4B: leaves of an odd number of stages and a shorter one.
     let shapes = [Shape::Tiny, Shape::B1, Shape::Llama1B, Shape::B3, Shape::Qwen3B4, Shape::B8];
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
+    let fp8 = [Shape::Llama1B, Shape::B8].map(|shape| {
+        (format!("{} in FP8", shape.name()), ModelConfig { layer_weights: WeightFormat::E4m3, ..shape.config() })
+    });
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();
-    for (name, config) in shapes.chain(fixtures()) {
+    for (name, config) in shapes.chain(fp8).chain(fixtures()) {
         if check_shape(&config, 1).is_err() {
             eprintln!("{name}: refused");
             continue;

@@ -57,6 +57,7 @@ pub(super) fn request(model: &str) -> LoadRequest {
         wait_limit: Duration::from_secs(20),
         max_context: 2048,
         device: Device::Cuda,
+        quantization: None,
         unlooped: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
@@ -175,6 +176,10 @@ fn fixtures_are_as_close_as_bf16_is() {
         all.decided += of.decided;
         all.steps += of.steps;
     }
+    // In FP8, against transformers on the dequantised weights: what rounds is the same as with bf16 weights.
+    let (fp8, plain) = (fixture_errors("llama-tied-fp8").rms(), fixture_errors("llama-tied").rms());
+    eprintln!("llama-tied-fp8: relative L2 error {fp8:.5}, llama-tied {plain:.5}");
+    assert!(fp8 <= 1.2 * plain, "relative L2 error {fp8} in FP8, {plain} in bf16");
     let (rms, bf16) = (all.rms(), recorded["rms_of_all"].as_f64().unwrap());
     eprintln!("all: {rms:.5} against {bf16:.5}, {} of {} greedy steps decided", all.decided, all.steps);
     assert!(rms <= BF16_ERRORS * bf16, "relative L2 error {rms}, transformers in bf16 {bf16}");
@@ -187,7 +192,7 @@ fn passes_and_grids_do_not_touch_a_bit() {
         return;
     }
     let tokens: Vec<u32> = (0..200).map(|i| (i * 37 + 5) % 768).collect();
-    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window"] {
+    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window", "llama-tied-fp8"] {
         let reference = bits(&logits(&mut load(model, &Options::default()), 0, &tokens, 8));
         for (blocks, rows) in [(None, 1), (None, 3), (Some(132), 8), (Some(64), 8), (Some(64), 1)] {
             let mut decoder = load(model, &Options { blocks, ..Options::default() });
@@ -206,7 +211,7 @@ fn launches_of_phases_compute_the_bits_of_the_loop() {
     }
     let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
     let tokens: Vec<u32> = (0..200).map(|i| (i * 37 + 5) % 768).collect();
-    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window", "llama-tied"] {
+    for model in ["llama-gqa", "qwen3-qknorm", "mistral-window", "llama-tied", "llama-tied-fp8"] {
         let gauge = Gauge::new(&modes);
         let mut decoder = load(model, &Options { gauge: Some(gauge.clone()), ..Options::default() });
         let reference = bits(&logits(&mut decoder, 0, &tokens, 8));

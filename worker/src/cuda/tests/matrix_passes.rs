@@ -228,9 +228,16 @@ fn rows_have_their_bits_in_the_fixtures() {
         return;
     }
     const CONTEXT: usize = 1400;
-    for name in
-        ["llama-gqa", "llama-mha16", "llama-tied", "llama31-scaled", "mistral-window", "qwen2-bias", "qwen3-qknorm"]
-    {
+    for name in [
+        "llama-gqa",
+        "llama-mha16",
+        "llama-tied",
+        "llama-tied-fp8",
+        "llama31-scaled",
+        "mistral-window",
+        "qwen2-bias",
+        "qwen3-qknorm",
+    ] {
         let kv_pages = 3 * CONTEXT.div_ceil(64);
         let request = LoadRequest { max_batch_tokens: 320, max_context: CONTEXT, kv_pages, ..request(name) };
         let mut model = Model::new(load_rank(&request, &Options::default()), 3);
@@ -457,6 +464,10 @@ impl Source for Echo {
             let row = row % Self::ROWS;
             self.0.read(tensor, row..row + 1, columns.clone(), out);
         }
+    }
+
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+        out.fill(1.0);
     }
 }
 

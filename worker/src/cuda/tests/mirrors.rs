@@ -45,6 +45,7 @@ fn launch_structs() -> String {
             gamma,
             embedding,
             bias,
+            scales,
             qk_norm,
             rope,
             kv,

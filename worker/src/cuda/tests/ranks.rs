@@ -12,7 +12,7 @@ use crate::cuda::launches::looped_decoder::Launcher;
 use crate::cuda::weights::layout::tests::llama_70b;
 use crate::cuda::{CudaDecoder, Options, probe};
 use crate::decoder::{Decoder, Fault, LoadRequest, Outcome, outcome_stream, plan_stream};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, WeightFormat};
 use crate::sampling::{Sampled, SamplingParams};
 
 /// Blocks of all ranks that share a GPU.
@@ -51,6 +51,7 @@ fn side_by_side(ranks: usize) -> bool {
 #[derive(Clone, Default)]
 struct Way {
     unlooped: bool,
+    quantization: Option<WeightFormat>,
     options: Options,
     /// Before the first step; ranks count alike.
     epoch: Option<u32>,
@@ -108,8 +109,9 @@ fn same_yields(reports: Vec<Vec<Outcome>>, sequences: usize) -> Vec<Vec<Sampled>
 
 fn check(models: &[(&str, &[usize])], requests: &[Request], way: &Way, shared: bool) {
     for (model, sizes) in models {
+        let one = LoadRequest { quantization: way.quantization, ..request(model) };
         let alone = |steps, eager| {
-            let decoder = load_rank(&request(model), &Options::default());
+            let decoder = load_rank(&one, &Options::default());
             yields(decoder, plans(requests, 40, 64, steps), requests.len(), eager)
         };
         let whole = alone(16, true);
@@ -117,7 +119,7 @@ fn check(models: &[(&str, &[usize])], requests: &[Request], way: &Way, shared: b
         for ranks in sizes.iter().copied().filter(|ranks| apart(*ranks) || shared && side_by_side(*ranks)) {
             for (chunk, steps, eager) in [(40, 16, true), (64, 5, false)] {
                 let plans = plans(requests, chunk, 64, steps);
-                let got = group_yields(group(&request(model), ranks, way), &plans, requests.len(), eager);
+                let got = group_yields(group(&one, ranks, way), &plans, requests.len(), eager);
                 assert!(got == whole, "{model}, {ranks} ranks, plans of {steps} steps");
             }
         }
@@ -133,6 +135,16 @@ fn greedy() -> Vec<Request> {
 fn a_group_of_any_size_yields_the_tokens_of_one_gpu() {
     if gpu() {
         check(&MODELS, &greedy(), &Way::default(), true);
+    }
+}
+
+/// Scales as they come, which ranks apply behind the sums of all.
+#[test]
+fn a_group_of_any_size_yields_the_tokens_of_one_gpu_in_fp8() {
+    if gpu() {
+        let way = Way { quantization: Some(WeightFormat::E4m3), ..Way::default() };
+        check(&MODELS, &greedy(), &way, true);
+        check(&MODELS, &greedy(), &Way { matrix: true, ..way }, true);
     }
 }
 
@@ -219,7 +231,8 @@ fn wide_passes_of_a_group_yield_what_one_gpu_yields() {
         *request = Request { prompt: request.prompt.clone(), max_tokens: request.max_tokens, ..choosy };
     }
     let wide_hidden = ModelConfig { num_layers: 1, vocab_size: 2048, intermediate_size: 12_288, ..llama_70b() };
-    for (config, shared) in [(llama_1b(), 2), (llama_3b(), 2), (wide_hidden, 1)] {
+    let fp8 = ModelConfig { layer_weights: WeightFormat::E4m3, ..llama_1b() };
+    for (config, shared) in [(llama_1b(), 2), (fp8, 2), (llama_3b(), 2), (wide_hidden, 1)] {
         let config = ModelConfig { max_positions: 2048, ..config };
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let groups = [(2, 200, 16, true), (2, 33, 5, false), (4, 512, 40, true)];

@@ -35,13 +35,13 @@ pub(super) fn llama_1b() -> ModelConfig {
     ModelConfig { hidden_size: 2048, head_dim: 64, tied_embeddings: true, max_positions: CONTEXT, ..shape }
 }
 
-fn llama_8b() -> ModelConfig {
+pub(super) fn llama_8b() -> ModelConfig {
     let shape = crate::plan::tests::config(32, 8, 14_336, VOCAB);
     ModelConfig { hidden_size: 4096, head_dim: 128, max_positions: CONTEXT, ..shape }
 }
 
 /// Everything that decoders differ in, at once.
-fn with_features() -> ModelConfig {
+pub(super) fn with_features() -> ModelConfig {
     ModelConfig { qkv_bias: true, qk_norm: true, sliding_window: Some(300), ..llama_8b() }
 }
 
@@ -62,19 +62,19 @@ fn qwen3_4b() -> ModelConfig {
 }
 
 /// Qwen 2.5 7B's: seven query heads a KV head, two passes over gate and up.
-fn qwen2_7b() -> ModelConfig {
+pub(super) fn qwen2_7b() -> ModelConfig {
     let shape = crate::plan::tests::config(28, 4, 18_944, VOCAB);
     ModelConfig { hidden_size: 3584, head_dim: 128, qkv_bias: true, max_positions: CONTEXT, ..shape }
 }
 
 /// Qwen 2.5 0.5B's: leaves of 7 k16 steps, two leaves of o, blocks without rows of the hidden state.
-fn qwen2_half_b() -> ModelConfig {
+pub(super) fn qwen2_half_b() -> ModelConfig {
     let shape = crate::plan::tests::config(14, 2, 4864, VOCAB);
     ModelConfig { hidden_size: 896, head_dim: 64, qkv_bias: true, max_positions: CONTEXT, ..shape }
 }
 
 /// SmolLM2 135M's: o is not cut, most blocks have no part in o and down, and three KV heads do not divide the blocks.
-fn smol() -> ModelConfig {
+pub(super) fn smol() -> ModelConfig {
     let shape = crate::plan::tests::config(9, 3, 1536, VOCAB);
     ModelConfig { hidden_size: 576, head_dim: 64, tied_embeddings: true, max_positions: CONTEXT, ..shape }
 }
@@ -118,6 +118,7 @@ pub(super) fn load_rows(
         wait_limit: Duration::from_secs(20),
         max_context: config.max_positions,
         device: Device::Cuda,
+        quantization: None,
         unlooped,
         draft_corpus_tokens: 0,
         vocabulary: None,
@@ -520,6 +521,10 @@ impl Source for Swapped {
                 self.0.read(tensor, row..row + 1, column..column + 1, std::slice::from_mut(out));
             }
         }
+    }
+
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+        out.fill(1.0);
     }
 }
 

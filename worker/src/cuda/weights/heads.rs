@@ -88,6 +88,22 @@ impl Source for PaddedHeads<'_> {
             }
         }
     }
+
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+        let order = match tensor {
+            _ if self.width == self.padded => None,
+            Tensor::Layer(_, LayerTensor::Query | LayerTensor::Key) => Some(Order::Halves),
+            Tensor::Layer(_, LayerTensor::Value) => Some(Order::Whole),
+            _ => None,
+        };
+        let Some(order) = order else { return self.source.scales(tensor, rows, out) };
+        for (row, out) in rows.zip(out) {
+            *out = 1.0;
+            if let Some(row) = self.place(order, row) {
+                self.source.scales(tensor, row..row + 1, std::slice::from_mut(out));
+            }
+        }
+    }
 }
 
 #[cfg(test)]

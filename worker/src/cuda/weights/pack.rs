@@ -5,15 +5,14 @@ use std::ops::Range;
 use half::bf16;
 
 use super::layout::Layout;
-use super::panel::{FRAGMENT_BYTES, Panel};
-use crate::model::Tensor;
+use super::panel::Panel;
+use crate::model::format::bf16_to_e4m3;
 use crate::model::source::Source;
+use crate::model::{Tensor, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Product, ROW_TILE};
 
-/// Words (two bf16 each) of a fragment.
-const FRAGMENT_WORDS: usize = FRAGMENT_BYTES / 4;
-/// Words of a fragment's row: 16 columns.
+/// Words (two bf16 each) of a row of a fragment: 16 columns.
 const STEP_WORDS: usize = 8;
 
 /// Consecutive bytes of the GPU's weights that one thread writes at a time.
@@ -143,23 +142,53 @@ impl<'a> Packer<'a> {
                     out[..k.len].copy_from_slice(row);
                 }
             }
-            let steps = panel.steps();
-            let out = &mut unit[leaf * steps * width * FRAGMENT_WORDS..][..steps * width * FRAGMENT_WORDS];
+            let (steps, words) = (panel.steps(), panel.fragment_bytes() / 4);
+            let out = &mut unit[leaf * steps * width * words..][..steps * width * words];
             for step in 0..steps {
-                let fragment = &mut out[(step * width + place) * FRAGMENT_WORDS..][..FRAGMENT_WORDS];
-                write_fragment(&self.leaf, row_words, step * STEP_WORDS, fragment);
+                let fragment = &mut out[(step * width + place) * words..][..words];
+                let rows = Rows { words: &self.leaf, row_words, first: step * STEP_WORDS };
+                match panel.format {
+                    WeightFormat::Bf16 => write_bf16(&rows, fragment),
+                    WeightFormat::E4m3 => write_e4m3(&rows, fragment),
+                }
             }
         }
     }
 }
 
+/// 16 rows by 16 columns of bf16, two to a word: a row has `row_words` words, the columns begin at `first` of them.
+struct Rows<'a> {
+    words: &'a [u32],
+    row_words: usize,
+    first: usize,
+}
+
+impl Rows<'_> {
+    fn row(&self, row: usize) -> &[u32] {
+        &self.words[row * self.row_words + self.first..][..STEP_WORDS]
+    }
+}
+
 /// One fragment: lane `4 g + t` holds of rows g and g + 8 the columns 2t, 2t + 1, then 2t + 8, 2t + 9.
-fn write_fragment(rows: &[u32], row_words: usize, first: usize, out: &mut [u32]) {
+fn write_bf16(rows: &Rows<'_>, out: &mut [u32]) {
     for (g, lanes) in out.chunks_exact_mut(4 * 4).enumerate() {
-        let upper = &rows[g * row_words + first..][..STEP_WORDS];
-        let lower = &rows[(g + ROW_TILE / 2) * row_words + first..][..STEP_WORDS];
+        let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
         for (t, lane) in lanes.chunks_exact_mut(4).enumerate() {
             lane.copy_from_slice(&[upper[t], lower[t], upper[t + 4], lower[t + 4]]);
+        }
+    }
+}
+
+/// The same in E4M3: a word has four columns' worth of a lane in bf16, as kernels/ops/weights.cuh takes them apart.
+fn write_e4m3(rows: &Rows<'_>, out: &mut [u32]) {
+    // Of a row g and of row g + 8 at one column: a half word.
+    let of = |word: u32, half: u32| u32::from(bf16_to_e4m3(bf16::from_bits((word >> (16 * half)) as u16)));
+    let both = |a: u32, b: u32| (a & 0x80) << 8 | (a & 7) << 12 | (a & 0x78) << 4 | (b & 0x80) << 4 | (b & 0x7f);
+    let pair = |upper: u32, lower: u32| both(of(upper, 0), of(lower, 0)) | both(of(upper, 1), of(lower, 1)) << 16;
+    for (g, lanes) in out.chunks_exact_mut(4 * 2).enumerate() {
+        let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
+        for (t, lane) in lanes.chunks_exact_mut(2).enumerate() {
+            lane.copy_from_slice(&[pair(upper[t], lower[t]), pair(upper[t + 4], lower[t + 4])]);
         }
     }
 }
@@ -170,8 +199,32 @@ mod tests {
 
     use super::super::layout::tests::{config, group, layout};
     use super::*;
+    use crate::model::format::from_e4m3;
     use crate::model::source::RandomSource;
     use crate::model::{LayerTensor, ModelConfig};
+
+    /// E4M3 fragments are taken apart as kernels/ops/weights.cuh does it: 2^-5 of what fragments of bf16 hold.
+    #[test]
+    fn kernels_find_every_e4m3_where_its_bf16_was() {
+        let values: Vec<bf16> = (0..512).map(|i| from_e4m3((i * 7 % 254) as u8 & 0xfe)).collect();
+        for values in values.as_chunks::<256>().0 {
+            let words: &[u32] = bytemuck::cast_slice(values);
+            let rows = Rows { words, row_words: STEP_WORDS, first: 0 };
+            let (mut plain, mut packed) = ([0u32; 128], [0u32; 64]);
+            write_bf16(&rows, &mut plain);
+            write_e4m3(&rows, &mut packed);
+            let raised = |pair: u32| {
+                let half = |bits: u32| bf16::from_f32(bf16::from_bits(bits as u16).to_f32() * 2f32.powi(115)).to_bits();
+                u32::from(half(pair)) | u32::from(half(pair >> 16)) << 16
+            };
+            let first = |w: u32| raised((w & 0x8780_8780) | (w >> 8 & 0x0070_0070));
+            let second = |w: u32| raised(w << 4 & 0x87f0_87f0);
+            let unpacked = packed.iter().flat_map(|w| [first(*w), second(*w)]);
+            let small = |bits: u16| bf16::from_f32(bf16::from_bits(bits).to_f32() / 32.0).to_bits();
+            let expected = plain.map(|w| u32::from(small(w as u16)) | u32::from(small((w >> 16) as u16)) << 16);
+            assert!(unpacked.eq(expected));
+        }
+    }
 
     fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {
         // Whatever is not written shows.
@@ -379,12 +432,11 @@ mod tests {
                         let rows = layout.rows(1, product, tile);
                         let same = (0..whole_tiles).find(|tile| whole.rows(1, product, *tile) == rows);
                         for step in 0..panel.steps() {
-                            let mine =
-                                &stream[fragment(&layout, 1, product, tile, [leaf, step])..][..FRAGMENT_BYTES / 2];
+                            let mine = &stream[fragment(&layout, 1, product, tile, [leaf, step])..][..256];
                             match same {
                                 Some(tile) => {
                                     let at = fragment(&whole, 1, product, tile, [panel.first_leaf + leaf, step]);
-                                    assert!(*mine == whole_stream[at..][..FRAGMENT_BYTES / 2], "{product:?} {rows:?}");
+                                    assert!(*mine == whole_stream[at..][..256], "{product:?} {rows:?}");
                                 }
                                 None => assert!(rows.is_empty() && mine.iter().all(|x| *x == 0)),
                             }
@@ -409,11 +461,11 @@ mod tests {
             let mut table = layout.tiles().into_iter();
             for product in LAYER_PRODUCTS.into_iter().chain([Product::LmHead]) {
                 let panel = layout.panel(product);
-                let start = layout.start(1, product) / FRAGMENT_BYTES;
+                let start = layout.start(1, product) / 512;
                 for (tile, word) in (0..panel.tiles).zip(table.by_ref()) {
                     let at = |step: usize| start + (word >> 1) as usize + step * (1 + (word & 1) as usize);
                     for (leaf, step) in [(0, 0), (0, panel.steps() - 1), (panel.leaves - 1, panel.steps() / 2)] {
-                        let expected = fragment(&layout, 1, product, tile, [leaf, step]) / (FRAGMENT_BYTES / 2);
+                        let expected = fragment(&layout, 1, product, tile, [leaf, step]) / 256;
                         assert_eq!(at(leaf * panel.steps() + step), expected, "{product:?} {tile} on {blocks} blocks");
                     }
                 }

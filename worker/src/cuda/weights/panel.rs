@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
+use crate::model::WeightFormat;
 use crate::plan::{K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
 
-/// Bytes of a fragment: 16 rows by 16 columns of bf16.
-pub const FRAGMENT_BYTES: usize = ROW_TILE * K_STEP * 2;
+/// Weights of a fragment: 16 rows by 16 columns.
+pub const FRAGMENT: usize = ROW_TILE * K_STEP;
 
 /// One product in the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub struct Panel {
     pub leaves: usize,
     /// How tiles are dealt to blocks.
     pub deal: Deal,
+    /// How its weights are stored.
+    pub format: WeightFormat,
     /// Tiles of a unit; what is left over at a block's end is a smaller one.
     pub unit: usize,
 }
@@ -58,7 +61,8 @@ impl Panel {
             Product::GateUp => Deal::Pairs,
             _ => Deal::Even,
         };
-        Self { deal, tiles, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), unit }
+        let format = product.format(plan);
+        Self { deal, tiles, format, k: product.k(plan), first_leaf: leaves.start, leaves: leaves.len(), unit }
     }
 
     /// k16 steps of a leaf.
@@ -66,9 +70,14 @@ impl Panel {
         self.k.padded / K_STEP
     }
 
+    /// Bytes of a fragment.
+    pub fn fragment_bytes(&self) -> usize {
+        self.format.bytes(FRAGMENT)
+    }
+
     /// Bytes of a tile: all leaves of the rank.
     pub fn tile_bytes(&self) -> usize {
-        self.leaves * self.steps() * FRAGMENT_BYTES
+        self.leaves * self.steps() * self.fragment_bytes()
     }
 
     /// Bytes of the product.

@@ -68,6 +68,10 @@ impl Source for NormalSource {
             }
         }
     }
+
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+        out.fill(1.0);
+    }
 }
 
 fn is_bias(tensor: Tensor) -> bool {

@@ -13,7 +13,8 @@ use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
 use crate::cuda::error::CudaError;
 use crate::model::source::Source;
 use crate::model::{LayerTensor, Tensor};
-use crate::plan::Product;
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{Product, ROW_TILE};
 use crate::rope::Rope;
 
 /// Bytes of a job, and of a pinned buffer, unless one unit is larger.
@@ -22,6 +23,8 @@ const JOB_BYTES: usize = 8 << 20;
 const BUFFERS: usize = 2;
 /// More threads than this only wait for memory.
 const MAX_THREADS: usize = 32;
+/// The kernels compute with E4M3 divided by this (kernels/ops/weights.cuh).
+const E4M3_RAISED: f32 = 32.0;
 /// How often a load tells its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -36,6 +39,8 @@ pub struct Weights {
     pub gamma: DeviceBuffer,
     /// `[layers][the rank's rows of q, k, v as packed]` f32; empty where the model has none.
     pub bias: DeviceBuffer,
+    /// `[layers][rows of q, k, v, of o, of gate and up, of down, as packed]` f32; empty where weights have no scales.
+    pub scales: DeviceBuffer,
     /// `[layers][q, k][head_dim as packed]` f32; empty where the model has none.
     pub qk_norm: DeviceBuffer,
     /// `[positions][head_dim / 2][cosine, sine]` f32.
@@ -51,10 +56,10 @@ impl Weights {
     /// Bytes of the norms and biases.
     pub fn vector_bytes(layout: &Layout) -> usize {
         let c = &layout.plan().config;
-        let rows = layout.panel(Product::QueryKeyValue).tiles * crate::plan::ROW_TILE;
+        let rows = layout.panel(Product::QueryKeyValue).tiles * ROW_TILE;
         let bias = if c.qkv_bias { c.num_layers * rows * 4 } else { 0 };
         let norms = if c.qk_norm { c.num_layers * 2 * c.head_dim * 4 } else { 0 };
-        (2 * c.num_layers + 1) * c.hidden_size * 2 + bias + norms
+        (2 * c.num_layers + 1) * c.hidden_size * 2 + bias + norms + scale_rows(layout) * 4
     }
 
     /// Reads, packs and copies everything. `progress` is told the bytes packed.
@@ -81,6 +86,7 @@ impl Weights {
             embedding,
             gamma: DeviceBuffer::of(gpu, bytemuck::cast_slice::<bf16, u16>(&gamma(layout, source)))?,
             bias: of(&bias(layout, source))?,
+            scales: of(&scales(layout, source))?,
             qk_norm: of(&qk_norm(layout, source))?,
             rope: of(rope.as_flattened())?,
         })
@@ -205,6 +211,32 @@ fn bias(layout: &Layout, source: &dyn Source) -> Vec<f32> {
         }
     }
     biases
+}
+
+/// How many rows have scales, of all layers.
+fn scale_rows(layout: &Layout) -> usize {
+    let of = |product| {
+        let panel = layout.panel(product);
+        if panel.format.is_scaled() { panel.tiles * ROW_TILE } else { 0 }
+    };
+    layout.plan().config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>()
+}
+
+/// Scales in the order of the packed rows, times [`E4M3_RAISED`].
+fn scales(layout: &Layout, source: &dyn Source) -> Vec<f32> {
+    let mut scales = Vec::with_capacity(scale_rows(layout));
+    let products = |layer| LAYER_PRODUCTS.map(|product| (layer, product));
+    for (layer, product) in (0..layout.plan().config.num_layers).flat_map(products) {
+        let panel = layout.panel(product);
+        for tile in 0..if panel.format.is_scaled() { panel.tiles } else { 0 } {
+            let mut rows = [1.0; ROW_TILE];
+            for run in layout.rows(layer, product, tile) {
+                source.scales(run.tensor, run.rows.clone(), &mut rows[run.at..][..run.rows.len()]);
+            }
+            scales.extend(rows.map(|scale| scale * E4M3_RAISED));
+        }
+    }
+    scales
 }
 
 /// Weights of the norms of q and k heads in the order of the packed rows of a head.

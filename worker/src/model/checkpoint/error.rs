@@ -132,7 +132,10 @@ pub enum CheckpointError {
         expected: Vec<usize>,
     },
     /// A tensor has a dtype that is not read.
-    #[error("{}: tensor {tensor} is {dtype}; weights are BF16, F16 or F32", path.display())]
+    #[error(
+        "{}: tensor {tensor} is {dtype}, but by config.json (quantization_config) it is {expected}",
+        path.display()
+    )]
     Dtype {
         /// The file.
         path: PathBuf,
@@ -140,5 +143,19 @@ pub enum CheckpointError {
         tensor: String,
         /// Its dtype.
         dtype: String,
+        /// Those that it may have.
+        expected: &'static str,
+    },
+    /// A scale of a row cannot be one.
+    #[error("{}: tensor {tensor} is {value} in row {row} (from 0); scales are finite and not negative", path.display())]
+    Scale {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The first such row.
+        row: usize,
+        /// What it holds.
+        value: f32,
     },
 }

@@ -9,6 +9,9 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::model::LayerTensor;
+use crate::model::format::bf16_to_e4m3;
+use crate::model::quantised::Quantised;
+use crate::model::source::Source;
 use crate::plan::ModelPlan;
 use crate::plan::stream::{LAYER_PRODUCTS, Product};
 
@@ -191,7 +194,112 @@ fn missing_and_wrong_tensors_are_refused_with_file_tensor_and_numbers() {
         true
     });
     let error = open(dir.path()).unwrap_err().to_string();
-    assert!(error.contains("tensor lm_head.weight is F8_E4M3; weights are BF16, F16 or F32"), "{error}");
+    assert!(
+        error.contains("tensor lm_head.weight is F8_E4M3, but by config.json (quantization_config) it is BF16"),
+        "{error}"
+    );
+}
+
+/// What changes a tensor: its name, dtype, shape and bytes. False: it is left out.
+type Edit<'a> = &'a dyn Fn(&str, &mut Dtype, &mut Vec<usize>, &mut Vec<u8>) -> bool;
+
+/// A copy of `llama-gqa` in FP8, quantised by [`Quantised`]; a scale a row or, `of_tensor`, one of all (and then the
+/// values mean nothing). `edit` changes it further.
+fn in_fp8(of_tensor: bool, edit: Edit<'_>) -> TempDir {
+    let source = open(&fixture("llama-gqa")).unwrap();
+    let config = ModelConfig { layer_weights: WeightFormat::E4m3, ..source.config().clone() };
+    let quantised = Quantised::new(&source, &config);
+    let dir = tempfile::tempdir().unwrap();
+    let mut tensors = BTreeMap::new();
+    for tensor in Tensor::all(&config) {
+        let (name, shape) = (tensor.name(&config), tensor.shape(&config));
+        let mut values = vec![bf16::ZERO; shape.iter().product()];
+        let rows = if shape.len() == 2 { shape[0] } else { 1 };
+        Source::read(&quantised, tensor, 0..rows, 0..shape[shape.len() - 1], &mut values);
+        let mut put = |name: String, mut dtype: Dtype, mut shape: Vec<usize>, mut bytes: Vec<u8>| {
+            if edit(&name, &mut dtype, &mut shape, &mut bytes) {
+                tensors.insert(name, (dtype, shape, bytes));
+            }
+        };
+        if !tensor.is_streamed_in_layers() {
+            put(name, Dtype::BF16, shape, bytemuck::cast_slice(&values).to_vec());
+            continue;
+        }
+        let mut scales = vec![0f32; rows];
+        quantised.scales(tensor, 0..rows, &mut scales);
+        scales.truncate(if of_tensor { 1 } else { rows });
+        let of_scales = if of_tensor { Vec::new() } else { vec![rows, 1] };
+        put(format!("{name}_scale"), Dtype::F32, of_scales, bytemuck::cast_slice(&scales).to_vec());
+        put(name, Dtype::F8_E4M3, shape, values.into_iter().map(bf16_to_e4m3).collect());
+    }
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("the edit is consistent"))
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(fixture("llama-gqa/config.json")).unwrap()).unwrap();
+    json["quantization_config"] = serde_json::json!({"quant_method": "fp8", "activation_scheme": "static"});
+    std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn fp8_is_read_as_it_was_quantised_with_its_scales() {
+    let (dir, source) = (in_fp8(false, &|_, _, _, _| true), open(&fixture("llama-gqa")).unwrap());
+    let checkpoint = open(dir.path()).unwrap();
+    assert_eq!(checkpoint.config().layer_weights, WeightFormat::E4m3);
+    let quantised = Quantised::new(&source, checkpoint.config());
+    for tensor in Tensor::all(checkpoint.config()) {
+        let shape = tensor.shape(checkpoint.config());
+        let rows = if shape.len() == 2 { shape[0] } else { 1 };
+        let mut expected = vec![bf16::ZERO; shape.iter().product()];
+        Source::read(&quantised, tensor, 0..rows, 0..shape[shape.len() - 1], &mut expected);
+        assert_eq!(whole(&checkpoint, tensor), expected, "{tensor:?}");
+        if shape.len() == 2 {
+            let [mut got, mut expected] = [vec![0.0; 5], vec![0.0; 5]];
+            checkpoint.scales(tensor, 3..8, &mut got);
+            quantised.scales(tensor, 3..8, &mut expected);
+            assert_eq!(got, expected, "{tensor:?}");
+        }
+    }
+    let dir = in_fp8(true, &|_, _, _, _| true);
+    let checkpoint = open(dir.path()).unwrap();
+    let (mut of_all, mut first) = ([0.0; 9], [0.0]);
+    checkpoint.scales(Tensor::Layer(1, LayerTensor::Down), 100..109, &mut of_all);
+    quantised.scales(Tensor::Layer(1, LayerTensor::Down), 0..1, &mut first);
+    assert_eq!(of_all, [first[0]; 9]);
+}
+
+#[test]
+fn scales_that_are_missing_or_wrong_are_refused_with_their_tensor() {
+    const WEIGHT: &str = "model.layers.1.mlp.up_proj.weight";
+    let error = |edit: Edit<'_>| open(in_fp8(false, edit).path()).unwrap_err().to_string();
+    let of_scale = |name: &str| name == format!("{WEIGHT}_scale");
+    let missing = error(&|name, _, _, _| !of_scale(name));
+    assert!(missing.contains(&format!("{WEIGHT}_scale")) && missing.contains("[384, 1]"), "{missing}");
+    let shape = error(&|name, _, shape, bytes| {
+        if of_scale(name) {
+            (*shape, *bytes) = (vec![192, 1], bytes[..192 * 4].to_vec());
+        }
+        true
+    });
+    assert!(shape.contains("has shape [192, 1]"), "{shape}");
+    for (value, named) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (-0.5, "-0.5")] {
+        let wrong = error(&|name, _, _, bytes| {
+            if of_scale(name) {
+                bytes[7 * 4..8 * 4].copy_from_slice(&value.to_le_bytes());
+            }
+            true
+        });
+        assert!(wrong.contains(&format!("{WEIGHT}_scale is {named} in row 7")), "{wrong}");
+    }
+    let dtype = error(&|name, dtype, shape, bytes| {
+        if name == WEIGHT {
+            (*dtype, *bytes) = (Dtype::BF16, vec![0; shape[0] * shape[1] * 2]);
+        }
+        true
+    });
+    assert!(dtype.contains(&format!("{WEIGHT} is BF16, but by config.json (quantization_config) it is F8_E4M3")));
 }
 
 #[test]

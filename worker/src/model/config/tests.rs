@@ -65,7 +65,7 @@ fn what_is_not_computed_is_refused_by_name() {
         ("attention_bias", json!(true)),
         ("mlp_bias", json!(true)),
         ("num_experts", json!(8)),
-        ("quantization_config", json!({"quant_method": "fp8"})),
+        ("quantization_config", json!({"quant_method": "bitsandbytes"})),
         ("partial_rotary_factor", json!(0.5)),
         ("layer_types", json!(["full_attention", "sliding_attention"])),
     ] {
@@ -75,6 +75,66 @@ fn what_is_not_computed_is_refused_by_name() {
     }
     let error = parse(&with("rope_scaling", json!({"type": "yarn", "factor": 2.0}))).unwrap_err();
     assert!(error.to_string().contains("`rope_scaling.type` is \"yarn\""), "{error}");
+}
+
+/// As compressed-tensors writes it, with one field of one of its objects changed.
+fn compressed_tensors(place: &str, field: &str, value: Value) -> Value {
+    let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel", "dynamic": false,
+        "group_size": null, "block_structure": null, "actorder": null, "observer": "minmax", "observer_kwargs": {}});
+    let inputs = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true});
+    let group = json!({"targets": ["Linear"], "weights": weights, "input_activations": inputs});
+    let mut config = json!({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "kv_cache_scheme": null, "quantization_status": "compressed",
+        "global_compression_ratio": 1.5, "sparsity_config": {}, "transform_config": {}, "version": "0.12.2"});
+    config.pointer_mut(place).unwrap().as_object_mut().unwrap().insert(field.into(), value);
+    with("quantization_config", config)
+}
+
+#[test]
+fn fp8_is_known_by_its_published_fields_and_others_are_refused_by_name() {
+    const GROUP: &str = "/config_groups/group_0";
+    const WEIGHTS: &str = "/config_groups/group_0/weights";
+    let format = |value: &Value| parse(value).map(|config| config.layer_weights);
+    for (place, field, value) in [
+        ("", "ignore", json!(["lm_head", "re:.*mlp.gate$"])),
+        (WEIGHTS, "strategy", json!("tensor")),
+        (WEIGHTS, "scale_dtype", json!("torch.bfloat16")),
+        (GROUP, "input_activations", json!(null)),
+    ] {
+        assert_eq!(format(&compressed_tensors(place, field, value)).unwrap(), WeightFormat::E4m3, "{field}");
+    }
+    for value in [
+        json!({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}),
+        json!({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
+    ] {
+        assert_eq!(format(&with("quantization_config", value)).unwrap(), WeightFormat::E4m3);
+    }
+    assert_eq!(format(&base()).unwrap(), WeightFormat::Bf16);
+    let refused = [
+        (compressed_tensors("", "format", json!("pack-quantized")), "format"),
+        (compressed_tensors("", "kv_cache_scheme", json!({"num_bits": 8})), "kv_cache_scheme"),
+        (compressed_tensors("", "transform_config", json!({"hadamard": 1})), "transform_config"),
+        (compressed_tensors("", "sparsity_config", json!({"format": "sparse-24-bitmask"})), "format"),
+        (compressed_tensors("", "ignore", json!("lm_head")), "ignore"),
+        (compressed_tensors("/config_groups", "group_1", json!({})), "targets"),
+        (compressed_tensors(GROUP, "targets", json!(["re:.*q_proj"])), "targets"),
+        (compressed_tensors(WEIGHTS, "num_bits", json!(4)), "num_bits"),
+        (compressed_tensors(WEIGHTS, "type", json!("int")), "type"),
+        (compressed_tensors(WEIGHTS, "strategy", json!("block")), "strategy"),
+        (compressed_tensors(WEIGHTS, "group_size", json!(128)), "group_size"),
+        (compressed_tensors(WEIGHTS, "actorder", json!("weight")), "actorder"),
+        (
+            with("quantization_config", json!({"quant_method": "fp8", "weight_block_size": [128, 128]})),
+            "weight_block_size",
+        ),
+        (with("quantization_config", json!({"quant_method": "fp8", "fmt": "e5m2"})), "fmt"),
+        (with("quantization_config", json!({"quant_method": "awq", "bits": 4})), "quant_method"),
+        (with("quantization_config", json!("fp8")), "quantization_config"),
+    ];
+    for (config, field) in refused {
+        let error = parse(&config).unwrap_err().to_string();
+        assert!(error.contains(field) && error.contains("m/config.json"), "{field}: {error}");
+    }
 }
 
 #[test]

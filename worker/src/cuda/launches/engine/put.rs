@@ -40,6 +40,7 @@ impl Engine {
             gamma: self.weights.gamma.address(),
             embedding: self.weights.embedding.address(),
             bias: self.weights.bias.address(),
+            scales: self.weights.scales.address(),
             qk_norm: self.weights.qk_norm.address(),
             rope: self.weights.rope.address(),
             kv: self.pools.kv.address(),

@@ -1,0 +1,119 @@
+//! How weights are stored, and E4M3.
+//!
+//! Every value that a format can hold is a bf16 as well, so weights travel through [`Source`](super::source::Source) as
+//! bf16, without their scales, and whoever packs them finds the stored bits again without rounding.
+
+use std::fmt;
+use std::sync::LazyLock;
+
+use half::bf16;
+
+/// How the weights of a product are stored and streamed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, clap::ValueEnum)]
+pub enum WeightFormat {
+    /// 16 bits, no scales.
+    #[default]
+    Bf16,
+    /// 8 bits (FP8: 1 sign, 4 exponent, 3 mantissa, no infinity), with an f32 scale a row.
+    #[value(name = "fp8")]
+    E4m3,
+}
+
+/// The largest magnitude of E4M3.
+pub const E4M3_MAX: f32 = 448.0;
+/// The bits of what is not a number, but for the sign.
+const E4M3_NAN: u8 = 0x7f;
+
+impl WeightFormat {
+    /// Bytes of `values` weights, without scales. An even number of them.
+    pub const fn bytes(self, values: usize) -> usize {
+        match self {
+            Self::Bf16 => values * 2,
+            Self::E4m3 => values,
+        }
+    }
+
+    /// Whether rows have scales.
+    pub const fn is_scaled(self) -> bool {
+        matches!(self, Self::E4m3)
+    }
+
+    /// The name in messages, options and the plan's hash.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::E4m3 => "fp8",
+        }
+    }
+}
+
+impl fmt::Display for WeightFormat {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
+
+/// The value of E4M3 bits; exact. 0x7f and 0xff are no numbers.
+pub fn from_e4m3(bits: u8) -> bf16 {
+    let (sign, exponent, mantissa) = (u16::from(bits >> 7) << 15, u16::from(bits >> 3 & 15), u16::from(bits & 7));
+    if bits & 0x7f == E4M3_NAN {
+        return bf16::from_bits(sign | bf16::NAN.to_bits());
+    }
+    // The exponent's bias is 7, bf16's is 127; subnormals are whole multiples of 2^-9.
+    let magnitude = match exponent {
+        0 => bf16::from_f32(f32::from(mantissa) / 512.0).to_bits(),
+        _ => (exponent + 120) << 7 | mantissa << 4,
+    };
+    bf16::from_bits(sign | magnitude)
+}
+
+/// The nearest E4M3 (ties to even), at most [`E4M3_MAX`] in magnitude; what is not a number stays none.
+pub fn to_e4m3(value: f32) -> u8 {
+    let (sign, magnitude) = ((value.to_bits() >> 24 & 0x80) as u8, value.abs().min(E4M3_MAX));
+    if value.is_nan() {
+        return sign | E4M3_NAN;
+    }
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    // Steps of 2^(exponent - 3), of which 8 are left out where the exponent says them.
+    let steps = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as u32;
+    sign | (steps + (exponent + 6) as u32 * 8) as u8
+}
+
+/// [`to_e4m3`] of bf16, by a table: for those that hold such values, and many of them.
+pub fn bf16_to_e4m3(value: bf16) -> u8 {
+    static TABLE: LazyLock<Box<[u8]>> =
+        LazyLock::new(|| (0..=u16::MAX).map(|bits| to_e4m3(bf16::from_bits(bits).to_f32())).collect());
+    TABLE[usize::from(value.to_bits())]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_e4m3_comes_back() {
+        for bits in 0..=u8::MAX {
+            let value = from_e4m3(bits);
+            assert_eq!(value.is_nan(), bits & 0x7f == 0x7f);
+            assert_eq!((to_e4m3(value.to_f32()), bf16_to_e4m3(value)), (bits, bits), "{bits:#x} {value}");
+        }
+        let known = [(0x01, 2f32.powi(-9)), (0x07, 7.0 / 512.0), (0x08, 2f32.powi(-6)), (0x38, 1.0), (0xb9, -1.125)];
+        for (bits, value) in known.into_iter().chain([(0x7e, 448.0), (0xfe, -448.0), (0x00, 0.0)]) {
+            assert_eq!(from_e4m3(bits).to_f32(), value, "{bits:#x}");
+        }
+    }
+
+    #[test]
+    fn what_lies_between_goes_to_the_nearest_and_ties_to_even() {
+        for bits in 0..0x7e_u8 {
+            let [low, high] = [bits, bits + 1].map(|bits| from_e4m3(bits).to_f32());
+            let middle = f32::midpoint(low, high);
+            let even = bits + bits % 2;
+            assert_eq!(to_e4m3(middle), even, "{middle}");
+            assert_eq!(to_e4m3(-middle), even | 0x80, "{middle}");
+            assert_eq!(to_e4m3(f32::midpoint(low, middle)), bits);
+            assert_eq!(to_e4m3(f32::midpoint(middle, high)), bits + 1);
+        }
+        assert_eq!([to_e4m3(1e30), to_e4m3(f32::NEG_INFINITY), to_e4m3(f32::NAN)], [0x7e, 0xfe, 0x7f]);
+    }
+}

@@ -43,6 +43,8 @@ constexpr int fragment_bytes(Format format) { return format == Format::kE4m3 ? 2
 /// Of the products of a layer; the LM head is bf16.
 constexpr Format kLayerFormat = (Format)LP_LAYER_FORMAT;
 constexpr bool kScaled = kLayerFormat != Format::kBf16;
+/// Vectors that scaled weights are multiplied with are so many times what they are (ops/weights.cuh).
+constexpr float kRaised = kScaled ? 0x1p80f : 1;
 /// A leaf is worked on in parts of so many k16 steps; no chunk of the stream crosses from one into the next.
 constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;

@@ -264,7 +264,8 @@ LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const Spa
     total[1] = fmaf(factor[s][1], __uint_as_float(its[s].w), total[1]);
   }
   const bool only = item.place == kOnlySpan;
-  const float inverse[2] = {only ? reciprocal_approx(total[0]) : 1, only ? reciprocal_approx(total[1]) : 1};
+  const float inverse[2] = {only ? raised(reciprocal_approx(total[0])) : 1,
+                            only ? raised(reciprocal_approx(total[1])) : 1};
   if (!only && number == 0 && g == 0) {
 #pragma unroll
     for (u32 c = 0; c < 2; c++)
@@ -389,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
       }
       reference = now;
     }
-    const float inverse = reciprocal_approx(total);
+    const float inverse = raised(reciprocal_approx(total));
 #pragma unroll
     for (u32 i = 0; i < kPairs; i++) {
       const u32 dim = 64 * i + 2 * lane;

@@ -416,7 +416,7 @@ template <bool CUT> LP_DEVICE void attend_tile(const Launch& launch, u32 shared,
         store_f32x2(to + 2 + 2 * i + 2 * t, sum.out[i + 2 * r], sum.out[i + 2 * r + 1]);
       continue;
     }
-    const float inverse = reciprocal_approx(sum.total[r]);
+    const float inverse = raised(reciprocal_approx(sum.total[r]));
     const u32 step = (item.kv_head * kQueriesPerKv + row.head) * kDimTiles;
     u8* to = launch.words + Memory::attention_out + vector_byte(O::steps, step, item.row() + row.token, 0) + t * 4;
 #pragma unroll

@@ -203,7 +203,7 @@ template <u32 PAIRS> LP_DEVICE void merge_pages(const Launch& launch, const Coun
       if (!shares) add_spans(true);
       largest = now;
     }
-    const float inverse = reciprocal_approx(shuffle(total, lane | 1));
+    const float inverse = raised(reciprocal_approx(shuffle(total, lane | 1)));
     low *= inverse;
     high *= inverse;
     const u32 t = lane % (PAIRS / 2);

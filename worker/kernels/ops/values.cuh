@@ -1,9 +1,11 @@
 // What becomes of a value between two products: one arithmetic for all who compute it.
 #pragma once
 
-/// silu(gate) * up.
+/// An input of a layer's product, for its vector.
+LP_DEVICE float raised(float v) { return kScaled ? v * kRaised : v; }
+/// silu(gate) * up, for down's vector.
 LP_DEVICE float silu(float gate, float up) {
-  return gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up;
+  return raised(gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up);
 }
 /// Rope of row `row` of a packed tile, a dimension of a head; `other` is the one it is turned with, 8 rows away.
 LP_DEVICE float turned(int row, float v, float other, float cosine, float sine) {

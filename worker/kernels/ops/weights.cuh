@@ -2,23 +2,30 @@
 //
 // Of E4M3 a lane has 8 bytes, whose half words hold two weights each: the first (row g) has its sign in bit 15, its
 // exponent in bits 10 to 7 and its mantissa in bits 14 to 12; the second (row g + 8) its sign in bit 11, the rest in
-// bits 6 to 0. That takes few instructions of the integer pipe to become bf16, which are 2^-120 of the weights; a
-// multiplication by 2^115, exact, brings them out of the subnormal range. The other 2^5 is in the scales.
+// bits 6 to 0. That takes few instructions of the integer pipe to become bf16 that are 2^-120 of the weights, of which
+// the smallest are subnormal. Tensor cores multiply these as they are. The vectors are kRaised of what they are, 2^80,
+// so that products are far from the ends of fp32; the other 2^40 are in the scales. Powers of two change no bit.
 #pragma once
 
-/// Two bf16 that are 2^-120 of two E4M3 into 2^-5 of them.
-LP_DEVICE u32 raise_e4m3(u32 pair) { return multiply_bf16x2(pair, 0x79007900u); }
 LP_DEVICE Quad from_e4m3(uint2 v) {
-  const auto first = [](u32 w) { return raise_e4m3((w & 0x87808780u) | (w >> 8 & 0x00700070u)); };
-  const auto second = [](u32 w) { return raise_e4m3(w << 4 & 0x87f087f0u); };
+  const auto first = [](u32 w) { return (w & 0x87808780u) | (w >> 8 & 0x00700070u); };
+  const auto second = [](u32 w) { return w << 4 & 0x87f087f0u; };
   return Quad{first(v.x), second(v.x), first(v.y), second(v.y)};
 }
 
-/// A lane's operand A, from its P::lane_bytes of a fragment of P in shared memory.
-template <class P> LP_DEVICE Quad load_weights(u32 address) {
-  if constexpr (P::format == Format::kE4m3) return from_e4m3(load_shared_8(address));
-  else return load_shared_16(address);
-}
+/// A lane's part of a fragment as it is stored, P::lane_bytes in shared memory.
+template <Format FORMAT> struct Stored {
+  Quad bits;
+  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_16(address)}; }
+  /// Operand A.
+  LP_DEVICE Quad operand() const { return bits; }
+};
+template <> struct Stored<Format::kE4m3> {
+  uint2 bits;
+  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_8(address)}; }
+  LP_DEVICE Quad operand() const { return from_e4m3(bits); }
+};
+template <class P> LP_DEVICE Quad load_weights(u32 address) { return Stored<P::format>::load(address).operand(); }
 
 /// Scale of row `row` of a layer's product, whose scales begin at `first` (Scales).
 LP_DEVICE float scale_of(const Launch& launch, u32 layer, int first, int row) {

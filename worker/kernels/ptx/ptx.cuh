@@ -321,11 +321,6 @@ LP_DEVICE u32 bf16_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-LP_DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 LP_DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 LP_DEVICE float exp2_approx(float x) {
   float r;

@@ -33,7 +33,7 @@ struct Merged {
   }
   /// Into the input of o.
   LP_DEVICE void write(const Launch& launch, u32 head, u32 row) const {
-    const float inverse = reciprocal_approx(total);
+    const float inverse = raised(reciprocal_approx(total));
     const u32 dim = lane_index() * kLaneDims;
     u8* to = launch.words + Words::attention_out + vector_byte(head * kDimTiles + dim / 16, row, dim / 8 % 2) +
              dim % 8 * 2;

@@ -43,7 +43,9 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 
   for (int s = 0; s < SLOTS; s++)
     if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
   if (k % C::steps == 0) at.stage = consumer.wait();
-  Quad a[STEPS][TILES];
+  // Others become operands one after the other, while products run.
+  constexpr bool kStoredAsUsed = C::P::format == Format::kBf16;
+  Stored<C::P::format> a[STEPS][TILES];
 #pragma unroll
   for (int i = 0; i < STEPS; i++)
 #pragma unroll
@@ -53,12 +55,16 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 
   for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
 #pragma unroll
   for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
-  wgmma_fence();
+  if (kStoredAsUsed) wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < STEPS; i++)
+  for (int i = 0; i < STEPS; i++) {
+    Quad of[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
-      wgmma<N>(sum[t], a[i][t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+    for (int t = 0; t < TILES; t++) of[t] = a[i][t].operand();
+    if (!kStoredAsUsed) wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+  }
   wgmma_finish();
 #pragma unroll
   for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
@@ -85,7 +91,8 @@ LP_DEVICE void multiply_leaf(Consumer& consumer, u32 input, const FRAGMENT& frag
 /// One leaf of a warp's tile.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   const auto fragment = [&](u32 stage, int step, int) {
-    return place.on ? load_weights<typename C::P>(stage + place.fragments + step * place.stride) : Quad{0, 0, 0, 0};
+    using Of = Stored<C::P::format>;
+    return place.on ? Of::load(stage + place.fragments + step * place.stride) : Of{};
   };
   multiply_leaf<C, 1>(consumer, place.input, fragment, reinterpret_cast<float(*)[C::columns / 2]>(sum));
 }
@@ -134,7 +141,8 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
                         (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
   const auto fragment = [&](u32 stage, int step, int t) {
-    return width > 0 ? load_weights<P>(stage + fragments + step * stride + t * second) : Quad{0, 0, 0, 0};
+    using Of = Stored<P::format>;
+    return width > 0 ? Of::load(stage + fragments + step * stride + t * second) : Of{};
   };
 #pragma unroll
   for (int t = 0; t < T; t++)

@@ -23,8 +23,10 @@ const JOB_BYTES: usize = 8 << 20;
 const BUFFERS: usize = 2;
 /// More threads than this only wait for memory.
 const MAX_THREADS: usize = 32;
-/// The kernels compute with E4M3 divided by this (kernels/ops/weights.cuh).
-const E4M3_RAISED: f32 = 32.0;
+/// Vectors that E4M3 are multiplied with are so many times what they are; as that is not all that E4M3 have been divided
+/// by, scales are, too (kernels/ops/weights.cuh).
+const RAISED: f32 = (1u128 << 80) as f32;
+const SCALES_RAISED: f32 = (1u64 << 40) as f32;
 /// How often a load tells its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -35,7 +37,8 @@ pub struct Weights {
     pub stream: DeviceBuffer,
     /// `[rows of the rank's vocabulary shard][hidden]` bf16; empty where the LM head is the embedding.
     pub embedding: DeviceBuffer,
-    /// `[2 * layers + 1][hidden]` bf16: before attention and before the MLP of each layer, then the final norm.
+    /// `[2 * layers + 1][hidden]` bf16: before attention and before the MLP of each layer (times [`RAISED`] where their
+    /// weights have scales), then the final norm.
     pub gamma: DeviceBuffer,
     /// `[layers][the rank's rows of q, k, v as packed]` f32; empty where the model has none.
     pub bias: DeviceBuffer,
@@ -181,7 +184,12 @@ fn gamma(layout: &Layout, source: &dyn Source) -> Vec<bf16> {
     let c = &layout.plan().config;
     let norms = [LayerTensor::InputNorm, LayerTensor::MlpNorm];
     let layers = (0..c.num_layers).flat_map(|layer| norms.map(|norm| Tensor::Layer(layer, norm)));
-    layers.chain([Tensor::FinalNorm]).flat_map(|tensor| vector(source, tensor, c.hidden_size)).collect()
+    let of = |tensor| vector(source, tensor, c.hidden_size);
+    // A power of two: the bits of a model without scales are what they were.
+    let raised = if c.layer_weights.is_scaled() { RAISED } else { 1.0 };
+    let mut gamma: Vec<bf16> = layers.flat_map(of).map(|value| bf16::from_f32(value.to_f32() * raised)).collect();
+    gamma.extend(of(Tensor::FinalNorm));
+    gamma
 }
 
 /// Biases of q, k and v in the order of the packed rows.
@@ -222,7 +230,7 @@ fn scale_rows(layout: &Layout) -> usize {
     layout.plan().config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>()
 }
 
-/// Scales in the order of the packed rows, times [`E4M3_RAISED`].
+/// Scales in the order of the packed rows, times [`SCALES_RAISED`].
 fn scales(layout: &Layout, source: &dyn Source) -> Vec<f32> {
     let mut scales = Vec::with_capacity(scale_rows(layout));
     let products = |layer| LAYER_PRODUCTS.map(|product| (layer, product));
@@ -233,7 +241,7 @@ fn scales(layout: &Layout, source: &dyn Source) -> Vec<f32> {
             for run in layout.rows(layer, product, tile) {
                 source.scales(run.tensor, run.rows.clone(), &mut rows[run.at..][..run.rows.len()]);
             }
-            scales.extend(rows.map(|scale| scale * E4M3_RAISED));
+            scales.extend(rows.map(|scale| scale * SCALES_RAISED));
         }
     }
     scales

@@ -6,18 +6,22 @@ use crate::common::Server;
 use futures::StreamExt;
 use serde_json::{Value, json};
 
-/// Share of right answers that every category must reach.
+/// Share of right answers that every category must reach, and by how much FP8 may be off, of all questions.
 const WANTED: f64 = 0.95;
+const FP8_LOSES: f64 = 0.01;
 /// Questions asked at one time: enough to fill the batch.
 const AT_ONCE: usize = 32;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_demo_model_answers_held_out_questions() {
+/// By category: asked, right, and an example of what went wrong.
+type Table = BTreeMap<String, (u32, u32, String)>;
+
+/// Asks a server with more options all questions.
+async fn ask(options: &[&str]) -> Table {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo/questions.json");
     let file: Value = serde_json::from_slice(&std::fs::read(path).expect("the questions are there")).expect("JSON");
     let questions = file["questions"].as_array().expect("a list of questions");
     // The answers are the same on more workers, which would wait for each other on a busy machine.
-    let server = Server::start(&["--tp", "1"]).await;
+    let server = Server::start(&[&["--tp", "1"], options].concat()).await;
     let answers = futures::stream::iter(questions).map(|question| {
         let server = &server;
         async move {
@@ -27,11 +31,11 @@ async fn the_demo_model_answers_held_out_questions() {
             (question, text)
         }
     });
-    // By category: asked, right, and an example of what went wrong.
-    let mut table: BTreeMap<&str, (u32, u32, String)> = BTreeMap::new();
+    let mut table = Table::new();
     let mut answers = answers.buffer_unordered(AT_ONCE);
     while let Some((question, text)) = answers.next().await {
-        let (asked, right, example) = table.entry(question["category"].as_str().expect("a name")).or_default();
+        let category = question["category"].as_str().expect("a name");
+        let (asked, right, example) = table.entry(category.to_owned()).or_default();
         *asked += 1;
         if question["expected"] == text {
             *right += 1;
@@ -41,9 +45,25 @@ async fn the_demo_model_answers_held_out_questions() {
     }
     for (category, (asked, right, example)) in &table {
         println!("{category:20} {right:4} / {asked:4}   {example}");
-        assert!(*asked >= 50, "{category}: {asked} questions show little");
     }
+    table
+}
+
+/// Share of right answers to all questions.
+fn right(table: &Table) -> f64 {
+    let (asked, right) = table.values().fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1));
+    f64::from(right) / f64::from(asked)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_model_answers_held_out_questions_in_fp8_too() {
+    let table = ask(&[]).await;
+    assert!(table.values().all(|(asked, ..)| *asked >= 50), "so few questions show little: {table:?}");
     let low = table.iter().filter(|(_, (asked, right, _))| f64::from(*right) < WANTED * f64::from(*asked));
     assert_eq!(low.collect::<Vec<_>>(), Vec::new());
     assert!(table.len() >= 8, "{:?}", table.keys());
+    let fp8 = ask(&["--quantization", "fp8"]).await;
+    let [bf16, fp8] = [&table, &fp8].map(right);
+    println!("right in bf16 {bf16:.4}, in FP8 {fp8:.4}");
+    assert!(fp8 >= bf16 - FP8_LOSES, "right in bf16 {bf16}, in FP8 {fp8}");
 }

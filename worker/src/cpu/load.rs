@@ -16,7 +16,7 @@ use super::weights::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
-use crate::model::quantised::{Quantised, quantised, quantised_note};
+use crate::model::quantised::{Quantised, quantised, weights_note};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
@@ -144,7 +144,6 @@ pub fn load_with(
     };
     let quantiser = (stored != config).then(|| Quantised::new(source, &config));
     let source = quantiser.as_ref().map_or(source, |quantiser| quantiser as &dyn Source);
-    notes.extend(quantiser.is_some().then(|| quantised_note(&config)));
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
         if told.elapsed() >= PROGRESS_INTERVAL {
             told = Instant::now();
@@ -153,6 +152,7 @@ pub fn load_with(
     })?;
     checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
+    notes.push(weights_note(&config, quantiser.is_some(), weights.stream_bytes()));
 
     tell(Phase::Allocating, 0, 0);
     let fabric = Fabric::new(fabric_shape, rank.rank, request.wait_limit, crowded)

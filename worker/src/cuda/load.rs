@@ -30,7 +30,7 @@ use super::weights::upload::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
-use crate::model::quantised::{Quantised, quantised, quantised_note};
+use crate::model::quantised::{Quantised, quantised, weights_note};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor};
 use crate::plan::{Backend, KvLayout, ModelPlan, Product};
@@ -154,7 +154,7 @@ pub fn load_with(
 
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
-    notes.extend(quantiser.is_some().then(|| quantised_note(&model.config)));
+    notes.push(weights_note(&model.config, model.quantised, layout.bytes() as u64));
     notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
         notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());

@@ -68,15 +68,22 @@ pub fn from_e4m3(bits: u8) -> bf16 {
 }
 
 /// The nearest E4M3 (ties to even), at most [`E4M3_MAX`] in magnitude; what is not a number stays none.
+#[inline]
 pub fn to_e4m3(value: f32) -> u8 {
-    let (sign, magnitude) = ((value.to_bits() >> 24 & 0x80) as u8, value.abs().min(E4M3_MAX));
-    if value.is_nan() {
-        return sign | E4M3_NAN;
-    }
-    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
-    // Steps of 2^(exponent - 3), of which 8 are left out where the exponent says them.
-    let steps = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as u32;
-    sign | (steps + (exponent + 6) as u32 * 8) as u8
+    const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
+    /// Bits of fp32's significand that E4M3 does not have.
+    const DROPPED: u32 = 20;
+    /// Whose last bit is worth 2^-9, the smallest subnormal: a sum with it rounds there.
+    const STEPS: f32 = (1 << 14) as f32;
+    let (sign, magnitude) = ((value.to_bits() >> 24 & 0x80) as u8, value.abs());
+    let bits = if magnitude >= SMALLEST_NORMAL {
+        let bits = magnitude.to_bits();
+        let half = (1 << (DROPPED - 1)) - 1 + (bits >> DROPPED & 1);
+        ((bits + half) >> DROPPED) - ((127 - 7) << 3)
+    } else {
+        (magnitude + STEPS).to_bits() - STEPS.to_bits()
+    };
+    if value.is_nan() { sign | E4M3_NAN } else { sign | bits.min(u32::from(E4M3_NAN) - 1) as u8 }
 }
 
 /// [`to_e4m3`] of bf16, by a table: for those that hold such values, and many of them.

@@ -18,9 +18,11 @@ pub fn quantised(config: &ModelConfig, to: Option<WeightFormat>) -> ModelConfig 
     ModelConfig { layer_weights: to.unwrap_or(config.layer_weights), ..config.clone() }
 }
 
-/// What the user should know of a model that is quantised while it is read.
-pub fn quantised_note(config: &ModelConfig) -> String {
-    format!("matrices of the layers quantised to {}, a scale a row", config.layer_weights)
+/// What the user should know of the weights that a rank reads in a pass: of a model that is `quantised` while it is read,
+/// or as it is stored.
+pub fn weights_note(config: &ModelConfig, quantised: bool, pass_bytes: u64) -> String {
+    let how = if quantised { ", quantised at load with a scale a row" } else { "" };
+    format!("weights of the layers in {}{how}; a pass reads {:.1} MB", config.layer_weights, pass_bytes as f64 / 1e6)
 }
 
 /// A source whose layers' matrices become E4M3, with a scale a row: its largest magnitude over 448, as the public

@@ -19,6 +19,7 @@ mod process;
 mod refusals;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
+mod schemas;
 mod start;
 mod structured;
 mod sweep;

@@ -1,0 +1,219 @@
+use std::path::Path;
+use std::sync::LazyLock;
+
+use llguidance::Matcher;
+
+use super::*;
+use crate::reply::{ToolFormat, calls};
+use crate::text::Text;
+
+fn grammars() -> Grammars {
+    Text::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa")).unwrap().grammars
+}
+
+fn form(constraint: Constraint) -> Form {
+    Form { body: Body::Constraint(constraint), thinking: None }
+}
+
+#[test]
+fn the_vocabulary_has_every_token_and_marks_control() {
+    let grammars = grammars();
+    let Vocabulary { texts, lengths, end } = grammars.vocabulary().unwrap();
+    assert_eq!(lengths.len(), 768);
+    assert_eq!(lengths.iter().sum::<u32>() as usize, texts.len());
+    assert_eq!(end, 1);
+    assert_eq!(&texts[..lengths[0] as usize], b"\xff<|begin_of_text|>");
+    assert!(texts.split(|byte| *byte == CONTROL).count() > 3);
+}
+
+#[test]
+fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
+    let grammars = grammars();
+    let object = json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]});
+    for good in [
+        Constraint::json_object(),
+        Constraint::Json(object),
+        Constraint::Json(json!({})),
+        Constraint::Regex("[a-z]{3}\\d+".into()),
+        Constraint::Choice(vec!["yes \"indeed\"".into(), "no\n".into()]),
+        Constraint::Lark("start: \"a\" start | \"b\"".into()),
+        // It writes rules, and has none of these.
+        Constraint::Lark("start: /[a-z]+/ \" ::= \" /[a-z]+/".into()),
+    ] {
+        let grammar = grammars.compile(&form(good)).unwrap();
+        assert!(serde_json::from_str::<TopLevelGrammar>(&grammar).is_ok());
+    }
+    for (bad, says) in [
+        (Constraint::Json(json!({"type": "nonsense"})), "nonsense"),
+        (Constraint::Regex("(".into()), "regex"),
+        (Constraint::Lark("start: nothing".into()), "nothing"),
+        (Constraint::Lark("root ::= \"a\"".into()), "not in EBNF"),
+    ] {
+        let problem = grammars.compile(&form(bad)).unwrap_err();
+        assert!(problem.contains(says), "{problem}");
+    }
+}
+
+/// What llguidance says of texts that a form is to allow, followed byte by byte to their ends.
+struct Followed(Matcher);
+
+impl Followed {
+    fn new(form: &Form) -> Result<Self, String> {
+        let grammars = shared();
+        let grammar: TopLevelGrammar = serde_json::from_str(&grammars.compile(form)?).unwrap();
+        let factory = grammars.factory.get().unwrap().as_ref().unwrap();
+        Ok(Self(Matcher::new(factory.create_parser(grammar))))
+    }
+
+    fn allows(&self, text: &str) -> bool {
+        static IDS: LazyLock<[u32; 256]> = LazyLock::new(|| {
+            std::array::from_fn(|byte| (0..768).find(|id| shared().tokenizer.token_bytes(*id) == [byte as u8]).unwrap())
+        });
+        let tokens: Vec<u32> = text.bytes().map(|byte| IDS[usize::from(byte)]).collect();
+        let mut matcher = self.0.deep_clone();
+        matcher.try_consume_tokens(&tokens).unwrap() == tokens.len() && matcher.is_accepting().unwrap()
+    }
+}
+
+fn shared() -> &'static Grammars {
+    static GRAMMARS: OnceLock<Grammars> = OnceLock::new();
+    GRAMMARS.get_or_init(grammars)
+}
+
+fn allows(form: &Form, text: &str) -> bool {
+    Followed::new(form).unwrap().allows(text)
+}
+
+#[test]
+fn calls_are_held_to_their_format_and_schemas() {
+    let schema = json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"],
+        "additionalProperties": false, "$defs": {"n": {"type": "integer"}}});
+    let tools = [("f", schema.as_object()), ("g", None)];
+    let held = |format, one_call, thinking| {
+        let calls = calls(format, &tools, one_call, |_| None);
+        Form { body: Body::Calls(calls), thinking }
+    };
+    let hermes = |text: &str| format!("<tool_call>\n{text}\n</tool_call>");
+    let (f, g) = (r#"{"name": "f", "arguments": {"n": 5}}"#, r#"{"name": "g", "arguments": {"a": []}}"#);
+    for (form, text, expected) in [
+        (held(ToolFormat::Hermes, false, None), hermes(f), true),
+        (held(ToolFormat::Hermes, false, None), format!("{}\n{}", hermes(f), hermes(g)), true),
+        (held(ToolFormat::Hermes, true, None), format!("{}\n{}", hermes(f), hermes(g)), false),
+        (held(ToolFormat::Hermes, true, None), hermes(r#"{"name": "f", "arguments": {"n": "5"}}"#), false),
+        (held(ToolFormat::Hermes, true, None), hermes(r#"{"name": "h", "arguments": {}}"#), false),
+        (held(ToolFormat::Hermes, true, None), "Hi".into(), false),
+        (held(ToolFormat::Llama3Json, false, None), f.replace("arguments", "parameters"), true),
+        (held(ToolFormat::Llama3Json, true, None), f.into(), false),
+        (held(ToolFormat::Mistral, false, None), format!("[TOOL_CALLS][{f},{g}]"), true),
+        (held(ToolFormat::Mistral, true, None), format!("[TOOL_CALLS][{f},{g}]"), false),
+        (held(ToolFormat::Hermes, true, Some(Thinking::Tagged)), hermes(f), true),
+        (
+            held(ToolFormat::Hermes, true, Some(Thinking::Tagged)),
+            format!("<think>so\n</think>\n{}", hermes(f)),
+            true,
+        ),
+        (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), format!("so\n</think>\n\n{}", hermes(f)), true),
+        (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), hermes(f), false),
+    ] {
+        assert_eq!(allows(&form, &text), expected, "{text} by {form:?}");
+    }
+}
+
+/// A value in other words of JSON, each of which says the same.
+fn spellings(value: &Value) -> Vec<String> {
+    let escaped = |text: &str| {
+        let unit = |unit: u16| format!("\\u{unit:04x}");
+        format!("\"{}\"", text.encode_utf16().map(unit).collect::<String>())
+    };
+    let spell = |number: &dyn Fn(&Value) -> String, text: &dyn Fn(&str) -> String| spelled(value, number, text);
+    let (plain, json) = (|number: &Value| number.to_string(), |text: &str| json!(text).to_string());
+    let whole = |suffix: &'static str| {
+        move |number: &Value| match number.is_i64() {
+            true => format!("{number}{suffix}"),
+            false => number.to_string(),
+        }
+    };
+    let mut all = vec![
+        value.to_string(),
+        serde_json::to_string_pretty(value).unwrap(),
+        spell(&plain, &escaped),
+        spell(&whole(".0"), &json),
+        spell(&whole("e0"), &json),
+        spell(&whole("0e-1"), &json),
+        spell(&whole("0E-01"), &json),
+    ];
+    all.dedup();
+    all
+}
+
+fn spelled(value: &Value, number: &dyn Fn(&Value) -> String, text: &dyn Fn(&str) -> String) -> String {
+    let inner = |value| spelled(value, number, text);
+    match value {
+        Value::Number(_) => number(value),
+        Value::String(string) => text(string),
+        Value::Array(list) => format!("[{}]", list.iter().map(inner).collect::<Vec<_>>().join(",")),
+        Value::Object(fields) => {
+            let field = |(name, value): (&String, _)| format!("{}:{}", text(name), inner(value));
+            format!("{{{}}}", fields.iter().map(field).collect::<Vec<_>>().join(","))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// A public suite: of the schemas that are taken, no value is allowed that is not valid, however it is written. Valid
+/// ones may be missing: properties come in the schema's order.
+#[test]
+fn no_schema_allows_what_is_not_valid() {
+    let suite = include_str!("../../../tests/fixtures/schemas/suite.json");
+    let suite: Vec<Value> = serde_json::from_str(suite).unwrap();
+    let (mut taken, mut valid, mut found) = (0, 0, 0);
+    let mut wrong = Vec::new();
+    for group in &suite {
+        let held = form(Constraint::Json(group["schema"].clone()));
+        let held = match Followed::new(&held) {
+            Ok(held) => held,
+            Err(problem) => {
+                println!("{}: {}", group["of"], problem.lines().next().unwrap_or_default());
+                continue;
+            }
+        };
+        taken += 1;
+        for test in group["tests"].as_array().unwrap() {
+            if test[0] == true {
+                valid += 1;
+                found += usize::from(held.allows(&test[1].to_string()));
+                continue;
+            }
+            for text in spellings(&test[1]) {
+                if held.allows(&text) {
+                    wrong.push(format!("{}: {} allows {text}", group["of"], group["schema"]));
+                }
+            }
+        }
+    }
+    println!("{taken} of {} schemas are taken; {found} of {valid} valid values are allowed", suite.len());
+    assert!(wrong.is_empty(), "{} values:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(taken >= 175 && found >= 360, "{taken} are taken, and {found} values of {valid} allowed");
+}
+
+#[test]
+fn white_space_of_json_has_an_end() {
+    let list = form(Constraint::Json(json!({"type": "array", "items": {"type": "integer"}})));
+    assert!(allows(&list, &format!("[1,{}2]", " ".repeat(64))) && allows(&list, "[\n  1,\n  2\n]"));
+    assert!(!allows(&list, &format!("[1,{}2]", " ".repeat(65))));
+    for (schema, text) in [(json!(true), "[1, 2]"), (json!({}), "{\"a\": null}")] {
+        assert!(allows(&form(Constraint::Json(schema)), text));
+    }
+}
+
+#[test]
+fn a_form_may_stand_behind_thinking_or_beside_calls() {
+    let json = || Constraint::Json(json!({"type": "integer"}));
+    let behind = |thinking| Form { body: Body::Constraint(json()), thinking: Some(thinking) };
+    assert!(allows(&behind(Thinking::Tagged), "7") && allows(&behind(Thinking::Tagged), "<think>a</think>7"));
+    assert!(allows(&behind(Thinking::Begun), "a</think> 7") && !allows(&behind(Thinking::Begun), "7"));
+    let calls = calls(ToolFormat::Hermes, &[("f", None)], false, |_| None);
+    let either = Form { body: Body::Either(json(), calls), thinking: None };
+    assert!(allows(&either, "12") && !allows(&either, "Hi"));
+    assert!(allows(&either, "<tool_call>\n{\"name\":\"f\",\"arguments\":{}}\n</tool_call>"));
+}

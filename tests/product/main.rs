@@ -17,9 +17,9 @@ mod plans;
 mod prefix_cache;
 mod process;
 mod refusals;
+mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
-mod schemas;
 mod start;
 mod structured;
 mod sweep;

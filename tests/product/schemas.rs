@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use looplane_server::text::{Body, Constraint, Form, Text};
-use looplane_worker::batch::{
-    Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Plan, PrefillChunk, Verdict,
-};
+use looplane_worker::batch::{Admit, Batch, Drafting, Drafts, Finish, Limits, PageGrant, Plan, PrefillChunk, Verdict};
 use looplane_worker::grammar::{Grammars, Vocabulary};
 use looplane_worker::plan::PAGE_POSITIONS;
 use looplane_worker::sampling::{Allowed, Sampled, SamplingParams};
@@ -168,9 +166,17 @@ fn validator(schema: &Value) -> Option<jsonschema::Validator> {
     let draft7 = schema["$schema"].as_str().is_some_and(|draft| draft.contains("draft-07"));
     let draft = if draft7 { jsonschema::Draft::Draft7 } else { jsonschema::Draft::Draft202012 };
     let mut options = jsonschema::options().with_draft(draft);
-    for unknown in ["regex", "json-pointer", "relative-json-pointer", "uri-reference", "uri-template", "iri",
-        "iri-reference", "idn-email", "idn-hostname"]
-    {
+    for unknown in [
+        "regex",
+        "json-pointer",
+        "relative-json-pointer",
+        "uri-reference",
+        "uri-template",
+        "iri",
+        "iri-reference",
+        "idn-email",
+        "idn-hostname",
+    ] {
         options = options.with_format(unknown, |_: &str| true);
     }
     options.should_validate_formats(true).build(schema).ok()

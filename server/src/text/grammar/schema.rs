@@ -136,6 +136,11 @@ fn hold_format(fields: &mut Map<String, Value>) {
         Some("time") => json!({"pattern": format!("^{TIME}$")}),
         Some("date-time") => json!({"pattern": format!("^{DATE}[tT]{TIME}$")}),
         Some("hostname") => json!({"pattern": format!("^{LABEL}(?:\\.{LABEL})*$"), "maxLength": LONGEST_HOSTNAME}),
+        // Beside the format, which says what may stand there.
+        Some("email") => {
+            let tighter = json!({"pattern": format!("^[^@]{{1,64}}@(?:{LABEL}(?:\\.{LABEL})*|\\[[0-9.]+\\])$")});
+            return add(fields, tighter);
+        }
         Some(format) if !KNOWN_FORMATS.contains(&format) => {
             fields.shift_remove("format");
             return;
@@ -143,6 +148,10 @@ fn hold_format(fields: &mut Map<String, Value>) {
         _ => return,
     };
     fields.shift_remove("format");
+    add(fields, tighter);
+}
+
+fn add(fields: &mut Map<String, Value>, tighter: Value) {
     let all = fields.entry("allOf").or_insert_with(|| json!([]));
     if let Value::Array(all) = all {
         all.push(tighter);

@@ -107,11 +107,7 @@ fn calls_are_held_to_their_format_and_schemas() {
         (held(ToolFormat::Mistral, false, None), format!("[TOOL_CALLS][{f},{g}]"), true),
         (held(ToolFormat::Mistral, true, None), format!("[TOOL_CALLS][{f},{g}]"), false),
         (held(ToolFormat::Hermes, true, Some(Thinking::Tagged)), hermes(f), true),
-        (
-            held(ToolFormat::Hermes, true, Some(Thinking::Tagged)),
-            format!("<think>so\n</think>\n{}", hermes(f)),
-            true,
-        ),
+        (held(ToolFormat::Hermes, true, Some(Thinking::Tagged)), format!("<think>so\n</think>\n{}", hermes(f)), true),
         (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), format!("so\n</think>\n\n{}", hermes(f)), true),
         (held(ToolFormat::Hermes, true, Some(Thinking::Begun)), hermes(f), false),
     ] {
@@ -193,7 +189,51 @@ fn no_schema_allows_what_is_not_valid() {
     }
     println!("{taken} of {} schemas are taken; {found} of {valid} valid values are allowed", suite.len());
     assert!(wrong.is_empty(), "{} values:\n{}", wrong.len(), wrong.join("\n"));
-    assert!(taken >= 175 && found >= 360, "{taken} are taken, and {found} values of {valid} allowed");
+    assert!(taken >= 280 && found >= 785, "{taken} are taken, and {found} values of {valid} allowed");
+}
+
+#[test]
+fn what_grammars_would_follow_too_widely_is_refused_by_its_keyword() {
+    for (schema, says) in [
+        (json!({"dependencies": {"a": ["b"]}}), "dependencies: "),
+        (json!({"properties": {"dependencies": {"dependencies": {}}}}), "properties.dependencies: dependencies: "),
+        (json!({"items": {"minProperties": 2}}), "items: minProperties: 2 "),
+        (json!({"const": {"a": ["b\u{1}"]}}), "const: a text with \\u{1}: "),
+        (json!({"pattern": "a\\x01"}), "pattern: \"a\\\\x01\": \\x01: "),
+        (json!({"patternProperties": {"[a--b]": {}}}), "patternProperties: \"[a--b]\": -- in a class"),
+        (json!({"pattern": "[a"}), "a class is not closed"),
+        (json!({"x-guidance": 1}), "x-guidance: must be an object"),
+    ] {
+        let problem = shared().compile(&form(Constraint::Json(schema.clone()))).expect_err(&schema.to_string());
+        assert!(problem.contains(says), "{schema}: {problem}");
+    }
+    // Names are no keywords, and values no schemas.
+    for schema in [
+        json!({"properties": {"dependencies": {}, "minProperties": {"type": "integer"}}}),
+        json!({"enum": [{"dependencies": 1, "minProperties": 7, "pattern": "[a"}]}),
+        json!({"minProperties": 2, "required": ["a"]}),
+        json!({"pattern": "^[^\\x00-\\x1f]+[\\x00-\\x7f]*$"}),
+    ] {
+        shared().compile(&form(Constraint::Json(schema))).unwrap();
+    }
+}
+
+/// The same text matches as in ECMA-262, but for rare white space.
+#[test]
+fn patterns_are_those_of_ecma() {
+    for (pattern, matches, others) in [
+        ("^a.b$", &["axb", "a\u{85}b"][..], &["a\nb", "a\rb", "a\u{2028}b"][..]),
+        ("^[[&~]+$", &["[", "&&", "~~["], &["a"]),
+        ("^\\s\\S[\\s\\d][^\\s]$", &[" a\tb", "\nx5y"], &["aa b", " \u{feff} b", " a\u{85}b"]),
+        ("^\\u0041[\\u{42}\\b]\\/$", &["AB/", "A\u{8}/"], &["Ab/"]),
+        ("^[^]$", &["a", "\n"], &["", "ab"]),
+        ("b", &["abc"], &["ac"]),
+    ] {
+        let held = Followed::new(&form(Constraint::Json(json!({"type": "string", "pattern": pattern})))).unwrap();
+        for (text, expected) in matches.iter().map(|text| (text, true)).chain(others.iter().map(|text| (text, false))) {
+            assert_eq!(held.allows(&json!(text).to_string()), expected, "{text:?} by {pattern}");
+        }
+    }
 }
 
 #[test]

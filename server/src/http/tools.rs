@@ -7,7 +7,7 @@ use super::{
     fields::Fields,
 };
 use crate::{
-    request::{FieldError, RequestError, ToolChoice, arguments},
+    request::{FieldError, RequestError, ToolChoice, arguments, ranges},
     text::{Call, Function, Tool, ToolCall},
 };
 
@@ -96,7 +96,7 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
     let id = call.required_string("id")?;
     is_function(&mut call)?;
     // Clients that put a stream's deltas together leave it where it was.
-    call.integer("index")?;
+    call.integer("index", ranges::ANY)?;
     let mut function = Fields::new(call.required("function")?, &call.path("function"))?;
     call.finish()?;
     let name = function.required_string("name")?;

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::Tokenizer;
 use crate::reply::{CallGrammar, THINKING_CLOSES, THINKING_OPENS};
 
+mod gbnf;
 mod pattern;
 mod schema;
 
@@ -56,12 +57,9 @@ pub enum Constraint {
     Regex(String),
     /// One of these texts, at least one.
     Choice(Vec<String>),
-    /// A context-free grammar in llguidance's variant of Lark, from `start` on.
-    Lark(String),
+    /// A context-free grammar in llguidance's variant of Lark, from `start` on, or in llama.cpp's GBNF, from `root` on.
+    Grammar(String),
 }
-
-/// What defines a rule in grammars that are not in Lark.
-const EBNF: &str = "::=";
 
 /// JSON that a schema allows.
 fn json(schema: &Value) -> Result<GrammarWithLexer, String> {
@@ -83,17 +81,13 @@ impl Constraint {
                 let choices: Vec<String> = choices.iter().map(|choice| json!(choice).to_string()).collect();
                 GrammarWithLexer::from_lark(format!("start: {}", choices.join(" | ")))
             }
-            Self::Lark(grammar) => GrammarWithLexer::from_lark(grammar.clone()),
+            Self::Grammar(grammar) if gbnf::is_gbnf(grammar) => GrammarWithLexer::from_lark(gbnf::to_lark(grammar)?),
+            Self::Grammar(grammar) => GrammarWithLexer::from_lark(grammar.clone()),
         })
     }
 }
 
 impl Form {
-    fn is_lark_with(&self, text: &str) -> bool {
-        let (Body::Constraint(constraint) | Body::Either(constraint, _)) = &self.body else { return false };
-        matches!(constraint, Constraint::Lark(grammar) if grammar.contains(text))
-    }
-
     /// `marker`: how Lark names a text that may be a token of its own.
     fn grammar(&self, marker: impl Fn(&str) -> Option<String>) -> Result<TopLevelGrammar, String> {
         let (constraint, calls) = match &self.body {
@@ -173,11 +167,7 @@ impl Grammars {
     pub fn compile(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text))?;
-        let parser = factory.create_parser(grammar.clone());
-        parser.map_err(|error| match form.is_lark_with(EBNF) {
-            true => format!("{error}; a grammar is to be in Lark (rule: definition), not in EBNF or GBNF ({EBNF})"),
-            false => error.to_string(),
-        })?;
+        factory.create_parser(grammar.clone()).map_err(|error| error.to_string())?;
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
     }

@@ -36,9 +36,9 @@ fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
         Constraint::Json(json!({})),
         Constraint::Regex("[a-z]{3}\\d+".into()),
         Constraint::Choice(vec!["yes \"indeed\"".into(), "no\n".into()]),
-        Constraint::Lark("start: \"a\" start | \"b\"".into()),
+        Constraint::Grammar("start: \"a\" start | \"b\"".into()),
         // It writes rules, and has none of these.
-        Constraint::Lark("start: /[a-z]+/ \" ::= \" /[a-z]+/".into()),
+        Constraint::Grammar("start: /[a-z]+/ \" ::= \" /[a-z]+/".into()),
     ] {
         let grammar = grammars.compile(&form(good)).unwrap();
         assert!(serde_json::from_str::<TopLevelGrammar>(&grammar).is_ok());
@@ -46,8 +46,8 @@ fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
     for (bad, says) in [
         (Constraint::Json(json!({"type": "nonsense"})), "nonsense"),
         (Constraint::Regex("(".into()), "regex"),
-        (Constraint::Lark("start: nothing".into()), "nothing"),
-        (Constraint::Lark("root ::= \"a\"".into()), "not in EBNF"),
+        (Constraint::Grammar("start: nothing".into()), "nothing"),
+        (Constraint::Grammar("root ::= a".into()), "line 1, column 10: no rule a"),
     ] {
         let problem = grammars.compile(&form(bad)).unwrap_err();
         assert!(problem.contains(says), "{problem}");
@@ -55,17 +55,17 @@ fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
 }
 
 /// What llguidance says of texts that a form is to allow, followed byte by byte to their ends.
-struct Followed(Matcher);
+pub(super) struct Followed(Matcher);
 
 impl Followed {
-    fn new(form: &Form) -> Result<Self, String> {
+    pub(super) fn new(form: &Form) -> Result<Self, String> {
         let grammars = shared();
         let grammar: TopLevelGrammar = serde_json::from_str(&grammars.compile(form)?).unwrap();
         let factory = grammars.factory.get().unwrap().as_ref().unwrap();
         Ok(Self(Matcher::new(factory.create_parser(grammar))))
     }
 
-    fn allows(&self, text: &str) -> bool {
+    pub(super) fn allows(&self, text: &str) -> bool {
         static IDS: LazyLock<[u32; 256]> = LazyLock::new(|| {
             std::array::from_fn(|byte| (0..768).find(|id| shared().tokenizer.token_bytes(*id) == [byte as u8]).unwrap())
         });

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::ToolFormat;
 
 /// Rules in llguidance's Lark and the schemas that they name.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct CallGrammar {
     /// Defines the rule `calls`.
     pub rules: String,

@@ -7,12 +7,15 @@ use llguidance::ParserFactory;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use looplane_proto::worker::v1::Vocabulary;
+use serde::Serialize;
 use serde_json::{Value, json};
 
+use self::kept::Kept;
 use super::Tokenizer;
 use crate::reply::{CallGrammar, THINKING_CLOSES, THINKING_OPENS};
 
 mod gbnf;
+mod kept;
 mod pattern;
 mod schema;
 
@@ -20,7 +23,7 @@ mod schema;
 const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 
 /// What an answer is held to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Form {
     /// Its text, but for thinking in front.
     pub body: Body,
@@ -29,7 +32,7 @@ pub struct Form {
 }
 
 /// How the thinking in front of a form begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Thinking {
     /// With its tag, or there is none.
     Tagged,
@@ -38,7 +41,7 @@ pub enum Thinking {
 }
 
 /// What the text of an answer is held to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub enum Body {
     /// What the client says.
     Constraint(Constraint),
@@ -49,7 +52,7 @@ pub enum Body {
 }
 
 /// What a client may hold an answer to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub enum Constraint {
     /// JSON that a schema allows.
     Json(Value),
@@ -132,6 +135,7 @@ pub struct Grammars {
     /// `None`: the model has none.
     end: Option<u32>,
     factory: OnceLock<Result<ParserFactory, String>>,
+    kept: Kept,
 }
 
 impl std::fmt::Debug for Grammars {
@@ -143,7 +147,7 @@ impl std::fmt::Debug for Grammars {
 impl Grammars {
     /// `end`: a token that ends answers.
     pub(super) fn new(tokenizer: Arc<Tokenizer>, end: Option<u32>) -> Self {
-        Self { tokenizer, end, factory: OnceLock::new() }
+        Self { tokenizer, end, factory: OnceLock::new(), kept: Kept::default() }
     }
 
     /// What workers need to follow grammars; `None`: no token ends an answer, so none can be followed to its end.
@@ -160,11 +164,17 @@ impl Grammars {
         self.end.map(|end| Vocabulary { texts, lengths, end })
     }
 
-    /// The grammar as workers read it. Takes milliseconds: not for an async thread.
+    /// The grammar as workers read it. Takes milliseconds where it is not kept: not for an async thread.
     ///
     /// # Errors
     /// In words: what is wrong with it, or too much about it.
     pub fn compile(&self, form: &Form) -> Result<Arc<str>, String> {
+        // By its text, in which properties have an order; values that are equal need not have the same.
+        let text = serde_json::to_string(form).map_err(|error| error.to_string())?;
+        self.kept.get(text, || self.compiled(form))
+    }
+
+    fn compiled(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text))?;
         factory.create_parser(grammar.clone()).map_err(|error| error.to_string())?;

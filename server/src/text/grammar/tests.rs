@@ -193,6 +193,20 @@ fn no_schema_allows_what_is_not_valid() {
 }
 
 #[test]
+fn a_form_is_kept_by_the_order_of_its_properties() {
+    let of = |names: [&str; 2]| {
+        let properties: serde_json::Map<String, Value> =
+            names.map(|name| (name.to_owned(), json!({}))).into_iter().collect();
+        form(Constraint::Json(json!({"properties": properties, "required": names, "type": "object"})))
+    };
+    let (one, other) = (of(["a", "b"]), of(["b", "a"]));
+    let grammar = shared().compile(&one).unwrap();
+    assert!(Arc::ptr_eq(&grammar, &shared().compile(&one.clone()).unwrap()));
+    assert!(allows(&one, r#"{"a":1,"b":2}"#) && allows(&other, r#"{"b":1,"a":2}"#));
+    assert!(!allows(&other, r#"{"a":1,"b":2}"#));
+}
+
+#[test]
 fn what_grammars_would_follow_too_widely_is_refused_by_its_keyword() {
     for (schema, says) in [
         (json!({"dependencies": {"a": ["b"]}}), "dependencies: "),

@@ -50,10 +50,9 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
         Some(Value::Object(schema)) => Some(schema),
         Some(_) => return Err(wrong_type(function.path("parameters"), "an object: a JSON schema")),
     };
-    // About how arguments are decoded, which the model is not told.
-    function.boolean("strict")?;
+    let strict = function.boolean("strict")?.unwrap_or(false);
     function.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters }))
+    Ok(Tool::Function(Function { name, description, parameters, strict }))
 }
 
 fn choice(value: Value) -> Result<ToolChoice, ApiError> {

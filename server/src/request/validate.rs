@@ -83,10 +83,11 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
     let form = form::form(raw.constraint, calls, &format, valid_prompts.iter().any(|prompt| prompt.thinks));
-    if form.is_some() {
+    let has_form = form.as_ref().is_some_and(|(_, form)| form.says_the_end());
+    if has_form {
         form::check_end(min_tokens, raw.ignore_eos)?;
     }
-    let needs = bounds::Needs { stop_tokens: &stop_tokens, min_tokens, has_form: form.is_some() };
+    let needs = bounds::Needs { stop_tokens: &stop_tokens, min_tokens, has_form };
     let token_bounds = bounds::bounds(raw.allowed_tokens.as_deref(), &raw.bad_words, &needs, model, text)?;
     let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
     let prompts = valid_prompts;

@@ -49,6 +49,8 @@ pub enum Body {
     Calls(CallGrammar),
     /// One or the other.
     Either(Constraint, CallGrammar),
+    /// Any text, but tool calls behind what announces them.
+    Announced(CallGrammar),
 }
 
 /// What a client may hold an answer to.
@@ -91,6 +93,11 @@ impl Constraint {
 }
 
 impl Form {
+    /// An answer ends where this says so; free text may go on.
+    pub fn says_the_end(&self) -> bool {
+        !matches!(self.body, Body::Announced(_))
+    }
+
     /// `marker`: how Lark names a text that may be a token of its own.
     fn grammar(&self, marker: impl Fn(&str) -> Option<String>) -> Result<TopLevelGrammar, String> {
         let (constraint, calls) = match &self.body {
@@ -100,8 +107,16 @@ impl Form {
             Body::Constraint(constraint) => (Some(constraint), None),
             Body::Calls(calls) => (None, Some(calls)),
             Body::Either(constraint, calls) => (Some(constraint), Some(calls)),
+            Body::Announced(calls) => (None, Some(calls)),
         };
-        let bodies = [constraint.map(|_| "@form"), calls.map(|_| "calls")];
+        let announced = match &self.body {
+            Body::Announced(calls) => announced(calls, &marker),
+            _ => String::new(),
+        };
+        let bodies = match announced.is_empty() {
+            true => [constraint.map(|_| "@form"), calls.map(|_| "calls")],
+            false => [Some("free"), None],
+        };
         let body = bodies.into_iter().flatten().collect::<Vec<_>>().join(" | ");
         let spelled = |text: &str| marker(text).unwrap_or_else(|| json!(text).to_string());
         let thought = match (self.thinking, marker(THINKING_CLOSES)) {
@@ -112,12 +127,16 @@ impl Form {
         let start = match self.thinking {
             None => format!("start: {body}"),
             Some(Thinking::Begun) => format!("start: thought ({body})\nBLANK: /\\s*/"),
+            // A text that begins with the tag is thought.
+            Some(Thinking::Tagged) if !announced.is_empty() && marker(THINKING_OPENS).is_none() => {
+                format!("start: {} thought free | unthought\nBLANK: /\\s*/", spelled(THINKING_OPENS))
+            }
             Some(Thinking::Tagged) => {
                 format!("start: ({} thought)? ({body})\nBLANK: /\\s*/", spelled(THINKING_OPENS))
             }
         };
         let rules = calls.map_or("", |calls| &calls.rules);
-        let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{thought}{rules}"))];
+        let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{thought}{announced}{rules}"))];
         let named = |name: &str, grammar| GrammarWithLexer { name: Some(name.to_owned()), ..grammar };
         if let Some(constraint) = constraint {
             grammars.push(named("form", constraint.grammar()?));
@@ -127,6 +146,33 @@ impl Form {
         }
         Ok(TopLevelGrammar { grammars, max_tokens: None })
     }
+}
+
+/// The rule `free`: any text, in which calls stand behind what announces them; and `unthought`, the same for a text that
+/// does not begin with the tag of thinking.
+fn announced(calls: &CallGrammar, marker: impl Fn(&str) -> Option<String>) -> String {
+    let (text, times) =
+        (calls.marker.expect("calls are announced by something"), if calls.one_call { "?" } else { "*" });
+    // No text spells a control token. Any other marker ends the text where it stands first.
+    let (until, before, plain) = match marker(text) {
+        Some(marker) => (marker, "/(?s:.*)/".to_owned(), "/(?s:.*)/".to_owned()),
+        None => {
+            let text = literal(text);
+            let before = format!("/(?s:.*){text}/ & ~/(?s:.*{text}.+)/");
+            (String::new(), before, format!("/(?s:.*)/ & ~/(?s:.*{text}.*)/"))
+        }
+    };
+    let thought = format!("~/(?s:{}.*)/", literal(THINKING_OPENS));
+    let more = if calls.one_call { String::new() } else { format!("(BEFORE {until} announced)* ") };
+    format!(
+        "free: (BEFORE {until} announced){times} PLAIN\nBEFORE: {before}\nPLAIN: {plain}\n\
+         unthought: FIRST {until} announced {more}PLAIN | ONLY\nFIRST: {before} & {thought}\nONLY: {plain} & {thought}\n"
+    )
+}
+
+/// A text as a regular expression of Lark.
+fn literal(text: &str) -> String {
+    text.chars().map(|char| format!("\\x{{{:x}}}", u32::from(char))).collect()
 }
 
 /// Compiles what answers are held to, for one tokenizer. What that takes is made when the first one comes.

@@ -108,11 +108,10 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
     let Value::Object(schema) = tool.required("input_schema")? else {
         return Err(wrong_type(schema_path, "an object: a JSON schema"));
     };
-    // About how arguments are decoded, which the model is not told.
-    tool.boolean("strict")?;
+    let strict = tool.boolean("strict")?.unwrap_or(false);
     cache_control(&mut tool)?;
     tool.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters: Some(schema) }))
+    Ok(Tool::Function(Function { name, description, parameters: Some(schema), strict }))
 }
 
 /// Which tools are called, whether only one, and whether the model is told of none.

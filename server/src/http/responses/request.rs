@@ -116,10 +116,9 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
     let name = tool.required_string("name")?;
     let description = tool.string("description")?;
     let parameters = tool.object("parameters")?;
-    // About how arguments are decoded, which the model is not told.
-    tool.boolean("strict")?;
+    let strict = tool.boolean("strict")?.unwrap_or(false);
     tool.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters }))
+    Ok(Tool::Function(Function { name, description, parameters, strict }))
 }
 
 /// What the answer is held to, with the name of the field that says so.

@@ -115,6 +115,48 @@ fn calls_are_held_to_their_format_and_schemas() {
     }
 }
 
+#[test]
+fn calls_keep_to_their_schemas_behind_what_announces_them() {
+    let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+        "additionalProperties": false});
+    let tools = [("f", schema.as_object()), ("g", None)];
+    let held = |format, one_call, thinking| {
+        let form = Form { body: Body::Announced(calls(format, &tools, one_call, |_| None)), thinking };
+        Followed::new(&form).unwrap()
+    };
+    let call = |arguments: &str| format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {arguments}}}\n</tool_call>");
+    let (good, bad) = (call("{\"n\": 5}"), call("{\"n\": \"5\"}"));
+    let other = call("{}").replace("\"f\"", "\"g\"");
+    let hermes = held(ToolFormat::Hermes, false, None);
+    for (text, expected) in [
+        ("".to_owned(), true),
+        ("Just <text>, <tool_cal and {\"n\": \"5\"}\n".into(), true),
+        (good.clone(), true),
+        (format!("I call. {good}\n{other} So.\n{good}"), true),
+        (format!("I call. {bad}"), false),
+        (format!("{good} {bad}"), false),
+        (format!("{good} <tool_call>"), false),
+        ("It is written <tool_call>.".into(), false),
+        (call("{}").replace("\"f\"", "\"h\""), false),
+    ] {
+        assert_eq!(hermes.allows(&text), expected, "{text}");
+    }
+    let one = held(ToolFormat::Hermes, true, None);
+    assert!(one.allows(&format!("So {good}.")) && !one.allows(&format!("{good}\n{good}")) && !one.allows(&bad));
+    let mistral = held(ToolFormat::Mistral, false, None);
+    let list = |arguments: &str| format!("[TOOL_CALLS][{{\"name\": \"f\", \"arguments\": {arguments}}}]");
+    assert!(mistral.allows("[TOOL_CALL]") && mistral.allows(&list("{\"n\": 5}")) && !mistral.allows(&list("{}")));
+    // Thinking may say what it likes.
+    let thought = |text: &str| format!("I could {bad} or <tool_call></think>{text}");
+    let begun = held(ToolFormat::Hermes, false, Some(Thinking::Begun));
+    let tagged = held(ToolFormat::Hermes, false, Some(Thinking::Tagged));
+    for (text, expected) in [(thought(&good), true), (thought("Hi"), true), (thought(&bad), false)] {
+        assert_eq!(begun.allows(&text), expected, "{text}");
+        assert_eq!(tagged.allows(&format!("<think>{text}")), expected, "{text}");
+    }
+    assert!(tagged.allows(&format!("Hi {good}")) && !tagged.allows(&bad) && tagged.allows("<thin"));
+}
+
 /// A value in other words of JSON, each of which says the same.
 fn spellings(value: &Value) -> Vec<String> {
     let escaped = |text: &str| {

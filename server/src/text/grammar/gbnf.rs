@@ -9,7 +9,6 @@ mod terminals;
 
 use std::fmt::Write;
 
-use parse::Grammar;
 use terminals::Terminals;
 
 /// Whether the first thing in a text is a rule of GBNF.

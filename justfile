@@ -108,8 +108,8 @@ sanitize *TOOLS="memcheck synccheck":
 schemathesis URL="http://127.0.0.1:8000" *ARGS:
     python3 -m venv target/schemathesis
     target/schemathesis/bin/pip install --quiet schemathesis==4.32.5
-    target/schemathesis/bin/schemathesis --config-file deploy/schemathesis.toml run {{URL}}/openapi.json --continue-on-failure \
-        --exclude-checks positive_data_acceptance {{ARGS}}
+    target/schemathesis/bin/schemathesis --config-file deploy/schemathesis.toml run {{URL}}/openapi.json \
+        --continue-on-failure --exclude-checks positive_data_acceptance {{ARGS}}
 
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
 tsan:

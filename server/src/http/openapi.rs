@@ -1,7 +1,7 @@
 //! The document at `/openapi.json`: the routes, the fields of bodies, and the shapes of answers and errors.
 //!
-//! The fields, their kinds and their ranges are not written down here. The parsers are asked, with a body of each route:
-//! what they look for is what is said. The shapes of answers are, in `answers`; tests hold every answer to them.
+//! The fields, their kinds and their ranges are not written down here. The parsers are asked, with a body of each
+//! route: what they look for is what is said. The shapes of answers are, in `answers`; tests hold every answer to them.
 
 use std::collections::BTreeMap;
 

@@ -100,24 +100,22 @@ impl Form {
 
     /// `marker`: how Lark names a text that may be a token of its own.
     fn grammar(&self, marker: impl Fn(&str) -> Option<String>) -> Result<TopLevelGrammar, String> {
-        let (constraint, calls) = match &self.body {
+        let (constraint, calls, body) = match &self.body {
             Body::Constraint(constraint) if self.thinking.is_none() => {
                 return constraint.grammar().map(TopLevelGrammar::from_grammar);
             }
-            Body::Constraint(constraint) => (Some(constraint), None),
-            Body::Calls(calls) => (None, Some(calls)),
-            Body::Either(constraint, calls) => (Some(constraint), Some(calls)),
-            Body::Announced(calls) => (None, Some(calls)),
+            Body::Constraint(constraint) => (Some(constraint), None, "@form"),
+            Body::Calls(calls) => (None, Some(calls), "calls"),
+            Body::Either(constraint, calls) => (Some(constraint), Some(calls), "@form | calls"),
+            Body::Announced(calls) => (None, Some(calls), "free"),
         };
-        let announced = match &self.body {
-            Body::Announced(calls) => announced(calls, &marker),
+        let is_free = !self.says_the_end();
+        // A free text that begins with the tag would be thought.
+        let unthought = is_free && self.thinking == Some(Thinking::Tagged) && marker(THINKING_OPENS).is_none();
+        let free = match calls {
+            Some(calls) if is_free => announced(calls, unthought, &marker),
             _ => String::new(),
         };
-        let bodies = match announced.is_empty() {
-            true => [constraint.map(|_| "@form"), calls.map(|_| "calls")],
-            false => [Some("free"), None],
-        };
-        let body = bodies.into_iter().flatten().collect::<Vec<_>>().join(" | ");
         let spelled = |text: &str| marker(text).unwrap_or_else(|| json!(text).to_string());
         let thought = match (self.thinking, marker(THINKING_CLOSES)) {
             (None, _) => String::new(),
@@ -127,8 +125,7 @@ impl Form {
         let start = match self.thinking {
             None => format!("start: {body}"),
             Some(Thinking::Begun) => format!("start: thought ({body})\nBLANK: /\\s*/"),
-            // A text that begins with the tag is thought.
-            Some(Thinking::Tagged) if !announced.is_empty() && marker(THINKING_OPENS).is_none() => {
+            Some(Thinking::Tagged) if unthought => {
                 format!("start: {} thought free | unthought\nBLANK: /\\s*/", spelled(THINKING_OPENS))
             }
             Some(Thinking::Tagged) => {
@@ -136,7 +133,7 @@ impl Form {
             }
         };
         let rules = calls.map_or("", |calls| &calls.rules);
-        let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{thought}{announced}{rules}"))];
+        let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{thought}{free}{rules}"))];
         let named = |name: &str, grammar| GrammarWithLexer { name: Some(name.to_owned()), ..grammar };
         if let Some(constraint) = constraint {
             grammars.push(named("form", constraint.grammar()?));
@@ -148,11 +145,10 @@ impl Form {
     }
 }
 
-/// The rule `free`: any text, in which calls stand behind what announces them; and `unthought`, the same for a text that
-/// does not begin with the tag of thinking.
-fn announced(calls: &CallGrammar, marker: impl Fn(&str) -> Option<String>) -> String {
-    let (text, times) =
-        (calls.marker.expect("calls are announced by something"), if calls.one_call { "?" } else { "*" });
+/// The rule `free`: any text, in which calls stand behind what announces them. `unthought`: the rule of this name, too,
+/// the same for a text that does not begin with the tag of thinking.
+fn announced(calls: &CallGrammar, unthought: bool, marker: impl Fn(&str) -> Option<String>) -> String {
+    let text = calls.marker.expect("calls are announced by something");
     // No text spells a control token. Any other marker ends the text where it stands first.
     let (until, before, plain) = match marker(text) {
         Some(marker) => (marker, "/(?s:.*)/".to_owned(), "/(?s:.*)/".to_owned()),
@@ -162,12 +158,22 @@ fn announced(calls: &CallGrammar, marker: impl Fn(&str) -> Option<String>) -> St
             (String::new(), before, format!("/(?s:.*)/ & ~/(?s:.*{text}.*)/"))
         }
     };
-    let thought = format!("~/(?s:{}.*)/", literal(THINKING_OPENS));
-    let more = if calls.one_call { String::new() } else { format!("(BEFORE {until} announced)* ") };
-    format!(
-        "free: (BEFORE {until} announced){times} PLAIN\nBEFORE: {before}\nPLAIN: {plain}\n\
-         unthought: FIRST {until} announced {more}PLAIN | ONLY\nFIRST: {before} & {thought}\nONLY: {plain} & {thought}\n"
-    )
+    let times = if calls.one_call { "?" } else { "*" };
+    let mut rules = format!(
+        "free: (BEFORE {until} announced){times} PLAIN\n\
+         BEFORE: {before}\n\
+         PLAIN: {plain}\n"
+    );
+    if unthought {
+        let thought = format!("~/(?s:{}.*)/", literal(THINKING_OPENS));
+        let behind = if calls.one_call { "PLAIN" } else { "free" };
+        rules.push_str(&format!(
+            "unthought: FIRST {until} announced {behind} | ONLY\n\
+             FIRST: {before} & {thought}\n\
+             ONLY: {plain} & {thought}\n"
+        ));
+    }
+    rules
 }
 
 /// A text as a regular expression of Lark.

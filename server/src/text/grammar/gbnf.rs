@@ -1,8 +1,8 @@
 //! Grammars as llama.cpp writes them (GBNF; xgrammar's EBNF is close to it), in llguidance's Lark.
 //!
 //! GBNF has no tokens of its own: any rule may match any characters. Lark's terminals are read greedily, the longest
-//! first. Both say the same where each terminal is one character. Longer ones make masks cheap, so they are formed where
-//! nothing else could begin with the same character; `terminals` says where that is.
+//! first. Both say the same where each terminal is one character. Longer ones make masks cheap, so they are formed
+//! where nothing else could begin with the same character; `terminals` says where that is.
 
 mod parse;
 mod terminals;

@@ -59,7 +59,10 @@ pub(super) struct Followed(Matcher);
 
 impl Followed {
     pub(super) fn new(form: &Form) -> Result<Self, String> {
-        let grammars = shared();
+        Self::by(shared(), form)
+    }
+
+    fn by(grammars: &Grammars, form: &Form) -> Result<Self, String> {
         let grammar: TopLevelGrammar = serde_json::from_str(&grammars.compile(form)?).unwrap();
         let factory = grammars.factory.get().unwrap().as_ref().unwrap();
         Ok(Self(Matcher::new(factory.create_parser(grammar))))
@@ -155,6 +158,37 @@ fn calls_keep_to_their_schemas_behind_what_announces_them() {
         assert_eq!(tagged.allows(&format!("<think>{text}")), expected, "{text}");
     }
     assert!(tagged.allows(&format!("Hi {good}")) && !tagged.allows(&bad) && tagged.allows("<thin"));
+}
+
+/// Where it is a control token, no text is the marker.
+#[test]
+fn calls_are_announced_by_control_tokens_too() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
+    let tokenizer = std::fs::read_to_string(fixture.join("tokenizer.json")).unwrap();
+    let tokenizer = tokenizer.replace("<|start_header_id|>", "[TOOL_CALLS]").replace("<|end_header_id|>", "<think>");
+    let tokenizer = Arc::new(Tokenizer::from_json(tokenizer.as_bytes(), 768).unwrap());
+    let grammars = Grammars::new(tokenizer.clone(), Some(1));
+    assert!(grammars.marker("[TOOL_CALLS]").is_some() && grammars.marker("<think>").is_some());
+    let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]});
+    let tools = [("f", schema.as_object())];
+    for thinking in [None, Some(Thinking::Tagged)] {
+        let body = Body::Announced(calls(ToolFormat::Mistral, &tools, false, |text| grammars.marker(text)));
+        let Followed(matcher) = Followed::by(&grammars, &Form { body, thinking }).unwrap();
+        let allows = |parts: &[&str]| {
+            let tokens = parts.iter().flat_map(|part| match tokenizer.id(part) {
+                Some(id) if tokenizer.is_special(id) => vec![id],
+                _ => tokenizer.encode(part, false, "").unwrap(),
+            });
+            let (tokens, mut matcher) = (tokens.collect::<Vec<u32>>(), matcher.deep_clone());
+            matcher.try_consume_tokens(&tokens).unwrap() == tokens.len() && matcher.is_accepting().unwrap()
+        };
+        let (good, bad) = (r#"[{"name": "f", "arguments": {"n": 5}}]"#, r#"[{"name": "f", "arguments": {}}]"#);
+        assert!(allows(&["Hi "]) && allows(&["[TOOL_CALLS]", good]) && allows(&["Hi ", "[TOOL_CALLS]", good]));
+        assert!(!allows(&["[TOOL_CALLS]", bad]) && !allows(&["Hi", "[TOOL_CALLS]"]));
+        let thought = ["<think>", "I may </think>", "[TOOL_CALLS]"];
+        assert_eq!(allows(&[&thought[..], &[good]].concat()), thinking.is_some());
+        assert!(!allows(&[&thought[..], &[bad]].concat()));
+    }
 }
 
 /// A value in other words of JSON, each of which says the same.

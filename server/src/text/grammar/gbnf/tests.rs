@@ -88,7 +88,10 @@ proptest! {
         let lark = to_lark(&gbnf).unwrap();
         let all = (0..=4u32).flat_map(|length| (0..3u32.pow(length)).map(move |number| (length, number)));
         let texts: Vec<String> = all
-            .map(|(length, number)| (0..length).map(|at| ['a', 'b', 'c'][(number / 3u32.pow(at) % 3) as usize]).collect())
+            .map(|(length, number)| {
+                let digit = |at| number / 3u32.pow(at) % 3;
+                (0..length).map(|at| ["a", "b", "c"][digit(at) as usize]).collect()
+            })
             .collect();
         let expected: Vec<&String> = texts.iter().filter(|text| matches(&rules, root, text)).collect();
         match followed(&gbnf) {
@@ -121,7 +124,8 @@ ws     ::= | " " | "\n" [ \t]{0,20}
 #[test]
 fn grammars_of_the_usual_kinds_are_followed() {
     let arithmetic = "root ::= (expr \"=\" ws term \"\\n\")+\nexpr ::= term ([-+*/] term)*\n\
-        term ::= ident | num | \"(\" ws expr \")\" ws\nident ::= [a-z] [a-z0-9_]* ws\nnum ::= [0-9]+ ws\nws ::= [ \\t\\n]*";
+        term ::= ident | num | \"(\" ws expr \")\" ws\nident ::= [a-z] [a-z0-9_]* ws\nnum ::= [0-9]+ ws\n\
+        ws ::= [ \\t\\n]*";
     let list =
         "root ::= item+\n# Of what is not a new line.\nitem ::= \"- \" [^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ \"\\n\"";
     let chess = "root ::= \"1. \" move \" \" move \"\\n\" ([1-9] [0-9]? \". \" move \" \" move \"\\n\")+\n\

@@ -103,7 +103,8 @@ sanitize *TOOLS="memcheck synccheck":
             cuda::tests::gpu::sanitized cuda::tests::ranks::sanitized --test-threads 1 || exit 1; \
     done
 
-# What is left out: that every body by the document is taken, as it says little of what is inside of lists and objects.
+# What is left out: that every body by the document is taken. It says little of what is inside of lists and objects, and
+# nothing of what the model says: its context, its tokens, its template.
 # Fuzzes a server that runs at this address by its own /openapi.json.
 schemathesis URL="http://127.0.0.1:8000" *ARGS:
     python3 -m venv target/schemathesis

@@ -83,6 +83,21 @@ impl Fields {
         }
     }
 
+    /// A list, whose items are of the kind that JSON schema calls so, as their reader finds.
+    pub(super) fn list(
+        &mut self,
+        name: &str,
+        expected: &str,
+        items: &'static str,
+    ) -> Result<Option<Vec<Value>>, ApiError> {
+        asked::note(|| self.path(name), Kind::List(items));
+        match self.value(name) {
+            None => Ok(None),
+            Some(Value::Array(list)) => Ok(Some(list)),
+            Some(_) => Err(wrong_type(self.path(name), expected)),
+        }
+    }
+
     pub(super) fn required_string(&mut self, name: &str) -> Result<String, ApiError> {
         asked::note(|| self.path(name), Kind::Of("string"));
         match self.required(name)? {
@@ -151,6 +166,8 @@ pub(super) mod asked {
         Unsupported,
         /// In JSON schema's word.
         Of(&'static str),
+        /// Of lists: that of the items.
+        List(&'static str),
         /// From the least to the most.
         Integer(i64, i64),
         Number(Numbers),

@@ -9,8 +9,11 @@ use serde_json::{Map, Value, json};
 
 use super::{
     ApiError, ResponseStore, anthropic,
-    fields::asked::{self, Kind},
-    parse, responses,
+    fields::{
+        Fields,
+        asked::{self, Kind},
+    },
+    messages, parse, responses, tokens,
 };
 
 mod answers;
@@ -65,8 +68,26 @@ fn body(path: &str) -> Option<Body> {
             let store = ResponseStore::new(0);
             Some((fields(json!({"input": "x"}), |body| responses::request::create(body, &store)), &["input"]))
         }
+        "/tokenize" => Some((behind_the_model(chat, |mut fields| tokens::read_tokenize(&mut fields)), &[])),
+        "/detokenize" => {
+            let body = json!({"tokens": []});
+            Some((behind_the_model(body, |mut fields| tokens::read_detokenize(&mut fields)), &["tokens"]))
+        }
+        "/apply-template" => {
+            Some((behind_the_model(chat, |mut fields| messages::conversation(&mut fields)), &["messages"]))
+        }
+        "/v1/messages/count_tokens" => Some((behind_the_model(chat, anthropic::request::counted), &["messages"])),
         _ => None,
     }
+}
+
+/// The same of a parser that reads what is left behind the model's name.
+fn behind_the_model<T>(body: Value, read: impl FnOnce(Fields) -> Result<T, ApiError>) -> BTreeMap<String, Kind> {
+    fields(body, |body| {
+        let mut fields = Fields::new(body, "")?;
+        fields.string("model")?;
+        read(fields)
+    })
 }
 
 /// The document at `/openapi.json`.
@@ -91,7 +112,7 @@ pub fn document() -> Value {
         }
         let takes_a_body = method == "post" && path != "/ping" && !path.ends_with("/cancel");
         if takes_a_body {
-            let schema = body(path).map_or_else(|| json!({"type": "object"}), |body| schema(&body));
+            let schema = schema(&body(path).expect("every route that takes a body has a parser"));
             operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
         }
         let methods = paths.entry(path).or_insert_with(|| json!({}));
@@ -120,6 +141,15 @@ fn schema((fields, required): &Body) -> Value {
             Kind::Any => json!({}),
             Kind::Unsupported => json!({"description": "not supported: only values that ask for nothing are taken"}),
             Kind::Of(kind) => kinds(kind),
+            Kind::List(items) => {
+                let mut schema = kinds("array");
+                schema["items"] = json!({"type": items});
+                if items == "integer" {
+                    // Tokens, of which the model says how many there are.
+                    (schema["items"]["minimum"], schema["items"]["maximum"]) = (0.into(), u32::MAX.into());
+                }
+                schema
+            }
             Kind::Integer(least, most) => {
                 let mut schema = kinds("integer");
                 (schema["minimum"], schema["maximum"]) = (least.into(), most.into());
@@ -170,6 +200,11 @@ mod tests {
         assert_eq!(properties["metadata"], json!({"type": ["object", "null"]}));
         assert!(properties["store"]["description"].is_string() && properties.get("prompt").is_none());
         assert_eq!(of("/v1/chat/completions/render"), chat);
+        assert_eq!(properties["bad_words"], json!({"type": ["array", "null"], "items": {"type": "string"}}));
+        assert_eq!(properties["stop_token_ids"]["items"]["minimum"], 0);
+        assert_eq!(of("/detokenize")["properties"]["tokens"]["type"], "array");
+        assert!(of("/tokenize")["properties"].get("messages").is_some());
+        assert!(of("/apply-template")["properties"].get("max_tokens").is_none());
         assert!(of("/v1/completions")["properties"].get("prompt").is_some());
         assert_eq!(of("/v1/messages")["properties"]["model"], json!({"type": "string"}));
         assert_eq!(of("/v1/responses")["properties"]["max_output_tokens"]["minimum"], 1);
@@ -180,7 +215,7 @@ mod tests {
     fn kinds_are_those_that_parsers_take() {
         for (name, kind) in body("/v1/completions").unwrap().0 {
             let wrong = match kind {
-                Kind::Of("string" | "object") => json!(1),
+                Kind::Of("string" | "object") | Kind::List(_) => json!(1),
                 Kind::Of(_) | Kind::Integer(..) | Kind::Number(_) => json!("x"),
                 Kind::Any | Kind::Unsupported => continue,
             };

@@ -181,16 +181,14 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }
-    if let Some(ids) = fields.value("stop_token_ids") {
-        let Value::Array(ids) = ids else { return Err(wrong_type("stop_token_ids", "a list of token ids")) };
+    if let Some(ids) = fields.list("stop_token_ids", "a list of token ids", "integer")? {
         raw.stop_tokens = self::token_ids(&ids, "stop_token_ids")?;
     }
-    if let Some(ids) = fields.value("allowed_token_ids") {
-        let Value::Array(ids) = ids else { return Err(wrong_type("allowed_token_ids", "a list of token ids")) };
+    if let Some(ids) = fields.list("allowed_token_ids", "a list of token ids", "integer")? {
         raw.allowed_tokens = Some(self::token_ids(&ids, "allowed_token_ids")?);
     }
-    if let Some(words) = fields.value("bad_words") {
-        raw.bad_words = texts(words, "bad_words", "a list of strings")?;
+    if let Some(words) = fields.list("bad_words", "a list of strings", "string")? {
+        raw.bad_words = texts(Value::Array(words), "bad_words", "a list of strings")?;
     }
     if let Some(bias) = fields.value("logit_bias") {
         raw.logit_bias = logit_bias(bias)?;

@@ -53,7 +53,7 @@ pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, boo
 }
 
 /// Reads what is left of the body of `/v1/messages/count_tokens` behind the model's name.
-pub(super) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
+pub(in super::super) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
     let chat = chat(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;

@@ -6,6 +6,8 @@ use super::{Class, Node};
 
 /// Times that something is repeated, where they are counted.
 const MAX_COUNT: u32 = 2000;
+/// Rules, parts of rules, and characters of texts, in all.
+const MAX_PARTS: usize = 50_000;
 /// Groups inside of each other.
 const MAX_DEPTH: usize = 64;
 const LAST: u32 = 0x10_ffff;
@@ -66,6 +68,7 @@ struct Reader {
     at: usize,
     /// Rules by name: their numbers, and where they are first named.
     names: HashMap<String, (usize, usize)>,
+    parts: usize,
 }
 
 fn is_of_name(char: char) -> bool {
@@ -74,7 +77,7 @@ fn is_of_name(char: char) -> bool {
 
 impl Reader {
     fn new(text: &str) -> Self {
-        Self { chars: text.chars().collect(), at: 0, names: HashMap::new() }
+        Self { chars: text.chars().collect(), at: 0, names: HashMap::new(), parts: 0 }
     }
 
     fn peek(&self) -> Option<char> {
@@ -87,6 +90,14 @@ impl Reader {
             self.at += text.chars().count();
         }
         found
+    }
+
+    fn count_parts(&mut self, parts: usize) -> Result<(), String> {
+        self.parts += parts;
+        match self.parts <= MAX_PARTS {
+            true => Ok(()),
+            false => Err(self.wrong(&format!("the grammar has more than {MAX_PARTS} parts up to here"))),
+        }
     }
 
     fn wrong(&self, what: &str) -> String {
@@ -141,8 +152,10 @@ impl Reader {
         if depth > MAX_DEPTH {
             return Err(self.wrong(&format!("more than {MAX_DEPTH} groups are inside of each other")));
         }
+        self.count_parts(1)?;
         let mut any = vec![self.sequence(depth)?];
         while self.takes("|") {
+            self.count_parts(1)?;
             any.push(self.sequence(depth)?);
         }
         Ok(if any.len() == 1 { any.remove(0) } else { Node::Any(any) })
@@ -153,6 +166,7 @@ impl Reader {
         loop {
             self.space();
             let Some(char) = self.peek() else { break };
+            self.count_parts(1)?;
             let node = match char {
                 '|' | ')' => {
                     if char == ')' && depth == 0 {
@@ -192,48 +206,55 @@ impl Reader {
         Ok(if all.len() == 1 { all.remove(0) } else { Node::All(all) })
     }
 
-    /// The node with the counts behind it.
-    fn repeated(&mut self, mut node: Node) -> Result<Node, String> {
-        loop {
-            let before = self.at;
-            // A count stands on the line of what it is of.
-            while self.peek().is_some_and(|char| char == ' ' || char == '\t') {
-                self.at += 1;
-            }
-            let (least, most) = match self.peek() {
-                Some('*') => (0, None),
-                Some('+') => (1, None),
-                Some('?') => (0, Some(1)),
-                Some('{') => {
-                    self.at += 1;
-                    let least = self.count()?;
-                    let most = match self.peek() {
-                        Some(',') => {
-                            self.at += 1;
-                            self.blank();
-                            if self.peek() == Some('}') { None } else { Some(self.count()?) }
-                        }
-                        _ => Some(least),
-                    };
-                    if self.peek() != Some('}') {
-                        return Err(self.wrong("} is expected behind the count"));
-                    }
-                    if most.is_some_and(|most| most < least) {
-                        return Err(self.wrong("the most is less than the least"));
-                    }
-                    (least, most)
-                }
-                _ => {
-                    self.at = before;
-                    return Ok(node);
-                }
-            };
-            self.at += 1;
-            node = match most {
-                Some(0) => Node::All(Vec::new()),
-                most => Node::Repeated(Box::new(node), least, most),
-            };
+    /// The node with the count behind it, if there is one.
+    fn repeated(&mut self, node: Node) -> Result<Node, String> {
+        let Some((least, most)) = self.counts()? else { return Ok(node) };
+        let behind = self.at;
+        if self.counts()?.is_some() {
+            return Err(self.wrong_at(behind, "a count of a count is not supported; put ( ) around the first"));
         }
+        Ok(match most {
+            Some(0) => Node::All(Vec::new()),
+            most => Node::Repeated(Box::new(node), least, most),
+        })
+    }
+
+    /// How often something is repeated, if that is next: on the line of what it is of.
+    fn counts(&mut self) -> Result<Option<(u32, Option<u32>)>, String> {
+        let before = self.at;
+        while self.peek().is_some_and(|char| char == ' ' || char == '\t') {
+            self.at += 1;
+        }
+        let counts = match self.peek() {
+            Some('*') => (0, None),
+            Some('+') => (1, None),
+            Some('?') => (0, Some(1)),
+            Some('{') => {
+                self.at += 1;
+                let least = self.count()?;
+                let most = match self.peek() {
+                    Some(',') => {
+                        self.at += 1;
+                        self.blank();
+                        if self.peek() == Some('}') { None } else { Some(self.count()?) }
+                    }
+                    _ => Some(least),
+                };
+                if self.peek() != Some('}') {
+                    return Err(self.wrong("} is expected behind the count"));
+                }
+                if most.is_some_and(|most| most < least) {
+                    return Err(self.wrong("the most is less than the least"));
+                }
+                (least, most)
+            }
+            _ => {
+                self.at = before;
+                return Ok(None);
+            }
+        };
+        self.at += 1;
+        Ok(Some(counts))
     }
 
     fn blank(&mut self) {
@@ -263,6 +284,7 @@ impl Reader {
                 Some(_) => text.push(self.char()?),
             }
         }
+        self.count_parts(text.len())?;
         self.at += 1;
         Ok(match text[..] {
             [char] => Node::Class(vec![(char, char)]),
@@ -295,6 +317,7 @@ impl Reader {
                 return Err(self.wrong_at(at, "the range ends before it begins"));
             }
             ranges.push((first, last));
+            self.count_parts(1)?;
         }
         self.at += 1;
         let class = if negated { inverted(&ranges) } else { inverted(&inverted(&ranges)) };

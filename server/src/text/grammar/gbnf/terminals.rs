@@ -9,10 +9,12 @@ use super::{Class, Node, parse::Grammar};
 
 /// Positions of a grammar that is looked at. Of a larger one all terminals are single characters.
 const MOST_POSITIONS: usize = 1024;
-/// The work that is done for it: pairs of positions.
-const MOST_PAIRS: usize = 20_000_000;
+/// The work that is done for it: words of bits, and pairs of positions.
+const MOST_WORK: usize = 30_000_000;
 /// Nodes of a rule that takes the place of its name.
 const MOST_NODES: usize = 64;
+/// Nodes of all of these.
+const MOST_COPIED: usize = 10_000;
 
 /// Copies of a class that is repeated a number of times.
 const MOST_COPIES: u32 = 8;
@@ -22,7 +24,16 @@ const MOST_COPIES: u32 = 8;
 pub(super) fn gather(grammar: &mut Grammar) {
     let leaves: Vec<Option<Node>> =
         grammar.rules.iter().map(|rule| Some(rule.body.clone()).filter(|body| is_leaf(body, &mut 0))).collect();
-    grammar.rules.iter_mut().for_each(|rule| gather_in(&mut rule.body, &leaves));
+    let mut leaves = Leaves { bodies: leaves, copied: 0 };
+    grammar.rules.iter_mut().for_each(|rule| gather_in(&mut rule.body, &mut leaves));
+}
+
+/// Rules without rules among them.
+struct Leaves {
+    /// `[rule]`
+    bodies: Vec<Option<Node>>,
+    /// Nodes that were taken for names.
+    copied: usize,
 }
 
 fn is_leaf(node: &Node, nodes: &mut usize) -> bool {
@@ -36,7 +47,7 @@ fn is_leaf(node: &Node, nodes: &mut usize) -> bool {
         }
 }
 
-fn gather_in(node: &mut Node, leaves: &[Option<Node>]) {
+fn gather_in(node: &mut Node, leaves: &mut Leaves) {
     match node {
         Node::All(inner) | Node::Any(inner) => inner.iter_mut().for_each(|node| gather_in(node, leaves)),
         Node::Repeated(inner, least, None) if *least <= 1 => {
@@ -67,13 +78,16 @@ fn gather_in(node: &mut Node, leaves: &[Option<Node>]) {
     }
 }
 
-fn alternatives(node: &Node, leaves: &[Option<Node>], ranges: &mut Class, others: &mut Vec<Node>) {
+fn alternatives(node: &Node, leaves: &mut Leaves, ranges: &mut Class, others: &mut Vec<Node>) {
     match node {
         Node::Class(class) => ranges.extend(class),
         Node::Any(inner) => inner.iter().for_each(|node| alternatives(node, leaves, ranges, others)),
-        Node::Rule(rule) => match &leaves[*rule] {
-            Some(body) => alternatives(body, leaves, ranges, others),
-            None => others.push(node.clone()),
+        Node::Rule(rule) => match leaves.bodies[*rule].clone() {
+            Some(body) if leaves.copied <= MOST_COPIED => {
+                leaves.copied += MOST_NODES;
+                alternatives(&body, leaves, ranges, others);
+            }
+            _ => others.push(node.clone()),
         },
         other => others.push(other.clone()),
     }
@@ -165,9 +179,14 @@ impl Terminals {
         let mut terminals = Vec::new();
         grammar.rules.iter().for_each(|rule| list(&rule.body, &mut terminals));
         let mut whole = vec![true; terminals.len()];
+        let mut work = 0;
         loop {
-            let Some(split) = Positions::of(&terminals, &whole).and_then(|mut positions| positions.conflicts(grammar))
-            else {
+            let conflicts = Positions::of(&terminals, &whole, work).and_then(|mut positions| {
+                let split = positions.conflicts(grammar);
+                work = positions.work;
+                split
+            });
+            let Some(split) = conflicts else {
                 return Self { whole: vec![false; terminals.len()] };
             };
             if split.is_empty() {
@@ -202,11 +221,13 @@ struct Positions {
     next: Vec<Bits>,
     /// Runs behind which the same may stand, but for their own repetition: two of them are not one.
     again: Vec<usize>,
+    /// That was done so far.
+    work: usize,
 }
 
 impl Positions {
-    /// `None`: there are too many.
-    fn of(nodes: &[Node], whole: &[bool]) -> Option<Self> {
+    /// `None`: there are too many. `work`: that was done before.
+    fn of(nodes: &[Node], whole: &[bool], work: usize) -> Option<Self> {
         let (mut reads, mut terminals, mut starts) = (Vec::new(), Vec::new(), Vec::new());
         for (terminal, (node, whole)) in nodes.iter().zip(whole).enumerate() {
             starts.push(reads.len());
@@ -223,17 +244,20 @@ impl Positions {
             }
         }
         let next = vec![vec![0; reads.len().div_ceil(64)]; reads.len()];
-        Some(Self { reads, terminals, starts, next, again: Vec::new() })
+        Some(Self { reads, terminals, starts, next, again: Vec::new(), work })
     }
 
-    fn none(&self) -> Ends {
+    fn none(&mut self) -> Ends {
+        self.work += 4 + self.reads.len() / 32;
         let none = vec![0; self.reads.len().div_ceil(64)];
         Ends { may_be_empty: false, first: none.clone(), last: none }
     }
 
     /// The terminals that must not be whole; `None`: that takes too long to find.
     fn conflicts(&mut self, grammar: &Grammar) -> Option<Vec<usize>> {
-        let mut rules = vec![self.none(); grammar.rules.len()];
+        let none = self.none();
+        self.work += grammar.rules.len() * (1 + self.reads.len() / 32);
+        let mut rules = vec![none; grammar.rules.len()];
         // The last turn changes no rule, and so has seen all that stands behind each position.
         loop {
             let mut terminal = 0;
@@ -242,13 +266,16 @@ impl Positions {
             if ends == rules {
                 break;
             }
+            if self.work > MOST_WORK {
+                return None;
+            }
             rules = ends;
         }
         let next: Vec<Vec<usize>> = self.next.iter().map(|next| members(next).collect()).collect();
         let mut together = vec![vec![0; self.reads.len().div_ceil(64)]; self.reads.len()];
         let first: Vec<usize> = members(&rules[grammar.root].first).collect();
         let mut open = Vec::new();
-        let mut work = 0;
+        let mut work = self.work;
         let mut add = |ones: &[usize], others: &[usize], open: &mut Vec<(usize, usize)>| {
             for &one in ones {
                 for &other in others {
@@ -258,7 +285,7 @@ impl Positions {
                     }
                 }
             }
-            work <= MOST_PAIRS
+            work <= MOST_WORK
         };
         let mut split = self.again.clone();
         let mut goes_on = add(&first, &first, &mut open);
@@ -270,6 +297,7 @@ impl Positions {
                 split.extend([one, other].into_iter().filter(|at| !matches!(self.reads[*at], Read::Single(_))));
             }
         }
+        self.work = work;
         let mut terminals: Vec<usize> = split.into_iter().map(|at| self.terminals[at]).collect();
         terminals.sort_unstable();
         terminals.dedup();
@@ -334,6 +362,7 @@ impl Positions {
     /// `own`: the run whose repetition this is.
     fn link(&mut self, last: &[u64], first: &[u64], own: Option<usize>) {
         for at in members(last) {
+            self.work += first.len();
             unite(&mut self.next[at], first);
             let is_again = first[at / 64] >> (at % 64) & 1 == 1 && Some(at) != own;
             if is_again && matches!(self.reads[at], Read::Run(_)) {

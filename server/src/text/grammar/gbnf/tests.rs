@@ -83,7 +83,7 @@ proptest! {
 
     #[test]
     fn a_grammar_has_the_texts_that_the_plain_way_has(root in part(), x in part(), y in part()) {
-        let gbnf = format!("root ::= {root}\nx ::= {x} | \"c\"\ny ::= \"b\" {y}?");
+        let gbnf = format!("root ::= {root}\nx ::= {x} | \"c\"\ny ::= \"b\" ({y})?");
         let parse::Grammar { rules, root } = parse::grammar(&gbnf).unwrap();
         let lark = to_lark(&gbnf).unwrap();
         let all = (0..=4u32).flat_map(|length| (0..3u32.pow(length)).map(move |number| (length, number)));
@@ -168,6 +168,7 @@ fn what_is_wrong_is_told_with_line_and_column() {
         ("a ::= \"b\"", "no rule root is defined"),
         ("root ::= * \"a\"", "line 1, column 10: * has nothing in front"),
         ("root ::= \"a\"{3,2}", "the most is less"),
+        ("root ::= \"a\"*?", "line 1, column 14: a count of a count"),
         ("root ::= \"a\"{9999}", "line 1, column 14: a count of 0 to 2000"),
         ("root ::= \"\\q\"", "line 1, column 11: \\q is no escape"),
         ("root ::= \"\\u12\"", "4 hexadecimal digits"),
@@ -184,15 +185,24 @@ fn what_is_wrong_is_told_with_line_and_column() {
     assert!(to_lark(&deep).unwrap_err().contains("more than 64 groups"));
 }
 
-/// What is too large to be looked at is read character by character.
+/// What is too large to be looked at is read character by character, and what is too large at all refused.
 #[test]
 fn large_grammars_are_written_in_time() {
     let words: Vec<String> = (0..5000).map(|word| format!("\"w{word} \"")).collect();
-    let gbnf = format!("root ::= ({})*", words.join(" | "));
     let begun = std::time::Instant::now();
-    assert!(!to_lark(&gbnf).unwrap().contains('"'));
-    let loops: String =
-        (0..300).map(|rule| format!("r{rule} ::= ([a-z]* \"{rule}\" r{}?)*\n", (rule + 1) % 300)).collect();
-    to_lark(&format!("root ::= r0\n{loops}")).unwrap();
+    assert!(!to_lark(&format!("root ::= ({})*", words.join(" | "))).unwrap().contains('"'));
+    let ring = |body: &dyn Fn(usize) -> String, count: usize| -> String {
+        let rules: String = (0..count).map(|rule| format!("r{rule} ::= {}\n", body((rule + 1) % count))).collect();
+        format!("root ::= r0\n{rules}")
+    };
+    to_lark(&ring(&|next| format!("([a-z]* \"{next}\" r{next}?)*"), 300)).unwrap();
+    // A chain tells its end to its beginning in as many turns as it has rules.
+    to_lark(&ring(&|next| format!("r{next} | \"a{next}\" r{next}"), 400)).unwrap();
+    to_lark(&format!("{}r9000 ::= \"a\"", ring(&|next| format!("r{}", next.max(1)), 9000))).unwrap();
+    to_lark(&format!("root ::= ({}x)*\nx ::= [a] | \"bc\" [d]", "x | ".repeat(10_000))).unwrap();
+    for large in ["\"abc\" ".repeat(20_000), "a".repeat(100_000) + "*", "[abc]".repeat(20_000), "| ".repeat(60_000)] {
+        let problem = to_lark(&format!("root ::= {large}")).unwrap_err();
+        assert!(problem.contains("parts up to here") || problem.contains("no rule"), "{problem}");
+    }
     assert!(begun.elapsed() < std::time::Duration::from_secs(20), "{:?}", begun.elapsed());
 }

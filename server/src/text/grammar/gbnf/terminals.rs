@@ -2,8 +2,8 @@
 //!
 //! A *position* is a place in the grammar where a terminal is read, as in Glushkov's construction. From the positions
 //! that may begin a text, and from those that may stand behind each other, follows which may be read at the same
-//! moment. A longer terminal is whole where none of these begins with a character of it: reading the longest is then the only
-//! way to read. All of that is told too widely rather than too narrowly, so that what is whole may be.
+//! moment. A longer terminal is whole where none of these begins with a character of it: reading the longest is then
+//! the only way to read. All of that is told too widely rather than too narrowly, so that what is whole may be.
 
 use super::{Class, Node, parse::Grammar};
 

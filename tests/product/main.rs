@@ -1,5 +1,5 @@
-//! The product as processes: the binary that users run, with real workers, asked as clients ask it. `plans` alone
-//! starts none: it joins two crates that do not know each other.
+//! The product as processes: the binary that users run, with real workers, asked as clients ask it. `plans` and
+//! `schemas` start none: they join two crates that do not know each other.
 
 mod api;
 mod bits;
@@ -17,6 +17,7 @@ mod plans;
 mod prefix_cache;
 mod process;
 mod refusals;
+mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
 mod start;

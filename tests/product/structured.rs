@@ -103,6 +103,7 @@ async fn every_way_to_ask_for_a_form_holds_the_answer_to_it() {
         ("guided_regex", json!("[0-9]{7}"), &digits),
         ("guided_choice", choices, &chosen),
         ("guided_grammar", json!(lark), &nested),
+        ("grammar", json!("root ::= pair{1,9} \";\"\npair ::= \"()\" | \"(\" \"()\" \")\""), &nested),
     ] {
         for temperature in [0, 2] {
             let mut request = json!({"prompt": "x", "temperature": temperature, "seed": 1, "max_tokens": 300});
@@ -142,7 +143,7 @@ async fn forms_that_cannot_be_are_refused_by_name() {
         (json!({"guided_regex": "a", "guided_json": {}}), "guided_regex"),
         (json!({"guided_choice": []}), "guided_choice"),
         (json!({"structured_outputs": {"choice": ["a", ""]}}), "structured_outputs.choice"),
-        (json!({"structured_outputs": {"grammar": "root ::= \"a\""}}), "structured_outputs.grammar"),
+        (json!({"structured_outputs": {"grammar": "root ::= \"a"}}), "structured_outputs.grammar"),
         (json!({"structured_outputs": {"grammar": "start: undefined"}}), "structured_outputs.grammar"),
         (json!({"structured_outputs": {"what": 1}}), "structured_outputs.what"),
         (json!({"structured_outputs": {"json": "{"}}), "structured_outputs.json"),

@@ -95,12 +95,12 @@ fn call(call: proto::ToolCall, path: &str) -> Result<ToolCall, RequestError> {
 }
 
 fn tool(tool: proto::Tool, path: &str) -> Result<Tool, RequestError> {
-    let proto::Tool { name, description, parameters } = tool;
+    let proto::Tool { name, description, parameters, strict } = tool;
     let parameters = match parameters.is_empty() {
         true => None,
         false => Some(arguments(&parameters, format!("{path}.parameters"))?),
     };
-    Ok(Tool::Function(Function { name, description: given(description), parameters }))
+    Ok(Tool::Function(Function { name, description: given(description), parameters, strict }))
 }
 
 /// In proto3 a text that is empty was left out.

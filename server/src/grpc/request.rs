@@ -150,14 +150,14 @@ fn constraint(form: Form) -> Result<Option<(String, Constraint)>, RequestError> 
             }
         },
         Form::Regex(text) => ("regex", Constraint::Regex(text)),
-        Form::Grammar(text) => ("grammar", Constraint::Lark(text)),
+        Form::Grammar(text) => ("grammar", Constraint::Grammar(text)),
         Form::Choice(of) if of.texts.is_empty() || of.texts.iter().any(String::is_empty) => {
             return Err(wrong("choice.texts", "must be a list of texts, none of them empty".into()));
         }
         Form::Choice(of) => ("choice", Constraint::Choice(of.texts)),
     };
     match &constraint {
-        Constraint::Regex(text) | Constraint::Lark(text) if text.is_empty() => {
+        Constraint::Regex(text) | Constraint::Grammar(text) if text.is_empty() => {
             Err(wrong(field, "must not be empty".into()))
         }
         _ => Ok(Some((field.to_owned(), constraint))),

@@ -41,6 +41,7 @@ pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
 pub use info::Settings;
+pub use openapi::document;
 pub use responses::ResponseStore;
 
 use crate::{

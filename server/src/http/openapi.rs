@@ -1,16 +1,25 @@
-//! The document at `/openapi.json`: the routes, the fields of bodies, and the shape of errors.
+//! The document at `/openapi.json`: the routes, the fields of bodies, and the shapes of answers and errors.
 //!
-//! The fields and their kinds are not written down here. The parsers are asked, with a body of each route: what they
-//! look for is what is said. Ranges of values are not in the document; errors name them, and docs/fields.md.
+//! The fields, their kinds and their ranges are not written down here. The parsers are asked, with a body of each
+//! route: what they look for is what is said. The shapes of answers are, in `answers`; tests hold every answer to them.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::{ApiError, ResponseStore, anthropic, fields::asked, parse, responses};
+use super::{
+    ApiError, ResponseStore, anthropic,
+    fields::{
+        Fields,
+        asked::{self, Kind},
+    },
+    messages, parse, responses, tokens,
+};
+
+mod answers;
 
 /// Fields of a body with their kinds, and those that must be there.
-type Body = (BTreeMap<String, &'static str>, &'static [&'static str]);
+type Body = (BTreeMap<String, Kind>, &'static [&'static str]);
 
 /// The routes by method, with what they do. Those that only refuse are not among them.
 const ROUTES: [(&str, &str, &str); 26] = [
@@ -43,7 +52,7 @@ const ROUTES: [(&str, &str, &str); 26] = [
 ];
 
 /// What a parser asks for when it reads this body, without what is inside of a field.
-fn fields<T>(body: Value, read: impl FnOnce(Value) -> Result<T, ApiError>) -> BTreeMap<String, &'static str> {
+fn fields<T>(body: Value, read: impl FnOnce(Value) -> Result<T, ApiError>) -> BTreeMap<String, Kind> {
     let (_, mut fields) = asked::during(|| read(body));
     fields.retain(|path, _| !path.contains(['.', '[']));
     fields
@@ -59,21 +68,43 @@ fn body(path: &str) -> Option<Body> {
             let store = ResponseStore::new(0);
             Some((fields(json!({"input": "x"}), |body| responses::request::create(body, &store)), &["input"]))
         }
+        "/tokenize" => Some((behind_the_model(chat, |mut fields| tokens::read_tokenize(&mut fields)), &[])),
+        "/detokenize" => {
+            let body = json!({"tokens": []});
+            Some((behind_the_model(body, |mut fields| tokens::read_detokenize(&mut fields)), &["tokens"]))
+        }
+        "/apply-template" => {
+            Some((behind_the_model(chat, |mut fields| messages::conversation(&mut fields)), &["messages"]))
+        }
+        "/v1/messages/count_tokens" => Some((behind_the_model(chat, anthropic::request::counted), &["messages"])),
         _ => None,
     }
 }
 
-/// The document.
-pub(super) fn document() -> Value {
+/// The same of a parser that reads what is left behind the model's name.
+fn behind_the_model<T>(body: Value, read: impl FnOnce(Fields) -> Result<T, ApiError>) -> BTreeMap<String, Kind> {
+    fields(body, |body| {
+        let mut fields = Fields::new(body, "")?;
+        fields.string("model")?;
+        read(fields)
+    })
+}
+
+/// The document at `/openapi.json`.
+pub fn document() -> Value {
     let mut paths = Map::new();
     for (method, path, summary) in ROUTES {
-        let error = json!({"$ref": "#/components/responses/Error"});
+        let error = match path.starts_with("/v1/messages") {
+            true => json!({"$ref": "#/components/responses/AnthropicError"}),
+            false => json!({"$ref": "#/components/responses/Error"}),
+        };
         let mut operation = json!({
             "summary": summary, "operationId": format!("{method} {path}"),
-            "responses": {"200": {"description": summary}, "default": error},
+            "responses": {"200": {"description": summary, "content": answers::of(method, path)}, "default": error},
         });
         if super::HEALTH.contains(&path) {
-            operation["responses"]["503"] = json!({"description": "not now: `status` and `detail` say why"});
+            let not_now = "not now: `status` and `detail` say why";
+            operation["responses"]["503"] = json!({"description": not_now, "content": answers::of(method, path)});
         }
         if path.contains("{id}") {
             operation["parameters"] =
@@ -81,38 +112,55 @@ pub(super) fn document() -> Value {
         }
         let takes_a_body = method == "post" && path != "/ping" && !path.ends_with("/cancel");
         if takes_a_body {
-            let schema = body(path).map_or_else(|| json!({"type": "object"}), |body| schema(&body));
+            let schema = schema(&body(path).expect("every route that takes a body has a parser"));
             operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
         }
         let methods = paths.entry(path).or_insert_with(|| json!({}));
         methods[method] = operation;
     }
-    let text = json!({"type": "string"});
-    let error = json!({
-        "type": "object", "required": ["error"],
-        "properties": {"error": {
-            "type": "object", "required": ["message", "type"],
-            "properties": {
-                "message": text, "type": text, "code": text, "param": {"type": ["string", "null"]},
-            },
-        }},
-    });
+    let response = |schema: &str| {
+        let schema = json!({"$ref": format!("#/components/schemas/{schema}")});
+        json!({"description": "What is wrong, and what to do", "content": {"application/json": {"schema": schema}}})
+    };
     json!({
         "openapi": "3.1.0", "info": {"title": "Looplane", "version": env!("CARGO_PKG_VERSION")}, "paths": paths,
-        "components": {"responses": {"Error": {
-            "description": "What is wrong, and what to do", "content": {"application/json": {"schema": error}},
-        }}},
+        "components": {
+            "responses": {"Error": response("Error"), "AnthropicError": response("AnthropicError")},
+            "schemas": answers::schemas(),
+        },
     })
 }
 
 fn schema((fields, required): &Body) -> Value {
-    let property = |(name, kind): (&String, &&'static str)| {
-        let is_required = required.contains(&name.as_str());
+    let property = |(name, kind): (&String, &Kind)| {
+        let kinds = |kind: &str| match required.contains(&name.as_str()) {
+            true => json!({"type": kind}),
+            false => json!({"type": [kind, "null"]}),
+        };
         let schema = match *kind {
-            asked::ANY => json!({}),
-            asked::UNSUPPORTED => json!({"description": "not supported: only values that ask for nothing are taken"}),
-            kind if is_required => json!({"type": kind}),
-            kind => json!({"type": [kind, "null"]}),
+            Kind::Any => json!({}),
+            Kind::Unsupported => json!({"description": "not supported: only values that ask for nothing are taken"}),
+            Kind::Of(kind) => kinds(kind),
+            Kind::List(items) => {
+                let mut schema = kinds("array");
+                schema["items"] = json!({"type": items});
+                if items == "integer" {
+                    // Tokens, of which the model says how many there are.
+                    (schema["items"]["minimum"], schema["items"]["maximum"]) = (0.into(), u32::MAX.into());
+                }
+                schema
+            }
+            Kind::Integer(least, most) => {
+                let mut schema = kinds("integer");
+                (schema["minimum"], schema["maximum"]) = (least.into(), most.into());
+                schema
+            }
+            Kind::Number(range) => {
+                let mut schema = kinds("number");
+                schema[if range.over_low { "exclusiveMinimum" } else { "minimum" }] = range.low.into();
+                schema["maximum"] = range.high.into();
+                schema
+            }
         };
         (name.clone(), schema)
     };
@@ -145,15 +193,21 @@ mod tests {
         };
         let chat = of("/v1/chat/completions");
         let properties = &chat["properties"];
-        assert_eq!(properties["temperature"], json!({"type": ["number", "null"]}));
-        assert_eq!(properties["n"], json!({"type": ["integer", "null"]}));
+        assert_eq!(properties["temperature"], json!({"type": ["number", "null"], "minimum": 0.0, "maximum": 2.0}));
+        assert_eq!(properties["top_p"]["exclusiveMinimum"], 0.0);
+        assert_eq!(properties["n"], json!({"type": ["integer", "null"], "minimum": 1, "maximum": 16}));
         assert_eq!(properties["stream"], json!({"type": ["boolean", "null"]}));
         assert_eq!(properties["metadata"], json!({"type": ["object", "null"]}));
         assert!(properties["store"]["description"].is_string() && properties.get("prompt").is_none());
         assert_eq!(of("/v1/chat/completions/render"), chat);
+        assert_eq!(properties["bad_words"], json!({"type": ["array", "null"], "items": {"type": "string"}}));
+        assert_eq!(properties["stop_token_ids"]["items"]["minimum"], 0);
+        assert_eq!(of("/detokenize")["properties"]["tokens"]["type"], "array");
+        assert!(of("/tokenize")["properties"].get("messages").is_some());
+        assert!(of("/apply-template")["properties"].get("max_tokens").is_none());
         assert!(of("/v1/completions")["properties"].get("prompt").is_some());
         assert_eq!(of("/v1/messages")["properties"]["model"], json!({"type": "string"}));
-        assert_eq!(of("/v1/responses")["properties"]["max_output_tokens"], json!({"type": ["integer", "null"]}));
+        assert_eq!(of("/v1/responses")["properties"]["max_output_tokens"]["minimum"], 1);
     }
 
     /// A value of another kind than the document says is refused by the parser, and by the field's name.
@@ -161,9 +215,9 @@ mod tests {
     fn kinds_are_those_that_parsers_take() {
         for (name, kind) in body("/v1/completions").unwrap().0 {
             let wrong = match kind {
-                "string" | "object" => json!(1),
-                "boolean" | "number" | "integer" => json!("x"),
-                _ => continue,
+                Kind::Of("string" | "object") | Kind::List(_) => json!(1),
+                Kind::Of(_) | Kind::Integer(..) | Kind::Number(_) => json!("x"),
+                Kind::Any | Kind::Unsupported => continue,
             };
             let error = parse::completion(json!({"prompt": "x", name.clone(): wrong})).expect_err(&name);
             assert_eq!(error.param.as_deref(), Some(name.as_str()));

@@ -7,7 +7,7 @@ use super::{
     fields::{Fields, Off},
     messages::conversation,
 };
-use crate::request::{FieldError, Input, RawRequest, RequestError};
+use crate::request::{FieldError, Input, RawRequest, RequestError, ranges};
 
 /// A request as HTTP brings it: what to generate, and how to answer.
 #[derive(Debug)]
@@ -105,8 +105,8 @@ const COMPLETION_TOKENS: u32 = 16;
 pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let mut raw = RawRequest::new("messages", Input::Chat(conversation(&mut fields)?));
-    let max_completion_tokens = fields.integer("max_completion_tokens")?;
-    let max_tokens = fields.integer("max_tokens")?;
+    let max_completion_tokens = fields.integer("max_completion_tokens", ranges::MAX_TOKENS_OR_NONE)?;
+    let max_tokens = fields.integer("max_tokens", ranges::MAX_TOKENS_OR_NONE)?;
     raw.max_tokens = match (max_completion_tokens, max_tokens) {
         (Some(new), Some(old)) if new != old => {
             let message = "differs from max_completion_tokens; give one of them";
@@ -119,7 +119,7 @@ pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
         (None, _) => max_tokens,
     };
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
-    let top = fields.integer("top_logprobs")?;
+    let top = fields.integer("top_logprobs", ranges::LOGPROBS)?;
     if top.is_some_and(|top| top != 0) && !wanted {
         let message = "needs logprobs to be true";
         return Err(RequestError::field("top_logprobs", FieldError::Value, message).into());
@@ -135,13 +135,14 @@ pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
 pub(super) fn completion(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let mut raw = RawRequest::new("prompt", prompt(fields.required("prompt")?)?);
-    raw.max_tokens = fields.integer("max_tokens")?;
+    raw.max_tokens = fields.integer("max_tokens", ranges::MAX_TOKENS_OR_NONE)?;
     raw.usual_max_tokens = Some(COMPLETION_TOKENS);
-    raw.logprobs = fields.integer("logprobs")?;
+    raw.logprobs = fields.integer("logprobs", ranges::LOGPROBS)?;
     raw.echo = fields.boolean("echo")?.unwrap_or(false);
-    raw.n = fields.integer("n")?;
+    raw.n = fields.integer("n", ranges::CHOICES)?;
     // The best of as many as there are are all of them.
-    if let Some(best_of) = fields.integer("best_of")?.filter(|best_of| *best_of != raw.n.unwrap_or(1)) {
+    if let Some(best_of) = fields.integer("best_of", ranges::CHOICES)?.filter(|best_of| *best_of != raw.n.unwrap_or(1))
+    {
         let message = format!("{best_of} is not n: this server gives all that it generates");
         return Err(RequestError::field("best_of", FieldError::Unsupported, message).into());
     }
@@ -156,40 +157,38 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
         }
         name => name.unwrap_or_default(),
     };
-    raw.min_tokens = fields.integer("min_tokens")?;
-    raw.n = fields.integer("n")?.or(raw.n);
-    raw.temperature = fields.number("temperature")?;
-    raw.top_k = fields.integer("top_k")?;
-    raw.top_p = fields.number("top_p")?;
-    raw.min_p = fields.number("min_p")?;
+    raw.min_tokens = fields.integer("min_tokens", ranges::MIN_TOKENS)?;
+    raw.n = fields.integer("n", ranges::CHOICES)?.or(raw.n);
+    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
+    raw.top_k = fields.integer("top_k", ranges::TOP_K)?;
+    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
+    raw.min_p = fields.number("min_p", ranges::MIN_P)?;
     raw.seed = fields.seed("seed")?;
-    raw.presence_penalty = fields.number("presence_penalty")?;
-    raw.frequency_penalty = fields.number("frequency_penalty")?;
-    raw.repetition_penalty = fields.number("repetition_penalty")?;
+    raw.presence_penalty = fields.number("presence_penalty", ranges::PENALTY)?;
+    raw.frequency_penalty = fields.number("frequency_penalty", ranges::PENALTY)?;
+    raw.repetition_penalty = fields.number("repetition_penalty", ranges::REPETITION_PENALTY)?;
     raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
     raw.cache_salt = fields.string("cache_salt")?;
-    raw.timeout_ms = fields.integer("timeout_ms")?;
-    raw.priority = fields.integer("priority")?;
+    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
+    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
     raw.constraint = constraint::constraint(&mut fields)?;
-    raw.prompt_logprobs = fields.integer("prompt_logprobs")?;
+    raw.prompt_logprobs = fields.integer("prompt_logprobs", ranges::LOGPROBS)?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
-    raw.truncate_prompt = fields.integer("truncate_prompt_tokens")?;
+    raw.truncate_prompt = fields.integer("truncate_prompt_tokens", ranges::TRUNCATED)?;
     raw.show_special = !fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
     let token_ids = fields.boolean("return_token_ids")?.unwrap_or(false);
     if let Some(stop) = fields.value("stop") {
         raw.stop = stops(stop)?;
     }
-    if let Some(ids) = fields.value("stop_token_ids") {
-        let Value::Array(ids) = ids else { return Err(wrong_type("stop_token_ids", "a list of token ids")) };
+    if let Some(ids) = fields.list("stop_token_ids", "a list of token ids", "integer")? {
         raw.stop_tokens = self::token_ids(&ids, "stop_token_ids")?;
     }
-    if let Some(ids) = fields.value("allowed_token_ids") {
-        let Value::Array(ids) = ids else { return Err(wrong_type("allowed_token_ids", "a list of token ids")) };
+    if let Some(ids) = fields.list("allowed_token_ids", "a list of token ids", "integer")? {
         raw.allowed_tokens = Some(self::token_ids(&ids, "allowed_token_ids")?);
     }
-    if let Some(words) = fields.value("bad_words") {
-        raw.bad_words = texts(words, "bad_words", "a list of strings")?;
+    if let Some(words) = fields.list("bad_words", "a list of strings", "string")? {
+        raw.bad_words = texts(Value::Array(words), "bad_words", "a list of strings")?;
     }
     if let Some(bias) = fields.value("logit_bias") {
         raw.logit_bias = logit_bias(bias)?;

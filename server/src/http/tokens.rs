@@ -28,13 +28,7 @@ pub(super) async fn tokenize(
     request: Request,
 ) -> Result<Response, ApiError> {
     answer(app, &id, "/tokenize", request, |mut fields, model, text| {
-        let with_texts = fields.boolean("return_token_strs")?.unwrap_or(false);
-        let add_special = fields.boolean("add_special_tokens")?;
-        let input = match fields.value("prompt") {
-            Some(Value::String(prompt)) => Input::Texts(vec![prompt]),
-            Some(_) => return Err(super::error::wrong_type("prompt", "a string")),
-            None => Input::Chat(messages::conversation(&mut fields)?),
-        };
+        let Tokenize { input, with_texts, add_special } = read_tokenize(&mut fields)?;
         fields.finish()?;
         let tokens = match (&input, add_special) {
             // A template has written them.
@@ -59,15 +53,35 @@ pub(super) async fn detokenize(
     request: Request,
 ) -> Result<Response, ApiError> {
     answer(app, &id, "/detokenize", request, |mut fields, model, text| {
-        let Value::Array(ids) = fields.required("tokens")? else {
-            return Err(super::error::wrong_type("tokens", "a list of token ids"));
-        };
+        let ids = read_detokenize(&mut fields)?;
         fields.finish()?;
-        let ids = parse::token_ids(&ids, "tokens")?;
         let prompt = decode(&ids, "tokens", model, text)?;
         Ok(serde_json::json!({"prompt": prompt}))
     })
     .await
+}
+
+/// What `/tokenize` is asked.
+pub(super) struct Tokenize {
+    input: Input,
+    with_texts: bool,
+    add_special: Option<bool>,
+}
+
+pub(super) fn read_tokenize(fields: &mut Fields) -> Result<Tokenize, ApiError> {
+    let with_texts = fields.boolean("return_token_strs")?.unwrap_or(false);
+    let add_special = fields.boolean("add_special_tokens")?;
+    let input = match fields.string("prompt")? {
+        Some(prompt) => Input::Texts(vec![prompt]),
+        None => Input::Chat(messages::conversation(fields)?),
+    };
+    Ok(Tokenize { input, with_texts, add_special })
+}
+
+pub(super) fn read_detokenize(fields: &mut Fields) -> Result<Vec<u32>, ApiError> {
+    let ids = fields.list("tokens", "a list of token ids", "integer")?;
+    let missing = || RequestError::field("tokens", FieldError::Missing, "must be given");
+    parse::token_ids(&ids.ok_or_else(missing)?, "tokens")
 }
 
 pub(super) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;

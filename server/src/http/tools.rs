@@ -7,7 +7,7 @@ use super::{
     fields::Fields,
 };
 use crate::{
-    request::{FieldError, RequestError, ToolChoice, arguments},
+    request::{FieldError, RequestError, ToolChoice, arguments, ranges},
     text::{Call, Function, Tool, ToolCall},
 };
 
@@ -50,10 +50,9 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
         Some(Value::Object(schema)) => Some(schema),
         Some(_) => return Err(wrong_type(function.path("parameters"), "an object: a JSON schema")),
     };
-    // About how arguments are decoded, which the model is not told.
-    function.boolean("strict")?;
+    let strict = function.boolean("strict")?.unwrap_or(false);
     function.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters }))
+    Ok(Tool::Function(Function { name, description, parameters, strict }))
 }
 
 fn choice(value: Value) -> Result<ToolChoice, ApiError> {
@@ -96,7 +95,7 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
     let id = call.required_string("id")?;
     is_function(&mut call)?;
     // Clients that put a stream's deltas together leave it where it was.
-    call.integer("index")?;
+    call.integer("index", ranges::ANY)?;
     let mut function = Fields::new(call.required("function")?, &call.path("function"))?;
     call.finish()?;
     let name = function.required_string("name")?;

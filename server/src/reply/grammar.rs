@@ -5,13 +5,21 @@ use serde_json::{Map, Value, json};
 
 use super::ToolFormat;
 
+/// In front of calls.
+const HERMES: &str = "<tool_call>";
+const MISTRAL: &str = "[TOOL_CALLS]";
+
 /// Rules in llguidance's Lark and the schemas that they name.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct CallGrammar {
     /// Defines the rule `calls`.
     pub rules: String,
     /// By the names that rules have for them, behind `@`.
     pub schemas: Vec<(String, Value)>,
+    /// The text that announces calls, behind which the rule `announced` has the rest of one; `None`: none does.
+    pub marker: Option<&'static str>,
+    /// There is one call at most.
+    pub one_call: bool,
 }
 
 /// The grammar of one or more calls of any of the tools, each a name and the schema of its arguments. `one_call`: of
@@ -23,30 +31,32 @@ pub fn calls(
     marker: impl Fn(&str) -> Option<String>,
 ) -> CallGrammar {
     let spelled = |text: &str| marker(text).unwrap_or_else(|| json!(text).to_string());
+    let grammar = |rules, schemas, marker| CallGrammar { rules, schemas, marker, one_call };
     match format {
         ToolFormat::Hermes => {
-            let (open, close) = (spelled("<tool_call>"), spelled("</tool_call>"));
+            let (open, close) = (spelled(HERMES), spelled("</tool_call>"));
             let more = if one_call { "" } else { " (\"\\n\" call)*" };
-            let rules = format!("calls: call{more}\ncall: {open} \"\\n\" @call \"\\n\" {close}\n");
-            CallGrammar { rules, schemas: vec![("call".into(), any_of(tools, "arguments"))] }
+            let rest = format!("announced: \"\\n\" @call \"\\n\" {close}");
+            let rules = format!("calls: call{more}\ncall: {open} announced\n{rest}\n");
+            grammar(rules, vec![("call".into(), any_of(tools, "arguments"))], Some(HERMES))
         }
         ToolFormat::Llama3Json => {
             let more = if one_call { "" } else { " (\"; \" @call)*" };
             let rules = format!("calls: @call{more}\n");
-            CallGrammar { rules, schemas: vec![("call".into(), any_of(tools, "parameters"))] }
+            grammar(rules, vec![("call".into(), any_of(tools, "parameters"))], None)
         }
         ToolFormat::Mistral => match marker("[ARGS]") {
             // Those that have this token write the name in front of it.
             Some(args) => {
-                let open = spelled("[TOOL_CALLS]");
+                let open = spelled(MISTRAL);
                 let call = |(index, (name, _)): (usize, &(&str, _))| format!("{} {args} @tool{index}", json!(name));
                 let each: Vec<String> = tools.iter().enumerate().map(call).collect();
                 let more = if one_call { "" } else { "+" };
-                let rules = format!("calls: call{more}\ncall: {open} ({})\n", each.join(" | "));
+                let rules = format!("calls: call{more}\ncall: {open} announced\nannounced: {}\n", each.join(" | "));
                 let schema = |(index, (_, parameters)): (usize, &(_, Option<&Map<_, _>>))| {
                     (format!("tool{index}"), arguments(*parameters))
                 };
-                CallGrammar { rules, schemas: tools.iter().enumerate().map(schema).collect() }
+                grammar(rules, tools.iter().enumerate().map(schema).collect(), Some(MISTRAL))
             }
             None => {
                 let most = if one_call { json!({"maxItems": 1}) } else { json!({}) };
@@ -56,8 +66,8 @@ pub fn calls(
                 list_of.insert("$defs".into(), call["$defs"].clone());
                 list_of.insert("items".into(), json!({"anyOf": call["anyOf"]}));
                 list_of.extend(most.as_object().cloned().unwrap_or_default());
-                let rules = format!("calls: {} @calls_list\n", spelled("[TOOL_CALLS]"));
-                CallGrammar { rules, schemas: vec![("calls_list".into(), list)] }
+                let rules = format!("calls: {} announced\nannounced: @calls_list\n", spelled(MISTRAL));
+                grammar(rules, vec![("calls_list".into(), list)], Some(MISTRAL))
             }
         },
     }

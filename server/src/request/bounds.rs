@@ -14,7 +14,7 @@ pub(super) struct Needs<'a> {
     pub(super) stop_tokens: &'a [u32],
     /// No stop token is the first.
     pub(super) min_tokens: u32,
-    /// The answer ends with a stop token, where its form ends.
+    /// The answer ends with a stop token, where its form says.
     pub(super) has_form: bool,
 }
 

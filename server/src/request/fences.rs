@@ -56,11 +56,13 @@ pub(super) fn message(of: &ChatMessage, change: Change<'_>) -> ChatMessage {
 }
 
 /// The tool with its texts changed.
-pub(super) fn tool(Tool::Function(Function { name, description, parameters }): &Tool, change: Change<'_>) -> Tool {
+pub(super) fn tool(Tool::Function(function): &Tool, change: Change<'_>) -> Tool {
+    let Function { name, description, parameters, strict } = function;
     Tool::Function(Function {
         name: phrase(name, change),
         description: description.as_deref().map(change),
         parameters: parameters.as_ref().map(|schema| object(schema, &|text| phrase(text, change))),
+        strict: *strict,
     })
 }
 

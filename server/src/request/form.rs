@@ -1,25 +1,29 @@
 //! What an answer is held to, put together from what a request says in several fields.
 
-use super::{FieldError, RequestError};
+use super::{FieldError, RequestError, tools::Calling};
 use crate::{
     reply::{CallGrammar, Format},
     text::{Body, Constraint, Form, Thinking},
 };
 
-/// What the answer is held to, with the field that says so: what the client says; calls (`true`: nothing else is an
-/// answer); or one or the other, where it may call. Thinking stands in front where the model thinks; `thinks`: the
+/// What the answer is held to, with the field that says so: what the client says; calls; one or the other, where it may
+/// call; or nothing up to a call, where that is strict. Thinking stands in front where the model thinks; `thinks`: the
 /// prompt has begun it.
 pub(super) fn form(
     constraint: Option<(String, Constraint)>,
-    calls: Option<(CallGrammar, bool)>,
+    calls: Option<(CallGrammar, Calling)>,
     format: &Format,
     thinks: bool,
 ) -> Option<(String, Form)> {
     let (field, body) = match (constraint, calls) {
         // Nothing but a call is an answer then.
-        (_, Some((calls, true))) => ("tools".to_owned(), Body::Calls(calls)),
-        (Some((field, constraint)), Some((calls, false))) => (field, Body::Either(constraint, calls)),
+        (_, Some((calls, Calling::Required))) => ("tools".to_owned(), Body::Calls(calls)),
+        (Some((field, constraint)), Some((calls, _))) => (field, Body::Either(constraint, calls)),
         (Some((field, constraint)), None) => (field, Body::Constraint(constraint)),
+        // Calls that nothing announces are told from text by their end.
+        (None, Some((calls, Calling::Strict))) if calls.marker.is_some() => {
+            ("tools".to_owned(), Body::Announced(calls))
+        }
         (None, _) => return None,
     };
     let thinking = format.reasoning.then_some(if thinks { Thinking::Begun } else { Thinking::Tagged });

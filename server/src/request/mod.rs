@@ -13,6 +13,7 @@ mod chat;
 mod error;
 mod fences;
 mod form;
+pub mod ranges;
 mod tools;
 mod validate;
 

@@ -63,17 +63,36 @@ pub(super) fn thinks(chat: &Chat, prompt: &str) -> bool {
     }
 }
 
-/// Calls that the answer may be, or must be (`true`), as a grammar; `None`: there are no tools.
-pub(super) fn calls(chat: &Chat, format: &Format, text: &Text) -> Option<(CallGrammar, bool)> {
+/// What calls are to the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Calling {
+    /// It may be one, in whatever words.
+    Free,
+    /// It may be one, which then keeps to its schema.
+    Strict,
+    /// It is one.
+    Required,
+}
+
+/// The calls that an answer may have as a grammar; `None`: there are no tools.
+pub(super) fn calls(chat: &Chat, format: &Format, text: &Text) -> Option<(CallGrammar, Calling)> {
     let tools = format.tools?;
     let may_be = |tool: &&Tool| match &chat.tool_choice {
         ToolChoice::Auto | ToolChoice::Required => true,
         ToolChoice::Named(name) => tool.name() == name,
     };
-    let named: Vec<_> = chat.options.tools.iter().filter(may_be).map(|tool| (tool.name(), tool.parameters())).collect();
+    let may_be: Vec<&Tool> = chat.options.tools.iter().filter(may_be).collect();
+    let calling = match chat.tool_choice {
+        ToolChoice::Auto if may_be.iter().any(|tool| tool.is_strict()) => Calling::Strict,
+        ToolChoice::Auto => Calling::Free,
+        ToolChoice::Required | ToolChoice::Named(_) => Calling::Required,
+    };
+    // Beside a strict one, others are called with whatever arguments.
+    let is_held = |tool: &Tool| calling != Calling::Strict || tool.is_strict();
+    let named: Vec<_> = may_be.iter().map(|tool| (tool.name(), tool.parameters().filter(|_| is_held(tool)))).collect();
     let one_call = chat.one_call || matches!(chat.tool_choice, ToolChoice::Named(_));
     let grammar = reply::calls(tools, &named, one_call, |marker| text.grammars.marker(marker));
-    Some((grammar, chat.tool_choice != ToolChoice::Auto))
+    Some((grammar, calling))
 }
 
 /// Names are such that no template and no parser mistakes them, and the choice is one of them.
@@ -153,7 +172,7 @@ mod tests {
         let schema =
             json!({"type": "object", "properties": {"a": {"type": ["string", "null"], "description": description}}});
         let parameters = schema.as_object().cloned();
-        Tool::Function(Function { name: name.into(), description: Some(description.into()), parameters })
+        Tool::Function(Function { name: name.into(), description: Some(description.into()), parameters, strict: false })
     }
 
     fn chat(tools: Vec<Tool>, tool_choice: ToolChoice) -> Chat {

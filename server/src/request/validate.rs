@@ -3,12 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use super::{
-    Chat, FieldError, Input, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES,
-    MAX_STOP_BYTES, MAX_STOP_TOKENS, MAX_STOPS, MAX_TIMEOUT, MAX_TOP_LOGPROBS, RawRequest, RequestError, ValidPrompt,
-    ValidRequest, bounds, chat, draw_seed, form, tools,
+    Chat, FieldError, Input, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS, MAX_SALT_BYTES, MAX_SEQUENCES, MAX_STOP_BYTES,
+    MAX_STOP_TOKENS, MAX_STOPS, RawRequest, RequestError, ValidPrompt, ValidRequest, bounds, chat, draw_seed, form,
+    ranges::{self, integer, number},
+    tools,
 };
 use crate::{
-    engine::{ModelInfo, PRIORITIES, SamplingParams},
+    engine::{ModelInfo, SamplingParams},
     reply::Format,
     text::{Start, Stops, Text, TextError},
 };
@@ -20,32 +21,30 @@ use crate::{
 /// Names the first field that is wrong.
 pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<ValidRequest, RequestError> {
     let sampling = sampling(&raw, model, text)?;
-    let choices = integer("n", raw.n.unwrap_or(1), 1, MAX_CHOICES as i64)? as u32;
+    let choices = integer("n", raw.n.unwrap_or(1), &ranges::CHOICES)? as u32;
     let logprobs = match raw.logprobs {
-        Some(count) => Some(integer(raw.logprobs_field, count, 0, MAX_TOP_LOGPROBS as i64)? as u32),
+        Some(count) => Some(integer(raw.logprobs_field, count, &ranges::LOGPROBS)? as u32),
         None => None,
     };
     let prompt_logprobs = match raw.prompt_logprobs {
-        // -1 is how vLLM's clients say "all", which nobody needs.
-        Some(count) => Some(integer("prompt_logprobs", count, 0, MAX_TOP_LOGPROBS as i64)? as u32),
+        Some(count) => Some(integer("prompt_logprobs", count, &ranges::LOGPROBS)? as u32),
         None => None,
     };
     let prompt_alone = raw.max_tokens == Some(0) && (raw.echo || prompt_logprobs.is_some());
     let max_tokens = match raw.max_tokens {
         Some(_) if prompt_alone => Some(1),
-        Some(count) => Some(integer(raw.max_tokens_field, count, 1, i64::from(u32::MAX))? as u32),
+        Some(count) => Some(integer(raw.max_tokens_field, count, &ranges::MAX_TOKENS)? as u32),
         None => None,
     };
-    let min_tokens = integer("min_tokens", raw.min_tokens.unwrap_or(0), 0, i64::from(u32::MAX))? as u32;
+    let min_tokens = integer("min_tokens", raw.min_tokens.unwrap_or(0), &ranges::MIN_TOKENS)? as u32;
     check_stops(&raw.stop)?;
     check_stop_tokens(&raw.stop_tokens, model)?;
     let cache_salt = cache_salt(raw.cache_salt)?;
     let timeout = match raw.timeout_ms {
-        Some(time) => Some(integer("timeout_ms", time, 1, MAX_TIMEOUT.as_millis() as i64)? as u64),
+        Some(time) => Some(integer("timeout_ms", time, &ranges::TIMEOUT_MS)? as u64),
         None => None,
     };
-    let (first, last) = (i64::from(*PRIORITIES.start()), i64::from(*PRIORITIES.end()));
-    let priority = integer("priority", raw.priority.unwrap_or(0), first, last)? as i32;
+    let priority = integer("priority", raw.priority.unwrap_or(0), &ranges::PRIORITY)? as i32;
 
     let single = !matches!(&raw.input, Input::Texts(list) if list.len() > 1)
         && !matches!(&raw.input, Input::Tokens(list) if list.len() > 1);
@@ -84,10 +83,11 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
     let mut stop_tokens = if raw.ignore_eos { Vec::new() } else { text.defaults.eos_tokens.clone() };
     stop_tokens.extend(&raw.stop_tokens);
     let form = form::form(raw.constraint, calls, &format, valid_prompts.iter().any(|prompt| prompt.thinks));
-    if form.is_some() {
+    let has_form = form.as_ref().is_some_and(|(_, form)| form.says_the_end());
+    if has_form {
         form::check_end(min_tokens, raw.ignore_eos)?;
     }
-    let needs = bounds::Needs { stop_tokens: &stop_tokens, min_tokens, has_form: form.is_some() };
+    let needs = bounds::Needs { stop_tokens: &stop_tokens, min_tokens, has_form };
     let token_bounds = bounds::bounds(raw.allowed_tokens.as_deref(), &raw.bad_words, &needs, model, text)?;
     let stop = Stops { texts: raw.stop, shown: raw.include_stop, min_tokens };
     let prompts = valid_prompts;
@@ -115,26 +115,17 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
 
 fn sampling(raw: &RawRequest, model: &ModelInfo, text: &Text) -> Result<SamplingParams, RequestError> {
     let defaults = &text.defaults;
-    let top_p = number("top_p", raw.top_p.unwrap_or(defaults.top_p), 0.0, 1.0)?;
-    if top_p == 0.0 {
-        return Err(RequestError::field("top_p", FieldError::Value, "must be over 0 and at most 1"));
-    }
-    let repetition_penalty =
-        number("repetition_penalty", raw.repetition_penalty.unwrap_or(defaults.repetition_penalty), 0.0, 10.0)?;
-    if repetition_penalty == 0.0 {
-        return Err(RequestError::field("repetition_penalty", FieldError::Value, "must be over 0 and at most 10"));
-    }
-    let top_k = integer("top_k", raw.top_k.unwrap_or(defaults.top_k), -1, i64::from(u32::MAX))?;
+    let top_k = integer("top_k", raw.top_k.unwrap_or(defaults.top_k), &ranges::TOP_K)?;
+    let repetition_penalty = raw.repetition_penalty.unwrap_or(defaults.repetition_penalty);
     Ok(SamplingParams {
-        temperature: number("temperature", raw.temperature.unwrap_or(defaults.temperature), 0.0, 2.0)?,
-        // -1 is how vLLM's clients say "all".
+        temperature: number("temperature", raw.temperature.unwrap_or(defaults.temperature), &ranges::TEMPERATURE)?,
         top_k: top_k.max(0) as u32,
-        top_p,
-        min_p: number("min_p", raw.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
+        top_p: number("top_p", raw.top_p.unwrap_or(defaults.top_p), &ranges::TOP_P)?,
+        min_p: number("min_p", raw.min_p.unwrap_or(defaults.min_p), &ranges::MIN_P)?,
         seed: raw.seed.unwrap_or_else(draw_seed),
-        presence_penalty: number("presence_penalty", raw.presence_penalty.unwrap_or(0.0), -2.0, 2.0)?,
-        frequency_penalty: number("frequency_penalty", raw.frequency_penalty.unwrap_or(0.0), -2.0, 2.0)?,
-        repetition_penalty,
+        presence_penalty: number("presence_penalty", raw.presence_penalty.unwrap_or(0.0), &ranges::PENALTY)?,
+        frequency_penalty: number("frequency_penalty", raw.frequency_penalty.unwrap_or(0.0), &ranges::PENALTY)?,
+        repetition_penalty: number("repetition_penalty", repetition_penalty, &ranges::REPETITION_PENALTY)?,
         logit_bias: logit_bias(&raw.logit_bias, model)?,
     })
 }
@@ -150,23 +141,6 @@ fn cache_salt(salt: Option<String>) -> Result<Arc<str>, RequestError> {
     }
 }
 
-/// A number in [low, high], as the worker's type. NaN is in no range.
-fn number(field: &str, value: f64, low: f64, high: f64) -> Result<f32, RequestError> {
-    if (low..=high).contains(&value) {
-        Ok(value as f32)
-    } else {
-        Err(RequestError::field(field, FieldError::Value, format!("{value} is not in [{low}, {high}]")))
-    }
-}
-
-fn integer(field: &str, value: i64, low: i64, high: i64) -> Result<i64, RequestError> {
-    if (low..=high).contains(&value) {
-        Ok(value)
-    } else {
-        Err(RequestError::field(field, FieldError::Value, format!("{value} is not in [{low}, {high}]")))
-    }
-}
-
 fn logit_bias(biases: &[(u64, f64)], model: &ModelInfo) -> Result<Vec<(u32, f32)>, RequestError> {
     let wrong = |message: String| RequestError::field("logit_bias", FieldError::Value, message);
     if biases.len() > MAX_LOGIT_BIAS {
@@ -177,7 +151,7 @@ fn logit_bias(biases: &[(u64, f64)], model: &ModelInfo) -> Result<Vec<(u32, f32)
         let token = u32::try_from(*token).ok().filter(|token| *token < model.vocab_size).ok_or_else(|| {
             wrong(format!("token {token} does not exist; the vocabulary has {} tokens", model.vocab_size))
         })?;
-        checked.push((token, number(&format!("logit_bias.{token}"), *bias, -100.0, 100.0)?));
+        checked.push((token, number(&format!("logit_bias.{token}"), *bias, &ranges::BIAS)?));
     }
     checked.sort_unstable_by_key(|(token, _)| *token);
     match checked.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -189,7 +163,7 @@ fn logit_bias(biases: &[(u64, f64)], model: &ModelInfo) -> Result<Vec<(u32, f32)
 /// How many tokens of a prompt are left.
 fn truncated(field: &str, most: i64, model: &ModelInfo) -> Result<usize, RequestError> {
     let longest = i64::from(model.max_context).saturating_sub(1).max(1);
-    let most = if most == -1 { longest } else { integer(field, most, 1, longest)? };
+    let most = if most == -1 { longest } else { integer(field, most, &(1..=longest))? };
     Ok(most as usize)
 }
 

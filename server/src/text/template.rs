@@ -130,6 +130,7 @@ impl ChatTemplate {
             name: name.into(),
             description: Some("The time".into()),
             parameters: schema.as_object().cloned(),
+            strict: false,
         };
         let options = TemplateOptions { tools: vec![Tool::Function(function)], ..TemplateOptions::default() };
         let prompt = self.render(&[ChatMessage::new("user", "Hi")], &options, MAX_PROBE_BYTES);

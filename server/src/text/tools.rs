@@ -20,6 +20,13 @@ impl Tool {
         }
     }
 
+    /// Calls keep to the schema wherever the model decides to call.
+    pub fn is_strict(&self) -> bool {
+        match self {
+            Self::Function(function) => function.strict,
+        }
+    }
+
     /// What calls name it by.
     pub fn name(&self) -> &str {
         match self {
@@ -39,6 +46,9 @@ pub struct Function {
     /// JSON schema of its arguments.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parameters: Option<Map<String, Value>>,
+    /// Calls keep to the schema wherever the model decides to call. The model is not told.
+    #[serde(skip)]
+    pub strict: bool,
 }
 
 /// A call in an assistant's message.
@@ -83,7 +93,12 @@ mod tests {
     fn tool() -> Tool {
         let schema = json!({"type": "object", "properties": {"city": {"type": "string"}}});
         let parameters = schema.as_object().cloned();
-        Tool::Function(Function { name: "get_weather".into(), description: Some("The <weather>".into()), parameters })
+        Tool::Function(Function {
+            name: "get_weather".into(),
+            description: Some("The <weather>".into()),
+            parameters,
+            strict: false,
+        })
     }
 
     fn history() -> Vec<ChatMessage> {

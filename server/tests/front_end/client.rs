@@ -9,7 +9,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::SOON;
+use crate::{SOON, conform};
 
 /// A response as it came, without its framing.
 #[derive(Debug, Clone)]
@@ -63,7 +63,9 @@ pub async fn open(address: SocketAddr, path: &str, body: &str) -> TcpStream {
 }
 
 pub async fn post(address: SocketAddr, path: &str, body: impl Borrow<Value>) -> Response {
-    read(open(address, path, &body.borrow().to_string()).await).await
+    let response = read(open(address, path, &body.borrow().to_string()).await).await;
+    conform::check("POST", path, &response);
+    response
 }
 
 pub async fn get(address: SocketAddr, path: &str) -> Response {
@@ -75,7 +77,9 @@ pub async fn request(address: SocketAddr, method: &str, path: &str, content_type
     stream.write_all(head(method, path, content_type, body.len()).as_bytes()).await.unwrap();
     // The server may answer, and close, before it has read everything.
     let _ = stream.write_all(body).await;
-    read(stream).await
+    let response = read(stream).await;
+    conform::check(method, path, &response);
+    response
 }
 
 /// Reads to the end of the connection.

@@ -175,7 +175,7 @@ async fn several_choices_come_as_they_are_made_and_each_has_its_end() {
 const SCHEMA: &str = r#"{"type": "object", "properties": {"city": {"type": "string"}}}"#;
 
 fn function() -> Tool {
-    Tool { name: "f".into(), description: "Tells.".into(), parameters: SCHEMA.into() }
+    Tool { name: "f".into(), description: "Tells.".into(), parameters: SCHEMA.into(), strict: false }
 }
 
 #[tokio::test]

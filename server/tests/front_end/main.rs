@@ -2,6 +2,7 @@
 
 mod anthropic;
 mod client;
+mod conform;
 mod connections;
 mod deadlines;
 mod engine;

@@ -114,6 +114,55 @@ async fn a_whole_call_is_openais_to_the_byte() {
     assert_eq!(message(chat(json!({})), "<think>Oh").await, expected);
 }
 
+/// A grammar goes with the sequence where a tool is strict, by any API; what the model writes is read as ever.
+#[tokio::test]
+async fn a_strict_tool_s_calls_are_held_to_its_schema_where_the_model_decides() {
+    let (server, mut script) = Server::start_with(options(), text()).await;
+    let schema = |extra: Value| {
+        let mut schema = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+        schema.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        schema
+    };
+    let openai = |strict: bool, extra: Value| {
+        let function = json!({"name": "f", "parameters": schema(json!({})), "strict": strict});
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": function}]});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        (CHAT, body)
+    };
+    let anthropic = |strict: bool| {
+        let tool = json!({"name": "f", "input_schema": schema(json!({})), "strict": strict});
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        ("/v1/messages", json!({"model": "tiny", "max_tokens": 99, "messages": messages, "tools": [tool]}))
+    };
+    let responses = |strict: bool| {
+        let tool = json!({"type": "function", "name": "f", "parameters": schema(json!({})), "strict": strict});
+        ("/v1/responses", json!({"input": "Hi", "tools": [tool]}))
+    };
+    for ((path, body), is_held) in [
+        (openai(true, json!({})), true),
+        (openai(false, json!({})), false),
+        (openai(true, json!({"tool_choice": "none"})), false),
+        // Free text goes on for as long as it is asked to.
+        (openai(true, json!({"min_tokens": 3, "max_tokens": 9})), true),
+        (openai(true, json!({"ignore_eos": true, "max_tokens": 9})), true),
+        (anthropic(true), true),
+        (anthropic(false), false),
+        (responses(true), true),
+        (responses(false), false),
+    ] {
+        let (response, request) = tokio::join!(post(server.address, path, &body), script.play(answer("Hi")));
+        assert_eq!((response.status, request.grammar.is_some()), (200, is_held), "{path} {body}: {}", response.body);
+    }
+    // What cannot be kept to is refused, not passed over.
+    let (_, mut body) = openai(true, json!({}));
+    body["tools"][0]["function"]["parameters"] = schema(json!({"not": {}}));
+    let response = post(server.address, CHAT, &body).await;
+    let error = &response.json()["error"];
+    assert_eq!((response.status, &error["param"]), (400, &json!("tools")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("not"), "{error}");
+}
+
 #[tokio::test]
 async fn the_reply_ends_with_the_first_call_where_only_one_is_wanted() {
     let (server, mut script) = Server::start_with(options(), text()).await;

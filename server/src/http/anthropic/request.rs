@@ -12,7 +12,7 @@ use super::{
     message::{self, cache_control},
 };
 use crate::{
-    request::{Chat, FieldError, Input, RawRequest, RequestError, ToolChoice},
+    request::{Chat, FieldError, Input, RawRequest, RequestError, ToolChoice, ranges},
     text::{ChatMessage, Function, TemplateOptions, Tool},
 };
 
@@ -32,15 +32,15 @@ pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, boo
     let mut fields = Fields::new(body, "")?;
     let model = fields.required_string("model")?;
     let mut raw = RawRequest::new("messages", Input::Chat(chat(&mut fields)?));
-    let Some(max_tokens) = fields.integer("max_tokens")? else {
+    let Some(max_tokens) = fields.integer("max_tokens", ranges::MAX_TOKENS)? else {
         return Err(RequestError::field("max_tokens", FieldError::Missing, "must be given").into());
     };
     raw.max_tokens = Some(max_tokens);
-    raw.temperature = fields.number("temperature")?;
-    raw.top_p = fields.number("top_p")?;
-    raw.top_k = fields.integer("top_k")?;
-    raw.timeout_ms = fields.integer("timeout_ms")?;
-    raw.priority = fields.integer("priority")?;
+    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
+    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
+    raw.top_k = fields.integer("top_k", ranges::TOP_K)?;
+    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
+    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
     if let Some(stops) = fields.value("stop_sequences") {
         raw.stop = texts(stops, "stop_sequences", "a list of strings")?;
     }
@@ -53,7 +53,7 @@ pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, boo
 }
 
 /// Reads what is left of the body of `/v1/messages/count_tokens` behind the model's name.
-pub(super) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
+pub(in super::super) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
     let chat = chat(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
@@ -108,11 +108,10 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
     let Value::Object(schema) = tool.required("input_schema")? else {
         return Err(wrong_type(schema_path, "an object: a JSON schema"));
     };
-    // About how arguments are decoded, which the model is not told.
-    tool.boolean("strict")?;
+    let strict = tool.boolean("strict")?.unwrap_or(false);
     cache_control(&mut tool)?;
     tool.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters: Some(schema) }))
+    Ok(Tool::Function(Function { name, description, parameters: Some(schema), strict }))
 }
 
 /// Which tools are called, whether only one, and whether the model is told of none.
@@ -149,7 +148,7 @@ fn thinking(fields: &mut Fields) -> Result<Map<String, Value>, ApiError> {
             return Err(RequestError::field(thinking.path("type"), FieldError::Value, message).into());
         }
     };
-    thinking.integer("budget_tokens")?;
+    thinking.integer("budget_tokens", ranges::ANY)?;
     thinking.unsupported(&[("display", |value| value == "summarized")])?;
     thinking.finish()?;
     Ok(kwargs)

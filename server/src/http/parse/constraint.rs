@@ -13,8 +13,14 @@ use crate::{
 
 /// Ways to say the same, each in a field of its own.
 type Reader = fn(Value, &str) -> Result<Constraint, ApiError>;
-const GUIDED: [(&str, Reader); 4] =
-    [("guided_json", json), ("guided_regex", regex), ("guided_choice", choice), ("guided_grammar", grammar)];
+const GUIDED: [(&str, Reader); 5] = [
+    ("guided_json", json),
+    ("guided_regex", regex),
+    ("guided_choice", choice),
+    ("guided_grammar", grammar),
+    // llama.cpp's.
+    ("grammar", grammar),
+];
 
 /// What the answer is held to, with the name of the field that says so.
 pub(super) fn constraint(fields: &mut Fields) -> Result<Option<(String, Constraint)>, ApiError> {
@@ -115,7 +121,7 @@ fn regex(value: Value, path: &str) -> Result<Constraint, ApiError> {
 }
 
 fn grammar(value: Value, path: &str) -> Result<Constraint, ApiError> {
-    text(value, path).map(Constraint::Lark)
+    text(value, path).map(Constraint::Grammar)
 }
 
 fn text(value: Value, path: &str) -> Result<String, ApiError> {

@@ -12,7 +12,7 @@ use super::{
     ResponseStore, find, items,
 };
 use crate::{
-    request::{Chat, FieldError, Input, RawRequest, RequestError, ToolChoice},
+    request::{Chat, FieldError, Input, RawRequest, RequestError, ToolChoice, ranges},
     text::{ChatMessage, Constraint, Function, TemplateOptions, Tool},
 };
 
@@ -64,11 +64,11 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     };
     let mut raw = RawRequest::new("input", Input::Chat(chat));
     raw.max_tokens_field = "max_output_tokens";
-    raw.max_tokens = fields.integer("max_output_tokens")?;
-    raw.timeout_ms = fields.integer("timeout_ms")?;
-    raw.priority = fields.integer("priority")?;
-    raw.temperature = fields.number("temperature")?;
-    raw.top_p = fields.number("top_p")?;
+    raw.max_tokens = fields.integer("max_output_tokens", ranges::MAX_TOKENS)?;
+    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
+    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
+    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
+    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
     raw.constraint = text_format(&mut fields)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     if let Some(options) = fields.value("stream_options") {
@@ -116,10 +116,9 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
     let name = tool.required_string("name")?;
     let description = tool.string("description")?;
     let parameters = tool.object("parameters")?;
-    // About how arguments are decoded, which the model is not told.
-    tool.boolean("strict")?;
+    let strict = tool.boolean("strict")?.unwrap_or(false);
     tool.finish()?;
-    Ok(Tool::Function(Function { name, description, parameters }))
+    Ok(Tool::Function(Function { name, description, parameters, strict }))
 }
 
 /// What the answer is held to, with the name of the field that says so.

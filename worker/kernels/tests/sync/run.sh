@@ -58,7 +58,8 @@ sums() { # RANKS COLUMNS HIDDEN [HEADS KV_HEADS HEAD_DIM INTERMEDIATE BLOCKS PAI
     local ranks=$1 columns=$2 hidden=$3 heads=${4:-32} kv=${5:-8} dim=${6:-128} intermediate=${7:-4096} blocks=${8:-128}
     for pair in "${@:9}"; do
         # Hundreds of threads on a few cores: with 16 ranks a wait was seen to take 40 s.
-        build sums sums.cpp -Wno-parentheses -DLP_PATIENCE=20 -DLP_LAYERS=1 -DLP_RANKS="$ranks" -DLP_COLUMNS="$columns" \
+        build sums sums.cpp ${scaled:-} -Wno-parentheses -DLP_PATIENCE=20 -DLP_LAYERS=1 -DLP_RANKS="$ranks" \
+            -DLP_COLUMNS="$columns" \
             -DLP_HIDDEN="$hidden" -DLP_HEADS=$((heads / ranks)) -DLP_KV_HEADS=$((ranks < kv ? kv / ranks : 1)) \
             -DLP_HEAD_DIM="$dim" -DLP_INTERMEDIATE=$((intermediate / ranks)) -DLP_BLOCKS="$blocks" -DLP_PAIR="$pair"
         "$out/sums"
@@ -70,6 +71,9 @@ for ranks in 1 2 4 8 16; do
     sums "$ranks" 32 4096 "${whole[@]}"
 done
 sums 8 1 4096 "${whole[@]}"    # pairs of rows a word
+# Rows with scales.
+for ranks in 1 4 8; do scaled=-DLP_LAYER_FORMAT=1 sums "$ranks" 8 4096 "${whole[@]}"; done
+scaled=-DLP_LAYER_FORMAT=1 sums 2 1 4096 "${whole[@]}"
 sums 4 64 8192 "${whole[@]}"   # a warp a tile
 # Wide passes of pairs that own unequally much: pairs with the most and the fewest tiles.
 sums 1 64 3072 24 8 128 8192 128 2 3

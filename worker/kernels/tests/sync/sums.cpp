@@ -43,11 +43,11 @@ Output output_of(u32 product, u32 leaves, u32 row, u32 column) {
   return {quads[0], tree[0]};
 }
 std::atomic<u32> outputs{0}, wrong{0}, unlike_tree{0};
-/// Checks `got` against `before` plus the product.
-void check(float got, float before, u32 product, u32 leaves, u32 row, u32 column) {
+/// Checks `got` against `before` plus the product, times the scale of its row.
+void check(float got, float before, u32 product, u32 leaves, u32 row, u32 column, float scale = 1) {
   const Output output = output_of(product, leaves, row, column);
   outputs++;
-  wrong += __float_as_uint(got) != __float_as_uint(before + output.quads);
+  wrong += __float_as_uint(got) != __float_as_uint(before + output.quads * scale);
   unlike_tree += __float_as_uint(output.quads) != __float_as_uint(output.tree);
 }
 /// All lanes of `warps` warps of each block, each in a thread.
@@ -111,10 +111,14 @@ int main() {
   constexpr u32 kSteps = 3;  // of o and down each
   std::deque<Memory> inboxes, words;
   Memory gamma((2 * kLayers + 1) * kHidden * 2);
+  // No powers of two, so that it shows where they are applied.
+  std::vector<float> scales(Scales::layer);
+  for (u32 i = 0; i < scales.size(); i++) scales[i] = kScaled ? 0.3f + (float)(i % 13) / 7 : 1;
   Launch launches[kRanks] = {};
   for (u32 r = 0; r < kRanks; r++) inboxes.emplace_back(Inbox::bytes), words.emplace_back(Words::page);
   for (u32 r = 0; r < kRanks; r++) {
     launches[r].rank = r, launches[r].words = words[r].at(), launches[r].gamma = gamma.at();
+    launches[r].scales = scales.data();
     launches[r].report = report;
     for (u32 q = 0; q < kRanks; q++) launches[r].inbox[q] = inboxes[q].at();
     for (u32 i = 0; i < 2; i++) {
@@ -141,13 +145,15 @@ int main() {
     const auto add = [&](auto product, u32 told, u32 number, u32 tag) {
       using P = decltype(product);
       if (!Epilogue::kSharedSets && epilogue.second()) return epilogue.skip(Epilogue::sets<P>());
-      epilogue.add_residual<P>(told, 0, 0, kActive, tag);
+      epilogue.add_residual<P>(told, 0, 1 + told, kActive, tag);
+      const int first = told == kToldOut ? Scales::out : Scales::down;
       for (int s = 0; s < Epilogue::sets<P>(); s++)
         for (int c = 0; epilogue.mine(s) && c < kEpilogueColumns; c++) {
           const int tile = P::first_tile(kBlock) + 2 * s + Epilogue::half();
           if (tile >= P::first_tile(kBlock + 1)) continue;
           float& h = before[s * kEpilogueColumns + c];
-          check(epilogue.hidden(s)[c], h, number, P::leaves * kRanks, tile * 16 + Epilogue::row(), epilogue.column(c));
+          const int row = tile * 16 + Epilogue::row();
+          check(epilogue.hidden(s)[c], h, number, P::leaves * kRanks, row, epilogue.column(c), scales[first + row]);
           h = epilogue.hidden(s)[c];
         }
     };

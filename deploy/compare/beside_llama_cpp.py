@@ -4,7 +4,7 @@ What is compared: the median time of one decode step on CPU, for batches of 1 an
 dimensions and the same bytes: bf16 weights made up at random (speed does not depend on them), the same number of
 threads, the same context before the first step, as many steps.
 
-* Looplane: `looplane bench --shape SHAPE --weights random --tp 1 --threads N`, which samples greedily inside the step.
+* Looplane: `looplane bench --shape SHAPE --weights bf16 --tp 1 --threads N`, which samples greedily inside the step.
 * llama.cpp: `llama_decode` of one token of each sequence through llama-cpp-python, logits of every sequence asked for
   and no sampling, weights read into memory (no mmap), in a process of its own.
 
@@ -147,7 +147,7 @@ def run_looplane(args: argparse.Namespace) -> tuple[dict[int, StepTimes], float]
     """Step times by batch, and the median read bandwidth of the machine in GB/s, both from one process."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "bench.json"
-        command = [args.looplane, "bench", "--shape", args.shape, "--weights", "random", "--device", "cpu", "--tp", 1]
+        command = [args.looplane, "bench", "--shape", args.shape, "--weights", "bf16", "--device", "cpu", "--tp", 1]
         command += ["--threads", args.threads, "--batch", ",".join(map(str, BATCHES)), "--context", args.context]
         command += ["--steps", args.steps, "--json", report]
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)

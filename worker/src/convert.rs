@@ -9,6 +9,7 @@ use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChu
 use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
 use crate::grammar::Vocabulary;
 use crate::model::WeightFormat;
+use crate::model::format::INT4;
 use crate::plan::PAGE_POSITIONS;
 use crate::sampling::SamplingParams;
 
@@ -45,6 +46,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
     let quantization = match v1::load_request::Quantization::try_from(r.quantization) {
         Ok(v1::load_request::Quantization::None) => None,
         Ok(v1::load_request::Quantization::Fp8) => Some(WeightFormat::E4m3),
+        Ok(v1::load_request::Quantization::Int4) => Some(INT4),
         Err(_) => return wrong(format!("quantization is {}, which this worker does not know", r.quantization)),
     };
     Ok(LoadRequest {

@@ -16,7 +16,7 @@ use super::weights::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
-use crate::model::quantised::{Quantised, quantised, weights_note};
+use crate::model::conversion::{computed, converter, weights_note};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::plan::stream::{embedding_bytes, packed_bytes};
@@ -82,7 +82,7 @@ pub fn load_with(
             (config, Some(checkpoint), digest)
         }
     };
-    let config = quantised(&stored, request.quantization);
+    let config = computed(&stored, request.quantization, |config| config.layer_weights.group().is_none());
     if config.head_dim > MAX_HEAD_DIM {
         let refusal = format!(
             "config.json: head_dim {} is over {MAX_HEAD_DIM}, the most the CPU decoder computes",
@@ -142,8 +142,8 @@ pub fn load_with(
         (None, Some(random)) => random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
-    let quantiser = (stored != config).then(|| Quantised::new(source, &config));
-    let source = quantiser.as_ref().map_or(source, |quantiser| quantiser as &dyn Source);
+    let converter = converter(source, stored.layer_weights, &config);
+    let source = converter.as_deref().unwrap_or(source);
     let weights = Weights::load(source, &plan, &rank, &team, &mut |bytes| {
         if told.elapsed() >= PROGRESS_INTERVAL {
             told = Instant::now();
@@ -152,7 +152,7 @@ pub fn load_with(
     })?;
     checkpoint.as_ref().map_or(Ok(()), Checkpoint::check_finite)?;
     tell(Phase::PackingWeights, total, total);
-    notes.push(weights_note(&config, quantiser.is_some(), weights.stream_bytes()));
+    notes.push(weights_note(stored.layer_weights, config.layer_weights, weights.stream_bytes()));
 
     tell(Phase::Allocating, 0, 0);
     let fabric = Fabric::new(fabric_shape, rank.rank, request.wait_limit, crowded)

@@ -65,7 +65,7 @@ struct Span {
 impl Span {
     /// How many scales it has.
     fn scales(&self) -> usize {
-        if self.format.is_scaled() { self.tiles * LANES } else { 0 }
+        if self.format.has_row_scales() { self.tiles * LANES } else { 0 }
     }
 }
 
@@ -223,6 +223,7 @@ impl Weights {
                     pack_tile::<u16>(of, product, &tile, |value| value.to_bits(), bytemuck::cast_slice_mut(out));
                 }
                 WeightFormat::E4m3 => pack_tile(of, product, &tile, bf16_to_e4m3, out),
+                WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("a load expands groups"),
             }
             out.len()
         });
@@ -236,7 +237,7 @@ impl Weights {
             for index in 0..span.scales() / LANES {
                 let tile = product.tile(&self.plan, rank, layer, index);
                 let mut scales = [1.0; LANES];
-                source.scales(tile.tensor, tile.rows.clone(), &mut scales[..tile.rows.len()]);
+                source.scales(tile.tensor, tile.rows.clone(), 0, &mut scales[..tile.rows.len()]);
                 self.scales.extend(scales.map(|scale| scale * E4M3_RAISED));
             }
         }

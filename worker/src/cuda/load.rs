@@ -26,13 +26,14 @@ use super::sampler::draw::Sampler;
 use super::sampler::kernel::{self as sampler, SamplerKernel};
 use super::weights::heads::{PaddedHeads, padded};
 use super::weights::layout::Layout;
+use super::weights::panel::takes;
 use super::weights::upload::Weights;
 use crate::batch::{Batch, Drafting, Limits};
 use crate::decoder::{Decoder, Fault, LoadError, LoadRequest, Loaded, OutcomeSink, Phase, PlanSource, Progress};
 use crate::grammar::Grammars;
-use crate::model::quantised::{Quantised, quantised, weights_note};
+use crate::model::conversion::{computed, converter, weights_note};
 use crate::model::source::Source;
-use crate::model::{Checkpoint, ModelConfig, Tensor};
+use crate::model::{Checkpoint, ModelConfig, Tensor, WeightFormat};
 use crate::plan::{Backend, KvLayout, ModelPlan, Product};
 use crate::rope::Rope;
 
@@ -72,8 +73,8 @@ pub struct CudaDecoder {
 /// The model, and where its weights come from.
 struct Model {
     config: ModelConfig,
-    /// Whether the layers' matrices are quantised while they are read.
-    quantised: bool,
+    /// How the layers' matrices are stored.
+    stored: WeightFormat,
     checkpoint: Option<Checkpoint>,
     digest: String,
 }
@@ -87,8 +88,12 @@ impl Source for Mapped<'_> {
         self.0.read(tensor, rows, columns, out);
     }
 
-    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
-        self.0.scales(tensor, rows, out);
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]) {
+        Source::scales(self.0, tensor, rows, column, out);
+    }
+
+    fn zeros(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [u8]) {
+        Source::zeros(self.0, tensor, rows, column, out);
     }
 }
 
@@ -136,8 +141,8 @@ pub fn load_with(
         (None, Some((_, random))) => &**random,
         (None, None) => unreachable!("without random weights there is a checkpoint"),
     };
-    let quantiser = model.quantised.then(|| Quantised::new(source, &model.config));
-    let source = quantiser.as_ref().map_or(source, |quantiser| quantiser as &dyn Source);
+    let converter = converter(source, model.stored, &model.config);
+    let source = converter.as_deref().unwrap_or(source);
     let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
@@ -154,7 +159,7 @@ pub fn load_with(
 
     tell(Phase::Allocating, 0, 0);
     let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
-    notes.push(weights_note(&model.config, model.quantised, layout.bytes() as u64));
+    notes.push(weights_note(model.stored, model.config.layer_weights, layout.bytes() as u64));
     notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
         notes.push("--loop off: passes of up to 8 rows run a launch for each phase; wider ones run as ever".into());
@@ -230,8 +235,8 @@ pub fn check(request: &LoadRequest, config: &ModelConfig, shards: usize) -> Resu
 impl Model {
     fn open(request: &LoadRequest, options: &Options) -> Result<Self, LoadError> {
         let of = |stored: &ModelConfig, checkpoint, digest| {
-            let config = quantised(stored, request.quantization);
-            Self { quantised: config.layer_weights != stored.layer_weights, config, checkpoint, digest }
+            let config = computed(stored, request.quantization, takes);
+            Self { stored: stored.layer_weights, config, checkpoint, digest }
         };
         if let Some((config, _)) = &options.random {
             return Ok(of(config, None, "random".into()));

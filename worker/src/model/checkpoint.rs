@@ -205,12 +205,13 @@ fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelCon
     let (readable, expected_dtype) = match format {
         WeightFormat::Bf16 => (matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32), FLOATS),
         WeightFormat::E4m3 => (info.dtype == Dtype::F8_E4M3, "F8_E4M3"),
+        WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("no config.json says so"),
     };
     if !readable {
         let (path, dtype) = (path.clone(), info.dtype.to_string());
         return Err(CheckpointError::Dtype { path, tensor: name, dtype, expected: expected_dtype });
     }
-    let scales = if format.is_scaled() { find_scales(files, lookup, &name, expected[0])? } else { Box::default() };
+    let scales = if format.has_row_scales() { find_scales(files, lookup, &name, expected[0])? } else { Box::default() };
     let [rows, columns] = match expected[..] {
         [rows, columns] => [rows, columns],
         _ => [1, expected[0]],

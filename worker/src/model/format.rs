@@ -1,24 +1,43 @@
-//! How weights are stored, and E4M3.
+//! How weights are stored: E4M3, 4 bits, and their scales.
 //!
 //! Every value that a format can hold is a bf16 as well, so weights travel through [`Source`](super::source::Source) as
 //! bf16, without their scales, and whoever packs them finds the stored bits again without rounding.
+//!
+//! A row's scale is applied to the sum of a product. A group's is applied to each weight, which is rounded to bf16: the
+//! bits are those of a bf16 model with these weights.
 
 use std::fmt;
 use std::sync::LazyLock;
 
+use clap::builder::PossibleValue;
 use half::bf16;
 
 /// How the weights of a product are stored and streamed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub enum WeightFormat {
     /// 16 bits, no scales.
     #[default]
     Bf16,
     /// 8 bits (FP8: 1 sign, 4 exponent, 3 mantissa, no infinity), with an f32 scale a row.
-    #[value(name = "fp8")]
     E4m3,
+    /// The same with a bf16 scale for each `columns` of a row. Of blocks all rows have their block's.
+    E4m3Groups {
+        /// A multiple of 16.
+        columns: u16,
+    },
+    /// 4 bits, 0 to 15, less a zero point; a bf16 scale for each `columns` of a row.
+    Int4 {
+        /// A multiple of 16.
+        columns: u16,
+        /// Each group has a zero point; else all have 8.
+        zeros: bool,
+    },
 }
 
+/// 4 bits as they are made here: in symmetric groups of 128.
+pub const INT4: WeightFormat = WeightFormat::Int4 { columns: 128, zeros: false };
+/// The zero point of symmetric groups of 4 bits.
+pub const MIDDLE: u8 = 8;
 /// The largest magnitude of E4M3.
 pub const E4M3_MAX: f32 = 448.0;
 /// The bits of what is not a number, but for the sign.
@@ -29,27 +48,61 @@ impl WeightFormat {
     pub const fn bytes(self, values: usize) -> usize {
         match self {
             Self::Bf16 => values * 2,
-            Self::E4m3 => values,
+            Self::E4m3 | Self::E4m3Groups { .. } => values,
+            Self::Int4 { .. } => values / 2,
         }
     }
 
-    /// Whether rows have scales.
-    pub const fn is_scaled(self) -> bool {
+    /// Whether rows have scales, which are applied to sums.
+    pub const fn has_row_scales(self) -> bool {
         matches!(self, Self::E4m3)
     }
 
-    /// The name in messages, options and the plan's hash.
+    /// Columns of a row that have a scale in common, which is applied to weights.
+    pub const fn group(self) -> Option<usize> {
+        match self {
+            Self::E4m3Groups { columns } | Self::Int4 { columns, .. } => Some(columns as usize),
+            Self::Bf16 | Self::E4m3 => None,
+        }
+    }
+
+    /// Whether groups have zero points.
+    pub const fn has_zeros(self) -> bool {
+        matches!(self, Self::Int4 { zeros: true, .. })
+    }
+
+    /// The name in options.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
-            Self::E4m3 => "fp8",
+            Self::E4m3 | Self::E4m3Groups { .. } => "fp8",
+            Self::Int4 { .. } => "int4",
         }
     }
 }
 
+/// In messages and in the plan's hash.
 impl fmt::Display for WeightFormat {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
+        formatter.write_str(self.name())?;
+        self.group().map_or(Ok(()), |columns| write!(formatter, " in groups of {columns}"))?;
+        formatter.write_str(if self.has_zeros() { " with zero points" } else { "" })
+    }
+}
+
+/// The formats that weights can be quantised to at load.
+impl clap::ValueEnum for WeightFormat {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Bf16, Self::E4m3, INT4]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Bf16 => "16 bits, no scales",
+            Self::E4m3 => "8 bits (E4M3), a scale a row",
+            _ => "4 bits, a scale for each 128 columns of a row",
+        };
+        Self::value_variants().contains(self).then(|| PossibleValue::new(self.name()).help(help))
     }
 }
 

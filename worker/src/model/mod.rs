@@ -3,8 +3,8 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod conversion;
 pub mod format;
-pub mod quantised;
 pub mod source;
 pub mod tensors;
 

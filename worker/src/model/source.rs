@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 
+use super::format::MIDDLE;
 use super::{Checkpoint, LayerTensor, ModelConfig, Tensor};
 
 /// Where weights come from.
@@ -11,11 +12,17 @@ pub trait Source: Sync {
     /// Writes `rows` x `columns` of a tensor to `out`, row-major; a vector is one row. Afterwards the source keeps
     /// nothing of them in memory, so that packing needs no more than what it packs.
     ///
-    /// Of a matrix that is stored with scales, values are without them.
+    /// Of a matrix that is stored with scales, values are without them, and less the zero point of their group.
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
 
-    /// Writes what the values of each of `rows` of a matrix are to be multiplied by: 1 where there are no scales.
-    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]);
+    /// Writes what the values of each of `rows` of a matrix are to be multiplied by, at `column`: 1 where there are no
+    /// scales. Those of groups are values of bf16.
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]);
+
+    /// Writes the zero points of each of `rows` of a matrix of 4 bits, at `column`: [`MIDDLE`] where groups have none.
+    fn zeros(&self, _tensor: Tensor, _rows: Range<usize>, _column: usize, out: &mut [u8]) {
+        out.fill(MIDDLE);
+    }
 }
 
 impl Source for Checkpoint {
@@ -24,7 +31,7 @@ impl Source for Checkpoint {
         self.release(tensor, rows);
     }
 
-    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, _column: usize, out: &mut [f32]) {
         Checkpoint::scales(self, tensor, rows, out);
     }
 }
@@ -65,7 +72,7 @@ impl Source for RandomSource {
         }
     }
 
-    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, _column: usize, out: &mut [f32]) {
         out.fill(1.0);
     }
 }

@@ -105,8 +105,10 @@ impl ModelPlan {
         }
         let flags = [c.qkv_bias, c.qk_norm, c.tied_embeddings];
         hasher.update(format!("window:{:?},flags:{flags:?}\n", c.sliding_window));
-        if c.layer_weights.is_scaled() {
+        if c.layer_weights.has_row_scales() {
             hasher.update(format!("layers:{}, rows scaled after the root\n", c.layer_weights));
+        } else if c.layer_weights.group().is_some() {
+            hasher.update(format!("layers:{}, scaled weights rounded to bf16\n", c.layer_weights));
         }
         hasher.finalize().into()
     }

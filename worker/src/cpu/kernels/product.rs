@@ -173,6 +173,7 @@ unsafe fn product_stored<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut
         match panel.format {
             WeightFormat::Bf16 => product_inlined::<L, Bf16>(panel, x, out),
             WeightFormat::E4m3 => product_inlined::<L, E4m3>(panel, x, out),
+            WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("a load expands groups"),
         }
     }
 }

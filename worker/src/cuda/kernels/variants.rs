@@ -298,7 +298,8 @@ impl Variant {
             ("LP_QK_NORM", c.qk_norm.into()),
             ("LP_TIED", c.tied_embeddings.into()),
             ("LP_EPS", c.rms_norm_eps.to_bits() as usize),
-            ("LP_LAYER_FORMAT", (c.layer_weights == WeightFormat::E4m3).into()),
+            ("LP_LAYER_FORMAT", format_number(c.layer_weights)),
+            ("LP_GROUP", c.layer_weights.group().unwrap_or(0)),
             ("LP_BLOCKS", layout.blocks()),
             ("LP_COLUMNS", self.columns()),
         ];
@@ -311,6 +312,17 @@ impl Variant {
             Design::Unlooped { .. } => UNLOOPED_SOURCE,
         };
         Program { name: self.name(), source, headers: &HEADERS, defines }
+    }
+}
+
+/// `Format` of kernels/layout/shape.cuh.
+fn format_number(format: WeightFormat) -> usize {
+    match format {
+        WeightFormat::Bf16 => 0,
+        WeightFormat::E4m3 => 1,
+        WeightFormat::E4m3Groups { .. } => 2,
+        WeightFormat::Int4 { zeros: false, .. } => 3,
+        WeightFormat::Int4 { zeros: true, .. } => 4,
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::gpu::gpu;
 use super::wide::{self, Bits, Model, load};
-use crate::model::quantised::tests::PowersOfTwo;
+use crate::model::conversion::quantised::tests::PowersOfTwo;
 use crate::model::source::RandomSource;
 use crate::model::{ModelConfig, WeightFormat};
 

@@ -523,7 +523,7 @@ impl Source for Swapped {
         }
     }
 
-    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, _column: usize, out: &mut [f32]) {
         out.fill(1.0);
     }
 }

@@ -89,20 +89,25 @@ impl Source for PaddedHeads<'_> {
         }
     }
 
-    fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]) {
         let order = match tensor {
             _ if self.width == self.padded => None,
             Tensor::Layer(_, LayerTensor::Query | LayerTensor::Key) => Some(Order::Halves),
             Tensor::Layer(_, LayerTensor::Value) => Some(Order::Whole),
             _ => None,
         };
-        let Some(order) = order else { return self.source.scales(tensor, rows, out) };
+        let Some(order) = order else { return self.source.scales(tensor, rows, column, out) };
         for (row, out) in rows.zip(out) {
             *out = 1.0;
             if let Some(row) = self.place(order, row) {
-                self.source.scales(tensor, row..row + 1, std::slice::from_mut(out));
+                self.source.scales(tensor, row..row + 1, column, std::slice::from_mut(out));
             }
         }
+    }
+
+    /// Heads are not padded where there are groups ([`takes`](super::panel::takes)).
+    fn zeros(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [u8]) {
+        self.source.zeros(tensor, rows, column, out);
     }
 }
 

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::layout::Layout;
+use super::layout::{Layout, RowRun};
 use super::panel::Panel;
-use crate::model::format::bf16_to_e4m3;
+use crate::model::format::{MIDDLE, bf16_to_e4m3};
 use crate::model::source::Source;
 use crate::model::{Tensor, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{Product, ROW_TILE};
+use crate::plan::{K_STEP, Product, ROW_TILE};
 
 /// Words (two bf16 each) of a row of a fragment: 16 columns.
 const STEP_WORDS: usize = 8;
@@ -118,6 +118,17 @@ impl<'a> Packer<'a> {
         }
     }
 
+    /// Scales and zero points of a tile's rows at a column.
+    fn run_scales(&self, rows: &[RowRun], column: usize) -> RunScales {
+        let mut run = RunScales { scales: [1.0; ROW_TILE], zeros: [MIDDLE; ROW_TILE] };
+        for of in rows {
+            let within = of.at..of.at + of.rows.len();
+            self.source.scales(of.tensor, of.rows.clone(), column, &mut run.scales[within.clone()]);
+            self.source.zeros(of.tensor, of.rows.clone(), column, &mut run.zeros[within]);
+        }
+        run
+    }
+
     /// Packs a tile: the `place`-th of a unit of `width` tiles.
     fn tile(
         &mut self,
@@ -142,16 +153,50 @@ impl<'a> Packer<'a> {
                     out[..k.len].copy_from_slice(row);
                 }
             }
-            let (steps, words) = (panel.steps(), panel.fragment_bytes() / 4);
-            let out = &mut unit[leaf * steps * width * words..][..steps * width * words];
-            for step in 0..steps {
-                let fragment = &mut out[(step * width + place) * words..][..words];
-                let rows = Rows { words: &self.leaf, row_words, first: step * STEP_WORDS };
-                match panel.format {
-                    WeightFormat::Bf16 => write_bf16(&rows, fragment),
-                    WeightFormat::E4m3 => write_e4m3(&rows, fragment),
+            let (runs, words) = (panel.steps() / panel.run_steps(), panel.run_bytes() / 4);
+            let out = &mut unit[leaf * runs * width * words..][..runs * width * words];
+            for run in 0..runs {
+                let (header, fragments) =
+                    out[(run * width + place) * words..][..words].split_at_mut(panel.run_header() / 4);
+                let first = run * panel.run_steps();
+                let scales = panel.format.group().map(|_| {
+                    let column = k.columns(panel.first_leaf + leaf).start + first * K_STEP;
+                    let scales = self.run_scales(&rows, column);
+                    scales.write(panel.format, header);
+                    scales
+                });
+                let zeros = scales.map_or([MIDDLE; ROW_TILE], |scales| scales.zeros);
+                for (step, fragment) in (first..).zip(fragments.chunks_exact_mut(panel.fragment_bytes() / 4)) {
+                    let rows = Rows { words: &self.leaf, row_words, first: step * STEP_WORDS };
+                    match panel.format {
+                        WeightFormat::Bf16 => write_bf16(&rows, fragment),
+                        WeightFormat::E4m3 | WeightFormat::E4m3Groups { .. } => write_e4m3(&rows, fragment),
+                        WeightFormat::Int4 { .. } => write_int4(&rows, &zeros, fragment),
+                    }
                 }
             }
+        }
+    }
+}
+
+/// Scales and zero points of a tile's rows in a run.
+struct RunScales {
+    scales: [f32; ROW_TILE],
+    zeros: [u8; ROW_TILE],
+}
+
+impl RunScales {
+    /// A run's header: of rows g and g + 8 a word of two bf16 scales, raised as kernels/ops/weights.cuh needs them,
+    /// and behind those one of two zero points. Those of the second row are for weights that lie four bits higher.
+    fn write(&self, format: WeightFormat, out: &mut [u32]) {
+        let [upper, lower] = if let WeightFormat::Int4 { .. } = format { [93, 89] } else { [80, 80] };
+        let raised = |row: usize, by: i32| u32::from(bf16::from_f32(self.scales[row] * 2f32.powi(by)).to_bits());
+        let (scales, zeros) = out.split_at_mut(ROW_TILE / 2);
+        for (g, word) in scales.iter_mut().enumerate() {
+            *word = raised(g, upper) | raised(g + ROW_TILE / 2, lower) << 16;
+        }
+        for (g, word) in zeros.iter_mut().enumerate() {
+            *word = u32::from(self.zeros[g]) | u32::from(self.zeros[g + ROW_TILE / 2]) << 20;
         }
     }
 }
@@ -189,6 +234,23 @@ fn write_e4m3(rows: &Rows<'_>, out: &mut [u32]) {
         let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
         for (t, lane) in lanes.chunks_exact_mut(2).enumerate() {
             lane.copy_from_slice(&[pair(upper[t], lower[t]), pair(upper[t + 4], lower[t + 4])]);
+        }
+    }
+}
+
+/// The same in 4 bits: a lane has a word. Its half words hold the two weights of a pair, four bits each of rows g, g +
+/// 8, and of both eight columns on.
+fn write_int4(rows: &Rows<'_>, zeros: &[u8; ROW_TILE], out: &mut [u32]) {
+    let four = |pair: u32, row: usize| {
+        let of = |half: u32| bf16::from_bits((pair >> (16 * half)) as u16).to_f32() as i32 + i32::from(zeros[row]);
+        (of(0) as u32 & 15) | (of(1) as u32 & 15) << 16
+    };
+    for (g, lanes) in out.chunks_exact_mut(4).enumerate() {
+        let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
+        for (t, lane) in lanes.iter_mut().enumerate() {
+            let of = |row: &[u32], place: usize, at: usize| four(row[t + 4 * place], at);
+            let pairs = [of(upper, 0, g), of(lower, 0, g + 8), of(upper, 1, g), of(lower, 1, g + 8)];
+            *lane = (0..).zip(pairs).fold(0, |word, (place, pair)| word | pair << (4 * place));
         }
     }
 }

@@ -3,8 +3,10 @@
 
 use std::ops::Range;
 
-use crate::model::WeightFormat;
-use crate::plan::{K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
+use super::heads::padded;
+use crate::model::{ModelConfig, WeightFormat};
+use crate::plan::stream::LAYER_PRODUCTS;
+use crate::plan::{Backend, K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
 
 /// Weights of a fragment: 16 rows by 16 columns.
 pub const FRAGMENT: usize = ROW_TILE * K_STEP;
@@ -70,6 +72,24 @@ impl Panel {
         self.k.padded / K_STEP
     }
 
+    /// k16 steps of a run: fragments of a tile behind the scales that all of them have.
+    pub fn run_steps(&self) -> usize {
+        run_steps(self.format, self.k).expect("the load refuses what has no runs")
+    }
+
+    /// Bytes of a run's scales and zero points.
+    pub fn run_header(&self) -> usize {
+        match (self.format.group(), self.format.has_zeros()) {
+            (None, _) => 0,
+            (Some(_), zeros) => ROW_TILE * size_of::<u16>() * if zeros { 2 } else { 1 },
+        }
+    }
+
+    /// Bytes of a run.
+    pub fn run_bytes(&self) -> usize {
+        self.run_header() + self.run_steps() * self.fragment_bytes()
+    }
+
     /// Bytes of a fragment.
     pub fn fragment_bytes(&self) -> usize {
         self.format.bytes(FRAGMENT)
@@ -77,7 +97,7 @@ impl Panel {
 
     /// Bytes of a tile: all leaves of the rank.
     pub fn tile_bytes(&self) -> usize {
-        self.leaves * self.steps() * self.fragment_bytes()
+        self.leaves * self.steps() / self.run_steps() * self.run_bytes()
     }
 
     /// Bytes of the product.
@@ -136,12 +156,12 @@ impl Panel {
         })
     }
 
-    /// Of each tile, where the fragment of its first k16 step lies, in fragments from the product's begin: `<< 1`, and
-    /// 1 where it shares a unit with another, so that its next fragment is two further on.
+    /// Of each tile, where its first run lies, in runs from the product's begin: `<< 1`, and 1 where it shares a unit
+    /// with another, so that its next run is two further on.
     pub fn fragments(&self, blocks: usize) -> impl Iterator<Item = u32> + use<> {
-        let steps = self.leaves * self.steps();
+        let runs = self.leaves * self.steps() / self.run_steps();
         self.units(blocks).flat_map(move |unit| {
-            let first = unit.start * steps;
+            let first = unit.start * runs;
             (0..unit.len()).map(move |place| ((first + place) << 1 | (unit.len() - 1)) as u32)
         })
     }
@@ -151,6 +171,25 @@ impl Panel {
         let share = |first: usize| (first..(first + together).min(blocks)).map(|block| self.share(block, blocks)).sum();
         (0..blocks).step_by(together).map(share).max().unwrap_or(0)
     }
+}
+
+/// Most k16 steps of a run: no unit of work of any pass has fewer.
+const MOST_RUN_STEPS: usize = 4;
+
+/// k16 steps of a run of a product, whose groups of columns and leaves have whole runs; `None`: they do not. Without
+/// groups each step is one.
+fn run_steps(format: WeightFormat, k: Leaves) -> Option<usize> {
+    let Some(columns) = format.group() else { return Some(1) };
+    let whole = |steps: &usize| k.len.is_multiple_of(steps * K_STEP) && columns.is_multiple_of(steps * K_STEP);
+    [MOST_RUN_STEPS, 2, 1].into_iter().find(whole)
+}
+
+/// Whether there are kernels for the format of a model's weights: groups must have whole runs in all leaves, and heads
+/// no padding.
+pub fn takes(config: &ModelConfig) -> bool {
+    let Ok(plan) = ModelPlan::for_backend(Backend::Cuda, config, 1) else { return true };
+    let has_runs = |product: Product| run_steps(product.format(&plan), product.k(&plan)).is_some();
+    config.layer_weights.group().is_none() || padded(config) == *config && LAYER_PRODUCTS.into_iter().all(has_runs)
 }
 
 /// Tiles before a block, which are dealt in twos if no block gets fuller by it.
@@ -167,7 +206,6 @@ fn before_in_pairs(tiles: usize, block: usize, blocks: usize) -> usize {
 mod tests {
     use super::super::layout::tests::{PRODUCTS, config, group, layout, llama_8b, llama_70b};
     use super::*;
-    use crate::model::ModelConfig;
 
     #[test]
     fn ranks_deal_qkv_to_few_tiles_a_block_where_no_block_gets_fuller_by_it() {

@@ -69,7 +69,7 @@ impl Source for NormalSource {
         }
     }
 
-    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, out: &mut [f32]) {
+    fn scales(&self, _tensor: Tensor, _rows: Range<usize>, _column: usize, out: &mut [f32]) {
         out.fill(1.0);
     }
 }

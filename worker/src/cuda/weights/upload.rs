@@ -12,7 +12,7 @@ use crate::cuda::device::gpu::{Gpu, Stream};
 use crate::cuda::device::memory::{DeviceBuffer, PinnedBuffer};
 use crate::cuda::error::CudaError;
 use crate::model::source::Source;
-use crate::model::{LayerTensor, Tensor};
+use crate::model::{LayerTensor, Tensor, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Product, ROW_TILE};
 use crate::rope::Rope;
@@ -23,9 +23,15 @@ const JOB_BYTES: usize = 8 << 20;
 const BUFFERS: usize = 2;
 /// More threads than this only wait for memory.
 const MAX_THREADS: usize = 32;
-/// Vectors that E4M3 are multiplied with are so many times what they are; as that is not all that E4M3 have been divided
-/// by, scales are, too (kernels/ops/weights.cuh).
-const RAISED: f32 = (1u128 << 80) as f32;
+/// Vectors that are multiplied with weights of few bits are so many times what they are; as that is not all that E4M3
+/// have been divided by, scales of rows are, too (kernels/ops/weights.cuh).
+fn raised(format: WeightFormat) -> f32 {
+    match (format, format.group()) {
+        (WeightFormat::Bf16, _) => 1.0,
+        (_, None) => (1u128 << 80) as f32,
+        (_, Some(_)) => (1u64 << 40) as f32,
+    }
+}
 const SCALES_RAISED: f32 = (1u64 << 40) as f32;
 /// How often a load tells its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
@@ -37,8 +43,8 @@ pub struct Weights {
     pub stream: DeviceBuffer,
     /// `[rows of the rank's vocabulary shard][hidden]` bf16; empty where the LM head is the embedding.
     pub embedding: DeviceBuffer,
-    /// `[2 * layers + 1][hidden]` bf16: before attention and before the MLP of each layer (times [`RAISED`] where their
-    /// weights have scales), then the final norm.
+    /// `[2 * layers + 1][hidden]` bf16: before attention and before the MLP of each layer (times [`raised`] of their
+    /// weights), then the final norm.
     pub gamma: DeviceBuffer,
     /// `[layers][the rank's rows of q, k, v as packed]` f32; empty where the model has none.
     pub bias: DeviceBuffer,
@@ -186,7 +192,7 @@ fn gamma(layout: &Layout, source: &dyn Source) -> Vec<bf16> {
     let layers = (0..c.num_layers).flat_map(|layer| norms.map(|norm| Tensor::Layer(layer, norm)));
     let of = |tensor| vector(source, tensor, c.hidden_size);
     // A power of two: the bits of a model without scales are what they were.
-    let raised = if c.layer_weights.is_scaled() { RAISED } else { 1.0 };
+    let raised = raised(c.layer_weights);
     let mut gamma: Vec<bf16> = layers.flat_map(of).map(|value| bf16::from_f32(value.to_f32() * raised)).collect();
     gamma.extend(of(Tensor::FinalNorm));
     gamma
@@ -225,7 +231,7 @@ fn bias(layout: &Layout, source: &dyn Source) -> Vec<f32> {
 fn scale_rows(layout: &Layout) -> usize {
     let of = |product| {
         let panel = layout.panel(product);
-        if panel.format.is_scaled() { panel.tiles * ROW_TILE } else { 0 }
+        if panel.format.has_row_scales() { panel.tiles * ROW_TILE } else { 0 }
     };
     layout.plan().config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>()
 }
@@ -236,10 +242,10 @@ fn scales(layout: &Layout, source: &dyn Source) -> Vec<f32> {
     let products = |layer| LAYER_PRODUCTS.map(|product| (layer, product));
     for (layer, product) in (0..layout.plan().config.num_layers).flat_map(products) {
         let panel = layout.panel(product);
-        for tile in 0..if panel.format.is_scaled() { panel.tiles } else { 0 } {
+        for tile in 0..if panel.format.has_row_scales() { panel.tiles } else { 0 } {
             let mut rows = [1.0; ROW_TILE];
             for run in layout.rows(layer, product, tile) {
-                source.scales(run.tensor, run.rows.clone(), &mut rows[run.at..][..run.rows.len()]);
+                source.scales(run.tensor, run.rows.clone(), 0, &mut rows[run.at..][..run.rows.len()]);
             }
             scales.extend(rows.map(|scale| scale * SCALES_RAISED));
         }

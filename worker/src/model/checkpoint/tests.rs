@@ -9,8 +9,8 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::model::LayerTensor;
+use crate::model::conversion::Quantised;
 use crate::model::format::bf16_to_e4m3;
-use crate::model::quantised::Quantised;
 use crate::model::source::Source;
 use crate::plan::ModelPlan;
 use crate::plan::stream::{LAYER_PRODUCTS, Product};
@@ -226,7 +226,7 @@ fn in_fp8(of_tensor: bool, edit: Edit<'_>) -> TempDir {
             continue;
         }
         let mut scales = vec![0f32; rows];
-        quantised.scales(tensor, 0..rows, &mut scales);
+        quantised.scales(tensor, 0..rows, 0, &mut scales);
         scales.truncate(if of_tensor { 1 } else { rows });
         let of_scales = if of_tensor { Vec::new() } else { vec![rows, 1] };
         put(format!("{name}_scale"), Dtype::F32, of_scales, bytemuck::cast_slice(&scales).to_vec());
@@ -258,7 +258,7 @@ fn fp8_is_read_as_it_was_quantised_with_its_scales() {
         if shape.len() == 2 {
             let [mut got, mut expected] = [vec![0.0; 5], vec![0.0; 5]];
             checkpoint.scales(tensor, 3..8, &mut got);
-            quantised.scales(tensor, 3..8, &mut expected);
+            quantised.scales(tensor, 3..8, 0, &mut expected);
             assert_eq!(got, expected, "{tensor:?}");
         }
     }
@@ -266,7 +266,7 @@ fn fp8_is_read_as_it_was_quantised_with_its_scales() {
     let checkpoint = open(dir.path()).unwrap();
     let (mut of_all, mut first) = ([0.0; 9], [0.0]);
     checkpoint.scales(Tensor::Layer(1, LayerTensor::Down), 100..109, &mut of_all);
-    quantised.scales(Tensor::Layer(1, LayerTensor::Down), 0..1, &mut first);
+    quantised.scales(Tensor::Layer(1, LayerTensor::Down), 0..1, 0, &mut first);
     assert_eq!(of_all, [first[0]; 9]);
 }
 

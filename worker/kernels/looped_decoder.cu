@@ -61,9 +61,9 @@ LP_DEVICE u32 last_step(u32 shared) { return load_shared_u32(shared + Shared::la
 /// - where o does not fit into the rings: for o, while the block waits for attention, three exchanges in a row.
 constexpr u64 kRingBytes = kRings * Shared::slots * kSlotBytes,
               kAttentionBytes =
-                  fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::steps * Qkv::fragment +
-                  O::most_tiles * O::steps * O::fragment;
-constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::steps * GateUp::fragment;
+                  fullest_block<Qkv::together>(Qkv::tiles).qkv * Qkv::runs * Qkv::run +
+                  O::most_tiles * O::runs * O::run;
+constexpr u64 kGateUpBytes = (u64)GateUp::most_tiles * GateUp::runs * GateUp::run;
 #ifdef LP_PACED
 constexpr bool kAttentionFills = true;  // shapes that are too small for it
 #else

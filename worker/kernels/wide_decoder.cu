@@ -88,13 +88,13 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
         const int passes = part == kAttention ? 1 : GateUpOwn::passes();  // before the part's last product
 #pragma unroll 1
         for (int pass = 0; pass <= passes; pass++) {
-          Run run;
+          Part stages;
           if (pass == passes)
-            run = part == kAttention ? Producer::run<OCut>(weights + kOOffset)
-                                     : Producer::run<DownCut>(weights + kDownOffset);
-          else if (part == kAttention) run = Producer::run<QkvCut>(weights);
-          else run = Producer::own_run<GateUpOwn>(weights + kGateUpOffset, pass);
-          producer.stream(run);
+            stages = part == kAttention ? Producer::part<OCut>(weights + kOOffset)
+                                        : Producer::part<DownCut>(weights + kDownOffset);
+          else if (part == kAttention) stages = Producer::part<QkvCut>(weights);
+          else stages = Producer::own_part<GateUpOwn>(weights + kGateUpOffset, pass);
+          producer.stream(stages);
           if (part != kAttention || pass == passes) continue;
           if (layer == 0) {
             wait_sampled(launch, shared, step);
@@ -110,7 +110,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
     if (!sampling(shared)) return;
     reached(launch, step, warp, kLayers, 0);
 #pragma unroll 1
-    for (int pass = 0; pass < HeadOwn::passes(); pass++) producer.stream(Producer::own_run<HeadOwn>(weights, pass));
+    for (int pass = 0; pass < HeadOwn::passes(); pass++) producer.stream(Producer::own_part<HeadOwn>(weights, pass));
     reached(launch, step, warp, kLayers, 1);
   }
 }

@@ -34,17 +34,32 @@ constexpr int kHeadWidth = kHeadDim;
 constexpr bool kQkvBias = LP_QKV_BIAS, kQkNorm = LP_QK_NORM, kTied = LP_TIED;
 
 /// How the weights of a product lie in its A fragments, of 16 rows by 16 columns. E4M3 have a scale a row, which is
-/// applied to the sum of all leaves (ops/weights.cuh).
-enum class Format { kBf16, kE4m3 };
-constexpr int fragment_bytes(Format format) { return format == Format::kE4m3 ? 256 : 512; }
+/// applied to the sum of all leaves; groups of columns have a scale, and perhaps a zero point, in each row, which are
+/// applied to the weights (ops/weights.cuh).
+enum class Format { kBf16, kE4m3, kE4m3Groups, kInt4, kInt4Zeros };
+constexpr bool is_grouped(Format format) { return format >= Format::kE4m3Groups; }
+constexpr int fragment_bytes(Format format) {
+  return format == Format::kBf16 ? 512 : format >= Format::kInt4 ? 128 : 256;
+}
 #ifndef LP_LAYER_FORMAT
 #define LP_LAYER_FORMAT 0
 #endif
-/// Of the products of a layer; the LM head is bf16.
+#ifndef LP_GROUP
+#define LP_GROUP 0
+#endif
+/// Of the products of a layer; the LM head is bf16. Of groups LP_GROUP columns.
 constexpr Format kLayerFormat = (Format)LP_LAYER_FORMAT;
-constexpr bool kScaled = kLayerFormat != Format::kBf16;
-/// Vectors that scaled weights are multiplied with are so many times what they are (ops/weights.cuh).
-constexpr float kRaised = kScaled ? 0x1p80f : 1;
+constexpr bool kScaled = kLayerFormat == Format::kE4m3;
+/// Vectors that weights of few bits are multiplied with are so many times what they are (ops/weights.cuh).
+constexpr float kRaised = kScaled ? 0x1p80f : is_grouped(kLayerFormat) ? 0x1p40f : 1;
+/// k16 steps of a run: fragments of a tile that lie behind the scales they have in common, 16 bf16 (and as many zero
+/// points). As many as a group and a leaf have whole ones of, at most four: no unit of work has fewer.
+constexpr int run_steps_of(Format format, int leaf_steps) {
+  constexpr int GROUP_STEPS = LP_GROUP / 16;
+  if (!is_grouped(format)) return 1;
+  return GROUP_STEPS % 4 == 0 && leaf_steps % 4 == 0 ? 4 : GROUP_STEPS % 2 == 0 && leaf_steps % 2 == 0 ? 2 : 1;
+}
+constexpr int header_bytes(Format format) { return format == Format::kInt4Zeros ? 64 : is_grouped(format) ? 32 : 0; }
 /// A leaf is worked on in parts of so many k16 steps; no chunk of the stream crosses from one into the next.
 constexpr int kPartSteps = 16;
 constexpr int kMaxLeaves = 16, kPage = 64, kLeafPositions = 16;
@@ -78,7 +93,11 @@ struct Product {
   /// A rank with whole groups tells the others their sum, one with less its leaves one by one: values an output, and
   /// how many of all ranks' are a group.
   static constexpr int told = LEAVES < GROUP ? LEAVES : 1, told_group = LEAVES < GROUP ? GROUP : 1;
-  static constexpr u64 bytes = (u64)TILES * steps * fragment;
+  /// Runs: k16 steps, bytes of the scales and of all; runs of a leaf and of all leaves.
+  static constexpr int run_steps = run_steps_of(FORMAT, LEAF_STEPS), header = header_bytes(FORMAT),
+                       run = header + run_steps * fragment, leaf_runs = LEAF_STEPS / run_steps,
+                       runs = LEAVES * leaf_runs;
+  static constexpr u64 bytes = (u64)TILES * runs * run;
   /// First tile of block `block`; of block kBlocks, the end.
   LP_DEVICE static constexpr int first_tile(int block) { return (int)((u32)block * tiles / kBlocks); }
   static_assert((long long)TILES * kBlocks < 1ll << 31, "so 32 bits will do");

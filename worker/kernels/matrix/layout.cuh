@@ -93,8 +93,8 @@ LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
 /// Byte of the best of a row tile of the vocabulary.
 LP_DEVICE u64 best_byte(u32 column, u32 tile) { return Memory::best + ((u64)column * kVocabTiles + tile) * 8; }
 
-/// A row tile of a product's weights: where its fragment of k16 step s lies, in fragments from the product's begin:
-/// (word >> 1) + s * (1 + (word & 1)). The host knows how tiles are packed.
+/// A row tile of a product's weights: where its run r lies, in runs from the product's begin:
+/// (word >> 1) + r * (1 + (word & 1)). The host knows how tiles are packed.
 struct Tiles {
   static constexpr u32 qkv = 0, out = qkv + Qkv::tiles, gate_up = out + O::tiles, down = gate_up + GateUp::tiles,
                        head = down + Down::tiles, count = head + Head::tiles;

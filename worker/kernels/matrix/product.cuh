@@ -24,7 +24,7 @@ namespace matrix {
 constexpr u32 kConsumers = 8, kConsumerThreads = kConsumers * 32, kWeights = 8, kVectors = 9, kThreads = 384;
 constexpr u32 kGroupTiles = 8;   // row tiles of a group: a tile's rows
 constexpr int kStageSteps = 4;   // stages of two cost a quarter more
-template <class P> constexpr u32 kTileBytes = kStageSteps * P::fragment;  // of a row tile in a stage
+template <class P> constexpr u32 kTileBytes = kStageSteps / P::run_steps * P::run;  // of a row tile in a stage
 constexpr u32 kSlotBytes = 16384;                                      // of a stage of A, and of B
 constexpr u32 kRingSlots = 14;                                         // that a block has room for
 constexpr int kAccumulators = kTokens / 2;                             // of a thread
@@ -126,7 +126,7 @@ LP_DEVICE void add_4(float* v, const Quad& q) {
 template <class P, Cut CUT> struct Consumer {
   using R = Ring<P, CUT>;
   u32 shared;
-  u32 fragments;  // of the warp's row tile in the first slot, this lane's | whether k16 steps are two fragments apart
+  u32 runs;       // of the warp's row tile in the first slot | whether they are two apart
   u32 a_empty;    // barriers of the block that this lane tells what has been read of A
   Turn<R::a_slots> a;
   Turn<R::b_slots> b;
@@ -138,8 +138,7 @@ template <class P, Cut CUT> struct Consumer {
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
               first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
               lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
-    fragments = shared + (warp - second) * kTileBytes<P> + second * P::fragment + lane * P::lane_bytes +
-                (first | second);
+    runs = shared + (warp - second) * kTileBytes<P> + second * P::run + (first | second);
     // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
     a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
   }
@@ -160,9 +159,14 @@ template <class P, Cut CUT> struct Consumer {
   /// Fragments of the next stage of A, whose slot is free then.
   LP_DEVICE void fetch(Quad* to) {
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
-    const u32 at = (fragments & ~1u) + a.slot * kSlotBytes, stride = P::fragment << (fragments & 1);
+    const u32 at = (runs & ~1u) + a.slot * kSlotBytes, stride = P::run << (runs & 1);
 #pragma unroll
-    for (int i = 0; i < kStageSteps; i++) to[i] = load_weights<P>(at + i * stride);
+    for (int r = 0; r < kStageSteps / P::run_steps; r++) {
+      const auto scales = RunScales<P::format>::load(at + r * stride);
+#pragma unroll
+      for (int i = 0; i < P::run_steps; i++)
+        to[r * P::run_steps + i] = load_step<P>(at + r * stride, i).operand(scales);
+    }
     __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
     if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);
     a.next();
@@ -324,12 +328,12 @@ template <Cut CUT> struct Exchange {
   }
 };
 
-/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a k16 step of a row tile, the first one
-/// all of them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
+/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a run of a row tile, the first one all of
+/// them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
 template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
   using R = Ring<P, CUT>;
-  static_assert(P::steps > 1, "units are told apart by where they lie");
-  static_assert(kGroupTiles * kStageSteps == 32, "a lane for each fragment");
+  static_assert(P::runs > 1, "units are told apart by where they lie");
+  static_assert(kGroupTiles * kStageSteps == 32, "a lane for each run");
   const u32 lane = lane_index(), place = lane / kStageSteps;
   const int own = lane % kStageSteps;
   const u64 once = policy_evict_first();
@@ -338,23 +342,25 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const u32 tile = of.group * kGroupTiles + place;
     const bool on = tile < P::tiles;
-    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = P::fragment << (word & 1),
+    const u32 word = on ? load_constant_u32(tiles + tile) : 0, stride = P::run << (word & 1),
               next = __shfl_down_sync(kAllLanes, word, kStageSteps);
     const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
     const u32 units = __ballot_sync(kAllLanes, first),
               tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
     const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
-    const u8* from = weights + (u64)(word >> 1) * P::fragment;
-    each_stage<P, CUT>([&](int step, int steps) {
+    const u8* from = weights + (u64)(word >> 1) * P::run;
+    each_stage<P, CUT>([&](int first_step, int steps) {
+      const int first_run = first_step / P::run_steps, runs = steps / P::run_steps;
       wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
-      const u32 to = shared + turn.slot * kSlotBytes + lane * P::fragment, full = shared + R::a_full + 8 * turn.slot;
+      const u32 to = shared + turn.slot * kSlotBytes + place * kTileBytes<P> + own * P::run,
+                full = shared + R::a_full + 8 * turn.slot;
       if (lane == 0) {
         store_shared_u32(shared + R::units + 4 * turn.slot, units);
-        mbarrier_expect(full, tile_count * steps * P::fragment);
+        mbarrier_expect(full, tile_count * runs * P::run);
       }
-      if (mine && own < (whole ? 1 : steps)) {
-        const u8* at = from + (u64)(step + own) * stride;
-        const u32 bytes = whole ? steps * stride : P::fragment;
+      if (mine && own < (whole ? 1 : runs)) {
+        const u8* at = from + (u64)(first_run + own) * stride;
+        const u32 bytes = whole ? runs * stride : P::run;
         if (of.paired) bulk_load_pair(to, at, bytes, full);
         else if (blocks == 1) bulk_load(to, at, bytes, full, once);
         else bulk_load(to, at, bytes, full);

@@ -89,7 +89,8 @@ struct ConsumerPhases {
       multiply<O>(consumer, partials, b);
     } else {
       // In parts of a chunk: longer ones are spilled.
-      multiply_fetching<O, kSlotBytes / O::fragment>(consumer, partials, input, place.tag, place.active,
+      constexpr int PART = is_grouped(O::format) ? kPartSteps : kSlotBytes / O::fragment;
+      multiply_fetching<O, PART>(consumer, partials, input, place.tag, place.active,
                                                    kSiteAttentionOut, [&] { at(place, 5); });
     }
   }

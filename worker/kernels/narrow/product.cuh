@@ -87,7 +87,8 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
 
 /// Where a chunk of the stream that begins at k16 step `begin` of a leaf ends.
 template <class P, int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
-  const int part = begin / kPartSteps * kPartSteps + kPartSteps, full = begin + (int)kSlotBytes / (WIDTH * P::fragment);
+  const int part = begin / kPartSteps * kPartSteps + kPartSteps,
+            full = begin + (int)kSlotBytes / (WIDTH * P::run) * P::run_steps;
   return part < full ? (part < STEPS ? part : STEPS) : (full < STEPS ? full : STEPS);
 }
 /// Chunks of a leaf.
@@ -102,15 +103,20 @@ template <class P, int STEPS, int WIDTH, int BEGIN = 0>
 LP_DEVICE void multiply_steps(Consumer& consumer, u32 round, const u32 (*b)[2], float (*acc)[4]) {
   if constexpr (BEGIN < STEPS) {
     constexpr int END = chunk_end<P, STEPS, WIDTH>(BEGIN);
-    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk) + lane_index() * P::lane_bytes;
+    const u32 chunk = consumer.next + consumer.turn(), base = consumer.wait(chunk);
 #ifdef LP_RELEASE_EARLY
     consumer.release(chunk, false);  // negative control
 #endif
+    RunScales<P::format> scales[WIDTH];
 #pragma unroll
     for (int k = BEGIN; k < END; k++)
 #pragma unroll
-      for (int n = 0; n < WIDTH; n++)
-        mma_m16n8k16(acc[n], load_weights<P>(base + ((k - BEGIN) * WIDTH + n) * P::fragment), b[k][0], b[k][1]);
+      for (int n = 0; n < WIDTH; n++) {
+        const u32 run = base + ((k - BEGIN) / P::run_steps * WIDTH + n) * P::run;
+        if (k % P::run_steps == 0) scales[n] = RunScales<P::format>::load(run);
+        const Stored<P::format> weights = load_step<P>(run, k % P::run_steps);
+        mma_m16n8k16(acc[n], weights.operand(scales[n]), b[k][0], b[k][1]);
+      }
     bool never = false;
 #pragma unroll
     for (int n = 0; n < WIDTH; n++) never |= __float_as_uint(acc[n][0]) == 0x7fedcba9u;
@@ -184,7 +190,8 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
                                                                        u32 vector, u32 tag, u32 active, u32 site,
                                                                        F&& arrived) {
-  static_assert(PART == kPartSteps || PART == kSlotBytes / P::fragment, "parts end where chunks of the stream do");
+  static_assert(PART == kPartSteps || (P::run_steps == 1 && PART == kSlotBytes / P::run),
+                "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
   const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
   bool first = true;

@@ -62,8 +62,8 @@ struct Producer {
   template <class P> LP_DEVICE void look_ahead(const u8* product, int unit) {
     const int tile = P::first_tile(rank_block()) + 2 * unit, end = P::first_tile(rank_block() + 1),
               width = tile + 1 < end ? 2 : 1;
-    const u32 leaf_bytes = P::leaf_steps * width * P::fragment;
-    ahead = product + (u64)tile * P::steps * P::fragment + lane() * leaf_bytes;
+    const u32 leaf_bytes = P::leaf_runs * width * P::run;
+    ahead = product + (u64)tile * P::runs * P::run + lane() * leaf_bytes;
     ahead_bytes = tile >= end || lane() >= kRings || lane() >= P::leaves ? 0
                   : leaf_bytes < kAheadBytes                             ? leaf_bytes
                                                                          : kAheadBytes;
@@ -74,10 +74,10 @@ struct Producer {
     const int end = P::first_tile(rank_block() + 1);
     u32 issued = 0;  // chunks of each ring, whether it has a leaf or not
     for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
-      const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * P::fragment);
+      const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * P::run) * P::run_steps;
       // Leaves of the second tile of a set with ways follow those of the first.
       const bool on = lane() < kRings && P::works(lane(), tile, end);
-      const u8* leaf = product + ((u64)tile * P::steps + (on ? lane() : 0) * (P::leaf_steps * width)) * P::fragment;
+      const u8* leaf = product + ((u64)tile * P::runs + (on ? lane() : 0) * (P::leaf_runs * width)) * P::run;
 #pragma unroll 1
       for (int k = 0, steps; k < P::leaf_steps; k += steps) {
         const int part_end = k / kPartSteps * kPartSteps + kPartSteps,
@@ -86,8 +86,8 @@ struct Producer {
 #pragma unroll
         for (u32 w = 0; w < kRingWarps; w++) {
           const bool has = P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end);
-          const u8* from = leaf + (k + w * kRings * P::leaf_steps) * width * P::fragment;
-          const u32 bytes = steps * width * P::fragment;
+          const u8* from = leaf + (k / P::run_steps + w * kRings * P::leaf_runs) * width * P::run;
+          const u32 bytes = steps / P::run_steps * width * P::run;
           if (PACED == kEveryChunk || issued < PACED) issue<GROUPS>(has, from, bytes);
           else issue<1>(has, from, bytes);
           issued++;

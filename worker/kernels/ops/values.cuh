@@ -2,7 +2,7 @@
 #pragma once
 
 /// An input of a layer's product, for its vector.
-LP_DEVICE float raised(float v) { return kScaled ? v * kRaised : v; }
+LP_DEVICE float raised(float v) { return kRaised != 1 ? v * kRaised : v; }
 /// silu(gate) * up, for down's vector.
 LP_DEVICE float silu(float gate, float up) {
   return raised(gate * reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f)) * up);

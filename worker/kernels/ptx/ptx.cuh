@@ -321,6 +321,22 @@ LP_DEVICE u32 bf16_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+/// Of two bf16 each, subnormal ones too, rounded once.
+LP_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+LP_DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+LP_DEVICE u32 subtract_bf16x2(u32 a, u32 b) {
+  u32 r;
+  asm("sub.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 LP_DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 LP_DEVICE float exp2_approx(float x) {
   float r;

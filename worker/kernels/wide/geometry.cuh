@@ -82,10 +82,10 @@ LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
 /// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
 /// where the weights of a slot are streamed sooner than that, and of several ranks, it has two.
 constexpr int group_slots(int slot_bytes) { return kRanks > 1 || slot_bytes < 16384 ? 2 : 1; }
-/// Steps of the parts of a leaf, at most `most` each, all but the last of equally many.
-constexpr int part_steps(int most, int leaf_steps) {
-  const int parts = (leaf_steps + most - 1) / most;
-  return (leaf_steps + parts - 1) / parts;
+/// Steps of the parts of a leaf, whole runs, at most `most` each, all but the last of equally many.
+constexpr int part_steps(int most, int leaf_steps, int run_steps = 1) {
+  const int most_runs = most / run_steps, runs = leaf_steps / run_steps, parts = (runs + most_runs - 1) / most_runs;
+  return (runs + parts - 1) / parts * run_steps;
 }
 /// Parts of a leaf that a stage with room for `most` has: a power of two of them, so that groups do not cross stages.
 constexpr int stage_parts(int most, int part, int leaf_steps) {
@@ -129,10 +129,10 @@ template <class PRODUCT> struct Cut {
   static constexpr bool chained = halves && block_leaves < P::group;
   static_assert(!chained || 2 * block_leaves == P::group, "a pair has a group");
   // Of each way: k16 steps of a slot, of a stage, and of products that are under way together.
-  static constexpr int input_steps = part_steps((int)kInputSteps / ways, P::leaf_steps);
+  static constexpr int input_steps = part_steps((int)kInputSteps / ways, P::leaf_steps, P::run_steps);
   static constexpr int stage_slots =
-      stage_parts((int)kStageBytes / (ways * tiles * P::fragment), input_steps, P::leaf_steps);
-  static constexpr int steps = stage_slots * input_steps;
+      stage_parts((int)kStageBytes / (ways * tiles * P::run) * P::run_steps, input_steps, P::leaf_steps);
+  static constexpr int steps = stage_slots * input_steps, runs = steps / P::run_steps;
   static constexpr int most_group_slots = group_slots(ways * tiles * input_steps * P::fragment),
                        group_steps = (stage_slots < most_group_slots ? stage_slots : most_group_slots) * input_steps;
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
@@ -189,11 +189,12 @@ template <class PRODUCT, bool THIN = false> struct Own {
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   // k16 steps of a slot, of a stage, and of products that are under way together. THIN: a stage has whole slots, else a
   // slot whole stages; of those with both tiles and all columns in a warp there are registers for five steps.
-  static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::fragment);
+  static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::run) * P::run_steps;
   static constexpr int most_steps = !split_columns && room > 5 ? 5 : room < (int)kInputSteps ? room : (int)kInputSteps;
-  static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps);
+  static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps, P::run_steps);
   static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
-  static constexpr int input_steps = THIN ? part : parts * part, steps = THIN ? parts * part : part;
+  static constexpr int input_steps = THIN ? part : parts * part, steps = THIN ? parts * part : part,
+                       runs = steps / P::run_steps;
   static constexpr int most_group_slots = group_slots(pass_units * 2 * part * P::fragment),
                        group_steps = THIN && parts > 1 ? most_group_slots * part : part;
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }

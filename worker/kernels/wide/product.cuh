@@ -3,11 +3,11 @@
 
 namespace wide {
 
-/// Where the fragments of a warp's row tile lie in a stage, and its activations in a slot.
+/// Where the runs of a warp's row tile lie in a stage, and its activations in a slot.
 struct Place {
-  int tile;                      // of the stage
-  bool on;                       // idle warps multiply zeros
-  u32 fragments, stride, input;  // bytes
+  int tile;                 // of the stage
+  bool on;                  // idle warps multiply zeros
+  u32 runs, stride, input;  // bytes
 };
 template <class C> LP_DEVICE Place place_of() {
   const u32 warp = warp_index();
@@ -17,9 +17,8 @@ template <class C> LP_DEVICE Place place_of() {
   const Unit unit = C::unit_of(on ? tile : 0);
   return Place{
       tile, on,
-      ((way * C::tiles + unit.first) * C::steps + (on ? tile : 0) - unit.first) * C::P::fragment +
-          lane_index() * C::P::lane_bytes,
-      (u32)unit.width * C::P::fragment,
+      ((way * C::tiles + unit.first) * C::runs + (on ? tile : 0) - unit.first) * C::P::run,
+      (u32)unit.width * C::P::run,
       C::split == Split::kLeaves    ? way * C::input_steps * kStepBytes
       : C::split == Split::kColumns ? group * (C::columns / 8 * 256)
                                     : 0};
@@ -33,23 +32,31 @@ template <int SLOTS> struct Operands {
 template <class C, int STEPS = C::group_steps>
 constexpr int kSlots = STEPS > C::input_steps ? (STEPS + C::input_steps - 1) / C::input_steps : 1;
 
-/// A group: k16 steps k to k + STEPS of a leaf, for TILES tiles whose fragments `fragment(stage, step, tile)` loads. It
-/// begins with a slot or lies within one; `input`: byte of the warp's columns in it.
-template <class C, int STEPS, int TILES, class FRAGMENT>
-LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 input, const FRAGMENT& fragment,
+/// A group: k16 steps k to k + STEPS of a leaf, for TILES tiles whose runs lie in the stage where `run_at(run, tile)`
+/// says, if they are `on`. It begins with a slot or lies within one; `input`: byte of the warp's columns in it.
+template <class C, int STEPS, int TILES, class RUN_AT>
+LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool on, u32 input, const RUN_AT& run_at,
                         float (*sum)[C::columns / 2]) {
-  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>;
+  using P = typename C::P;
+  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>, RUN = P::run_steps;
+  static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)
     if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
   if (k % C::steps == 0) at.stage = consumer.wait();
   // Others become operands one after the other, while products run.
-  constexpr bool kStoredAsUsed = C::P::format == Format::kBf16;
-  Stored<C::P::format> a[STEPS][TILES];
+  constexpr bool kStoredAsUsed = P::format == Format::kBf16;
+  Stored<P::format> a[STEPS][TILES];
+  RunScales<P::format> scales[STEPS / RUN][TILES];
 #pragma unroll
-  for (int i = 0; i < STEPS; i++)
+  for (int r = 0; r < STEPS / RUN; r++)
 #pragma unroll
-    for (int t = 0; t < TILES; t++) a[i][t] = fragment(at.stage, k % C::steps + i, t);
+    for (int t = 0; t < TILES; t++) {
+      const u32 run = at.stage + run_at(k % C::steps / RUN + r, t);
+      scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
+#pragma unroll
+      for (int i = 0; i < RUN; i++) a[r * RUN + i][t] = on ? load_step<P>(run, i) : Stored<P::format>{};
+    }
   u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
 #pragma unroll
   for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
@@ -60,7 +67,7 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 
   for (int i = 0; i < STEPS; i++) {
     Quad of[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) of[t] = a[i][t].operand();
+    for (int t = 0; t < TILES; t++) of[t] = a[i][t].operand(scales[i / RUN][t]);
     if (!kStoredAsUsed) wgmma_fence();
 #pragma unroll
     for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
@@ -75,8 +82,9 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, u32 
     if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
 }
 /// One leaf of TILES tiles, k16 steps ascending from zero, in groups, the last one perhaps of fewer steps.
-template <class C, int TILES, class FRAGMENT>
-LP_DEVICE void multiply_leaf(Consumer& consumer, u32 input, const FRAGMENT& fragment, float (*sum)[C::columns / 2]) {
+template <class C, int TILES, class RUN_AT>
+LP_DEVICE void multiply_leaf(Consumer& consumer, bool on, u32 input, const RUN_AT& run_at,
+                             float (*sum)[C::columns / 2]) {
   constexpr int STEPS = C::group_steps, LEAF = C::P::leaf_steps, WHOLE = LEAF / STEPS * STEPS;
 #pragma unroll
   for (int t = 0; t < TILES; t++)
@@ -84,17 +92,14 @@ LP_DEVICE void multiply_leaf(Consumer& consumer, u32 input, const FRAGMENT& frag
     for (int i = 0; i < C::columns / 2; i++) sum[t][i] = 0;
   Operands<kSlots<C>> at;
 #pragma unroll 1
-  for (int k = 0; k < WHOLE; k += STEPS) multiply<C, STEPS, TILES>(consumer, at, k, input, fragment, sum);
-  if constexpr (WHOLE < LEAF) multiply<C, LEAF - WHOLE, TILES>(consumer, at, WHOLE, input, fragment, sum);
+  for (int k = 0; k < WHOLE; k += STEPS) multiply<C, STEPS, TILES>(consumer, at, k, on, input, run_at, sum);
+  if constexpr (WHOLE < LEAF) multiply<C, LEAF - WHOLE, TILES>(consumer, at, WHOLE, on, input, run_at, sum);
 }
 
 /// One leaf of a warp's tile.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
-  const auto fragment = [&](u32 stage, int step, int) {
-    using Of = Stored<C::P::format>;
-    return place.on ? Of::load(stage + place.fragments + step * place.stride) : Of{};
-  };
-  multiply_leaf<C, 1>(consumer, place.input, fragment, reinterpret_cast<float(*)[C::columns / 2]>(sum));
+  const auto run_at = [&](int run, int) { return place.runs + run * place.stride; };
+  multiply_leaf<C, 1>(consumer, place.on, place.input, run_at, reinterpret_cast<float(*)[C::columns / 2]>(sum));
 }
 /// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
 /// runs once a layer comes from far away.
@@ -136,14 +141,10 @@ template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& pl
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   using P = typename C::P;
   constexpr int R = C::columns / 2, T = C::warp_tiles;
-  const u32 stride = width * P::fragment, second = width == 2 ? P::fragment : 0,
-            fragments = unit * (C::steps * 2 * P::fragment) + lane_index() * P::lane_bytes +
-                        (C::thin && C::second() ? second : 0);
+  const u32 stride = width * P::run, second = width == 2 ? P::run : 0,
+            runs = unit * (C::runs * 2 * P::run) + (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
-  const auto fragment = [&](u32 stage, int step, int t) {
-    using Of = Stored<P::format>;
-    return width > 0 ? Of::load(stage + fragments + step * stride + t * second) : Of{};
-  };
+  const auto run_at = [&](int run, int t) { return runs + run * stride + t * second; };
 #pragma unroll
   for (int t = 0; t < T; t++)
 #pragma unroll
@@ -151,7 +152,7 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
 #pragma unroll 1
   for (int n = 0; n < P::leaves; n++) {
     float leaf[T][R];
-    multiply_leaf<C, T>(consumer, columns, fragment, leaf);
+    multiply_leaf<C, T>(consumer, width > 0, columns, run_at, leaf);
 #pragma unroll
     for (int i = 0; i < R; i++)
 #pragma unroll

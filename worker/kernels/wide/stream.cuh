@@ -9,12 +9,12 @@ namespace wide {
 /// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
 constexpr u32 kAhead = 4, kAheadClocks = 2000;
 
-/// A lane's part of stages: of each leaf's k16 steps `steps` a stage, of the last one perhaps fewer. If it is `on`, it
-/// copies its tiles of each, `step_bytes`, to offset `to`; they lie behind each other in memory.
-struct Run {
+/// A lane's part of stages: of each leaf's runs `runs` a stage, of the last one perhaps fewer. If it is `on`, it copies
+/// its tiles of each, `run_bytes`, to offset `to`; they lie behind each other in memory.
+struct Part {
   bool on;
   const u8* from;
-  u32 to, step_bytes, steps, leaf_steps, leaves;
+  u32 to, run_bytes, runs, leaf_runs, leaves;
 };
 
 /// One of the two warps that stream weights and pages; both make the same calls, and each issues the copies of every
@@ -58,39 +58,39 @@ struct Producer {
     if (mine) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
     issued++;
   }
-  LP_DEVICE void stream(const Run& run) {
-    const u8* from = run.from;
-    u32 left = run.leaves * run.leaf_steps;
+  LP_DEVICE void stream(const Part& part) {
+    const u8* from = part.from;
+    u32 left = part.leaves * part.leaf_runs;
 #pragma unroll 1
-    for (u32 leaf = 0; leaf < run.leaves; leaf++)
+    for (u32 leaf = 0; leaf < part.leaves; leaf++)
 #pragma unroll 1
-      for (u32 k = 0; k < run.leaf_steps; k += run.steps) {
-        const u32 steps = run.leaf_steps - k < run.steps ? run.leaf_steps - k : run.steps,
-                  bytes = steps * run.step_bytes;
-        left -= steps;
-        issue(run.on, from, run.to, bytes, left / run.steps);
+      for (u32 k = 0; k < part.leaf_runs; k += part.runs) {
+        const u32 runs = part.leaf_runs - k < part.runs ? part.leaf_runs - k : part.runs,
+                  bytes = runs * part.run_bytes;
+        left -= runs;
+        issue(part.on, from, part.to, bytes, left / part.runs);
         from += bytes;
       }
   }
-  /// The pair's tiles of a product, this block's leaves: [way][tile][k16 step] a stage, tiles of a unit interleaved.
-  template <class C> LP_DEVICE static Run run(const u8* product) {
+  /// The pair's tiles of a product, this block's leaves: [way][tile][run] a stage, tiles of a unit interleaved.
+  template <class C> LP_DEVICE static Part part(const u8* product) {
     using P = typename C::P;
-    if (!C::on()) return Run{};
+    if (!C::on()) return Part{};
     const int way = lane() / C::units, leaf = C::first_leaf() + way * C::leaves;
     const Unit unit = C::unit(lane() % C::units);
     const u8* from =
-        product + ((u64)(C::first_tile() + unit.first) * P::steps + leaf * P::leaf_steps * unit.width) * P::fragment;
-    return Run{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::steps * P::fragment),
-               (u32)(unit.width * P::fragment), (u32)C::steps, (u32)P::leaf_steps, (u32)C::leaves};
+        product + ((u64)(C::first_tile() + unit.first) * P::runs + leaf * P::leaf_runs * unit.width) * P::run;
+    return Part{way < C::ways && unit.width, from, (u32)((way * C::tiles + unit.first) * C::runs * P::run),
+                (u32)(unit.width * P::run), (u32)C::runs, (u32)P::leaf_runs, (u32)C::leaves};
   }
-  /// A pass over the block's own tiles, all of K: [unit][k16 step] a stage.
-  template <class C> LP_DEVICE static Run own_run(const u8* product, int pass) {
+  /// A pass over the block's own tiles, all of K: [unit][run] a stage.
+  template <class C> LP_DEVICE static Part own_part(const u8* product, int pass) {
     using P = typename C::P;
     const int width = C::width(pass, lane());
     const u8* from =
-        product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::steps * P::fragment;
-    return Run{width > 0, from, lane() * C::steps * 2 * P::fragment, (u32)(width * P::fragment), (u32)C::steps,
-               (u32)P::leaf_steps, (u32)P::leaves};
+        product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::runs * P::run;
+    return Part{width > 0, from, lane() * C::runs * 2 * P::run, (u32)(width * P::run), (u32)C::runs,
+                (u32)P::leaf_runs, (u32)P::leaves};
   }
 
  private:

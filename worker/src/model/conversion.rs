@@ -1,7 +1,7 @@
 //! From the format that weights are stored in to the one that is computed with: `--quantization`, and formats that a
 //! backend has no kernels for.
 
-mod expanded;
+pub(crate) mod expanded;
 pub(crate) mod quantised;
 
 use super::ModelConfig;

@@ -19,6 +19,7 @@ use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{group, layout};
+use crate::model::format::INT4;
 use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{Backend, ModelPlan};
 
@@ -70,10 +71,18 @@ fn every_shape_compiles_and_its_resources_are_told() {
     let fp8 = [Shape::Llama1B, Shape::B8].map(|shape| {
         (format!("{} in FP8", shape.name()), ModelConfig { layer_weights: WeightFormat::E4m3, ..shape.config() })
     });
+    let of = |shape: Shape, layer_weights: WeightFormat| {
+        (format!("{} in {layer_weights}", shape.name()), ModelConfig { layer_weights, ..shape.config() })
+    };
+    let groups = [
+        of(Shape::B8, INT4),
+        of(Shape::Qwen3B4, WeightFormat::Int4 { columns: 64, zeros: true }),
+        of(Shape::B3, WeightFormat::E4m3Groups { columns: 128 }),
+    ];
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();
-    for (name, config) in shapes.chain(fp8).chain(fixtures()) {
+    for (name, config) in shapes.chain(fp8).chain(groups).chain(fixtures()) {
         if check_shape(&config, 1).is_err() {
             eprintln!("{name}: refused");
             continue;

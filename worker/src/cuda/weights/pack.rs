@@ -261,6 +261,8 @@ mod tests {
 
     use super::super::layout::tests::{config, group, layout};
     use super::*;
+    use crate::model::conversion::Expanded;
+    use crate::model::conversion::expanded::tests::Grouped;
     use crate::model::format::from_e4m3;
     use crate::model::source::RandomSource;
     use crate::model::{LayerTensor, ModelConfig};
@@ -280,6 +282,75 @@ mod tests {
             let expected = plain.map(|w| u32::from(small(w)) | u32::from(small(w >> 16)) << 16);
             assert!(packed.iter().flat_map(|w| [first(*w), second(*w)]).eq(expected));
         }
+    }
+
+    /// Groups, packed and taken apart as kernels/ops/weights.cuh does it, are 2^-40 of what bf16 weights with their
+    /// scales hold: every run, whose steps are four, two or one.
+    #[test]
+    fn kernels_find_every_weight_of_a_group_where_its_bf16_was() {
+        let int4 = |columns, zeros| WeightFormat::Int4 { columns, zeros };
+        let formats = [int4(128, false), int4(32, true), int4(16, false), WeightFormat::E4m3Groups { columns: 64 }];
+        for format in formats {
+            let dims = ModelConfig { hidden_size: 1024, ..config(4, 2, 512, 768) };
+            let grouped = ModelConfig { layer_weights: format, ..dims.clone() };
+            let source = Grouped(RandomSource { config: grouped.clone(), seed: 5 });
+            let (plain, _) = packed(&layout(&dims, 3), &Expanded(&source), 1 << 20);
+            let of = layout(&grouped, 3);
+            let (stream, _) = packed(&of, &source, 1 << 20);
+            for product in [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down] {
+                let panel = of.panel(product);
+                let plain = &plain[layout(&dims, 3).start(1, product) / 2..];
+                let stream: &[u32] = bytemuck::cast_slice(&stream[of.start(1, product) / 2..][..panel.bytes() / 2]);
+                let (runs, mut at) = (panel.leaves * panel.steps() / panel.run_steps(), 0);
+                for unit in panel.units(3) {
+                    let first = unit.start * panel.leaves * panel.steps();
+                    for (run, place) in (0..runs).flat_map(|run| (0..unit.len()).map(move |place| (run, place))) {
+                        let words = &stream[at..][..panel.run_bytes() / 4];
+                        at += words.len();
+                        let (header, fragments) = words.split_at(panel.run_header() / 4);
+                        for (i, fragment) in fragments.chunks(panel.fragment_bytes() / 4).enumerate() {
+                            let step = run * panel.run_steps() + i;
+                            let expected = &plain[(first + step * unit.len() + place) * 256..][..256];
+                            for lane in 0..32 {
+                                let small = |bits: &u16| bf16::from_bits(*bits).to_f64() * 2f64.powi(-40);
+                                let expected: Vec<_> = expected[lane * 8..][..8].iter().map(small).collect();
+                                assert_eq!(operand(format, header, fragment, lane), expected, "{format} {product:?}");
+                            }
+                        }
+                    }
+                }
+                assert_eq!(at, stream.len());
+            }
+        }
+    }
+
+    /// Operand A of a lane, as the kernel finds it.
+    fn operand(format: WeightFormat, header: &[u32], fragment: &[u32], lane: usize) -> Vec<f64> {
+        let bf16_of = |bits: u32| bf16::from_bits(bits as u16).to_f64();
+        let g = lane / 4;
+        let scales = [bf16_of(header[g]), bf16_of(header[g] >> 16)];
+        let rounded = |value: f64| bf16::from_f64(value).to_f64();
+        let pairs: Vec<u32> = match format {
+            WeightFormat::Int4 { .. } => {
+                let (word, next) = (fragment[lane], fragment[lane] >> 8);
+                vec![word & 0x000f_000f, word & 0x00f0_00f0, next & 0x000f_000f, next & 0x00f0_00f0]
+            }
+            _ => {
+                let first = |w: u32| (w & 0x8780_8780) | (w >> 8 & 0x0070_0070);
+                let second = |w: u32| w << 4 & 0x87f0_87f0;
+                fragment[2 * lane..][..2].iter().flat_map(|w| [first(*w), second(*w)]).collect()
+            }
+        };
+        let zero = |row: usize| match format {
+            WeightFormat::Int4 { zeros: true, .. } => bf16_of(header[8 + g] >> (16 * row)),
+            WeightFormat::Int4 { .. } => 2f64.powi([-130, -126][row]),
+            _ => 0.0,
+        };
+        let of = |(place, pair): (usize, &u32)| {
+            let row = place % 2;
+            [*pair, pair >> 16].map(|bits| rounded((bf16_of(bits & 0xffff) - zero(row)) * scales[row]))
+        };
+        pairs.iter().enumerate().flat_map(of).collect()
     }
 
     fn packed(layout: &Layout, source: &dyn Source, most: usize) -> (Vec<u16>, Vec<u16>) {

@@ -89,7 +89,7 @@ struct ConsumerPhases {
       multiply<O>(consumer, partials, b);
     } else {
       // In parts of a chunk: longer ones are spilled.
-      constexpr int PART = is_grouped(O::format) ? kPartSteps : kSlotBytes / O::fragment;
+      constexpr int PART = is_grouped(O::format) ? kPartSteps : chunk_steps<O>(1);
       multiply_fetching<O, PART>(consumer, partials, input, place.tag, place.active,
                                                    kSiteAttentionOut, [&] { at(place, 5); });
     }

@@ -88,7 +88,7 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
 /// Where a chunk of the stream that begins at k16 step `begin` of a leaf ends.
 template <class P, int STEPS, int WIDTH> constexpr int chunk_end(int begin) {
   const int part = begin / kPartSteps * kPartSteps + kPartSteps,
-            full = begin + (int)kSlotBytes / (WIDTH * P::run) * P::run_steps;
+            full = begin + chunk_steps<P>(WIDTH);
   return part < full ? (part < STEPS ? part : STEPS) : (full < STEPS ? full : STEPS);
 }
 /// Chunks of a leaf.
@@ -190,7 +190,7 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
 template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
                                                                        u32 vector, u32 tag, u32 active, u32 site,
                                                                        F&& arrived) {
-  static_assert(PART == kPartSteps || (P::run_steps == 1 && PART == kSlotBytes / P::run),
+  static_assert(PART == kPartSteps || (P::run_steps == 1 && PART == chunk_steps<P>(1)),
                 "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
   const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;

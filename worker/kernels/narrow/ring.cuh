@@ -3,8 +3,8 @@
 // registers, a barrier has one writer and one reader at a time, and the lanes work side by side (one thread for a
 // common ring needs about 430 clocks a chunk).
 //
-// Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one before it in its
-// ring has landed; the rest of the ring holds landed data. A paced stream has fewer of its bytes in flight: its rings
+// Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one kInFlight before it
+// in its ring has landed; the rest of the ring holds landed data. A paced stream has fewer of its bytes in flight: its rings
 // form groups, and at any time the rings of one group have none of them.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then
@@ -74,7 +74,7 @@ struct Producer {
     const int end = P::first_tile(rank_block() + 1);
     u32 issued = 0;  // chunks of each ring, whether it has a leaf or not
     for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
-      const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, chunk_steps = kSlotBytes / (width * P::run) * P::run_steps;
+      const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, most_steps = chunk_steps<P>(width);
       // Leaves of the second tile of a set with ways follow those of the first.
       const bool on = lane() < kRings && P::works(lane(), tile, end);
       const u8* leaf = product + ((u64)tile * P::runs + (on ? lane() : 0) * (P::leaf_runs * width)) * P::run;
@@ -82,7 +82,7 @@ struct Producer {
       for (int k = 0, steps; k < P::leaf_steps; k += steps) {
         const int part_end = k / kPartSteps * kPartSteps + kPartSteps,
                   leaf_end = part_end < P::leaf_steps ? part_end : P::leaf_steps;
-        steps = leaf_end - k < chunk_steps ? leaf_end - k : chunk_steps;
+        steps = leaf_end - k < most_steps ? leaf_end - k : most_steps;
 #pragma unroll
         for (u32 w = 0; w < kRingWarps; w++) {
           const bool has = P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end);
@@ -119,7 +119,7 @@ struct Producer {
         }
         continue;
       }
-      if (chunk > 0 && !landed(ring, chunk - 1)) continue;
+      if (chunk >= kInFlight && !landed(ring, chunk - kInFlight)) continue;
       if (GROUPS > 1 && others > 0 && !landed((ring + kRings / GROUPS) % kRings, others - 1)) continue;
       const u32 barrier = full_barrier(shared, ring, chunk);
       mbarrier_expect(barrier, bytes);

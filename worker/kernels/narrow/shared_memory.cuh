@@ -14,8 +14,17 @@ static_assert(kColumns == 1 || kColumns == 8, "1 or 8 columns");
 /// long: memory likes that better.
 constexpr bool kSharedRings = kHiddenLeaves == 16 && kHeadLeaves * kShards == 16 && kDownLeaves * kShards == 16;
 constexpr u32 kRings = kSharedRings ? 8 : 16, kRingWarps = kWarps / kRings;
-/// A chunk of the stream: some k16 steps of a unit's leaf, or a leaf of positions, or one of its groups.
-constexpr u32 kSlotBytes = kSharedRings ? 8192 : 4096;
+/// A chunk of the stream: some k16 steps of a unit's leaf, or a leaf of positions, or one of its groups. Of groups four
+/// runs of 4 bits and two of E4M3, which are shorter.
+constexpr u32 kSlotBytes = !kSharedRings ? 4096 : is_grouped(kLayerFormat) ? 4608 : 8192;
+/// k16 steps of a chunk of `width` tiles.
+template <class P> constexpr int chunk_steps(int width) {
+  const int most = (int)kSlotBytes / (width * P::run) * P::run_steps;
+  return most < kPartSteps ? most : kPartSteps;
+}
+/// Chunks of a ring in flight: so many that all rings have enough bytes of them to keep memory busy.
+constexpr u32 kInFlight =
+    kRings * (chunk_steps<GateUp>(2) / GateUp::run_steps * 2 * GateUp::run) < 48 * 1024 ? 2 : 1;
 constexpr u32 kLeafChunks = kLeafBytes <= kSlotBytes ? 1 : 2;
 static_assert(kGroupBytes <= kSlotBytes, "a group of positions fits a slot");
 // Partials of a set of two tiles: [tile][leaf][column][row] f32.

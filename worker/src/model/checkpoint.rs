@@ -9,7 +9,7 @@ mod find;
 mod header;
 mod place;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod words;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -78,7 +78,8 @@ impl Checkpoint {
     }
 
     /// As [`Self::open`], of a model whose matrices may be stored otherwise: some in fewer bits and others plain, or
-    /// with groups that are not runs of columns. [`Self::config`] says what is read: of such a model bf16, times scales.
+    /// with groups that are not runs of columns. [`Self::config`] says what is read: of such a model bf16, times
+    /// scales.
     ///
     /// # Errors
     /// Names file, tensor and numbers.

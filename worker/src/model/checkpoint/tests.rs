@@ -1,3 +1,5 @@
+pub(crate) mod formats;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::LazyLock;

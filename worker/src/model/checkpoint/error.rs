@@ -204,8 +204,8 @@ pub enum CheckpointError {
     },
     /// The matrices of the layers are not all stored alike.
     #[error(
-        "{}: not all matrices of the layers are in {format} in runs of columns, as config.json (quantization_config) \
-         has it: this device computes models whose matrices are stored alike",
+        "{}: not all matrices of the layers are in {format} with groups of columns that lie together, as config.json \
+         (quantization_config) has it: this device does not compute such a model, CPUs do (--device cpu)",
         dir.display()
     )]
     Mixed {

@@ -203,9 +203,11 @@ fn four_bits_are_known_by_their_published_fields() {
         "desc_act": false, "exllama_config": {"version": 1}, "sym": true, "true_sequential": true, "use_exllama": true,
         "modules_in_block_to_quantize": null, "use_cuda_fp16": false});
     let auto_gptq = json!({"damp_percent": 0.1, "desc_act": true, "static_groups": false, "sym": true,
-        "true_sequential": true, "model_name_or_path": null, "model_file_base_name": "model", "is_marlin_format": false});
+        "true_sequential": true, "model_name_or_path": null, "model_file_base_name": "model",
+        "is_marlin_format": false});
     let gptqmodel = json!({"dynamic": {}, "desc_act": false, "sym": false, "lm_head": false, "pack_dtype": "int32",
-        "checkpoint_format": "gptq_v2", "method": "gptq", "format": "gptq_v2", "meta": {"quantizer": ["gptqmodel:7.7"]}});
+        "checkpoint_format": "gptq_v2", "method": "gptq", "format": "gptq_v2",
+        "meta": {"quantizer": ["gptqmodel:7.7"]}});
     let of_a_row = json!({"strategy": "channel", "group_size": null});
     for (config, expected) in [
         (pack_quantized(json!({})), int4(CompressedTensors, Some(128), false, false, 128)),

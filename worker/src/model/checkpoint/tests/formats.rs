@@ -326,10 +326,12 @@ proptest! {
         for checkpoint in &ALL[fixture_of] {
             let tensor = *tensor.get(&matrices(checkpoint).collect::<Vec<_>>());
             let [rows, columns] = tensor.shape(checkpoint.config())[..] else { unreachable!() };
-            let range = |a: usize, b: usize| a.min(b)..a.max(b);
+            let range = |[a, b]: [prop::sample::Index; 2], len: usize| {
+                let [a, b] = [a, b].map(|end| end.index(len + 1));
+                a.min(b)..a.max(b)
+            };
             let [first, last, left, right] = ends;
-            let (of_rows, of_columns) =
-                (range(first.index(rows + 1), last.index(rows + 1)), range(left.index(columns + 1), right.index(columns + 1)));
+            let (of_rows, of_columns) = (range([first, last], rows), range([left, right], columns));
             let all = whole(checkpoint, tensor);
             let mut part = vec![bf16::NAN; of_rows.len() * of_columns.len()];
             checkpoint.read(tensor, of_rows.clone(), of_columns.clone(), &mut part);

@@ -6,6 +6,7 @@
 mod error;
 mod files;
 mod find;
+mod found;
 mod header;
 mod place;
 #[cfg(test)]
@@ -18,13 +19,13 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
-use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 
 use super::format::{MIDDLE, WeightFormat};
 use super::{ModelConfig, Tensor};
 use files::{MappedFile, open_files, release};
 use find::Finder;
+use found::{one_format, rounded};
 use place::{Finish, GroupScales, Groups, Part, Place, Scales, Values, are_finite, convert};
 
 pub use error::CheckpointError;
@@ -90,8 +91,8 @@ impl Checkpoint {
         let mut tensors = places.collect::<Result<BTreeMap<_, _>, CheckpointError>>()?;
         finder.check_layers()?;
         let mut notes = rounded(&files, &tensors);
-        let found = found(config, &mut tensors, &mut notes);
-        let config = ModelConfig { layer_weights: found, ..config.clone() };
+        let layer_weights = one_format(config.layer_weights, &mut tensors, &mut notes);
+        let config = ModelConfig { layer_weights, ..config.clone() };
         Ok(Self { config, files, tensors, held: Mutex::default(), fault: Mutex::default(), notes })
     }
 
@@ -341,59 +342,4 @@ impl Checkpoint {
         let tensor = if tensor == Tensor::LmHead && self.config.tied_embeddings { Tensor::Embedding } else { tensor };
         self.tensors.get(&tensor).unwrap_or_else(|| panic!("a {} has no {tensor:?}", self.config.architecture.name()))
     }
-}
-
-/// What is rounded to bf16: a sentence a dtype.
-fn rounded(files: &[MappedFile], tensors: &BTreeMap<Tensor, Place>) -> Vec<String> {
-    let mut notes = Vec::new();
-    for dtype in [Dtype::F16, Dtype::F32] {
-        let parts = tensors.values().flat_map(|place| place.parts(0..place.rows).map(|(part, _)| part));
-        let mut rounded = parts.filter(|part| part.dtype == dtype);
-        if let Some(first) = rounded.next() {
-            let (more, file) = (rounded.count(), files[first.file].path.display());
-            let others = if more > 0 { format!(" and {more} more tensors") } else { String::new() };
-            notes.push(format!("{file}: {}{others} rounded from {dtype} to BF16", first.name));
-        }
-    }
-    notes
-}
-
-/// The format that the layers' matrices are read in: their own if they have one in common, else bf16, and each is
-/// expanded.
-fn found(config: &ModelConfig, tensors: &mut BTreeMap<Tensor, Place>, notes: &mut Vec<String>) -> WeightFormat {
-    let of_layers = |tensor: &Tensor| tensor.is_streamed_in_layers();
-    let mut matrices: Vec<&mut Place> =
-        tensors.iter_mut().filter(|(tensor, _)| of_layers(tensor)).map(|(_, place)| place).collect();
-    let all_in = |format| move |place: &&mut Place| place.read_format() == format;
-    let format = matrices.first().map_or(config.layer_weights, |place| place.read_format());
-    let listed: Vec<&str> = matrices
-        .iter()
-        .filter(|place| matches!(place.groups, Groups::Listed(_)))
-        .map(|place| place.values.part().name.as_ref())
-        .collect();
-    if let [first, more @ ..] = &listed[..] {
-        notes.push(format!(
-            "{first} and {} more matrices have groups that are not columns after each other (act order): weights are \
-             expanded to bf16 at load, and a pass reads the bytes of a bf16 model",
-            more.len()
-        ));
-    }
-    if matrices.iter().all(all_in(format)) {
-        return format;
-    }
-    let plain = matrices.iter().filter(|place| place.format == WeightFormat::Bf16);
-    let names: Vec<&str> = plain.map(|place| place.values.part().name.as_ref()).collect();
-    if let [first, more @ ..] = &names[..] {
-        notes.push(format!(
-            "{first} and {} more of {} matrices of the layers are not in {}: all are expanded to bf16 at load, and a \
-             pass reads the bytes of a bf16 model",
-            more.len(),
-            matrices.len(),
-            config.layer_weights
-        ));
-    }
-    for place in &mut matrices {
-        place.expanded = place.format != WeightFormat::Bf16;
-    }
-    WeightFormat::Bf16
 }

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use half::f16;
 use proptest::prelude::*;
 use safetensors::SafeTensors;
-use safetensors::tensor::TensorView;
+use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
 use super::*;

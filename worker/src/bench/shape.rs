@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 
 use crate::model::config::{Architecture, Rope};
-use crate::model::{ModelConfig, WeightFormat};
+use crate::model::{ModelConfig, Storage, WeightFormat};
 
 /// Dimensions of a well-known model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -142,6 +142,7 @@ impl Shape {
             qk_norm: architecture == Qwen3,
             tied_embeddings,
             layer_weights: WeightFormat::Bf16,
+            storage: Storage::Plain,
         }
     }
 }

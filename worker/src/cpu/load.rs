@@ -77,9 +77,9 @@ pub fn load_with(
         Some(random) => (random.config.clone(), None, format!("random-{}", random.seed)),
         None => {
             let (config, text) = ModelConfig::with_text(&request.model_dir)?;
-            let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
+            let checkpoint = Checkpoint::open_as_found(&request.model_dir, &config)?;
             let digest = checkpoint.digest(&text);
-            (config, Some(checkpoint), digest)
+            (checkpoint.config().clone(), Some(checkpoint), digest)
         }
     };
     let config = computed(&stored, request.quantization, |config| config.layer_weights.group().is_none());

@@ -5,30 +5,37 @@
 
 mod error;
 mod files;
+mod find;
+mod found;
 mod header;
+mod place;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
+mod words;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use half::{bf16, f16};
-use safetensors::tensor::Dtype;
+use half::bf16;
 use sha2::{Digest, Sha256};
 
-use super::format::{WeightFormat, from_e4m3};
+use super::format::{MIDDLE, WeightFormat};
 use super::{ModelConfig, Tensor};
-use files::{Lookup, MappedFile, open_files, release};
+use files::{MappedFile, open_files, release};
+use find::Finder;
+use found::{one_format, rounded};
+use place::{Finish, GroupScales, Groups, Part, Place, Scales, Values, are_finite, convert};
 
 pub use error::CheckpointError;
 
 /// The system maps pages on both sides of the one that is read, while it is at it: those of one huge page at most.
 const MAPPED_AROUND: usize = 2 << 20;
 
-/// Dtypes of weights without scales, and of scales.
-const FLOATS: &str = "BF16, F16 or F32";
+/// Matrices that lie across, of which a few rows are in all pages, stay mapped until so many others were read from: as
+/// many as a product has.
+const HELD: usize = 3;
 
 /// The weights of a model: every tensor of the architecture is there, with its shape, and can be read.
 #[derive(Debug)]
@@ -36,25 +43,25 @@ pub struct Checkpoint {
     config: ModelConfig,
     files: Vec<MappedFile>,
     tensors: BTreeMap<Tensor, Place>,
-    /// The first weight of those read that is not finite.
-    not_finite: Mutex<Option<Weight>>,
+    /// Those that lie across and are mapped, first read first.
+    held: Mutex<VecDeque<Tensor>>,
+    /// The first of what was read and cannot be.
+    fault: Mutex<Option<(At, Fault)>>,
+    notes: Vec<String>,
 }
 
-/// A weight: tensor, row, column, and what it is.
-type Weight = (Tensor, usize, usize, bf16);
+/// Tensor of the model, row, column.
+type At = (Tensor, usize, usize);
 
-/// Where a tensor lies.
-#[derive(Debug, Clone)]
-struct Place {
-    file: usize,
-    /// Bytes of the file.
-    bytes: Range<usize>,
-    dtype: Dtype,
-    /// 1 for a vector.
-    rows: usize,
-    columns: usize,
-    /// One a row, or one of all; empty where the tensor has none.
-    scales: Box<[f32]>,
+/// What cannot be there.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// A weight that is not finite.
+    Weight(bf16),
+    /// A scale that is not finite.
+    Scale(bf16),
+    /// A zero point where groups are symmetric.
+    Zero(u8),
 }
 
 impl Checkpoint {
@@ -62,35 +69,41 @@ impl Checkpoint {
     /// Other tensors that the model does not use are not looked at.
     ///
     /// # Errors
-    /// Names file, tensor and numbers.
+    /// Names file, tensor and numbers; or the layers' matrices are not all stored as config.json says.
     pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
-        let (files, lookup) = open_files(dir)?;
-        let mut tensors = BTreeMap::new();
-        for tensor in Tensor::all(config) {
-            tensors.insert(tensor, find(&files, &lookup, tensor, config)?);
+        let checkpoint = Self::open_as_found(dir, config)?;
+        if checkpoint.config.layer_weights == config.layer_weights {
+            return Ok(checkpoint);
         }
-        check_layers(&files, config)?;
-        Ok(Self { config: config.clone(), files, tensors, not_finite: Mutex::default() })
+        Err(CheckpointError::Mixed { dir: dir.into(), format: config.layer_weights })
     }
 
-    /// The dimensions that the tensors were checked against.
+    /// As [`Self::open`], of a model whose matrices may be stored otherwise: some in fewer bits and others plain, or
+    /// with groups that are not runs of columns. [`Self::config`] says what is read: of such a model bf16, times
+    /// scales.
+    ///
+    /// # Errors
+    /// Names file, tensor and numbers.
+    pub fn open_as_found(dir: &Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
+        let (files, lookup) = open_files(dir)?;
+        let finder = Finder { files: &files, lookup: &lookup, config };
+        let places = Tensor::all(config).into_iter().map(|tensor| Ok((tensor, finder.place(tensor)?)));
+        let mut tensors = places.collect::<Result<BTreeMap<_, _>, CheckpointError>>()?;
+        finder.check_layers()?;
+        let mut notes = rounded(&files, &tensors);
+        let layer_weights = one_format(config.layer_weights, &mut tensors, &mut notes);
+        let config = ModelConfig { layer_weights, ..config.clone() };
+        Ok(Self { config, files, tensors, held: Mutex::default(), fault: Mutex::default(), notes })
+    }
+
+    /// The dimensions that the tensors were checked against, and the format that they are read in.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// What the user should know: dtypes that are rounded to bf16. One sentence a dtype.
+    /// What the user should know: dtypes that are rounded to bf16, and matrices that are expanded. One sentence each.
     pub fn notes(&self) -> Vec<String> {
-        let mut notes = Vec::new();
-        for dtype in [Dtype::F16, Dtype::F32] {
-            let mut rounded = self.tensors.iter().filter(|(_, place)| place.dtype == dtype);
-            if let Some((first, place)) = rounded.next() {
-                let (more, name) = (rounded.count(), first.name(&self.config));
-                let file = self.files[place.file].path.display();
-                let others = if more > 0 { format!(" and {more} more tensors") } else { String::new() };
-                notes.push(format!("{file}: {name}{others} rounded from {dtype} to BF16"));
-            }
-        }
-        notes
+        self.notes.clone()
     }
 
     /// Names the checkpoint in sixteen hexadecimal digits: `config` (the bytes of its config.json), and the header and
@@ -123,65 +136,205 @@ impl Checkpoint {
         if columns.is_empty() {
             return;
         }
-        let data = &self.files[place.file].map[place.bytes.clone()];
-        let value_bytes = place.dtype.bitsize() / 8;
-        for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
-            let start = row * place.columns;
-            let bytes = &data[(start + columns.start) * value_bytes..(start + columns.end) * value_bytes];
-            if !convert(bytes, place.dtype, out) {
-                self.note_not_finite(tensor, row, columns.start, out);
+        match &place.values {
+            Values::Single(part) => {
+                let data = self.bytes(part);
+                let value_bytes = part.dtype.bitsize() / 8;
+                for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns.len())) {
+                    let start = row * place.columns;
+                    let bytes = &data[(start + columns.start) * value_bytes..(start + columns.end) * value_bytes];
+                    if !convert(bytes, part.dtype, out) {
+                        self.note_not_finite(tensor, row, columns.start, out);
+                    }
+                }
+            }
+            Values::Words(words) => {
+                words.read(self.bytes(&words.part), rows.clone(), columns.clone(), bytemuck::cast_slice_mut(out));
+            }
+        }
+        if place.expanded || matches!(place.values, Values::Words(_)) {
+            for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
+                self.finish(tensor, place, row, columns.clone(), out);
             }
         }
     }
 
-    /// Writes the scales of `rows` of a tensor; 1 where it has none.
+    /// Makes weights of stored values of a row: less their zero points, times their scales.
+    fn finish(&self, tensor: Tensor, place: &Place, row: usize, columns: Range<usize>, out: &mut [bf16]) {
+        match &place.groups {
+            Groups::Runs(group) => {
+                let mut first = columns.start;
+                let mut rest = &mut out[..];
+                while first < columns.end {
+                    let end = (first / group * group + group).min(columns.end);
+                    let (run, after) = rest.split_at_mut(end - first);
+                    self.finish_of(tensor, place, row, first).all(run);
+                    (first, rest) = (end, after);
+                }
+            }
+            Groups::Listed(groups) => {
+                // The first column of each group stands for it.
+                let mut known = vec![None; place.groups()];
+                for (column, value) in columns.clone().zip(out.iter_mut()) {
+                    let finish = known[groups[column] as usize]
+                        .get_or_insert_with(|| self.finish_of(tensor, place, row, column));
+                    finish.all(std::slice::from_mut(value));
+                }
+            }
+        }
+        if place.expanded && !are_finite(out) {
+            self.note_not_finite(tensor, row, columns.start, out);
+        }
+    }
+
+    /// What becomes of the values of a row that are of a column's group.
+    fn finish_of(&self, tensor: Tensor, place: &Place, row: usize, column: usize) -> Finish {
+        let zero = match &place.values {
+            Values::Single(_) => None,
+            Values::Words(_) => Some(self.zero(tensor, place, row, column)),
+        };
+        Finish { zero, scale: place.expanded.then(|| self.scale(tensor, place, row, column)) }
+    }
+
+    fn zero(&self, tensor: Tensor, place: &Place, row: usize, column: usize) -> u8 {
+        let Some(zeros) = &place.zeros else { return MIDDLE };
+        let zero = zeros.at(self.bytes(&zeros.part), row, place.group(column));
+        if zero != MIDDLE && !place.format.has_zeros() {
+            self.note((tensor, row, column), Fault::Zero(zero));
+        }
+        zero
+    }
+
+    fn scale(&self, tensor: Tensor, place: &Place, row: usize, column: usize) -> f32 {
+        match &place.scales {
+            Scales::None => 1.0,
+            Scales::Rows(scales) => {
+                if scales.len() == 1 {
+                    scales[0]
+                } else {
+                    scales[row]
+                }
+            }
+            Scales::Groups(scales) => {
+                let scale = scales.value(self.bytes(&scales.part), row, place.group(column));
+                if !scale.is_finite() {
+                    self.note((tensor, row, column), Fault::Scale(scale));
+                }
+                scale.to_f32()
+            }
+        }
+    }
+
+    /// Writes the scales of `rows` of a tensor at `column`; 1 where it has none, or is read times its scales. Those of
+    /// groups are rounded to bf16.
     ///
     /// # Panics
-    /// If the model has no such tensor, the rows leave it, or `out` has another size.
-    pub fn scales(&self, tensor: Tensor, rows: Range<usize>, out: &mut [f32]) {
+    /// If the model has no such tensor, rows or column leave it, or `out` has another size.
+    pub fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]) {
         let place = self.place(tensor);
         assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
-        match &*place.scales {
-            [] => out.fill(1.0),
-            [of_all] => out.fill(*of_all),
-            of_rows => out.copy_from_slice(&of_rows[rows]),
+        assert!(column < place.columns && rows.len() == out.len(), "column {column} of {tensor:?}");
+        if place.expanded {
+            return out.fill(1.0);
         }
+        rows.zip(out).for_each(|(row, out)| *out = self.scale(tensor, place, row, column));
+    }
+
+    /// Writes the zero points of `rows` of a tensor at `column`; [`MIDDLE`] where it has none, or is read times its
+    /// scales.
+    ///
+    /// # Panics
+    /// As [`Self::scales`].
+    pub fn zeros(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [u8]) {
+        let place = self.place(tensor);
+        assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
+        assert!(column < place.columns && rows.len() == out.len(), "column {column} of {tensor:?}");
+        if place.expanded {
+            return out.fill(MIDDLE);
+        }
+        rows.zip(out).for_each(|(row, out)| *out = self.zero(tensor, place, row, column));
+    }
+
+    fn bytes(&self, part: &Part) -> &[u8] {
+        &self.files[part.file].map[part.bytes.clone()]
     }
 
     #[cold]
     fn note_not_finite(&self, tensor: Tensor, row: usize, first_column: usize, values: &[bf16]) {
         let Some((place, value)) = values.iter().enumerate().find(|(_, value)| !value.is_finite()) else { return };
-        let weight = (tensor, row, first_column + place, *value);
-        let mut first = self.not_finite.lock().unwrap_or_else(PoisonError::into_inner);
-        if first.as_ref().is_none_or(|first| (weight.0, weight.1, weight.2) < (first.0, first.1, first.2)) {
-            *first = Some(weight);
+        self.note((tensor, row, first_column + place), Fault::Weight(*value));
+    }
+
+    #[cold]
+    fn note(&self, at: At, fault: Fault) {
+        let mut first = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        if first.as_ref().is_none_or(|(first, _)| at < *first) {
+            *first = Some((at, fault));
         }
     }
 
-    /// Whether all weights that were read are finite: asked once a rank has its own.
+    /// Whether all weights that were read are finite, and scales and zero points what they can be: asked once a rank
+    /// has its own.
     ///
     /// # Errors
     /// Names the first that is not, in the order of tensors, rows and columns.
     pub fn check_finite(&self) -> Result<(), CheckpointError> {
-        let first = *self.not_finite.lock().unwrap_or_else(PoisonError::into_inner);
-        first.map_or(Ok(()), |(tensor, row, column, value)| {
-            let path = self.files[self.place(tensor).file].path.clone();
-            Err(CheckpointError::NotFinite { path, tensor: tensor.name(&self.config), row, column, value })
+        let first = *self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(((tensor, row, column), fault)) = first else { return Ok(()) };
+        let place = self.place(tensor);
+        let (path, group) = (|part: &Part| self.files[part.file].path.clone(), place.group(column));
+        Err(match (fault, &place.scales, &place.zeros) {
+            (Fault::Scale(value), Scales::Groups(scales), _) => {
+                let GroupScales { part, .. } = scales;
+                let ((row, column), tensor) = (scales.at(row, group), part.name.to_string());
+                CheckpointError::Scale { path: path(part), tensor, row, column, value: value.to_f32() }
+            }
+            (Fault::Zero(value), _, Some(zeros)) => {
+                let tensor = zeros.part.name.to_string();
+                CheckpointError::Zero { path: path(&zeros.part), tensor, row, group, value }
+            }
+            (Fault::Weight(value) | Fault::Scale(value), ..) => {
+                let tensor = place.values.part().name.to_string();
+                CheckpointError::NotFinite { path: path(place.values.part()), tensor, row, column, value }
+            }
+            (Fault::Zero(_), ..) => unreachable!("a zero point was read"),
         })
     }
 
     /// Gives the memory that reading `rows` of a tensor has mapped back to the system; they can be read again. Called
     /// for each piece that is read, so that a thread never holds more of the files than one piece.
     ///
+    /// A matrix that lies across has some of each row in all pages: it stays mapped until [`HELD`] others were read,
+    /// because each piece would read all of it from the system again.
+    ///
     /// # Panics
     /// If the model has no such tensor, or the rows leave it.
     pub fn release(&self, tensor: Tensor, rows: Range<usize>) {
         let place = self.place(tensor);
         assert!(rows.start <= rows.end && rows.end <= place.rows, "rows {rows:?} of {tensor:?}");
-        let row_bytes = place.columns * place.dtype.bitsize() / 8;
-        let [start, end] = [rows.start, rows.end].map(|row| place.bytes.start + row * row_bytes);
-        let map = &self.files[place.file].map;
-        release(map, start.saturating_sub(MAPPED_AROUND)..end.saturating_add(MAPPED_AROUND).min(map.len()));
+        if place.parts(rows.clone()).all(|(_, stored)| stored.is_some()) {
+            return self.release_parts(place, rows);
+        }
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.contains(&tensor) {
+            return;
+        }
+        held.push_back(tensor);
+        let oldest = if held.len() > HELD { held.pop_front() } else { None };
+        drop(held);
+        if let Some(place) = oldest.map(|tensor| self.place(tensor)) {
+            self.release_parts(place, 0..place.rows);
+        }
+    }
+
+    fn release_parts(&self, place: &Place, rows: Range<usize>) {
+        for (part, stored) in place.parts(rows) {
+            let stored = stored.unwrap_or(0..part.rows);
+            let row_bytes = part.columns * part.dtype.bitsize() / 8;
+            let [start, end] = [stored.start, stored.end].map(|row| part.bytes.start + row * row_bytes);
+            let map = &self.files[part.file].map;
+            release(map, start.saturating_sub(MAPPED_AROUND)..end.saturating_add(MAPPED_AROUND).min(map.len()));
+        }
     }
 
     fn place(&self, tensor: Tensor) -> &Place {
@@ -189,124 +342,4 @@ impl Checkpoint {
         let tensor = if tensor == Tensor::LmHead && self.config.tied_embeddings { Tensor::Embedding } else { tensor };
         self.tensors.get(&tensor).unwrap_or_else(|| panic!("a {} has no {tensor:?}", self.config.architecture.name()))
     }
-}
-
-fn find(files: &[MappedFile], lookup: &Lookup, tensor: Tensor, config: &ModelConfig) -> Result<Place, CheckpointError> {
-    let (name, expected) = (tensor.name(config), tensor.shape(config));
-    let missing =
-        |path: &Path| CheckpointError::Missing { path: path.into(), tensor: name.clone(), shape: expected.clone() };
-    let file = find_file(files, lookup, &name, missing)?;
-    let MappedFile { path, header, data_start, .. } = &files[file];
-    let info = header.info(&name).ok_or_else(|| missing(path))?;
-    if info.shape != expected {
-        return Err(CheckpointError::Shape { path: path.clone(), tensor: name, got: info.shape.clone(), expected });
-    }
-    let format = if tensor.is_streamed_in_layers() { config.layer_weights } else { WeightFormat::Bf16 };
-    let (readable, expected_dtype) = match format {
-        WeightFormat::Bf16 => (matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32), FLOATS),
-        WeightFormat::E4m3 => (info.dtype == Dtype::F8_E4M3, "F8_E4M3"),
-        WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("no config.json says so"),
-    };
-    if !readable {
-        let (path, dtype) = (path.clone(), info.dtype.to_string());
-        return Err(CheckpointError::Dtype { path, tensor: name, dtype, expected: expected_dtype });
-    }
-    let scales = if format.has_row_scales() { find_scales(files, lookup, &name, expected[0])? } else { Box::default() };
-    let [rows, columns] = match expected[..] {
-        [rows, columns] => [rows, columns],
-        _ => [1, expected[0]],
-    };
-    // The header was checked against the length of the file and the shape, so this range is in the map.
-    let bytes = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
-    Ok(Place { file, bytes, dtype: info.dtype, rows, columns, scales })
-}
-
-/// The file that has a tensor; `missing` is what is wrong where none has, of the file or directory that was looked
-/// into.
-fn find_file(
-    files: &[MappedFile],
-    lookup: &Lookup,
-    name: &str,
-    missing: impl Fn(&Path) -> CheckpointError,
-) -> Result<usize, CheckpointError> {
-    match lookup {
-        Lookup::Index { path, files } => files.get(name).copied().ok_or_else(|| missing(path)),
-        Lookup::Search { dir } => {
-            let mut holders = (0..files.len()).filter(|f| files[*f].header.info(name).is_some());
-            let whole = if files.len() == 1 { &files[0].path } else { dir };
-            let first = holders.next().ok_or_else(|| missing(whole))?;
-            if let Some(second) = holders.next() {
-                let [first, second] = [first, second].map(|f| files[f].path.clone());
-                return Err(CheckpointError::Twice { tensor: name.into(), first, second });
-            }
-            Ok(first)
-        }
-    }
-}
-
-/// The scales of the matrix `name` of so many rows: `.weight_scale` beside `.weight`, one a row or one of all.
-fn find_scales(files: &[MappedFile], lookup: &Lookup, name: &str, rows: usize) -> Result<Box<[f32]>, CheckpointError> {
-    let (tensor, shape) = (format!("{name}_scale"), vec![rows, 1]);
-    let missing =
-        |path: &Path| CheckpointError::Missing { path: path.into(), tensor: tensor.clone(), shape: shape.clone() };
-    let MappedFile { path, header, data_start, map } = &files[find_file(files, lookup, &tensor, missing)?];
-    let info = header.info(&tensor).ok_or_else(|| missing(path))?;
-    let count = info.shape.iter().product::<usize>();
-    if (count != rows && count != 1) || info.shape.iter().skip(1).any(|n| *n != 1) {
-        let (path, got) = (path.clone(), info.shape.clone());
-        return Err(CheckpointError::Shape { path, tensor, got, expected: shape });
-    }
-    let bytes = &map[data_start + info.data_offsets.0..data_start + info.data_offsets.1];
-    let scales: Box<[f32]> = match info.dtype {
-        Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
-        Dtype::BF16 => bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect(),
-        Dtype::F16 => bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),
-        other => {
-            let (path, dtype) = (path.clone(), other.to_string());
-            return Err(CheckpointError::Dtype { path, tensor, dtype, expected: FLOATS });
-        }
-    };
-    match scales.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
-        None => Ok(scales),
-        Some(row) => Err(CheckpointError::Scale { path: path.clone(), tensor, row, value: scales[row] }),
-    }
-}
-
-/// Refuses layers that config.json does not count: the model would run without them, and say nothing of sense.
-fn check_layers(files: &[MappedFile], config: &ModelConfig) -> Result<(), CheckpointError> {
-    let layer_of = |name: &str| name.strip_prefix("model.layers.")?.split_once('.')?.0.parse::<usize>().ok();
-    let all = files.iter().flat_map(|file| file.header.tensors().into_keys().map(move |name| (file, name)));
-    let more = all.filter_map(|(file, name)| Some((layer_of(&name)?, name, file)));
-    let more: Vec<_> = more.filter(|(layer, ..)| *layer >= config.num_layers).collect();
-    let Some((layer, tensor, file)) = more.iter().min_by_key(|(layer, name, _)| (*layer, name)) else { return Ok(()) };
-    Err(CheckpointError::Layers {
-        path: file.path.clone(),
-        tensor: tensor.clone(),
-        layer: *layer,
-        layers: config.num_layers,
-        found: more.iter().map(|(layer, ..)| layer + 1).max().unwrap_or(0),
-    })
-}
-
-/// Little-endian values of `dtype` to bf16, and whether all of these are finite. The bytes need not be aligned.
-fn convert(bytes: &[u8], dtype: Dtype, out: &mut [bf16]) -> bool {
-    match dtype {
-        Dtype::BF16 => convert_with(bytes, out, bf16::from_le_bytes),
-        Dtype::F16 => convert_with(bytes, out, |bytes| bf16::from_f32(f16::from_le_bytes(bytes).to_f32())),
-        Dtype::F32 => convert_with(bytes, out, |bytes| bf16::from_f32(f32::from_le_bytes(bytes))),
-        Dtype::F8_E4M3 => convert_with(bytes, out, |[bits]| from_e4m3(bits)),
-        other => unreachable!("{other} was refused when the file was opened"),
-    }
-}
-
-/// One loop for both, without a branch, so that it vectorises and takes as long as the conversion alone.
-#[inline(always)]
-fn convert_with<const N: usize>(bytes: &[u8], out: &mut [bf16], value: impl Fn([u8; N]) -> bf16) -> bool {
-    const EXPONENT: u16 = 0x7f80;
-    let mut not_finite = 0;
-    for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<N>().0) {
-        *out = value(*bytes);
-        not_finite |= u16::from(out.to_bits() & EXPONENT == EXPONENT);
-    }
-    not_finite == 0
 }

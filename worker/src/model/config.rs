@@ -16,6 +16,7 @@ use quantization::quantization;
 use rope::rope;
 
 use super::format::WeightFormat;
+use super::storage::Storage;
 use crate::plan::{MAX_LEAVES, ROW_TILE};
 
 pub use error::ConfigError;
@@ -67,8 +68,10 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// The LM head is the embedding.
     pub tied_embeddings: bool,
-    /// How the matrices of the layers are stored; embedding and LM head are bf16.
+    /// What the matrices of the layers are in; embedding and LM head are bf16.
     pub layer_weights: WeightFormat,
+    /// How the checkpoint stores them.
+    pub storage: Storage,
 }
 
 // Bounds far above any published model: they keep every product of dimensions in range of a usize, and an absurd file
@@ -141,6 +144,7 @@ impl ModelConfig {
         }
         let sliding_window = sliding_window(&fields, architecture)?;
         check_layer_types(&fields, sliding_window.is_some())?;
+        let storage = quantization(&fields)?;
         Ok(Self {
             architecture,
             hidden_size,
@@ -157,7 +161,8 @@ impl ModelConfig {
             qkv_bias: architecture == Architecture::Qwen2,
             qk_norm: architecture == Architecture::Qwen3,
             tied_embeddings: fields.bool_or("tie_word_embeddings", false)?,
-            layer_weights: quantization(&fields)?,
+            layer_weights: storage.format(),
+            storage,
         })
     }
 

@@ -6,9 +6,11 @@ pub mod config;
 pub mod conversion;
 pub mod format;
 pub mod source;
+pub mod storage;
 pub mod tensors;
 
 pub use checkpoint::Checkpoint;
 pub use config::ModelConfig;
 pub use format::WeightFormat;
+pub use storage::Storage;
 pub use tensors::{LayerTensor, Tensor};

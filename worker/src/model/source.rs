@@ -31,8 +31,12 @@ impl Source for Checkpoint {
         self.release(tensor, rows);
     }
 
-    fn scales(&self, tensor: Tensor, rows: Range<usize>, _column: usize, out: &mut [f32]) {
-        Checkpoint::scales(self, tensor, rows, out);
+    fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]) {
+        Checkpoint::scales(self, tensor, rows, column, out);
+    }
+
+    fn zeros(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [u8]) {
+        Checkpoint::zeros(self, tensor, rows, column, out);
     }
 }
 

@@ -283,6 +283,7 @@ pub(crate) mod tests {
             qk_norm: false,
             tied_embeddings: false,
             layer_weights: crate::model::WeightFormat::Bf16,
+            storage: crate::model::Storage::Plain,
         }
     }
 

@@ -1,9 +1,13 @@
 //! Logits and greedy tokens against those that transformers computed (worker/tests/fixtures).
 
+use std::path::Path;
+
 use super::group::{Arrangement, Request, fixture, run};
 use crate::cpu::Isa;
 use crate::cpu::tolerance::{DECIDED_SHARE, LOGITS_RELATIVE_L2};
 use crate::golden::{self, RECORDED};
+use crate::model::checkpoint::tests::formats::{TINY, in_bf16};
+use crate::model::{LayerTensor, Tensor};
 
 fn check(name: &str, isa: Isa) {
     let dir = fixture(name);
@@ -57,6 +61,27 @@ fixtures! {
     qwen3_with_head_norms: "qwen3-qknorm",
     mistral_with_a_window: "mistral-window",
     llama_in_fp8: "llama-tied-fp8",
+    blocks_of_fp8: "tiny-fp8-blocks",
+    four_bits_of_compressed_tensors: "tiny-packed",
+    four_bits_with_zero_points: "tiny-packed-zeros",
+    four_bits_of_awq: "tiny-awq",
+    four_bits_of_gptq: "tiny-gptq",
+    four_bits_in_act_order: "tiny-gptq-desc-act",
+}
+
+#[test]
+fn groups_are_computed_as_a_model_in_bf16_with_the_same_weights() {
+    let bits = |dir: &Path, prompt: &golden::Golden| {
+        let replies = run(dir, &Arrangement::default(), &[Request::greedy(&prompt.ids, 4)]);
+        (replies[0].tokens.clone(), replies[0].logits.clone())
+    };
+    for (name, _) in TINY {
+        let prompt = golden::read(&fixture(name)).remove(0);
+        let stored = bits(&fixture(name), &prompt);
+        assert!(stored == bits(in_bf16(name, None).path(), &prompt), "{name}");
+        let some = |tensor| matches!(tensor, Tensor::Layer(0, LayerTensor::Gate | LayerTensor::Key));
+        assert!(stored == bits(in_bf16(name, Some(&some)).path(), &prompt), "{name}, partly");
+    }
 }
 
 #[test]

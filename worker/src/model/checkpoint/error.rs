@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use half::bf16;
 
+use crate::model::WeightFormat;
+
 /// Why the weights of a model are refused: one sentence with file, tensor and numbers.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
@@ -146,16 +148,70 @@ pub enum CheckpointError {
         /// Those that it may have.
         expected: &'static str,
     },
-    /// A scale of a row cannot be one.
-    #[error("{}: tensor {tensor} is {value} in row {row} (from 0); scales are finite and not negative", path.display())]
+    /// A scale cannot be one.
+    #[error(
+        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0); scales are finite, and those of rows \
+         not negative",
+        path.display()
+    )]
     Scale {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// The first such row.
+        /// Of the first such scale.
         row: usize,
-        /// What it holds.
+        /// As `row`.
+        column: usize,
+        /// What it holds, as it is read.
         value: f32,
+    },
+    /// A symmetric group has a zero point of its own.
+    #[error(
+        "{}: tensor {tensor} has the zero point {value} for row {row} of the matrix, group {group} (from 0), but by \
+         config.json (quantization_config: sym or zero_point) all are 8: is checkpoint_format right?",
+        path.display()
+    )]
+    Zero {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Of the first such group.
+        row: usize,
+        /// As `row`.
+        group: usize,
+        /// What it is.
+        value: u8,
+    },
+    /// A column is of a group that there is not.
+    #[error(
+        "{}: tensor {tensor} says that column {column} (from 0) is of group {value}, but by config.json there are \
+         {groups}",
+        path.display()
+    )]
+    Group {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The first such column.
+        column: usize,
+        /// Its group.
+        value: i32,
+        /// How many there are.
+        groups: usize,
+    },
+    /// The matrices of the layers are not all stored alike.
+    #[error(
+        "{}: not all matrices of the layers are in {format} with groups of columns that lie together, as config.json \
+         (quantization_config) has it: this device does not compute such a model, CPUs do (--device cpu)",
+        dir.display()
+    )]
+    Mixed {
+        /// The directory.
+        dir: PathBuf,
+        /// The format by config.json.
+        format: WeightFormat,
     },
 }

@@ -1,10 +1,13 @@
+pub(crate) mod formats;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use half::f16;
 use proptest::prelude::*;
 use safetensors::SafeTensors;
-use safetensors::tensor::TensorView;
+use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
 use super::*;
@@ -257,7 +260,7 @@ fn fp8_is_read_as_it_was_quantised_with_its_scales() {
         assert_eq!(whole(&checkpoint, tensor), expected, "{tensor:?}");
         if shape.len() == 2 {
             let [mut got, mut expected] = [vec![0.0; 5], vec![0.0; 5]];
-            checkpoint.scales(tensor, 3..8, &mut got);
+            checkpoint.scales(tensor, 3..8, 0, &mut got);
             quantised.scales(tensor, 3..8, 0, &mut expected);
             assert_eq!(got, expected, "{tensor:?}");
         }
@@ -265,7 +268,7 @@ fn fp8_is_read_as_it_was_quantised_with_its_scales() {
     let dir = in_fp8(true, &|_, _, _, _| true);
     let checkpoint = open(dir.path()).unwrap();
     let (mut of_all, mut first) = ([0.0; 9], [0.0]);
-    checkpoint.scales(Tensor::Layer(1, LayerTensor::Down), 100..109, &mut of_all);
+    checkpoint.scales(Tensor::Layer(1, LayerTensor::Down), 100..109, 0, &mut of_all);
     quantised.scales(Tensor::Layer(1, LayerTensor::Down), 0..1, 0, &mut first);
     assert_eq!(of_all, [first[0]; 9]);
 }

@@ -2,6 +2,8 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::model::WeightFormat;
+use crate::model::storage::Packing;
 
 fn base() -> Value {
     json!({
@@ -111,29 +113,155 @@ fn fp8_is_known_by_its_published_fields_and_others_are_refused_by_name() {
     }
     assert_eq!(format(&base()).unwrap(), WeightFormat::Bf16);
     let refused = [
-        (compressed_tensors("", "format", json!("pack-quantized")), "format"),
+        (compressed_tensors("", "format", json!("pack-quantized")), "num_bits"),
+        (compressed_tensors("", "format", json!("int-quantized")), "format"),
         (compressed_tensors("", "kv_cache_scheme", json!({"num_bits": 8})), "kv_cache_scheme"),
         (compressed_tensors("", "transform_config", json!({"hadamard": 1})), "transform_config"),
         (compressed_tensors("", "sparsity_config", json!({"format": "sparse-24-bitmask"})), "format"),
         (compressed_tensors("", "ignore", json!("lm_head")), "ignore"),
         (compressed_tensors("/config_groups", "group_1", json!({})), "targets"),
         (compressed_tensors(GROUP, "targets", json!(["re:.*q_proj"])), "targets"),
+        (compressed_tensors(GROUP, "format", json!("pack-quantized")), "format"),
         (compressed_tensors(WEIGHTS, "num_bits", json!(4)), "num_bits"),
         (compressed_tensors(WEIGHTS, "type", json!("int")), "type"),
-        (compressed_tensors(WEIGHTS, "strategy", json!("block")), "strategy"),
+        (compressed_tensors(WEIGHTS, "strategy", json!("group")), "strategy"),
+        (compressed_tensors(WEIGHTS, "strategy", json!("block")), "block_structure"),
         (compressed_tensors(WEIGHTS, "group_size", json!(128)), "group_size"),
+        (compressed_tensors(WEIGHTS, "block_structure", json!([128, 128])), "block_structure"),
         (compressed_tensors(WEIGHTS, "actorder", json!("weight")), "actorder"),
-        (
-            with("quantization_config", json!({"quant_method": "fp8", "weight_block_size": [128, 128]})),
-            "weight_block_size",
-        ),
         (with("quantization_config", json!({"quant_method": "fp8", "fmt": "e5m2"})), "fmt"),
-        (with("quantization_config", json!({"quant_method": "awq", "bits": 4})), "quant_method"),
+        (
+            with("quantization_config", json!({"quant_method": "fp8", "modules_to_convert": ["x"]})),
+            "modules_to_convert",
+        ),
+        (with("quantization_config", json!({"quant_method": "bitsandbytes"})), "quant_method"),
         (with("quantization_config", json!("fp8")), "quantization_config"),
     ];
     for (config, field) in refused {
         let error = parse(&config).unwrap_err().to_string();
         assert!(error.contains(field) && error.contains("m/config.json"), "{field}: {error}");
+    }
+}
+
+#[test]
+fn blocks_of_fp8_are_known_and_others_are_refused() {
+    let storage = |value: Value| parse(&value).map(|config| (config.storage, config.layer_weights));
+    let fp8 = |block: Value| {
+        with(
+            "quantization_config",
+            json!({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block,
+                "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"], "dequantize": false}),
+        )
+    };
+    let of = |rows, columns, scales, run| {
+        (Storage::E4m3Blocks { rows, columns, scales }, WeightFormat::E4m3Groups { columns: run })
+    };
+    assert_eq!(storage(fp8(json!([128, 128]))).unwrap(), of(128, 128, "weight_scale_inv", 128));
+    assert_eq!(storage(fp8(json!([16, 96]))).unwrap(), of(16, 96, "weight_scale_inv", 32));
+    let mut compressed = compressed_tensors("/config_groups/group_0/weights", "strategy", json!("block"));
+    let weights = "/quantization_config/config_groups/group_0/weights";
+    compressed.pointer_mut(weights).unwrap()["block_structure"] = json!([128, 128]);
+    assert_eq!(storage(compressed).unwrap(), of(128, 128, "weight_scale", 128));
+    for block in [json!([128]), json!([128, 100]), json!([0, 128]), json!(128), json!([128, "128"]), json!([1, 128])] {
+        let error = parse(&fp8(block.clone())).unwrap_err().to_string();
+        assert!(error.contains(&format!("`quantization_config.weight_block_size` is {block}")), "{error}");
+    }
+}
+
+/// 4 bits as compressed-tensors writes them, with fields of `weights` changed.
+fn pack_quantized(fields: Value) -> Value {
+    let mut config = compressed_tensors("", "format", json!("pack-quantized"));
+    let weights = config.pointer_mut("/quantization_config/config_groups/group_0/weights").unwrap();
+    let base = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128});
+    for (field, value) in base.as_object().unwrap().iter().chain(fields.as_object().unwrap()) {
+        weights[field] = value.clone();
+    }
+    config
+}
+
+/// 4 bits of a method, with fields changed.
+fn words(method: &str, fields: Value) -> Value {
+    let mut config = json!({"quant_method": method, "bits": 4, "group_size": 128});
+    for (field, value) in fields.as_object().unwrap() {
+        config[field] = value.clone();
+    }
+    with("quantization_config", config)
+}
+
+#[test]
+fn four_bits_are_known_by_their_published_fields() {
+    use Packing::{Awq, CompressedTensors, Gptq};
+    let int4 = |packing, group, zeros, ordered, columns| {
+        (Storage::Int4 { packing, group, zeros, ordered }, WeightFormat::Int4 { columns, zeros })
+    };
+    let (one, as_they_are) = (Gptq { less_one: true }, Gptq { less_one: false });
+    // As Qwen publishes AWQ and GPTQ, AutoGPTQ and GPTQModel write it.
+    let qwen_awq = json!({"modules_to_not_convert": null, "version": "gemm", "zero_point": true});
+    let autoawq = json!({"backend": "autoawq", "do_fuse": false, "exllama_config": null, "fuse_max_seq_len": null,
+        "modules_to_fuse": null, "version": "GEMM", "group_size": 64});
+    let qwen_gptq = json!({"batch_size": 1, "cache_block_outputs": true, "damp_percent": 0.01, "dataset": null,
+        "desc_act": false, "exllama_config": {"version": 1}, "sym": true, "true_sequential": true, "use_exllama": true,
+        "modules_in_block_to_quantize": null, "use_cuda_fp16": false});
+    let auto_gptq = json!({"damp_percent": 0.1, "desc_act": true, "static_groups": false, "sym": true,
+        "true_sequential": true, "model_name_or_path": null, "model_file_base_name": "model",
+        "is_marlin_format": false});
+    let gptqmodel = json!({"dynamic": {}, "desc_act": false, "sym": false, "lm_head": false, "pack_dtype": "int32",
+        "checkpoint_format": "gptq_v2", "method": "gptq", "format": "gptq_v2",
+        "meta": {"quantizer": ["gptqmodel:7.7"]}});
+    let of_a_row = json!({"strategy": "channel", "group_size": null});
+    for (config, expected) in [
+        (pack_quantized(json!({})), int4(CompressedTensors, Some(128), false, false, 128)),
+        (pack_quantized(json!({"symmetric": false})), int4(CompressedTensors, Some(128), true, false, 128)),
+        (pack_quantized(json!({"actorder": "group"})), int4(CompressedTensors, Some(128), false, true, 128)),
+        (pack_quantized(json!({"actorder": "static"})), int4(CompressedTensors, Some(128), false, false, 128)),
+        (pack_quantized(json!({"group_size": 48})), int4(CompressedTensors, Some(48), false, false, 16)),
+        (pack_quantized(of_a_row), int4(CompressedTensors, None, false, false, 128)),
+        (words("awq", qwen_awq), int4(Awq, Some(128), true, false, 128)),
+        (words("awq", autoawq), int4(Awq, Some(64), true, false, 64)),
+        (words("awq", json!({"zero_point": false, "sym": true})), int4(Awq, Some(128), false, false, 128)),
+        (words("gptq", qwen_gptq), int4(one, Some(128), false, false, 128)),
+        (words("gptq", auto_gptq), int4(one, Some(128), false, true, 128)),
+        (words("gptq", gptqmodel), int4(as_they_are, Some(128), true, false, 128)),
+        (words("gptq", json!({"group_size": -1, "desc_act": true})), int4(one, None, false, false, 128)),
+    ] {
+        let read = parse(&config).map(|config| (config.storage, config.layer_weights));
+        assert_eq!(read.unwrap(), expected, "{config}");
+    }
+}
+
+#[test]
+fn four_bits_that_are_not_understood_are_refused_by_name() {
+    for (config, field) in [
+        (pack_quantized(json!({"num_bits": 8})), "num_bits"),
+        (pack_quantized(json!({"type": "float"})), "type"),
+        (pack_quantized(json!({"group_size": 24})), "group_size"),
+        (pack_quantized(json!({"group_size": -1})), "group_size"),
+        (pack_quantized(json!({"group_size": null})), "group_size"),
+        (pack_quantized(json!({"strategy": "channel"})), "group_size"),
+        (pack_quantized(json!({"strategy": "tensor"})), "strategy"),
+        (pack_quantized(json!({"actorder": "random"})), "actorder"),
+        (pack_quantized(json!({"block_structure": [128, 128]})), "block_structure"),
+        (words("awq", json!({"bits": 8})), "bits"),
+        (words("awq", json!({"version": "gemv"})), "version"),
+        (words("awq", json!({"format": "marlin"})), "format"),
+        (words("awq", json!({"backend": "llm-awq"})), "backend"),
+        (words("awq", json!({"desc_act": true})), "desc_act"),
+        (words("awq", json!({"group_size": 0})), "group_size"),
+        (words("gptq", json!({"bits": 3})), "bits"),
+        (words("gptq", json!({"bits": 8})), "bits"),
+        (words("gptq", json!({"checkpoint_format": "marlin"})), "checkpoint_format"),
+        (words("gptq", json!({"checkpoint_format": 2})), "checkpoint_format"),
+        (words("gptq", json!({"lm_head": true})), "lm_head"),
+        (words("gptq", json!({"dynamic": {"-:.*down": {}}})), "dynamic"),
+        (words("gptq", json!({"is_marlin_format": true})), "is_marlin_format"),
+        (words("gptq", json!({"pack_dtype": "int16"})), "pack_dtype"),
+        (words("gptq", json!({"group_size": 40})), "group_size"),
+        (words("gptq", json!({"sym": 1})), "sym"),
+        (words("gptq", json!({"rotation": "hadamard"})), "rotation"),
+        (words("gptq", json!({"group_size": null})), "group_size"),
+    ] {
+        let error = parse(&config).unwrap_err().to_string();
+        assert!(error.contains(&format!("{field}`")) && error.contains("m/config.json"), "{field}: {error}");
     }
 }
 

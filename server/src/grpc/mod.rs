@@ -49,6 +49,8 @@ pub fn router(frontend: Arc<Frontend>) -> Router {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(looplane_proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // What details of errors are made of: clients that know no more than reflection says read them, too.
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             // worker/v1 is not spoken on this port.
             .with_service_name(SERVICE)
             .with_service_name("grpc.health.v1.Health")

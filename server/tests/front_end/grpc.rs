@@ -569,22 +569,31 @@ async fn health_follows_the_engine() {
 }
 
 #[tokio::test]
-async fn reflection_speaks_both_versions() {
+async fn reflection_speaks_both_versions_and_knows_the_details_of_errors() {
     let (server, _script) = Server::start(options()).await;
     let channel = channel(&server).await;
-    macro_rules! services {
+    macro_rules! reflected {
         ($version:ident) => {{
             use tonic_reflection::pb::$version::{
                 ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
                 server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
             };
-            let request = ServerReflectionRequest {
-                host: String::new(),
-                message_request: Some(MessageRequest::ListServices(String::new())),
+            let asks = async |message| {
+                let request = ServerReflectionRequest { host: String::new(), message_request: Some(message) };
+                let mut client = ServerReflectionClient::new(channel.clone());
+                let stream = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+                stream.into_inner().next().await.unwrap().unwrap().message_response.unwrap()
             };
-            let mut client = ServerReflectionClient::new(channel.clone());
-            let stream = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
-            match stream.into_inner().next().await.unwrap().unwrap().message_response.unwrap() {
+            for kind in ["Status", "ErrorInfo", "BadRequest", "RetryInfo"] {
+                let symbol = MessageRequest::FileContainingSymbol(format!("google.rpc.{kind}"));
+                let answer = asks(symbol).await;
+                assert!(matches!(answer, MessageResponse::FileDescriptorResponse(_)), "{kind}: {answer:?}");
+            }
+            for file in ["google/protobuf/any.proto", "google/protobuf/duration.proto"] {
+                let answer = asks(MessageRequest::FileByFilename(file.into())).await;
+                assert!(matches!(answer, MessageResponse::FileDescriptorResponse(_)), "{file}: {answer:?}");
+            }
+            match asks(MessageRequest::ListServices(String::new())).await {
                 MessageResponse::ListServicesResponse(list) => {
                     list.service.into_iter().map(|service| service.name).collect::<Vec<_>>()
                 }
@@ -592,7 +601,7 @@ async fn reflection_speaks_both_versions() {
             }
         }};
     }
-    for names in [services!(v1), services!(v1alpha)] {
+    for names in [reflected!(v1), reflected!(v1alpha)] {
         assert!(names.contains(&"looplane.inference.v1.Inference".to_owned()), "{names:?}");
         assert!(!names.iter().any(|name| name.contains("worker")), "{names:?}");
     }

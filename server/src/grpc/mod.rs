@@ -244,7 +244,7 @@ async fn tell<M: Message + Default + 'static, R: Message + 'static>(
 /// The request with its whole body, which the first of the pair accounts for.
 async fn whole(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Full<Bytes>>), GenerateError> {
     let (parts, body) = request.into_parts();
-    let upload = frontend.uploads.read(body).await?;
+    let upload = frontend.read(parts.extensions.get(), body).await?;
     let request = HttpRequest::from_parts(parts, Full::new(upload.bytes.clone()));
     Ok((upload, request))
 }

@@ -142,7 +142,8 @@ pub(super) async fn check<T: Send + 'static>(
 ) -> Result<Prepared<(ValidRequest, T)>, ApiError> {
     let frontend = &app.frontend;
     check_content_type(request.headers())?;
-    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (head, body) = request.into_parts();
+    let body = frontend.read(head.extensions.get(), body).await?;
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let (asked, raw, wanted) = read(json::parse(&body.bytes, model.max_context)?)?;

@@ -66,6 +66,14 @@ impl Collector for Facts {
             let label = [("state", state)];
             ConstGauge::new(u64::from(state == now)).encode(states.encode_family(&label)?)?;
         }
+        let upload_help = "Bytes that bodies of requests hold now, beyond the first 64 KiB of each.";
+        let figures = [
+            ("requests_in_progress", "Requests that have a place now.", self.0.requests().0),
+            ("upload_bytes", upload_help, self.0.uploads.bytes_held()),
+        ];
+        for (name, help, figure) in figures {
+            ConstGauge::new(figure as u64).encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
         let Some(model) = self.0.engine.model() else { return Ok(()) };
         let (context, ranks) = (model.max_context.to_string(), model.tensor_parallel.to_string());
         let labels = [

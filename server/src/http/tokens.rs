@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     engine::{FinishReason, ModelInfo},
-    frontend::{GenerateError, Place, Prepared, RequestId},
+    frontend::{Place, Prepared, RequestId},
     request::{FieldError, Input, RequestError, decode, encode},
     text::Text,
 };
@@ -106,7 +106,8 @@ pub(super) async fn answer(
 
 async fn prepare(app: App, place: Place, request: Request, work: Work) -> Result<Response, ApiError> {
     check_content_type(request.headers())?;
-    let body = app.frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (head, body) = request.into_parts();
+    let body = app.frontend.read(head.extensions.get(), body).await?;
     let (bytes, frontend) = (body.bytes.len(), app.frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let mut fields = Fields::new(parse_json(&body.bytes, model.max_context)?, "")?;

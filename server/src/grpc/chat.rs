@@ -24,6 +24,7 @@ pub(super) fn chat(chat: proto::Chat, field: &str) -> Result<Chat, RequestError>
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         kwargs: arguments(&chat_template_kwargs, format!("{field}.chat_template_kwargs"))?,
         tools: tools.collect::<Result<_, _>>()?,
+        ..TemplateOptions::default()
     };
     Ok(Chat { options, continue_final_message, in_parts: true, ..Chat::new(messages) })
 }

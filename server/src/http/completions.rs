@@ -22,8 +22,7 @@ use super::{
     App,
     error::ApiError,
     events::{EventSource, Events, event_response, write_json},
-    json,
-    parse::{self, HttpRequest},
+    json, parse,
     wire::{Api, ChunkWriter, Usage, WholeChoice, Writer, ids_bytes},
 };
 use crate::{
@@ -89,14 +88,13 @@ async fn answer(
 async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
     let frontend = &app.frontend;
     let read = move |json| {
-        let HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, token_ids, include_reasoning } = match api {
+        let read = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
-        Ok((model, raw, (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning)))
+        Ok((read.model, read.raw, read.wanted))
     };
     let (generation, wanted) = admit(&app, place, request, read).await?;
-    let (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning) = wanted;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
     let writer = Writer {
@@ -107,16 +105,17 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
         prompt_logprobs: generation.request.prompt_logprobs,
-        stream_usage,
-        tokens_as_ids,
-        token_ids,
+        wanted,
         draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
-    let replies = Replies::new(generation, include_reasoning);
-    let mut response =
-        if stream { streamed(replies, writer, frontend.clone()) } else { whole(frontend, replies, writer).await? };
+    let replies = Replies::new(generation, wanted.include_reasoning);
+    let mut response = if wanted.stream {
+        streamed(replies, writer, frontend.clone())
+    } else {
+        whole(frontend, replies, writer).await?
+    };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -176,7 +175,7 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
-    if writer.token_ids {
+    if writer.wanted.token_ids {
         wholes.iter_mut().for_each(|whole| whole.prompt = request.prompt_of(whole.index).tokens.clone());
     }
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();

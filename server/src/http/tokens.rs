@@ -33,8 +33,7 @@ pub(super) async fn tokenize(
         let tokens = match (&input, add_special) {
             // A template has written them.
             (Input::Chat(_), Some(true)) => {
-                let message = "the chat template writes them; leave the field out";
-                return Err(RequestError::field("add_special_tokens", FieldError::Unsupported, message).into());
+                return Err(RequestError::special_of_chat().into());
             }
             (Input::Chat(_), _) => encode(input, "messages", true, model, text)?,
             _ => encode(input, "prompt", add_special.unwrap_or(true), model, text)?,

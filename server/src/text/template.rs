@@ -1,6 +1,7 @@
 //! The model's chat template: messages to a prompt, in the environment that Hugging Face gives such templates.
 
 use std::{
+    collections::HashSet,
     io,
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -62,11 +63,13 @@ pub struct TemplateOptions {
     pub kwargs: serde_json::Map<String, serde_json::Value>,
     /// What the model may call.
     pub tools: Vec<Tool>,
+    /// What it may answer from: objects, of which the template knows the fields.
+    pub documents: Vec<serde_json::Map<String, serde_json::Value>>,
 }
 
 impl Default for TemplateOptions {
     fn default() -> Self {
-        Self { add_generation_prompt: true, kwargs: serde_json::Map::new(), tools: Vec::new() }
+        Self { add_generation_prompt: true, kwargs: serde_json::Map::new(), tools: Vec::new(), documents: Vec::new() }
     }
 }
 
@@ -79,6 +82,8 @@ pub const TEMPLATE_NAMES: [&str; 6] =
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
+    /// Names that it reads and does not set before.
+    variables: HashSet<String>,
     /// For chats with tools, where the model has one of its own for them.
     tool_use: Option<Box<Self>>,
     bos_token: String,
@@ -102,7 +107,9 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
+        let variables = environment.get_template(NAME).map(|template| template.undeclared_variables(false));
         Ok(Self {
+            variables: variables.unwrap_or_default(),
             environment,
             source: source.into(),
             tool_use: None,
@@ -114,6 +121,19 @@ impl ChatTemplate {
     /// Chats with tools have that template.
     pub fn with_tool_use(self, template: Self) -> Self {
         Self { tool_use: Some(template.into()), ..self }
+    }
+
+    /// That for a chat with these options.
+    fn of(&self, options: &TemplateOptions) -> &Self {
+        match &self.tool_use {
+            Some(template) if !options.tools.is_empty() => template,
+            _ => self,
+        }
+    }
+
+    /// Whether a chat with these options may say something else if this variable is given.
+    pub fn reads(&self, name: &str, options: &TemplateOptions) -> bool {
+        self.of(options).variables.contains(name)
     }
 
     /// The text of the template for chats with tools.
@@ -148,22 +168,20 @@ impl ChatTemplate {
         options: &TemplateOptions,
         max_bytes: usize,
     ) -> Result<String, TextError> {
-        if let Some(template) = self.tool_use.as_ref().filter(|_| !options.tools.is_empty()) {
-            return template.render(messages, options, max_bytes);
-        }
+        let Self { environment, bos_token, eos_token, .. } = self.of(options);
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
             TextError::Template(reason)
         };
-        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let template = environment.get_template(NAME).map_err(refused)?;
         let context = context! {
             messages => Value::from(Serde(messages)),
             add_generation_prompt => options.add_generation_prompt,
-            bos_token => self.bos_token.as_str(),
-            eos_token => self.eos_token.as_str(),
+            bos_token => bos_token.as_str(),
+            eos_token => eos_token.as_str(),
             // Templates ask whether there are any.
             tools => (!options.tools.is_empty()).then(|| Value::from(Serde(&options.tools))),
-            documents => (),
+            documents => (!options.documents.is_empty()).then(|| Value::from(Serde(&options.documents))),
             ..Value::from(Serde(&options.kwargs))
         };
         let mut prompt = Bounded { bytes: Vec::new(), max_bytes, overflowed: false };

@@ -40,7 +40,7 @@ use crate::{
 };
 
 /// Bytes of a request or an answer up to which work is done where it is asked for; more would delay others' tokens.
-const INLINE_BYTES: usize = 4096;
+pub const INLINE_BYTES: usize = 4096;
 
 /// What every connection of the front end shares.
 #[derive(Debug)]

@@ -112,7 +112,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
     let seed = HeaderValue::from(generation.request.sampling.seed);
     let replies = Replies::new(generation, wanted.include_reasoning);
     let mut response = if wanted.stream {
-        streamed(replies, writer, frontend.clone())
+        streamed(replies, writer, frontend.clone()).await?
     } else {
         whole(frontend, replies, writer).await?
     };
@@ -184,7 +184,8 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
     let bytes_of = |whole: &WholeChoice| {
         let tokens = writer.tokens_bytes(whole.tokens.len()) + writer.prompt_bytes(whole.prompt_logprobs.len());
-        whole.message.len() + tokens + ids_bytes(whole.prompt.len())
+        let ids = if writer.wanted.token_ids { whole.prompt.len() + whole.generated.len() } else { 0 };
+        whole.message.len() + tokens + ids_bytes(ids)
     };
     let bytes = wholes.iter().map(bytes_of).sum();
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
@@ -254,31 +255,39 @@ struct EventStream {
     _place: Place,
 }
 
-fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Response {
+async fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Result<Response, ApiError> {
     let Replies { request, choices, place } = replies;
-    let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
-    let mut of_choice = Vec::with_capacity(choices.len());
-    for choice in &choices {
-        let prompt = &request.prompt_of(choice.index()).tokens;
-        let none = Usage::new(prompt.len() as u64, None, 0);
-        writer.opening(choice.index(), prompt, none, &mut events);
-        of_choice.push(none);
-    }
+    let tokens_of = |choice: &ReplyChoice| request.prompt_of(choice.index()).tokens.len();
+    let ids = if writer.wanted.token_ids { choices.iter().map(tokens_of).sum() } else { 0 };
+    let (choices_each, prompt_tokens) = (request.choices, request.prompt_tokens());
+    let numbers: Vec<u32> = choices.iter().map(ReplyChoice::index).collect();
+    let open = move || {
+        let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
+        let mut of_choice = Vec::with_capacity(numbers.len());
+        for index in numbers {
+            let prompt = &request.prompt_of(index).tokens;
+            let none = Usage::new(prompt.len() as u64, None, 0);
+            writer.opening(index, prompt, none, &mut events);
+            of_choice.push(none);
+        }
+        (writer, events, of_choice)
+    };
+    let (writer, events, of_choice) = frontend.compute(ids_bytes(ids), open).await?;
     let choices = Choices::from(choices);
     let stream = EventStream {
         frontend,
         writer: Arc::new(writer),
         writing: None,
         choices,
-        choices_each: request.choices,
-        prompt_tokens: request.prompt_tokens(),
+        choices_each,
+        prompt_tokens,
         cached_tokens: 0,
         completion_tokens: 0,
         of_choice,
         drafts: Vec::new(),
         _place: place,
     };
-    event_response(events, stream)
+    Ok(event_response(events, stream))
 }
 
 impl EventSource for EventStream {

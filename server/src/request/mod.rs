@@ -129,8 +129,8 @@ pub struct RawRequest {
     pub stop: Vec<String>,
     /// The one that does is part of it.
     pub include_stop: bool,
-    /// Plain texts have what the model expects around them, such as a begin token; left out: they do, and chats have what
-    /// their template writes.
+    /// Plain texts have what the model expects around them, such as a begin token; left out: they do, and chats have
+    /// what their template writes.
     pub add_special: Option<bool>,
     /// Only so many tokens of the prompt, its last; -1: as many as the context has room for beside one.
     pub truncate_prompt: Option<i64>,

@@ -170,8 +170,8 @@ async fn text_parts_are_one_text_and_a_chat_has_one_begin_token() {
 
 #[tokio::test]
 async fn levels_and_documents_reach_a_template_that_knows_them() {
-    let source = "{{ reasoning_effort }} {{ verbosity or '-' }}{% for d in documents or [] %} [{{ d.title }}]{% endfor %}\
-                  {% for m in messages %} {{ m.content }}{% endfor %}";
+    let source = "{{ reasoning_effort }} {{ verbosity or '-' }}\
+                  {% for d in documents or [] %} [{{ d.title }}]{% endfor %}{% for m in messages %} {{ m.content }}{% endfor %}";
     let template = Some(ChatTemplate::new(source, "", "").unwrap());
     let loaded = Text { template, ..Text::load(&fixture()).unwrap() };
     let tokenizer = loaded.tokenizer.clone();
@@ -193,6 +193,26 @@ async fn levels_and_documents_reach_a_template_that_knows_them() {
     let both = chat(json!({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}));
     let response = post(server.address, CHAT, both).await;
     assert_eq!((response.status, &response.json()["error"]["param"]), (400, &json!("reasoning_effort")));
+}
+
+#[tokio::test]
+async fn ids_of_long_prompts_are_told_as_those_of_short_ones() {
+    let (server, mut script) = Server::start(options()).await;
+    script.set_context(1 << 14);
+    let prompt: Vec<u32> = (0..5000).map(|index| 5 + index % 7).collect();
+    for stream in [true, false] {
+        let request = json!({"prompt": prompt, "n": 2, "return_token_ids": true, "stream": stream, "max_tokens": 2});
+        let play = async { (script.play(answer("x")).await, script.play(answer("y")).await) };
+        let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), play);
+        assert_eq!(response.status, 200, "{}", response.body);
+        let tells = |choice: &Value| choice["prompt_token_ids"].is_array();
+        let choices: Vec<Value> = match stream {
+            true => events(&response.body).iter().map(|event| event["choices"][0].clone()).filter(tells).collect(),
+            false => response.json()["choices"].as_array().unwrap().clone(),
+        };
+        assert_eq!(choices.len(), 2);
+        assert!(choices.iter().all(|choice| choice["prompt_token_ids"] == json!(prompt)));
+    }
 }
 
 #[tokio::test]

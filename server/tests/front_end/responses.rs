@@ -174,6 +174,14 @@ async fn a_stream_adds_up_to_the_whole_response() {
     let (server, mut script) = Server::start_with(options(), text()).await;
     let cut = &REPLY[..REPLY.find("1}").unwrap()];
     let twice = format!("{REPLY}{}", &REPLY[REPLY.find("<tool_call>").unwrap()..]);
+    // So long that other threads write the ends of its parts.
+    script.set_context(1 << 14);
+    let long = format!(
+        "<think>{}</think>{}{}",
+        "Oh. ".repeat(1500),
+        "I am. ".repeat(1000),
+        &twice[twice.find("<tool_call>").unwrap()..]
+    );
     for (text, reason, status) in [
         ("", FinishReason::Stop, "completed"),
         ("I am.", FinishReason::Stop, "completed"),
@@ -181,6 +189,8 @@ async fn a_stream_adds_up_to_the_whole_response() {
         ("<think>So", FinishReason::Length, "incomplete"),
         (REPLY, FinishReason::Stop, "completed"),
         (&twice, FinishReason::Stop, "completed"),
+        (&long, FinishReason::Stop, "completed"),
+        (&long[..8000], FinishReason::Length, "incomplete"),
         (cut, FinishReason::Length, "incomplete"),
     ] {
         let events_of = || {

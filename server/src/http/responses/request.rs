@@ -37,6 +37,8 @@ pub(in super::super) struct Asked {
     pub(super) messages: Vec<ChatMessage>,
     /// Fields of the request that the response has, too.
     pub(super) echo: Value,
+    /// What they take in a response.
+    pub(super) echo_bytes: usize,
 }
 
 /// Reads a body: the model's name (empty: the one that is served), the request, and what else the answer depends on.
@@ -84,7 +86,8 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     }
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok((model, raw, Asked { stream, store, messages, echo }))
+    let echo_bytes = echo.to_string().len();
+    Ok((model, raw, Asked { stream, store, messages, echo, echo_bytes }))
 }
 
 fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiError> {

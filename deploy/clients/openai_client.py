@@ -20,8 +20,8 @@ client = OpenAI(base_url=given[0] + "/v1", api_key=given[1] if len(given) > 1 el
 model = client.models.list().data[0].id
 
 
-# With bounds, so that a model that knows nothing of JSON comes to an end as well. It fills its answer with spaces: up to
-# 64 of them may stand wherever JSON has room, which takes tokens.
+# With bounds, so that a model that knows nothing of JSON comes to an end as well. It fills its answer with spaces: up
+# to 64 of them may stand wherever JSON has room, which takes tokens.
 Name = Annotated[str, Field(max_length=30)]
 ENOUGH_TOKENS = 1500
 

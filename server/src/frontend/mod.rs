@@ -142,8 +142,8 @@ impl Frontend {
         Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
     }
 
-    /// Reads the body of a request of a key, where keys are asked for. Of several keys none may hold all the memory that
-    /// there is for bodies.
+    /// Reads the body of a request of a key, where keys are asked for. Of several keys none may hold all the memory
+    /// that there is for bodies.
     ///
     /// # Errors
     /// [`GenerateError::Upload`].

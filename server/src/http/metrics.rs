@@ -43,8 +43,8 @@ pub(super) fn scrape(registry: &Registry) -> Response {
 #[derive(Debug)]
 struct Facts(Arc<Frontend>);
 
-/// A fact in labels. A gauge of 1 is what Prometheus' own exporters make of it: clients refuse OpenMetrics' `info`, which
-/// the older format does not have (aiperf 0.13 gives all of `/metrics` up).
+/// A fact in labels. A gauge of 1 is what Prometheus' own exporters make of it: clients refuse OpenMetrics' `info`,
+/// which the older format does not have (aiperf 0.13 gives all of `/metrics` up).
 fn tell<const N: usize>(
     encoder: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),

@@ -348,8 +348,8 @@ mod tests {
 
     #[test]
     fn documents_reach_the_template_that_takes_them_and_their_control_tokens_are_text() {
-        let source = "{{ bos_token }}{% for d in documents or [] %}\
-                      [{{ d.title }}: {{ d['text'] }}]<|eot_id|>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}";
+        let source = "{{ bos_token }}{% for d in documents or [] %}[{{ d.title }}: {{ d['text'] }}]<|eot_id|>\
+                      {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}";
         let text = with_template(source);
         let chat = |documents: serde_json::Value| {
             let documents = documents.as_array().unwrap().iter().map(|of| of.as_object().unwrap().clone()).collect();

@@ -143,6 +143,8 @@ mod tests {
                       {% endif %}{{ reasoning_effort }}{{ verbosity }}{% endmacro %}{{ system() }}";
         let switch = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}";
         let deepseek = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}";
+        let defaulted = "{% set enable_thinking = enable_thinking | default(true) %}{{ enable_thinking }}";
+        let both = "{{ enable_thinking }}{{ reasoning_effort }}";
         let plain = "{{ messages[0].thinking }}{% set verbosity = 1 %}{{ verbosity }}";
         let none = || json!({});
         for (source, of, value, thinks, told) in [
@@ -154,6 +156,9 @@ mod tests {
             (switch, Effort, "none", true, Ok(json!({"enable_thinking": false}))),
             (switch, Effort, "low", true, Err("unsupported_parameter")),
             (deepseek, Effort, "none", true, Ok(json!({"thinking": false}))),
+            (defaulted, Effort, "none", true, Ok(json!({"enable_thinking": false}))),
+            (both, Effort, "none", true, Ok(json!({"enable_thinking": false}))),
+            (both, Effort, "max", true, Ok(json!({"reasoning_effort": "max"}))),
             (plain, Effort, "none", false, Ok(none())),
             (plain, Effort, "none", true, Err("unsupported_parameter")),
             (plain, Effort, "low", false, Err("unsupported_parameter")),

@@ -107,9 +107,11 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
-        let variables = environment.get_template(NAME).map(|template| template.undeclared_variables(false));
+        let to_analyse = with_other_targets(&translate(source));
+        let analysed = environment.template_from_str(&to_analyse);
+        let variables = analysed.map(|template| template.undeclared_variables(false)).unwrap_or_default();
         Ok(Self {
-            variables: variables.unwrap_or_default(),
+            variables,
             environment,
             source: source.into(),
             tool_use: None,
@@ -219,6 +221,38 @@ impl io::Write for Bounded {
 /// text for training: here it is a block that is always taken, which keeps the whitespace control of its tags. A
 /// backslash at the end of a line inside a string joins it with the next.
 fn translate(source: &str) -> String {
+    with_tags(source, |tag| match statement(tag) {
+        name @ ("generation" | "endgeneration") => {
+            let block = if name == "generation" { "if true" } else { "endif" };
+            tag.replacen(name, block, 1)
+        }
+        _ => tag.replace("\\\n", ""),
+    })
+}
+
+/// For analysis alone: `{% set x = x | default(1) %}` sets another variable than it reads. What reads it behind that is
+/// then taken for a reader of what the client gives, as it is.
+fn with_other_targets(source: &str) -> String {
+    with_tags(source, |tag| {
+        let is_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        let set = statement(tag).strip_prefix("set ").and_then(|set| set.split_once('='));
+        match set.map(|(target, value)| (target.trim(), value)) {
+            Some((target, value)) if is_name(target) && value.contains(target) => {
+                tag.replacen(&format!("set {target}"), &format!("set _{target}"), 1)
+            }
+            _ => tag.to_owned(),
+        }
+    })
+}
+
+/// What a tag of a block says, without its ends.
+fn statement(tag: &str) -> &str {
+    let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
+    inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace())
+}
+
+/// The text with each of its tags changed.
+fn with_tags(source: &str, change: impl Fn(&str) -> String) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     // One look for both kinds: for each alone, a kind that is not there would be looked for to the end at every tag.
@@ -227,14 +261,7 @@ fn translate(source: &str) -> String {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
         let (tag, after) = tag.split_at(tag_len(tag));
-        let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
-        match inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace()) {
-            name @ ("generation" | "endgeneration") => {
-                let block = if name == "generation" { "if true" } else { "endif" };
-                out.push_str(&tag.replacen(name, block, 1));
-            }
-            _ => out.push_str(&tag.replace("\\\n", "")),
-        }
+        out.push_str(&change(tag));
         rest = after;
     }
     out.push_str(rest);

@@ -170,8 +170,8 @@ async fn text_parts_are_one_text_and_a_chat_has_one_begin_token() {
 
 #[tokio::test]
 async fn levels_and_documents_reach_a_template_that_knows_them() {
-    let source = "{{ reasoning_effort }} {{ verbosity or '-' }}\
-                  {% for d in documents or [] %} [{{ d.title }}]{% endfor %}{% for m in messages %} {{ m.content }}{% endfor %}";
+    let source = "{{ reasoning_effort }} {{ verbosity or '-' }}{% for d in documents or [] %} [{{ d.title }}]\
+                  {% endfor %}{% for m in messages %} {{ m.content }}{% endfor %}";
     let template = Some(ChatTemplate::new(source, "", "").unwrap());
     let loaded = Text { template, ..Text::load(&fixture()).unwrap() };
     let tokenizer = loaded.tokenizer.clone();

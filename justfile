@@ -5,10 +5,11 @@ serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
 # The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages
-# need a browser, which is installed in target/browser where there is no Chromium.
+# need a browser, which is installed in target/browser where there is no Chromium. Clients are in target/clients.
 # Every test.
 test:
-    LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" cargo test --workspace
+    LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" LOOPLANE_CLIENTS="$(.ci/clients)" \
+        cargo test --workspace
 
 # The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 # The tests that need a GPU; without one they fail.

@@ -10,19 +10,26 @@ Ends with an error where an answer is not what the client promises. Behind the a
 
 import json
 import sys
+from typing import Annotated
 
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
 client = OpenAI(base_url=given[0] + "/v1", api_key=given[1] if len(given) > 1 else "none")
 model = client.models.list().data[0].id
 
 
+# With bounds, so that a model that knows nothing of JSON comes to an end as well. It fills its answer with spaces: up
+# to 64 of them may stand wherever JSON has room, which takes tokens.
+Name = Annotated[str, Field(max_length=30)]
+ENOUGH_TOKENS = 1500
+
+
 class City(BaseModel):
-    name: str
-    country: str
-    rivers: list[str]
+    name: Name
+    country: Name
+    rivers: Annotated[list[Name], Field(max_length=3)]
 
 
 def weather(city: str, unit: str) -> str:
@@ -52,8 +59,8 @@ def whole_and_streamed() -> None:
 
 def parsed() -> None:
     messages = [{"role": "user", "content": "Name a city, its country and its rivers, in JSON."}]
-    answer = client.chat.completions.parse(model=model, messages=messages, response_format=City, max_tokens=200,
-                                           temperature=0)
+    answer = client.chat.completions.parse(model=model, messages=messages, response_format=City, temperature=0,
+                                           max_tokens=ENOUGH_TOKENS)
     city = answer.choices[0].message.parsed
     assert isinstance(city, City), answer
     print("parsed:", city)

@@ -1,20 +1,31 @@
 //! Bodies of requests, read within limits of size, time and memory, whatever their clients do.
 
-use std::{error::Error, pin::pin, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    error::Error,
+    pin::pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::Body;
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::Semaphore,
     time::{Instant, timeout, timeout_at},
 };
+
+use crate::engine::leaves_room;
 
 /// So much of every body is not counted: a crowd of large bodies leaves room for small ones, whose memory the number of
 /// requests bounds.
 const FREE_BYTES: usize = 64 << 10;
 /// Bytes that all bodies together may hold beyond that.
 const MEMORY_BYTES: usize = 128 << 20;
+/// At least so many of the largest bodies: an owner may take three quarters of what is free, and whoever comes then
+/// three quarters of the rest. Those still hold a body of any size.
+const LARGEST_BODIES: usize = 6;
 
 /// Within the limit in time, a body that trickles in has so long, and a second for each of so many bytes that came: its
 /// request holds a place meanwhile.
@@ -40,6 +51,19 @@ pub enum UploadError {
         /// The bound.
         limit: usize,
     },
+    /// Bodies of the same owner hold as much of that memory as leaves enough to others.
+    #[error(
+        "the bodies of the API key {owner} take {held} bytes, and the rest of the {limit} that there are for bodies is \
+         kept for other keys; send it again later"
+    )]
+    Share {
+        /// The name of the key.
+        owner: Arc<str>,
+        /// Bytes that its bodies take.
+        held: usize,
+        /// The bound.
+        limit: usize,
+    },
     /// It came too slowly.
     #[error("the body did not arrive within {} s", .limit.as_secs_f32())]
     Timeout {
@@ -56,9 +80,30 @@ pub enum UploadError {
 pub struct Uploads {
     max_bytes: usize,
     limit: Duration,
-    memory: Arc<Semaphore>,
-    memory_bytes: usize,
+    memory: Arc<Memory>,
     discards: Semaphore,
+}
+
+/// What all bodies together may hold.
+#[derive(Debug)]
+struct Memory {
+    limit: usize,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    all: usize,
+    /// Only of those who hold any.
+    by_owner: HashMap<Arc<str>, usize>,
+}
+
+/// A body's part of the memory.
+#[derive(Debug)]
+struct Part {
+    memory: Arc<Memory>,
+    owner: Option<Arc<str>>,
+    bytes: usize,
 }
 
 /// A whole body. Its memory counts until it is dropped.
@@ -66,15 +111,20 @@ pub struct Uploads {
 pub struct Upload {
     /// What the client sent.
     pub bytes: Bytes,
-    _memory: Option<OwnedSemaphorePermit>,
+    _memory: Part,
 }
 
 impl Uploads {
     /// For bodies of at most `max_bytes`, each of which must arrive within `limit`, and not too slowly before.
     pub fn new(max_bytes: usize, limit: Duration) -> Self {
-        let memory_bytes = MEMORY_BYTES.max(max_bytes).min(Semaphore::MAX_PERMITS);
-        let memory = Arc::new(Semaphore::new(memory_bytes));
-        Self { max_bytes, limit, memory, memory_bytes, discards: Semaphore::new(MAX_DISCARDS) }
+        let bytes = MEMORY_BYTES.max(max_bytes.saturating_mul(LARGEST_BODIES));
+        let memory = Arc::new(Memory { limit: bytes, taken: Mutex::default() });
+        Self { max_bytes, limit, memory, discards: Semaphore::new(MAX_DISCARDS) }
+    }
+
+    /// Bytes that all bodies together hold now, beyond what of each is not counted.
+    pub fn bytes_held(&self) -> usize {
+        self.memory.taken().all
     }
 
     /// Bytes that one body may have.
@@ -82,11 +132,11 @@ impl Uploads {
         self.max_bytes
     }
 
-    /// Reads a body to its end.
+    /// Reads a body to its end. `owner`: among whom the memory is shared; `None`: whoever may have all of it.
     ///
     /// # Errors
     /// Which limit it breaks, or that the connection did.
-    pub async fn read<B>(&self, body: B) -> Result<Upload, UploadError>
+    pub async fn read<B>(&self, owner: Option<&Arc<str>>, body: B) -> Result<Upload, UploadError>
     where
         B: Body<Data = Bytes>,
         B::Error: Into<Box<dyn Error + Send + Sync>>,
@@ -95,7 +145,7 @@ impl Uploads {
         if body.size_hint().lower() > self.max_bytes as u64 {
             return Err(UploadError::TooLarge { limit: self.max_bytes });
         }
-        self.read_frames(Limited::new(body, self.max_bytes)).await
+        self.read_frames(owner, Limited::new(body, self.max_bytes)).await
     }
 
     /// Time from its start after which a body of which `bytes` bytes came is too slow.
@@ -121,14 +171,14 @@ impl Uploads {
         let _ = timeout(self.limit.min(DISCARD_LIMIT), frames).await;
     }
 
-    async fn read_frames<B>(&self, body: Limited<B>) -> Result<Upload, UploadError>
+    async fn read_frames<B>(&self, owner: Option<&Arc<str>>, body: Limited<B>) -> Result<Upload, UploadError>
     where
         B: Body<Data = Bytes>,
         B::Error: Into<Box<dyn Error + Send + Sync>>,
     {
         let mut body = pin!(body);
         let mut bytes = BytesMut::new();
-        let mut memory: Option<OwnedSemaphorePermit> = None;
+        let mut memory = Part { memory: self.memory.clone(), owner: owner.cloned(), bytes: 0 };
         let start = Instant::now();
         loop {
             let limit = self.allowed(bytes.len());
@@ -139,19 +189,58 @@ impl Uploads {
                 false => UploadError::Broken(error.to_string()),
             })?;
             let Ok(data) = frame.into_data() else { continue };
-            let counted = memory.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-            let more = (bytes.len() + data.len()).saturating_sub(FREE_BYTES + counted);
-            if more > 0 {
-                let taken = self.memory.clone().try_acquire_many_owned(more as u32);
-                let taken = taken.map_err(|_| UploadError::Crowded { limit: self.memory_bytes })?;
-                match &mut memory {
-                    Some(memory) => memory.merge(taken),
-                    None => memory = Some(taken),
-                }
-            }
+            memory.grow((bytes.len() + data.len()).saturating_sub(FREE_BYTES))?;
             bytes.extend_from_slice(&data);
         }
         Ok(Upload { bytes: bytes.freeze(), _memory: memory })
+    }
+}
+
+impl Memory {
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        // No code that may panic runs under the lock.
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Part {
+    /// Takes as much more as makes it so many bytes.
+    fn grow(&mut self, bytes: usize) -> Result<(), UploadError> {
+        let more = bytes.saturating_sub(self.bytes);
+        if more == 0 {
+            return Ok(());
+        }
+        let limit = self.memory.limit;
+        let mut taken = self.memory.taken();
+        let free = limit - taken.all;
+        if more > free {
+            return Err(UploadError::Crowded { limit });
+        }
+        if let Some(owner) = &self.owner {
+            let held = taken.by_owner.get(owner).copied().unwrap_or(0);
+            // Of what is free once this is taken: a frame may be large.
+            if !leaves_room((held + more) as u64, 0, (free - more) as u64) {
+                return Err(UploadError::Share { owner: owner.clone(), held, limit });
+            }
+            taken.by_owner.insert(owner.clone(), held + more);
+        }
+        taken.all += more;
+        self.bytes += more;
+        Ok(())
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let mut taken = self.memory.taken();
+        taken.all -= self.bytes;
+        let Some(owner) = &self.owner else { return };
+        if let Some(held) = taken.by_owner.get_mut(owner) {
+            *held -= self.bytes;
+            if *held == 0 {
+                taken.by_owner.remove(owner);
+            }
+        }
     }
 }
 
@@ -183,14 +272,14 @@ mod tests {
     #[tokio::test]
     async fn a_body_has_so_many_bytes_and_so_much_time() {
         let uploads = Uploads::new(10, LIMIT);
-        assert_eq!(uploads.read(body(10)).await.unwrap().bytes.len(), 10);
-        assert_eq!(uploads.read(body(11)).await.unwrap_err(), UploadError::TooLarge { limit: 10 });
+        assert_eq!(uploads.read(None, body(10)).await.unwrap().bytes.len(), 10);
+        assert_eq!(uploads.read(None, body(11)).await.unwrap_err(), UploadError::TooLarge { limit: 10 });
         let frame = || Ok::<_, std::io::Error>(Frame::data(Bytes::from_static(b"1234")));
         let unannounced = StreamBody::new(stream::iter([frame(), frame(), frame()]));
-        assert_eq!(uploads.read(unannounced).await.unwrap_err(), UploadError::TooLarge { limit: 10 });
+        assert_eq!(uploads.read(None, unannounced).await.unwrap_err(), UploadError::TooLarge { limit: 10 });
         let limit = Duration::from_millis(20);
         let silent = StreamBody::new(stream::pending::<Result<Frame<Bytes>, std::io::Error>>());
-        assert_eq!(Uploads::new(10, limit).read(silent).await.unwrap_err(), UploadError::Timeout { limit });
+        assert_eq!(Uploads::new(10, limit).read(None, silent).await.unwrap_err(), UploadError::Timeout { limit });
     }
 
     #[test]
@@ -201,15 +290,61 @@ mod tests {
         }
     }
 
+    /// A sixth of the memory beside what is not counted.
+    const LARGE: usize = 32 << 20;
+
+    /// The memory of bodies of at most `LARGE` bytes and what is not counted.
+    fn large() -> (Uploads, usize) {
+        let uploads = Uploads::new(LARGE + FREE_BYTES, LIMIT);
+        let limit = uploads.memory.limit;
+        assert_eq!(limit, LARGEST_BODIES * (LARGE + FREE_BYTES));
+        (uploads, limit)
+    }
+
     #[tokio::test]
     async fn large_bodies_share_what_memory_there_is_and_leave_room_for_small_ones() {
-        let size = MEMORY_BYTES / 2 + FREE_BYTES;
-        let uploads = Uploads::new(size, LIMIT);
-        let (first, _second) = (uploads.read(body(size)).await.unwrap(), uploads.read(body(size)).await.unwrap());
-        let crowded = UploadError::Crowded { limit: MEMORY_BYTES };
-        assert_eq!(uploads.read(body(FREE_BYTES + 1)).await.unwrap_err(), crowded);
-        uploads.read(body(FREE_BYTES)).await.unwrap();
-        drop(first);
-        uploads.read(body(size)).await.unwrap();
+        let (uploads, limit) = large();
+        let mut held = Vec::new();
+        for _ in 0..6 {
+            held.push(uploads.read(None, body(LARGE + FREE_BYTES)).await.unwrap());
+        }
+        assert_eq!(uploads.bytes_held(), 6 * LARGE);
+        let crowded = UploadError::Crowded { limit };
+        assert_eq!(uploads.read(None, body(LARGE)).await.unwrap_err(), crowded);
+        assert_eq!(uploads.bytes_held(), 6 * LARGE, "what is refused holds nothing");
+        uploads.read(None, body(FREE_BYTES)).await.unwrap();
+        held.pop();
+        uploads.read(None, body(LARGE)).await.unwrap();
+        held.clear();
+        assert_eq!(uploads.bytes_held(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_owner_of_many_bodies_leaves_room_for_the_largest_of_another() {
+        let (uploads, limit) = large();
+        let [hostile, other] = ["hostile", "other"].map(Arc::<str>::from);
+        // In frames as small as those of a connection, so that it takes what it can get.
+        let frames = || {
+            let frame = || Ok::<_, std::io::Error>(Frame::data(Bytes::from(vec![b'x'; 16 << 10])));
+            StreamBody::new(stream::iter((0..(LARGE + FREE_BYTES) >> 14).map(move |_| frame())))
+        };
+        let mut held = Vec::new();
+        let refused = loop {
+            match uploads.read(Some(&hostile), frames()).await {
+                Ok(upload) => held.push(upload),
+                Err(refused) => break refused,
+            }
+        };
+        assert_eq!(held.len(), 4, "three quarters of the memory and no more");
+        let UploadError::Share { owner, limit: told, .. } = refused else { panic!("{refused}") };
+        assert_eq!((owner, told), (hostile.clone(), limit));
+        let others = uploads.read(Some(&other), frames()).await.unwrap();
+        // Small ones need no share.
+        uploads.read(Some(&hostile), body(FREE_BYTES)).await.unwrap();
+        assert_eq!(uploads.bytes_held(), 5 * LARGE);
+        drop((held, others));
+        assert_eq!(uploads.bytes_held(), 0);
+        assert!(uploads.memory.taken().by_owner.is_empty());
+        uploads.read(Some(&hostile), frames()).await.unwrap();
     }
 }

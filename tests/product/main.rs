@@ -6,6 +6,7 @@ mod bits;
 #[path = "../../loadtest/tests/pages/browser.rs"]
 mod browser;
 mod chat_page;
+mod clients;
 mod common;
 mod demo;
 mod dialects;

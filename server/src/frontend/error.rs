@@ -57,7 +57,7 @@ impl GenerateError {
             GenerateError::Upload(UploadError::TooLarge { .. }) => "body_too_large",
             GenerateError::Upload(UploadError::Timeout { .. }) => "body_timeout",
             GenerateError::Upload(UploadError::Broken(_)) => "invalid_body",
-            GenerateError::Upload(UploadError::Crowded { .. })
+            GenerateError::Upload(UploadError::Crowded { .. } | UploadError::Share { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. }
             | GenerateError::Key(_) => "rate_limit_exceeded",
@@ -76,7 +76,7 @@ impl GenerateError {
     pub fn retry_after_s(&self) -> Option<u32> {
         match self {
             GenerateError::Key(limit) => Some(limit.retry_after_s()),
-            GenerateError::Upload(UploadError::Crowded { .. })
+            GenerateError::Upload(UploadError::Crowded { .. } | UploadError::Share { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. } => Some(1),
             GenerateError::Submit(SubmitError::Unavailable(_))

@@ -1,10 +1,13 @@
 //! From a request to running sequences: what HTTP and gRPC share between parsing and writing.
 
 use std::{
+    error::Error,
     sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use bytes::Bytes;
+use hyper::body::Body;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
@@ -33,11 +36,11 @@ use crate::{
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
-    upload::Uploads,
+    upload::{Upload, UploadError, Uploads},
 };
 
 /// Bytes of a request or an answer up to which work is done where it is asked for; more would delay others' tokens.
-const INLINE_BYTES: usize = 4096;
+pub const INLINE_BYTES: usize = 4096;
 
 /// What every connection of the front end shares.
 #[derive(Debug)]
@@ -137,6 +140,24 @@ impl Frontend {
         }
         let name = (key.map(|key| key.id.clone()), request_id.clone());
         Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
+    }
+
+    /// Reads the body of a request of a key, where keys are asked for. Of several keys none may hold all the memory
+    /// that there is for bodies.
+    ///
+    /// # Errors
+    /// [`GenerateError::Upload`].
+    pub async fn read<B>(&self, key: Option<&Arc<Key>>, body: B) -> Result<Upload, GenerateError>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<Box<dyn Error + Send + Sync>>,
+    {
+        let owner = key.and_then(|key| key.owner.as_ref());
+        let upload = self.uploads.read(owner, body).await;
+        if let (Err(UploadError::Share { .. }), Some(key)) = (&upload, key) {
+            key.refused();
+        }
+        Ok(upload?)
     }
 
     /// Ends the requests of a key that have this id, and returns how many there are.

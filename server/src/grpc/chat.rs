@@ -4,13 +4,22 @@ use looplane_proto::inference::v1 as proto;
 use proto::tool_choice::{Choice, Mode};
 
 use crate::{
-    request::{Chat, FieldError, RequestError, ToolChoice, arguments},
+    request::{Chat, FieldError, Level, LevelOf, RequestError, ToolChoice, arguments},
     text::{Call, ChatMessage, Function, TemplateOptions, Tool, ToolCall},
 };
 
 /// The messages and what else makes their prompt, as in `field`.
 pub(super) fn chat(chat: proto::Chat, field: &str) -> Result<Chat, RequestError> {
-    let proto::Chat { messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message } = chat;
+    let proto::Chat {
+        messages,
+        tools,
+        chat_template_kwargs,
+        add_generation_prompt,
+        continue_final_message,
+        reasoning_effort,
+        verbosity,
+        documents,
+    } = chat;
     let wrong = |name: &str, message: &str| RequestError::field(format!("{field}.{name}"), FieldError::Value, message);
     if continue_final_message && add_generation_prompt == Some(true) {
         let message = "and add_generation_prompt exclude each other: an answer goes on, or begins";
@@ -20,12 +29,19 @@ pub(super) fn chat(chat: proto::Chat, field: &str) -> Result<Chat, RequestError>
     let messages = messages.map(|(index, of)| message(of, &format!("{field}.messages[{index}]")));
     let messages = messages.collect::<Result<_, _>>()?;
     let tools = tools.into_iter().enumerate().map(|(index, of)| tool(of, &format!("{field}.tools[{index}]")));
+    let documents = documents.iter().enumerate();
+    let documents = documents.map(|(index, text)| arguments(text, format!("{field}.documents[{index}]")));
     let options = TemplateOptions {
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         kwargs: arguments(&chat_template_kwargs, format!("{field}.chat_template_kwargs"))?,
         tools: tools.collect::<Result<_, _>>()?,
+        documents: documents.collect::<Result<_, _>>()?,
     };
-    Ok(Chat { options, continue_final_message, in_parts: true, ..Chat::new(messages) })
+    let levels =
+        [("reasoning_effort", LevelOf::Effort, reasoning_effort), ("verbosity", LevelOf::Verbosity, verbosity)];
+    let levels = levels.into_iter().filter(|(.., value)| !value.is_empty());
+    let levels = levels.map(|(field, of, value)| Level { field, of, value }).collect();
+    Ok(Chat { options, levels, continue_final_message, in_parts: true, ..Chat::new(messages) })
 }
 
 /// Which of a chat's tools are called. Where none is to be, the model is told of none.

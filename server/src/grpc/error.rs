@@ -33,7 +33,7 @@ pub(super) fn status(error: GenerateError) -> Status {
             Code::DeadlineExceeded
         }
         GenerateError::Upload(UploadError::Broken(_)) | GenerateError::Aborted => Code::Cancelled,
-        GenerateError::Upload(UploadError::Crowded { .. })
+        GenerateError::Upload(UploadError::Crowded { .. } | UploadError::Share { .. })
         | GenerateError::Submit(SubmitError::QueueFull { .. })
         | GenerateError::Busy { .. }
         | GenerateError::Key(_) => Code::ResourceExhausted,

@@ -49,6 +49,8 @@ pub fn router(frontend: Arc<Frontend>) -> Router {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(looplane_proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // What details of errors are made of: clients that know no more than reflection says read them, too.
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             // worker/v1 is not spoken on this port.
             .with_service_name(SERVICE)
             .with_service_name("grpc.health.v1.Health")
@@ -242,7 +244,7 @@ async fn tell<M: Message + Default + 'static, R: Message + 'static>(
 /// The request with its whole body, which the first of the pair accounts for.
 async fn whole(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Full<Bytes>>), GenerateError> {
     let (parts, body) = request.into_parts();
-    let upload = frontend.uploads.read(body).await?;
+    let upload = frontend.read(parts.extensions.get(), body).await?;
     let request = HttpRequest::from_parts(parts, Full::new(upload.bytes.clone()));
     Ok((upload, request))
 }

@@ -224,7 +224,15 @@ const OF_SAMPLING: [&str; 26] = [
     "bad_words",
 ];
 /// Fields of `Chat` that HTTP has in its body.
-const OF_CHAT: [&str; 4] = ["tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"];
+const OF_CHAT: [&str; 7] = [
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "reasoning_effort",
+    "verbosity",
+    "documents",
+];
 
 /// An error that names a field as HTTP has it, with the path that it has here.
 pub(super) fn at_its_path(error: RequestError) -> RequestError {

@@ -22,8 +22,7 @@ use super::{
     App,
     error::ApiError,
     events::{EventSource, Events, event_response, write_json},
-    json,
-    parse::{self, HttpRequest},
+    json, parse,
     wire::{Api, ChunkWriter, Usage, WholeChoice, Writer, ids_bytes},
 };
 use crate::{
@@ -89,14 +88,13 @@ async fn answer(
 async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
     let frontend = &app.frontend;
     let read = move |json| {
-        let HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, token_ids, include_reasoning } = match api {
+        let read = match api {
             Api::Chat => parse::chat(json)?,
             Api::Completion => parse::completion(json)?,
         };
-        Ok((model, raw, (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning)))
+        Ok((read.model, read.raw, read.wanted))
     };
     let (generation, wanted) = admit(&app, place, request, read).await?;
-    let (stream, stream_usage, (tokens_as_ids, token_ids), include_reasoning) = wanted;
 
     let prefix = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
     let writer = Writer {
@@ -107,16 +105,17 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
         system_fingerprint: generation.model.bit_domain.clone(),
         logprobs: generation.request.logprobs,
         prompt_logprobs: generation.request.prompt_logprobs,
-        stream_usage,
-        tokens_as_ids,
-        token_ids,
+        wanted,
         draft_report: frontend.draft_report,
         tokenizer: Arc::clone(&frontend.text.tokenizer),
     };
     let seed = HeaderValue::from(generation.request.sampling.seed);
-    let replies = Replies::new(generation, include_reasoning);
-    let mut response =
-        if stream { streamed(replies, writer, frontend.clone()) } else { whole(frontend, replies, writer).await? };
+    let replies = Replies::new(generation, wanted.include_reasoning);
+    let mut response = if wanted.stream {
+        streamed(replies, writer, frontend.clone()).await?
+    } else {
+        whole(frontend, replies, writer).await?
+    };
     response.headers_mut().insert(SEED_HEADER, seed);
     Ok(response)
 }
@@ -142,7 +141,8 @@ pub(super) async fn check<T: Send + 'static>(
 ) -> Result<Prepared<(ValidRequest, T)>, ApiError> {
     let frontend = &app.frontend;
     check_content_type(request.headers())?;
-    let body = frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (head, body) = request.into_parts();
+    let body = frontend.read(head.extensions.get(), body).await?;
     let (bytes, checking) = (body.bytes.len(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let (asked, raw, wanted) = read(json::parse(&body.bytes, model.max_context)?)?;
@@ -175,7 +175,7 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let reading: FuturesUnordered<_> = choices.into_iter().map(read_whole).collect();
     let mut wholes: Vec<WholeChoice> = reading.try_collect().await?;
     wholes.sort_unstable_by_key(|whole| whole.index);
-    if writer.token_ids {
+    if writer.wanted.token_ids {
         wholes.iter_mut().for_each(|whole| whole.prompt = request.prompt_of(whole.index).tokens.clone());
     }
     let completion_tokens = wholes.iter().map(|whole| u64::from(whole.completion_tokens)).sum();
@@ -184,7 +184,8 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
     let usage = Usage::new(request.prompt_tokens(), Some(cached_tokens), completion_tokens);
     let bytes_of = |whole: &WholeChoice| {
         let tokens = writer.tokens_bytes(whole.tokens.len()) + writer.prompt_bytes(whole.prompt_logprobs.len());
-        whole.message.len() + tokens + ids_bytes(whole.prompt.len())
+        let ids = if writer.wanted.token_ids { whole.prompt.len() + whole.generated.len() } else { 0 };
+        whole.message.len() + tokens + ids_bytes(ids)
     };
     let bytes = wholes.iter().map(bytes_of).sum();
     let metrics = writer.metrics(wholes.len(), wholes.first().map_or(&[], |whole| &whole.drafts));
@@ -254,31 +255,39 @@ struct EventStream {
     _place: Place,
 }
 
-fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Response {
+async fn streamed(replies: Replies, writer: Writer, frontend: Arc<Frontend>) -> Result<Response, ApiError> {
     let Replies { request, choices, place } = replies;
-    let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
-    let mut of_choice = Vec::with_capacity(choices.len());
-    for choice in &choices {
-        let prompt = &request.prompt_of(choice.index()).tokens;
-        let none = Usage::new(prompt.len() as u64, None, 0);
-        writer.opening(choice.index(), prompt, none, &mut events);
-        of_choice.push(none);
-    }
+    let tokens_of = |choice: &ReplyChoice| request.prompt_of(choice.index()).tokens.len();
+    let ids = if writer.wanted.token_ids { choices.iter().map(tokens_of).sum() } else { 0 };
+    let (choices_each, prompt_tokens) = (request.choices, request.prompt_tokens());
+    let numbers: Vec<u32> = choices.iter().map(ReplyChoice::index).collect();
+    let open = move || {
+        let (writer, mut events) = (ChunkWriter::new(writer), Events::default());
+        let mut of_choice = Vec::with_capacity(numbers.len());
+        for index in numbers {
+            let prompt = &request.prompt_of(index).tokens;
+            let none = Usage::new(prompt.len() as u64, None, 0);
+            writer.opening(index, prompt, none, &mut events);
+            of_choice.push(none);
+        }
+        (writer, events, of_choice)
+    };
+    let (writer, events, of_choice) = frontend.compute(ids_bytes(ids), open).await?;
     let choices = Choices::from(choices);
     let stream = EventStream {
         frontend,
         writer: Arc::new(writer),
         writing: None,
         choices,
-        choices_each: request.choices,
-        prompt_tokens: request.prompt_tokens(),
+        choices_each,
+        prompt_tokens,
         cached_tokens: 0,
         completion_tokens: 0,
         of_choice,
         drafts: Vec::new(),
         _place: place,
     };
-    event_response(events, stream)
+    Ok(event_response(events, stream))
 }
 
 impl EventSource for EventStream {

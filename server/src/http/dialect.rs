@@ -2,19 +2,20 @@
 
 use std::{
     ops::ControlFlow,
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
 use axum::{http::HeaderValue, response::Response};
+use futures::{FutureExt, future::BoxFuture};
 
 use super::{
     completions::{SEED_HEADER, json_response},
     error::ApiError,
     events::{EventSource, Events, event_response},
 };
-use crate::{
-    frontend::{Frontend, Generation, Place, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told},
-    metrics::FrontMetrics,
+use crate::frontend::{
+    Frontend, GenerateError, Generation, INLINE_BYTES, Place, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told,
 };
 
 /// What an answer says, in the order in which it came.
@@ -57,6 +58,10 @@ pub(super) struct End {
 pub(super) trait Dialect: Send + Unpin + Sized + 'static {
     /// As [`EventSource::KEEP_ALIVE`].
     const KEEP_ALIVE: &'static [u8];
+    /// Bytes that the stream's begin and its end have beside the answer.
+    fn head_bytes(&self) -> usize {
+        0
+    }
     /// The stream begins.
     fn begin(&mut self, answer: &Answer, events: &mut Events);
     /// A block begins, without text.
@@ -78,7 +83,7 @@ pub(super) trait Dialect: Send + Unpin + Sized + 'static {
 /// # Errors
 /// Where the answer is whole, those of its generation; those of a stream are events.
 pub(super) async fn answer(
-    frontend: &Frontend,
+    frontend: &Arc<Frontend>,
     generation: Generation,
     stream: bool,
     dialect: impl Dialect,
@@ -88,10 +93,10 @@ pub(super) async fn answer(
     let choice = choices.pop().expect("a request has a choice");
     let answer = Answer { prompt_tokens: request.prompt_tokens(), ..Answer::default() };
     let mut response = match stream {
-        true => streamed(choice, answer, dialect, frontend.metrics.clone(), place),
+        true => streamed(choice, answer, dialect, frontend.clone(), place).await?,
         false => {
             let answer = read(choice, answer).await?;
-            let bytes = answer.blocks.iter().map(|block| block.text.len()).sum();
+            let bytes = answer.bytes() + dialect.head_bytes();
             let body = frontend.compute(bytes, move || dialect.whole(&answer)).await?;
             json_response(body, place)
         }
@@ -120,55 +125,131 @@ async fn read(mut choice: ReplyChoice, mut answer: Answer) -> Result<Answer, Api
     Ok(answer)
 }
 
-fn streamed<D: Dialect>(
+async fn streamed<D: Dialect>(
     choice: ReplyChoice,
     answer: Answer,
-    mut dialect: D,
-    metrics: FrontMetrics,
+    dialect: D,
+    frontend: Arc<Frontend>,
     place: Place,
-) -> Response {
-    let mut events = Events::default();
-    dialect.begin(&answer, &mut events);
-    event_response(events, EventStream { dialect, answer, choice, metrics, _place: place })
+) -> Result<Response, ApiError> {
+    let (bytes, mut teller) = (dialect.head_bytes(), Teller { dialect, answer });
+    let begin = move || {
+        let mut events = Events::default();
+        teller.dialect.begin(&teller.answer, &mut events);
+        (teller, events)
+    };
+    let (teller, events) = frontend.compute(bytes, begin).await?;
+    Ok(event_response(events, EventStream { work: Work::Waiting(teller), choice, frontend, _place: place }))
 }
 
 /// The events of one streamed answer. The client going away drops it, and with it the sequence.
 struct EventStream<D> {
-    dialect: D,
-    answer: Answer,
+    work: Work<D>,
     choice: ReplyChoice,
-    metrics: FrontMetrics,
+    frontend: Arc<Frontend>,
     _place: Place,
 }
+
+enum Work<D> {
+    /// For what becomes known next.
+    Waiting(Teller<D>),
+    /// Long texts are told again at their ends, which would delay others' tokens. Nothing is told meanwhile.
+    Writing(BoxFuture<'static, Result<Written<D>, GenerateError>>),
+    Ended,
+}
+
+/// Who wrote, what was written, and whether more may come.
+type Written<D> = (Teller<D>, Events, ControlFlow<()>);
 
 impl<D: Dialect> EventSource for EventStream<D> {
     const KEEP_ALIVE: &'static [u8] = D::KEEP_ALIVE;
 
     fn poll_events(&mut self, context: &mut Context<'_>, events: &mut Events) -> Poll<ControlFlow<()>> {
-        match ready!(self.choice.poll_next(context)) {
-            Some(Ok(ReplyEvent::Delta { told, generated, .. })) => {
-                told.into_iter().for_each(|told| self.tell(told, events));
-                self.answer.count(generated.len());
+        let written = match &mut self.work {
+            Work::Writing(writing) => ready!(writing.poll_unpin(context)),
+            Work::Waiting(_) => {
+                let Some(event) = ready!(self.choice.poll_next(context)) else {
+                    return Poll::Ready(ControlFlow::Break(()));
+                };
+                if let Err(error) = &event {
+                    self.frontend.metrics.failed(error.code());
+                }
+                let Work::Waiting(mut teller) = std::mem::replace(&mut self.work, Work::Ended) else {
+                    unreachable!("it was waiting")
+                };
+                let bytes = teller.told_again(&event);
+                if bytes <= INLINE_BYTES {
+                    let flow = teller.tell(event, events);
+                    self.work = Work::Waiting(teller);
+                    return Poll::Ready(flow);
+                }
+                let write = move || {
+                    let mut events = Events::default();
+                    let flow = teller.tell(event, &mut events);
+                    (teller, events, flow)
+                };
+                let frontend = self.frontend.clone();
+                let writing = async move { frontend.compute(bytes, write).await }.boxed();
+                self.work = Work::Writing(writing);
                 return Poll::Ready(ControlFlow::Continue(()));
             }
-            Some(Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. })) => {
+            Work::Ended => return Poll::Ready(ControlFlow::Break(())),
+        };
+        match written {
+            Ok((teller, more, flow)) => {
+                events.append(more);
+                self.work = Work::Waiting(teller);
+                Poll::Ready(flow)
+            }
+            // What would have told of the error is lost: the stream breaks off, so that nobody takes it for whole.
+            Err(error) => {
+                self.frontend.metrics.failed(error.code());
+                self.work = Work::Ended;
+                Poll::Ready(ControlFlow::Break(()))
+            }
+        }
+    }
+}
+
+/// Writes the events of what becomes known.
+struct Teller<D> {
+    dialect: D,
+    answer: Answer,
+}
+
+impl<D: Dialect> Teller<D> {
+    /// Bytes of text that are told once more with this event, beside what is new.
+    fn told_again(&self, event: &Result<ReplyEvent, GenerateError>) -> usize {
+        match event {
+            Ok(ReplyEvent::Delta { told, .. }) => {
+                let Some(last) = self.answer.blocks.last() else { return 0 };
+                let ends = told.iter().any(|told| is_of_another_block(told, last));
+                if ends { last.text.len() } else { 0 }
+            }
+            Ok(ReplyEvent::Finished { .. }) | Err(_) => self.answer.bytes() + self.dialect.head_bytes(),
+        }
+    }
+
+    /// Says whether more may come.
+    fn tell(&mut self, event: Result<ReplyEvent, GenerateError>, events: &mut Events) -> ControlFlow<()> {
+        match event {
+            Ok(ReplyEvent::Delta { told, generated, .. }) => {
+                told.into_iter().for_each(|told| self.tell_part(told, events));
+                self.answer.count(generated.len());
+                return ControlFlow::Continue(());
+            }
+            Ok(ReplyEvent::Finished { reason, stop_text, completion_tokens, cached_tokens, .. }) => {
                 self.answer.end = Some(End::new(reason, stop_text, completion_tokens, cached_tokens));
                 self.end_block(events);
                 self.dialect.end(&self.answer, events);
             }
             // The response has begun, so the error can only be an event.
-            Some(Err(error)) => {
-                self.metrics.failed(error.code());
-                self.dialect.fail(&self.answer, &error.into(), events);
-            }
-            None => {}
+            Err(error) => self.dialect.fail(&self.answer, &error.into(), events),
         }
-        Poll::Ready(ControlFlow::Break(()))
+        ControlFlow::Break(())
     }
-}
 
-impl<D: Dialect> EventStream<D> {
-    fn tell(&mut self, told: Told, events: &mut Events) {
+    fn tell_part(&mut self, told: Told, events: &mut Events) {
         let (kind, text) = kind_and_text(told);
         if let Some(block) = self.answer.next_block(kind) {
             self.end_block(events);
@@ -191,6 +272,11 @@ impl<D: Dialect> EventStream<D> {
 }
 
 impl Answer {
+    /// Of text.
+    fn bytes(&self) -> usize {
+        self.blocks.iter().map(|block| block.text.len()).sum()
+    }
+
     /// The block that begins with output of this kind, if one does; without a kind the output goes on.
     fn next_block(&self, kind: Option<BlockKind>) -> Option<Block> {
         let kind = kind.filter(|kind| self.blocks.last().is_none_or(|last| last.kind != *kind))?;
@@ -211,6 +297,16 @@ impl Answer {
 impl End {
     fn new(reason: ReplyEnd, stop_text: Option<String>, completion_tokens: u32, cached_tokens: u32) -> Self {
         Self { reason, stop_text, completion_tokens: completion_tokens.into(), cached_tokens: cached_tokens.into() }
+    }
+}
+
+/// Whether the block ends with it. A call always begins one.
+fn is_of_another_block(told: &Told, last: &Block) -> bool {
+    match told {
+        Told::Content(_) => last.kind != BlockKind::Text,
+        Told::Reasoning(_) => last.kind != BlockKind::Thinking,
+        Told::Call { .. } => true,
+        Told::Arguments { .. } => false,
     }
 }
 

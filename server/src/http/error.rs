@@ -78,7 +78,7 @@ impl From<GenerateError> for ApiError {
             GenerateError::Upload(UploadError::TooLarge { .. }) => new(StatusCode::PAYLOAD_TOO_LARGE),
             GenerateError::Upload(UploadError::Timeout { .. }) => new(StatusCode::REQUEST_TIMEOUT),
             GenerateError::Upload(UploadError::Broken(_)) => new(StatusCode::BAD_REQUEST),
-            GenerateError::Upload(UploadError::Crowded { .. })
+            GenerateError::Upload(UploadError::Crowded { .. } | UploadError::Share { .. })
             | GenerateError::Submit(SubmitError::QueueFull { .. })
             | GenerateError::Busy { .. }
             | GenerateError::Key(_) => ApiError { kind: "rate_limit_error", ..new(StatusCode::TOO_MANY_REQUESTS) },

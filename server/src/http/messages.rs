@@ -1,6 +1,6 @@
 //! The messages of a chat, and what else makes its prompt.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{
     error::{ApiError, wrong_type},
@@ -9,7 +9,7 @@ use super::{
     tools,
 };
 use crate::{
-    request::{Chat, FieldError, RequestError},
+    request::{Chat, FieldError, Level, LevelOf, RequestError},
     text::{ChatMessage, TemplateOptions, ToolCall},
 };
 
@@ -35,8 +35,22 @@ pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
     let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
     let (tools, tool_choice) = tools::tools(fields)?;
     let one_call = fields.boolean("parallel_tool_calls")? == Some(false);
-    let options = TemplateOptions { add_generation_prompt, kwargs, tools };
-    Ok(Chat { messages, options, continue_final_message, tool_choice, one_call, in_parts: true })
+    let documents = documents(fields)?;
+    let level = |field, of, value: Option<String>| value.map(|value| Level { field, of, value });
+    let effort = level("reasoning_effort", LevelOf::Effort, fields.string("reasoning_effort")?);
+    let verbosity = level("verbosity", LevelOf::Verbosity, fields.string("verbosity")?);
+    let levels = effort.into_iter().chain(verbosity).collect();
+    let options = TemplateOptions { add_generation_prompt, kwargs, tools, documents };
+    Ok(Chat { messages, options, levels, continue_final_message, tool_choice, one_call, in_parts: true })
+}
+
+fn documents(fields: &mut Fields) -> Result<Vec<Map<String, Value>>, ApiError> {
+    let list = fields.list("documents", "a list of objects", "object")?.unwrap_or_default();
+    let document = |(index, value)| match value {
+        Value::Object(document) => Ok(document),
+        _ => Err(wrong_type(format!("documents[{index}]"), "an object")),
+    };
+    list.into_iter().enumerate().map(document).collect()
 }
 
 fn messages(value: Value) -> Result<Vec<ChatMessage>, ApiError> {

@@ -15,6 +15,12 @@ pub(super) struct HttpRequest {
     /// Empty: the model that is served.
     pub(super) model: String,
     pub(super) raw: RawRequest,
+    pub(super) wanted: Wanted,
+}
+
+/// How to answer.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Wanted {
     pub(super) stream: bool,
     pub(super) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
@@ -23,6 +29,8 @@ pub(super) struct HttpRequest {
     pub(super) token_ids: bool,
     /// The answer tells what was thought before it.
     pub(super) include_reasoning: bool,
+    /// The answer names the tier that it was served at.
+    pub(super) service_tier: bool,
 }
 
 /// Where a stream tells its usage.
@@ -36,10 +44,8 @@ pub(super) struct StreamUsage {
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
 /// clients of vLLM send.
-const UNSUPPORTED: [(&str, Off); 20] = [
-    ("service_tier", |value| value == "auto" || value == "default"),
+const UNSUPPORTED: [(&str, Off); 17] = [
     ("store", is_false),
-    ("add_special_tokens", |_| false),
     ("detokenize", is_true),
     ("early_stopping", is_false),
     ("guided_decoding_backend", |_| true),
@@ -52,17 +58,15 @@ const UNSUPPORTED: [(&str, Off); 20] = [
     ("prompt_embeds", |_| false),
     ("repetition_detection", |_| false),
     ("return_prompt_token_ids", is_false),
-    ("spaces_between_special_tokens", is_true),
     ("structural_tag", |_| false),
     ("thinking_token_budget", |_| false),
     ("use_beam_search", is_false),
     ("vllm_xargs", is_empty_object),
 ];
 
-const UNSUPPORTED_CHAT: [(&str, Off); 14] = [
+const UNSUPPORTED_CHAT: [(&str, Off); 11] = [
     ("echo", is_false),
     ("chat_template", |_| false),
-    ("documents", is_empty_list),
     ("media_io_kwargs", is_empty_object),
     ("mm_processor_kwargs", is_empty_object),
     ("return_assistant_tokens_mask", is_false),
@@ -71,10 +75,12 @@ const UNSUPPORTED_CHAT: [(&str, Off); 14] = [
     ("audio", |_| false),
     ("modalities", |value| *value == json!(["text"])),
     ("prediction", |_| false),
-    ("reasoning_effort", |value| value == "none"),
-    ("verbosity", |value| value == "medium"),
     ("web_search_options", |_| false),
 ];
+
+/// The tier at which everything is served, and OpenAI's names for tiers.
+pub(super) const SERVICE_TIER: &str = "default";
+const SERVICE_TIERS: [&str; 6] = ["auto", SERVICE_TIER, "flex", "scale", "priority", "fast"];
 
 const UNSUPPORTED_COMPLETION: [(&str, Off); 1] = [("suffix", |value| value == "")];
 
@@ -128,7 +134,9 @@ pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
     raw.logprobs = wanted.then(|| top.unwrap_or(0));
     let include_reasoning = fields.boolean("include_reasoning")?.unwrap_or(true);
     fields.unsupported(&UNSUPPORTED_CHAT)?;
-    Ok(HttpRequest { include_reasoning, ..common(fields, raw)? })
+    let mut request = common(fields, raw)?;
+    request.wanted.include_reasoning = include_reasoning;
+    Ok(request)
 }
 
 /// Reads the body of `/v1/completions`.
@@ -175,6 +183,9 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.prompt_logprobs = fields.integer("prompt_logprobs", ranges::LOGPROBS)?;
     raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens", ranges::TRUNCATED)?;
+    raw.add_special = fields.boolean("add_special_tokens")?;
+    // Names of control tokens stand as the tokenizer has them, without spaces, as with all of Hugging Face's fast ones.
+    fields.boolean("spaces_between_special_tokens")?;
     raw.show_special = !fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
     let token_ids = fields.boolean("return_token_ids")?.unwrap_or(false);
@@ -214,9 +225,23 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
         None => StreamUsage::default(),
     };
     labels(&mut fields)?;
+    let service_tier = service_tier(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok(HttpRequest { model, raw, stream, stream_usage, tokens_as_ids, token_ids, include_reasoning: false })
+    let include_reasoning = false;
+    let wanted = Wanted { stream, stream_usage, tokens_as_ids, token_ids, include_reasoning, service_tier };
+    Ok(HttpRequest { model, raw, wanted })
+}
+
+/// Whether a tier is asked for. There is one, whose name answers then have: OpenAI's tell the tier that was used, which
+/// need not be the one that was asked for.
+pub(super) fn service_tier(fields: &mut Fields) -> Result<bool, ApiError> {
+    let Some(tier) = fields.string("service_tier")? else { return Ok(false) };
+    if !SERVICE_TIERS.contains(&tier.as_str()) {
+        let message = format!("{tier:?} is none of {}", SERVICE_TIERS.join(", "));
+        return Err(RequestError::field("service_tier", FieldError::Value, message).into());
+    }
+    Ok(true)
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.

@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeMetric},
-    metrics::{MetricType, counter::ConstCounter},
+    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
 
 use crate::{
@@ -92,6 +92,11 @@ impl Collector for Used {
                 ConstCounter::new(figure(totals)).encode(family.encode_family(&[("key", *id)])?)?;
             }
         }
+        let help = "Requests that run now, by API key.";
+        let mut family = encoder.encode_descriptor("key_requests_in_progress", help, None, MetricType::Gauge)?;
+        for (id, totals) in &used {
+            ConstGauge::new(u64::from(totals.running)).encode(family.encode_family(&[("key", *id)])?)?;
+        }
         Ok(())
     }
 }
@@ -99,6 +104,7 @@ impl Collector for Used {
 fn sum(one: Totals, other: Totals) -> Totals {
     Totals {
         requests: one.requests + other.requests,
+        running: one.running + other.running,
         refused: one.refused + other.refused,
         prompt_tokens: one.prompt_tokens + other.prompt_tokens,
         completion_tokens: one.completion_tokens + other.completion_tokens,

@@ -140,11 +140,11 @@ async fn render(app: App, api: Api, id: RequestId, place: Place, request: Reques
             Api::Completion => parse::completion(body)?,
         };
         let options = StreamOptions {
-            include_usage: read.stream_usage.at_end,
-            continuous_usage_stats: read.stream_usage.in_each,
+            include_usage: read.wanted.stream_usage.at_end,
+            continuous_usage_stats: read.wanted.stream_usage.in_each,
         };
-        let (seed, stream_options) = (read.raw.seed, read.stream_usage.at_end.then_some(options));
-        Ok((read.model, read.raw, (seed, read.stream, stream_options)))
+        let (seed, stream_options) = (read.raw.seed, read.wanted.stream_usage.at_end.then_some(options));
+        Ok((read.model, read.raw, (seed, read.wanted.stream, stream_options)))
     };
     let Prepared { prepared: (mut valid, wanted), place, .. } = check(&app, place, request, read).await?;
     app.frontend.compile(&mut valid).await?;

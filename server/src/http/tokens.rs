@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     engine::{FinishReason, ModelInfo},
-    frontend::{GenerateError, Place, Prepared, RequestId},
+    frontend::{Place, Prepared, RequestId},
     request::{FieldError, Input, RequestError, decode, encode},
     text::Text,
 };
@@ -33,8 +33,7 @@ pub(super) async fn tokenize(
         let tokens = match (&input, add_special) {
             // A template has written them.
             (Input::Chat(_), Some(true)) => {
-                let message = "the chat template writes them; leave the field out";
-                return Err(RequestError::field("add_special_tokens", FieldError::Unsupported, message).into());
+                return Err(RequestError::special_of_chat().into());
             }
             (Input::Chat(_), _) => encode(input, "messages", true, model, text)?,
             _ => encode(input, "prompt", add_special.unwrap_or(true), model, text)?,
@@ -106,7 +105,8 @@ pub(super) async fn answer(
 
 async fn prepare(app: App, place: Place, request: Request, work: Work) -> Result<Response, ApiError> {
     check_content_type(request.headers())?;
-    let body = app.frontend.uploads.read(request.into_body()).await.map_err(GenerateError::from)?;
+    let (head, body) = request.into_parts();
+    let body = app.frontend.read(head.extensions.get(), body).await?;
     let (bytes, frontend) = (body.bytes.len(), app.frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
         let mut fields = Fields::new(parse_json(&body.bytes, model.max_context)?, "")?;

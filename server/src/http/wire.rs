@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 use super::{
     events::{Events, write_json},
     message::{Delta, Message, WholeMessage},
-    parse::StreamUsage,
+    parse::{SERVICE_TIER, StreamUsage, Wanted},
 };
 use crate::{
     drafts::{DraftMetrics, DraftReport, DraftStep},
@@ -40,11 +40,8 @@ pub(super) struct Writer {
     pub(super) logprobs: Option<u32>,
     /// As in the request.
     pub(super) prompt_logprobs: Option<u32>,
-    pub(super) stream_usage: StreamUsage,
-    /// Log-probabilities name tokens by their ids.
-    pub(super) tokens_as_ids: bool,
-    /// The ids of tokens are told, as vLLM has it.
-    pub(super) token_ids: bool,
+    /// As in the request.
+    pub(super) wanted: Wanted,
     /// What is told of drafts, of which a step has so many at most.
     pub(super) draft_report: (DraftReport, u32),
     pub(super) tokenizer: Arc<Tokenizer>,
@@ -119,6 +116,8 @@ struct Envelope<'a, C> {
     created: u64,
     model: &'a str,
     system_fingerprint: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_tier: Option<&'static str>,
     choices: Vec<C>,
     /// Outer `None`: no such field; inner: null.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -304,6 +303,7 @@ impl Writer {
             created: self.created,
             model,
             system_fingerprint,
+            service_tier: self.wanted.service_tier.then_some(SERVICE_TIER),
             choices,
             usage,
             metrics,
@@ -314,7 +314,7 @@ impl Writer {
 
     /// Ids of tokens, if they are told.
     fn ids<'a>(&self, ids: &'a [u32]) -> Option<&'a [u32]> {
-        self.token_ids.then_some(ids)
+        self.wanted.token_ids.then_some(ids)
     }
 
     fn chat_logprobs(&self, tokens: &[OutputToken]) -> Option<ChatLogprobs> {
@@ -368,7 +368,7 @@ impl Writer {
 
     /// A token's text, or its bytes spelled out where they are not whole characters; or its id, as vLLM spells it.
     fn token_text(&self, id: u32) -> String {
-        if self.tokens_as_ids {
+        if self.wanted.tokens_as_ids {
             return format!("token_id:{id}");
         }
         let bytes = self.tokenizer.token_bytes(id);
@@ -401,7 +401,7 @@ impl ChunkWriter {
 
     /// Whether tokens are told of where no text comes with them.
     fn tells_tokens(&self) -> bool {
-        self.writer.logprobs.is_some() || self.writer.token_ids
+        self.writer.logprobs.is_some() || self.writer.wanted.token_ids
     }
 
     /// The chunk that opens a choice; completions have one only where it tells the ids of the prompt's tokens.
@@ -493,7 +493,7 @@ impl ChunkWriter {
     /// The end of the stream, and before it the chunk with the usage, if the request asked for it. `choices` and
     /// `drafts` are as in [`Writer::metrics`].
     pub(super) fn end(&self, usage: Usage, choices: usize, drafts: &[DraftStep], events: &mut Events) {
-        if self.writer.stream_usage.at_end {
+        if self.writer.wanted.stream_usage.at_end {
             let metrics = self.writer.metrics(choices, drafts);
             let object = self.writer.chunk_object();
             let chunk = to_json(&self.writer.envelope(object, Vec::<()>::new(), Some(Some(usage)), metrics));
@@ -504,7 +504,7 @@ impl ChunkWriter {
 
     /// Where only the end tells of usage, chunks before it say null. `prompt`: ids of a chat's.
     fn chunk(&self, choice: &impl Serialize, prompt: Option<&[u32]>, so_far: Usage, events: &mut Events) {
-        let StreamUsage { at_end, in_each } = self.writer.stream_usage;
+        let StreamUsage { at_end, in_each } = self.writer.wanted.stream_usage;
         events.data(|out| {
             out.put_slice(self.head.as_bytes());
             write_json(out, choice);

@@ -122,6 +122,8 @@ pub struct Quota {
 pub struct Totals {
     /// Requests that were taken.
     pub requests: u64,
+    /// Of these, those that run now.
+    pub running: u32,
     /// Those that a limit of the key refused.
     pub refused: u64,
     /// Tokens of prompts that were taken.
@@ -274,6 +276,7 @@ impl Key {
         let usage = &self.usage;
         Totals {
             requests: usage.requests.load(Relaxed),
+            running: usage.running.load(Relaxed),
             refused: usage.refused.load(Relaxed),
             prompt_tokens: usage.prompt_tokens.load(Relaxed),
             completion_tokens: usage.completion_tokens.load(Relaxed),

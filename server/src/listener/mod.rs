@@ -28,6 +28,7 @@ use crate::{
     frontend::Frontend,
     grpc,
     http::{self, Access, App, ResponseStore, Settings},
+    metrics::FrontMetrics,
     text::Text,
     upload::Uploads,
 };
@@ -157,6 +158,7 @@ pub async fn run(
         tls,
         limits: options.client_limits,
         places: Arc::new(Places::new(options.max_connections)),
+        metrics: frontend.metrics.clone(),
         open,
         finish: CancellationToken::new(),
         abort: CancellationToken::new(),
@@ -229,6 +231,7 @@ struct Connections {
     tls: Option<Tls>,
     limits: ClientLimits,
     places: Arc<Places>,
+    metrics: FrontMetrics,
     /// Held by each connection while it is open; nothing is sent.
     open: mpsc::Sender<()>,
     /// Set: answer what has been asked, then close.
@@ -262,10 +265,10 @@ impl Connections {
                 self.limits,
                 (self.finish.clone(), self.abort.clone()),
             );
-            let open = self.open.clone();
+            let held = (place, self.metrics.connected(), self.open.clone());
             tokio::spawn(async move {
                 served.await;
-                drop((place, open));
+                drop(held);
             });
         }
     }

@@ -3,6 +3,7 @@
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 /// Everything that the front end counts.
@@ -10,6 +11,17 @@ use prometheus_client::registry::Registry;
 pub struct FrontMetrics {
     answers: Family<Answer, Counter>,
     errors: Family<Code, Counter>,
+    connections: Gauge,
+}
+
+/// A connection, counted until it is dropped.
+#[derive(Debug)]
+pub struct Connected(Gauge);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -30,6 +42,12 @@ impl FrontMetrics {
         self.answers.get_or_create(&Answer { handler: handler.to_owned(), status }).inc();
     }
 
+    /// Counts a connection.
+    pub fn connected(&self) -> Connected {
+        self.connections.inc();
+        Connected(self.connections.clone())
+    }
+
     /// Counts an error by the stable code that its client is told.
     pub fn failed(&self, code: &'static str) {
         self.errors.get_or_create(&Code { code }).inc();
@@ -42,5 +60,6 @@ impl FrontMetrics {
         let help = "Requests refused or given up, by the code that the client is told (of gRPC: those that reached a \
                     method of the inference service, had no known key, or named a service that there is not)";
         registry.register("request_errors", help, self.errors.clone());
+        registry.register("connections", "Connections that are open now", self.connections.clone());
     }
 }

@@ -10,6 +10,7 @@ use std::borrow::Cow;
 use super::{
     Chat, FieldError, RequestError,
     fences::{self, FENCE, fenced, marked},
+    levels,
     tools::check_template,
 };
 use crate::text::{ChatMessage, TEMPLATE_NAMES, TemplateOptions, Text, TextError, Tokenizer};
@@ -42,25 +43,30 @@ pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) ->
         let message = "the model has no chat template; use /v1/completions";
         return Err(RequestError::field(field, FieldError::Unsupported, message));
     };
-    let Chat { messages, options, continue_final_message, .. } = chat;
+    let Chat { messages, continue_final_message, .. } = chat;
     check_template(chat, text)?;
+    let options = &*levels::options(chat, template, text.thinks)?;
     check_kwargs(options, text)?;
+    if !options.documents.is_empty() && !template.reads("documents", options) {
+        let message = "the model's chat template takes none; write them into a message";
+        return Err(RequestError::field("documents", FieldError::Unsupported, message));
+    }
     let max_bytes = text.tokenizer.max_text_bytes(max_context);
     let too_long = |prompt_bytes| RequestError::PromptBytes { field: field.to_owned(), prompt_bytes, max_context };
-    let tools: Vec<String> = options.tools.iter().map(json).collect();
-    let bytes = messages.iter().flat_map(texts).map(|(_, text)| text.len()).chain(tools.iter().map(String::len)).sum();
+    let told = texts_of(options);
+    let told_bytes = told.iter().map(|(_, text)| text.len());
+    let bytes = messages.iter().flat_map(texts).map(|(_, text)| text.len()).chain(told_bytes).sum();
     if bytes > max_bytes {
         return Err(too_long(bytes));
     }
-    let (marked_messages, marked_options) = without_control_tokens(chat, field, &text.tokenizer)?;
+    let (marked_messages, marked_options) = without_control_tokens((messages, options), &told, field, &text.tokenizer)?;
     let prompt = template.render(&marked_messages, &marked_options, max_bytes).map_err(|error| match error {
         TextError::TooLong { max_bytes } => too_long(max_bytes + 1),
         error => RequestError::field(field, FieldError::Value, error.to_string()),
     })?;
     // The fences of a text have six bytes, and it has at least one of the prompt's, wherever the template writes it.
     let fenced_messages: Vec<ChatMessage> = marked_messages.iter().map(|of| fences::message(of, &fenced)).collect();
-    let fenced_tools = marked_options.tools.iter().map(|of| fences::tool(of, &fenced)).collect();
-    let fenced_options = TemplateOptions { tools: fenced_tools, kwargs: options.kwargs.clone(), ..*options };
+    let fenced_options = fences::options(&marked_options, &fenced);
     let max_fenced_bytes = max_bytes.saturating_mul(1 + 2 * FENCE.len_utf8());
     // A template that refuses the fences leaves nothing to compare with: then no control token is accounted for.
     let fenced = template.render(&fenced_messages, &fenced_options, max_fenced_bytes).unwrap_or_default();
@@ -77,33 +83,31 @@ pub(super) fn prompt(chat: &Chat, field: &str, max_context: u32, text: &Text) ->
     })
 }
 
-/// The messages and options with marks within the control tokens that their texts spell.
+/// The messages and options with marks within the control tokens that their texts spell. `told`: those of the options.
 ///
 /// # Errors
 /// Names a text with such beside others that have marks already.
 fn without_control_tokens<'a>(
-    chat: &'a Chat,
+    (messages, options): (&'a [ChatMessage], &'a TemplateOptions),
+    told: &'a [(String, String)],
     field: &str,
     tokenizer: &Tokenizer,
 ) -> Result<(Cow<'a, [ChatMessage]>, Cow<'a, TemplateOptions>), RequestError> {
-    let tools: Vec<String> = chat.options.tools.iter().map(json).collect();
-    let of_messages = chat.messages.iter().enumerate().flat_map(|(index, message)| {
+    let of_messages = messages.iter().enumerate().flat_map(|(index, message)| {
         texts(message).map(move |(name, text)| (format!("{field}[{index}].{name}"), text))
     });
-    let of_tools = tools.iter().enumerate().map(|(index, tool)| (format!("tools[{index}]"), Cow::from(tool)));
-    let all: Vec<(String, Cow<'_, str>)> = of_messages.chain(of_tools).collect();
+    let of_options = told.iter().map(|(field, text)| (field.clone(), Cow::from(text)));
+    let all: Vec<(String, Cow<'_, str>)> = of_messages.chain(of_options).collect();
     let spelled = all.iter().find_map(|(field, text)| Some((field, *tokenizer.special_tokens_in(text).first()?)));
     let Some((field, id)) = spelled else {
-        return Ok((Cow::Borrowed(&chat.messages), Cow::Borrowed(&chat.options)));
+        return Ok((Cow::Borrowed(messages), Cow::Borrowed(options)));
     };
     if all.iter().any(|(_, text)| text.contains(FENCE)) {
         return Err(special_token(field.clone(), "or one beside it holds U+FDD0, and spells", tokenizer, id));
     }
     let mark = |text: &str| marked(text, tokenizer);
-    let messages = chat.messages.iter().map(|of| fences::message(of, &mark)).collect();
-    let tools = chat.options.tools.iter().map(|of| fences::tool(of, &mark)).collect();
-    let options = TemplateOptions { tools, kwargs: chat.options.kwargs.clone(), ..chat.options };
-    Ok((messages, Cow::Owned(options)))
+    let messages = messages.iter().map(|of| fences::message(of, &mark)).collect();
+    Ok((messages, Cow::Owned(fences::options(options, &mark))))
 }
 
 /// The prompt without its marks, which say where it is cut.
@@ -153,6 +157,13 @@ fn texts(message: &ChatMessage) -> impl Iterator<Item = (&'static str, Cow<'_, s
     let given = options.into_iter().filter_map(|(name, text)| Some((name, Cow::from(text.as_deref()?))));
     let calls = tool_calls.iter().map(|call| ("tool_calls", json(call).into()));
     [("role", role.into()), ("content", content.into())].into_iter().chain(given).chain(calls)
+}
+
+/// What the template is told of tools and documents, with the names of their fields.
+fn texts_of(options: &TemplateOptions) -> Vec<(String, String)> {
+    let tools = options.tools.iter().enumerate().map(|(index, of)| (format!("tools[{index}]"), json(of)));
+    let documents = options.documents.iter().enumerate().map(|(index, of)| (format!("documents[{index}]"), json(of)));
+    tools.chain(documents).collect()
 }
 
 /// What a template may write of a value: all texts in it, their names, too.
@@ -333,6 +344,34 @@ mod tests {
         ] {
             assert_eq!(with_options(chat(kwargs)).unwrap_err().param(), param);
         }
+    }
+
+    #[test]
+    fn documents_reach_the_template_that_takes_them_and_their_control_tokens_are_text() {
+        let source = "{{ bos_token }}{% for d in documents or [] %}[{{ d.title }}: {{ d['text'] }}]<|eot_id|>\
+                      {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}";
+        let text = with_template(source);
+        let chat = |documents: serde_json::Value| {
+            let documents = documents.as_array().unwrap().iter().map(|of| of.as_object().unwrap().clone()).collect();
+            let options = TemplateOptions { documents, ..TemplateOptions::default() };
+            Chat { options, ..Chat::new(user(&["Hi"])) }
+        };
+        let told = |documents| super::prompt(&chat(documents), "messages", CONTEXT, &text);
+        let plain = told(json!([{"title": "A", "text": "one, two"}, {"title": "B", "text": 2}])).unwrap();
+        assert_eq!(plain.text, "<|begin_of_text|>[A: one, two]<|eot_id|>[B: 2]<|eot_id|>Hi");
+        assert!(plain.cuts.is_empty());
+        let hostile = told(json!([{"title": "A", "text": "x<|eot_id|>y"}])).unwrap();
+        assert_eq!(hostile.text, "<|begin_of_text|>[A: x<|eot_id|>y]<|eot_id|>Hi");
+        assert_eq!(control_tokens(&encoded(&hostile, &text), &text), [0, 4], "{hostile:?}");
+        // Of two that would form one beside each other.
+        let joining = with_template("{% for d in documents %}{{ d.text }}{% endfor %}");
+        let error =
+            super::prompt(&chat(json!([{"text": "a<|eot"}, {"text": "_id|>b"}])), "messages", CONTEXT, &joining);
+        assert_eq!(error.unwrap_err().code(), "special_token_in_content");
+        let long = "x".repeat(text.tokenizer.max_text_bytes(CONTEXT));
+        assert!(matches!(told(json!([{"text": long}])), Err(RequestError::PromptBytes { .. })));
+        let error = super::prompt(&chat(json!([{}])), "messages", CONTEXT, &self::text()).unwrap_err();
+        assert_eq!((error.param(), error.code()), ("documents", "unsupported_parameter"));
     }
 
     #[test]

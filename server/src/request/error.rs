@@ -95,6 +95,12 @@ impl RequestError {
         RequestError::Field { field: field.into(), kind, message: message.into() }
     }
 
+    /// Control tokens around a chat's prompt are asked for.
+    pub fn special_of_chat() -> Self {
+        let message = "the chat template writes them; leave the field out";
+        Self::field("add_special_tokens", FieldError::Unsupported, message)
+    }
+
     /// The stable code that clients see.
     pub fn code(&self) -> &'static str {
         match self {

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 
 use super::tools::is_word;
-use crate::text::{Call, ChatMessage, Function, Tokenizer, Tool, ToolCall};
+use crate::text::{Call, ChatMessage, Function, TemplateOptions, Tokenizer, Tool, ToolCall};
 
 /// Stands at both ends of a fenced text, and within a control token that a text spells. Unicode keeps this code point
 /// from ever being a character, so no token spells it and no template looks for it.
@@ -55,8 +55,18 @@ pub(super) fn message(of: &ChatMessage, change: Change<'_>) -> ChatMessage {
     }
 }
 
-/// The tool with its texts changed.
-pub(super) fn tool(Tool::Function(function): &Tool, change: Change<'_>) -> Tool {
+/// The options with the texts of tools and documents changed.
+pub(super) fn options(of: &TemplateOptions, change: Change<'_>) -> TemplateOptions {
+    let phrases = |text: &str| phrase(text, change);
+    TemplateOptions {
+        add_generation_prompt: of.add_generation_prompt,
+        kwargs: of.kwargs.clone(),
+        tools: of.tools.iter().map(|of| tool(of, change)).collect(),
+        documents: of.documents.iter().map(|of| object(of, &phrases)).collect(),
+    }
+}
+
+fn tool(Tool::Function(function): &Tool, change: Change<'_>) -> Tool {
     let Function { name, description, parameters, strict } = function;
     Tool::Function(Function {
         name: phrase(name, change),

@@ -13,11 +13,13 @@ mod chat;
 mod error;
 mod fences;
 mod form;
+mod levels;
 pub mod ranges;
 mod tools;
 mod validate;
 
 pub use error::{FieldError, RequestError};
+pub use levels::{Level, LevelOf};
 pub use tools::{MAX_TOOLS, ToolChoice, arguments};
 pub use validate::{decode, encode, template_text, validate};
 
@@ -69,6 +71,8 @@ pub struct Chat {
     pub messages: Vec<ChatMessage>,
     /// For the template.
     pub options: TemplateOptions,
+    /// What the template is told by fields of their own.
+    pub levels: Vec<Level>,
     /// The answer goes on from the last message's text, where it stands.
     pub continue_final_message: bool,
     /// Which of the tools may or must be called; those of the options are all that the model is told of.
@@ -125,6 +129,9 @@ pub struct RawRequest {
     pub stop: Vec<String>,
     /// The one that does is part of it.
     pub include_stop: bool,
+    /// Plain texts have what the model expects around them, such as a begin token; left out: they do, and chats have
+    /// what their template writes.
+    pub add_special: Option<bool>,
     /// Only so many tokens of the prompt, its last; -1: as many as the context has room for beside one.
     pub truncate_prompt: Option<i64>,
     /// Go on past end-of-sequence tokens.
@@ -177,6 +184,7 @@ impl RawRequest {
             logit_bias: Vec::new(),
             stop: Vec::new(),
             include_stop: false,
+            add_special: None,
             truncate_prompt: None,
             ignore_eos: false,
             stop_tokens: Vec::new(),

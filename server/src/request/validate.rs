@@ -61,7 +61,11 @@ pub fn validate(raw: RawRequest, model: &ModelInfo, text: &Text) -> Result<Valid
         Input::Chat(chat) => tools::calls(chat, &format, text),
         Input::Texts(_) | Input::Tokens(_) => None,
     };
-    let prompts = prompts(raw.input, raw.input_field, true, &cache_salt, model, text)?;
+    if matches!(&raw.input, Input::Chat(_)) && raw.add_special == Some(true) {
+        return Err(RequestError::special_of_chat());
+    }
+    let special = raw.add_special.unwrap_or(true);
+    let prompts = prompts(raw.input, raw.input_field, special, &cache_salt, model, text)?;
     if prompts.len() * choices as usize > MAX_SEQUENCES {
         let message = format!("{} prompts times n = {choices} is more than {MAX_SEQUENCES} sequences", prompts.len());
         return Err(RequestError::field("n", FieldError::Value, message));

@@ -1,6 +1,7 @@
 //! The model's chat template: messages to a prompt, in the environment that Hugging Face gives such templates.
 
 use std::{
+    collections::HashSet,
     io,
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -62,11 +63,13 @@ pub struct TemplateOptions {
     pub kwargs: serde_json::Map<String, serde_json::Value>,
     /// What the model may call.
     pub tools: Vec<Tool>,
+    /// What it may answer from: objects, of which the template knows the fields.
+    pub documents: Vec<serde_json::Map<String, serde_json::Value>>,
 }
 
 impl Default for TemplateOptions {
     fn default() -> Self {
-        Self { add_generation_prompt: true, kwargs: serde_json::Map::new(), tools: Vec::new() }
+        Self { add_generation_prompt: true, kwargs: serde_json::Map::new(), tools: Vec::new(), documents: Vec::new() }
     }
 }
 
@@ -79,6 +82,8 @@ pub const TEMPLATE_NAMES: [&str; 6] =
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
+    /// Names that it reads and does not set before.
+    variables: HashSet<String>,
     /// For chats with tools, where the model has one of its own for them.
     tool_use: Option<Box<Self>>,
     bos_token: String,
@@ -102,7 +107,11 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(NAME, translate(source)).map_err(|error| format!("{error:#}"))?;
+        let to_analyse = with_other_targets(&translate(source));
+        let analysed = environment.template_from_str(&to_analyse);
+        let variables = analysed.map(|template| template.undeclared_variables(false)).unwrap_or_default();
         Ok(Self {
+            variables,
             environment,
             source: source.into(),
             tool_use: None,
@@ -114,6 +123,19 @@ impl ChatTemplate {
     /// Chats with tools have that template.
     pub fn with_tool_use(self, template: Self) -> Self {
         Self { tool_use: Some(template.into()), ..self }
+    }
+
+    /// That for a chat with these options.
+    fn of(&self, options: &TemplateOptions) -> &Self {
+        match &self.tool_use {
+            Some(template) if !options.tools.is_empty() => template,
+            _ => self,
+        }
+    }
+
+    /// Whether a chat with these options may say something else if this variable is given.
+    pub fn reads(&self, name: &str, options: &TemplateOptions) -> bool {
+        self.of(options).variables.contains(name)
     }
 
     /// The text of the template for chats with tools.
@@ -148,22 +170,20 @@ impl ChatTemplate {
         options: &TemplateOptions,
         max_bytes: usize,
     ) -> Result<String, TextError> {
-        if let Some(template) = self.tool_use.as_ref().filter(|_| !options.tools.is_empty()) {
-            return template.render(messages, options, max_bytes);
-        }
+        let Self { environment, bos_token, eos_token, .. } = self.of(options);
         let refused = |error: Error| {
             let reason = error.detail().map_or_else(|| error.to_string(), str::to_owned);
             TextError::Template(reason)
         };
-        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let template = environment.get_template(NAME).map_err(refused)?;
         let context = context! {
             messages => Value::from(Serde(messages)),
             add_generation_prompt => options.add_generation_prompt,
-            bos_token => self.bos_token.as_str(),
-            eos_token => self.eos_token.as_str(),
+            bos_token => bos_token.as_str(),
+            eos_token => eos_token.as_str(),
             // Templates ask whether there are any.
             tools => (!options.tools.is_empty()).then(|| Value::from(Serde(&options.tools))),
-            documents => (),
+            documents => (!options.documents.is_empty()).then(|| Value::from(Serde(&options.documents))),
             ..Value::from(Serde(&options.kwargs))
         };
         let mut prompt = Bounded { bytes: Vec::new(), max_bytes, overflowed: false };
@@ -201,6 +221,38 @@ impl io::Write for Bounded {
 /// text for training: here it is a block that is always taken, which keeps the whitespace control of its tags. A
 /// backslash at the end of a line inside a string joins it with the next.
 fn translate(source: &str) -> String {
+    with_tags(source, |tag| match statement(tag) {
+        name @ ("generation" | "endgeneration") => {
+            let block = if name == "generation" { "if true" } else { "endif" };
+            tag.replacen(name, block, 1)
+        }
+        _ => tag.replace("\\\n", ""),
+    })
+}
+
+/// For analysis alone: `{% set x = x | default(1) %}` sets another variable than it reads. What reads it behind that is
+/// then taken for a reader of what the client gives, as it is.
+fn with_other_targets(source: &str) -> String {
+    with_tags(source, |tag| {
+        let is_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        let set = statement(tag).strip_prefix("set ").and_then(|set| set.split_once('='));
+        match set.map(|(target, value)| (target.trim(), value)) {
+            Some((target, value)) if is_name(target) && value.contains(target) => {
+                tag.replacen(&format!("set {target}"), &format!("set _{target}"), 1)
+            }
+            _ => tag.to_owned(),
+        }
+    })
+}
+
+/// What a tag of a block says, without its ends.
+fn statement(tag: &str) -> &str {
+    let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
+    inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace())
+}
+
+/// The text with each of its tags changed.
+fn with_tags(source: &str, change: impl Fn(&str) -> String) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     // One look for both kinds: for each alone, a kind that is not there would be looked for to the end at every tag.
@@ -209,14 +261,7 @@ fn translate(source: &str) -> String {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
         let (tag, after) = tag.split_at(tag_len(tag));
-        let inner = tag.trim_start_matches("{%").trim_end_matches("%}");
-        match inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace()) {
-            name @ ("generation" | "endgeneration") => {
-                let block = if name == "generation" { "if true" } else { "endif" };
-                out.push_str(&tag.replacen(name, block, 1));
-            }
-            _ => out.push_str(&tag.replace("\\\n", "")),
-        }
+        out.push_str(&change(tag));
         rest = after;
     }
     out.push_str(rest);

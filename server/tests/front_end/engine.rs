@@ -109,6 +109,11 @@ impl Script {
         self.taken.pop_front().expect("a request has a sequence")
     }
 
+    /// The model has room for so many tokens.
+    pub fn set_context(&self, max_context: u32) {
+        self.model.send_replace(Some(Arc::new(ModelInfo { max_context, ..model() })));
+    }
+
     /// Refuses the next submission.
     pub async fn refuse(&mut self, error: SubmitError) {
         let _ = self.submission().await.reply.send(Err(error));

@@ -1,13 +1,18 @@
 //! What clients get for good requests, byte for byte.
 
-use looplane_server::engine::{FinishReason, GeneratedToken, SequenceEvent, Unwanted};
+use std::sync::Arc;
+
+use looplane_server::{
+    engine::{FinishReason, GeneratedToken, SequenceEvent, Unwanted},
+    text::{ChatTemplate, Text},
+};
 use serde_json::{Value, json};
 
 use crate::{
     Server,
     client::{post, read},
     engine::{answer, token},
-    options, spell,
+    fixture, options, spell,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -161,6 +166,95 @@ async fn text_parts_are_one_text_and_a_chat_has_one_begin_token() {
     }
     assert_eq!(prompts[0], prompts[1]);
     assert_eq!(prompts[0].iter().filter(|id| **id == 0).count(), 1);
+}
+
+#[tokio::test]
+async fn levels_and_documents_reach_a_template_that_knows_them() {
+    let source = "{{ reasoning_effort }} {{ verbosity or '-' }}{% for d in documents or [] %} [{{ d.title }}]\
+                  {% endfor %}{% for m in messages %} {{ m.content }}{% endfor %}";
+    let template = Some(ChatTemplate::new(source, "", "").unwrap());
+    let loaded = Text { template, ..Text::load(&fixture()).unwrap() };
+    let tokenizer = loaded.tokenizer.clone();
+    let (server, mut script) = Server::start_with(options(), Arc::new(loaded)).await;
+    for (path, body, prompt) in [
+        (CHAT, chat(json!({"reasoning_effort": "high", "documents": [{"title": "A"}]})), "high - [A] Hi"),
+        (CHAT, chat(json!({"reasoning_effort": "none", "verbosity": "low"})), "none low Hi"),
+        (CHAT, chat(json!({"chat_template_kwargs": {"reasoning_effort": "high"}, "documents": []})), "high - Hi"),
+        (
+            "/v1/responses",
+            json!({"input": "Hi", "reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}),
+            "low high Hi",
+        ),
+    ] {
+        let (response, sequence) = tokio::join!(post(server.address, path, &body), script.play(answer("x")));
+        assert_eq!(response.status, 200, "{}", response.body);
+        assert_eq!(tokenizer.decode(&sequence.prompt, true).unwrap(), prompt, "{body}");
+    }
+    let both = chat(json!({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}));
+    let response = post(server.address, CHAT, both).await;
+    assert_eq!((response.status, &response.json()["error"]["param"]), (400, &json!("reasoning_effort")));
+}
+
+#[tokio::test]
+async fn ids_of_long_prompts_are_told_as_those_of_short_ones() {
+    let (server, mut script) = Server::start(options()).await;
+    script.set_context(1 << 14);
+    let prompt: Vec<u32> = (0..5000).map(|index| 5 + index % 7).collect();
+    for stream in [true, false] {
+        let request = json!({"prompt": prompt, "n": 2, "return_token_ids": true, "stream": stream, "max_tokens": 2});
+        let play = async { (script.play(answer("x")).await, script.play(answer("y")).await) };
+        let (response, _) = tokio::join!(post(server.address, COMPLETION, &request), play);
+        assert_eq!(response.status, 200, "{}", response.body);
+        let tells = |choice: &Value| choice["prompt_token_ids"].is_array();
+        let choices: Vec<Value> = match stream {
+            true => events(&response.body).iter().map(|event| event["choices"][0].clone()).filter(tells).collect(),
+            false => response.json()["choices"].as_array().unwrap().clone(),
+        };
+        assert_eq!(choices.len(), 2);
+        assert!(choices.iter().all(|choice| choice["prompt_token_ids"] == json!(prompt)));
+    }
+}
+
+#[tokio::test]
+async fn answers_name_the_tier_that_they_were_served_at_where_one_is_asked_for() {
+    let (server, mut script) = Server::start(options()).await;
+    let responses = "/v1/responses";
+    for (path, body) in
+        [(CHAT, chat(json!({}))), (COMPLETION, completion(json!({}))), (responses, json!({"input": "Hi"}))]
+    {
+        for (tier, told) in [("auto", "default"), ("flex", "default"), ("priority", "default")] {
+            for stream in [false, true] {
+                let mut body = body.clone();
+                (body["service_tier"], body["stream"]) = (json!(tier), json!(stream));
+                let (response, _) = tokio::join!(post(server.address, path, &body), script.play(answer("x")));
+                assert_eq!(response.status, 200, "{}", response.body);
+                match (stream, path) {
+                    (false, _) => assert_eq!(response.json()["service_tier"], told),
+                    (true, "/v1/responses") => assert!(response.body.contains("\"service_tier\":\"default\"")),
+                    (true, _) => assert!(events(&response.body).iter().all(|event| event["service_tier"] == told)),
+                }
+            }
+        }
+        let (response, _) = tokio::join!(post(server.address, path, &body), script.play(answer("x")));
+        assert!(!response.body.contains("service_tier"), "{}", response.body);
+    }
+}
+
+#[tokio::test]
+async fn a_text_begins_with_its_begin_token_unless_the_client_says_no() {
+    let (server, mut script) = Server::start(options()).await;
+    let mut prompts = Vec::new();
+    for extra in [json!({}), json!({"add_special_tokens": true}), json!({"add_special_tokens": false})] {
+        let request = completion(extra);
+        let (response, sequence) = tokio::join!(post(server.address, COMPLETION, &request), script.play(answer("x")));
+        assert_eq!(response.status, 200, "{}", response.body);
+        prompts.push(sequence.prompt);
+    }
+    assert_eq!((prompts[0][0], &prompts[0]), (0, &prompts[1]));
+    assert_eq!(prompts[0][1..], prompts[2]);
+    let asks = chat(json!({"add_special_tokens": false, "spaces_between_special_tokens": false}));
+    let (response, _) = tokio::join!(post(server.address, CHAT, asks), script.play(answer("x")));
+    assert_eq!(response.status, 200, "{}", response.body);
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! The gRPC interface, on the same port as HTTP.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use looplane_proto::inference::v1::{
     AbortRequest, Alternatives, Chat, ChatMessage, ChatRequest, Delta, DetokenizeRequest, FinishReason as Reason,
@@ -16,6 +16,7 @@ use looplane_proto::inference::v1::{
 use looplane_server::{
     engine::{EngineState, FinishReason, GeneratedToken, SequenceEvent, SubmitError, Unwanted},
     listener::{ClientLimits, ServeOptions},
+    text::{ChatTemplate, Text},
 };
 use serde_json::json;
 use tokio::{io::AsyncWriteExt, net::TcpStream};
@@ -28,6 +29,7 @@ use crate::{
     Server,
     client::{get, post, read},
     engine::{Script, answer, token},
+    fixture,
     http2::{Connection, grpc_status},
     options,
     scrape::Scrape,
@@ -332,6 +334,21 @@ async fn chat_and_text_prompts_work_and_a_drawn_seed_is_told() {
 }
 
 #[tokio::test]
+async fn levels_and_documents_reach_a_template_that_knows_them() {
+    let source = "{{ reasoning_effort }} {{ verbosity }}{% for d in documents %} [{{ d.title }}]{% endfor %}";
+    let template = Some(ChatTemplate::new(source, "", "").unwrap());
+    let loaded = Text { template, ..Text::load(&fixture()).unwrap() };
+    let tokenizer = loaded.tokenizer.clone();
+    let (server, mut script) = Server::start_with(options(), Arc::new(loaded)).await;
+    let mut request = chat(vec![user("Hi")]);
+    let asked = request.chat.as_mut().unwrap();
+    (asked.reasoning_effort, asked.verbosity) = ("low".into(), "high".into());
+    asked.documents = vec![r#"{"title": "A"}"#.into(), r#"{"title": "B"}"#.into()];
+    let (_, sequence) = tokio::join!(collect_chat(channel(&server).await, request), script.play(answer("x")));
+    assert_eq!(tokenizer.decode(&sequence.prompt, true).unwrap(), "low high [A] [B]");
+}
+
+#[tokio::test]
 async fn a_chat_that_is_wrong_is_refused_by_its_field() {
     let (server, mut script) = Server::start_with(options(), tools::text()).await;
     let channel = channel(&server).await;
@@ -348,6 +365,11 @@ async fn a_chat_that_is_wrong_is_refused_by_its_field() {
     let kwargs = |text: &str| {
         let chat = Chat { chat_template_kwargs: text.into(), ..chat(vec![user("Hi")]).chat.unwrap() };
         ChatRequest { chat: Some(chat), ..ChatRequest::default() }
+    };
+    let with = |change: fn(&mut Chat)| {
+        let mut request = chat(vec![user("Hi")]);
+        change(request.chat.as_mut().unwrap());
+        request
     };
     let choice = |choice: Choice, request: ChatRequest| ChatRequest {
         tool_choice: Some(ToolChoice { choice: Some(choice) }),
@@ -368,6 +390,10 @@ async fn a_chat_that_is_wrong_is_refused_by_its_field() {
         ),
         (kwargs("[1]"), "chat.chat_template_kwargs"),
         (kwargs(r#"{"messages": 1}"#), "chat.chat_template_kwargs.messages"),
+        (with(|chat| chat.reasoning_effort = "much".into()), "chat.reasoning_effort"),
+        (with(|chat| chat.verbosity = "high".into()), "chat.verbosity"),
+        (with(|chat| chat.documents = vec!["{}".into()]), "chat.documents"),
+        (with(|chat| chat.documents = vec!["{}".into(), "[]".into()]), "chat.documents[1]"),
         (with_tools(vec![parameters("{")]), "chat.tools[0].parameters"),
         (with_tools(vec![function(), function()]), "chat.tools[1].name"),
         (with_tools(vec![Tool { name: "a b".into(), ..function() }]), "chat.tools[0].name"),
@@ -569,22 +595,31 @@ async fn health_follows_the_engine() {
 }
 
 #[tokio::test]
-async fn reflection_speaks_both_versions() {
+async fn reflection_speaks_both_versions_and_knows_the_details_of_errors() {
     let (server, _script) = Server::start(options()).await;
     let channel = channel(&server).await;
-    macro_rules! services {
+    macro_rules! reflected {
         ($version:ident) => {{
             use tonic_reflection::pb::$version::{
                 ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
                 server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
             };
-            let request = ServerReflectionRequest {
-                host: String::new(),
-                message_request: Some(MessageRequest::ListServices(String::new())),
+            let asks = async |message| {
+                let request = ServerReflectionRequest { host: String::new(), message_request: Some(message) };
+                let mut client = ServerReflectionClient::new(channel.clone());
+                let stream = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+                stream.into_inner().next().await.unwrap().unwrap().message_response.unwrap()
             };
-            let mut client = ServerReflectionClient::new(channel.clone());
-            let stream = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
-            match stream.into_inner().next().await.unwrap().unwrap().message_response.unwrap() {
+            for kind in ["Status", "ErrorInfo", "BadRequest", "RetryInfo"] {
+                let symbol = MessageRequest::FileContainingSymbol(format!("google.rpc.{kind}"));
+                let answer = asks(symbol).await;
+                assert!(matches!(answer, MessageResponse::FileDescriptorResponse(_)), "{kind}: {answer:?}");
+            }
+            for file in ["google/protobuf/any.proto", "google/protobuf/duration.proto"] {
+                let answer = asks(MessageRequest::FileByFilename(file.into())).await;
+                assert!(matches!(answer, MessageResponse::FileDescriptorResponse(_)), "{file}: {answer:?}");
+            }
+            match asks(MessageRequest::ListServices(String::new())).await {
                 MessageResponse::ListServicesResponse(list) => {
                     list.service.into_iter().map(|service| service.name).collect::<Vec<_>>()
                 }
@@ -592,7 +627,7 @@ async fn reflection_speaks_both_versions() {
             }
         }};
     }
-    for names in [services!(v1), services!(v1alpha)] {
+    for names in [reflected!(v1), reflected!(v1alpha)] {
         assert!(names.contains(&"looplane.inference.v1.Inference".to_owned()), "{names:?}");
         assert!(!names.iter().any(|name| name.contains("worker")), "{names:?}");
     }

@@ -19,6 +19,10 @@ async fn scrape(server: &Server) -> Scrape {
     assert_eq!(response.status, 200);
     let content_type = response.header("content-type").expect("a type");
     assert!(content_type.starts_with("application/openmetrics-text; version=1.0.0"), "{content_type}");
+    let kinds = response.body.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
+    for (name, kind) in kinds {
+        assert!(["counter", "gauge", "histogram"].contains(&kind), "not every client knows a {kind}: {name}");
+    }
     Scrape::parse(&response.body)
 }
 

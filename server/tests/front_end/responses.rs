@@ -174,6 +174,14 @@ async fn a_stream_adds_up_to_the_whole_response() {
     let (server, mut script) = Server::start_with(options(), text()).await;
     let cut = &REPLY[..REPLY.find("1}").unwrap()];
     let twice = format!("{REPLY}{}", &REPLY[REPLY.find("<tool_call>").unwrap()..]);
+    // So long that other threads write the ends of its parts.
+    script.set_context(1 << 14);
+    let long = format!(
+        "<think>{}</think>{}{}",
+        "Oh. ".repeat(1500),
+        "I am. ".repeat(1000),
+        &twice[twice.find("<tool_call>").unwrap()..]
+    );
     for (text, reason, status) in [
         ("", FinishReason::Stop, "completed"),
         ("I am.", FinishReason::Stop, "completed"),
@@ -181,6 +189,8 @@ async fn a_stream_adds_up_to_the_whole_response() {
         ("<think>So", FinishReason::Length, "incomplete"),
         (REPLY, FinishReason::Stop, "completed"),
         (&twice, FinishReason::Stop, "completed"),
+        (&long, FinishReason::Stop, "completed"),
+        (&long[..8000], FinishReason::Length, "incomplete"),
         (cut, FinishReason::Length, "incomplete"),
     ] {
         let events_of = || {
@@ -272,7 +282,10 @@ async fn what_is_refused_is_refused_by_name() {
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
         (json!({"text": {"format": {"type": "json_schema", "name": "x"}}}), "text.format.schema"),
         (json!({"background": true}), "background"),
-        (json!({"reasoning": {"effort": "high"}}), "reasoning"),
+        (json!({"reasoning": {"effort": "high"}}), "reasoning.effort"),
+        (json!({"reasoning": {"summary": "auto"}}), "reasoning.summary"),
+        (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
+        (json!({"service_tier": "ultra"}), "service_tier"),
         (json!({"max_output_tokens": 0}), "max_output_tokens"),
         (json!({"metadata": 1}), "metadata"),
         (json!({"n": 2}), "n"),

@@ -77,6 +77,71 @@ async fn a_flood_of_one_key_leaves_places_to_another() {
     }
 }
 
+/// Uploads so many spaces of a body of `bytes`, as fast as they are taken; the answer, where one comes before.
+async fn upload(server: &Server, key: &str, bytes: usize, spaces: usize) -> Result<TcpStream, Response> {
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n\
+         authorization: Bearer {key}\r\ncontent-length: {bytes}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let (piece, mut left, mut answered) = (vec![b' '; 256 << 10], spaces, false);
+    let (reader, mut writer) = stream.split();
+    while left > 0 && !answered {
+        tokio::select! {
+            biased;
+            readable = reader.readable() => answered = readable.is_ok(),
+            written = writer.write(&piece[..left.min(piece.len())]) => left -= written.unwrap(),
+        }
+    }
+    if answered {
+        return Err(read(stream).await);
+    }
+    Ok(stream)
+}
+
+#[tokio::test]
+async fn large_bodies_of_one_key_leave_memory_to_those_of_another() {
+    const LARGE: usize = 32 << 20;
+    let served = ServeOptions { max_body_bytes: LARGE, ..options() };
+    let (server, mut script, keys) = server(&[free(), free()], served).await;
+    let scrape = async || Scrape::parse(&ask(&server, &keys[1], "GET", "/metrics", &json!({})).await.body);
+    let held = async || scrape().await.value("upload_bytes", &[]) as usize;
+    let mut hostile = Vec::new();
+    let response = loop {
+        match upload(&server, &keys[0], LARGE, LARGE - 1).await {
+            Ok(stream) => hostile.push(stream),
+            Err(response) => break response,
+        }
+    };
+    refused(&response, 429, "rate_limit_exceeded");
+    assert_eq!(response.header("retry-after"), Some("1"));
+    assert!(response.body.contains("the bodies of the API key key-0 take"), "{}", response.body);
+    // Whoever is slow holds what it has sent: of six bodies' memory four.
+    assert_eq!(hostile.len(), 4);
+    while held().await < 4 * (LARGE - (64 << 10)) - 4 {}
+    let scraped = scrape().await;
+    assert_eq!(scraped.value("key_requests_in_progress", &[("key", "key-0")]), 4.0);
+    assert_eq!(scraped.value("key_refusals_total", &[("key", "key-0")]), 1.0);
+    // Those and the one that asks.
+    assert_eq!((scraped.value("connections", &[]), scraped.value("requests_in_progress", &[])), (5.0, 4.0));
+
+    // JSON with as many spaces in front as a body has room for.
+    let body = r#"{"prompt": [5]}"#;
+    let other = async {
+        let mut stream = upload(&server, &keys[1], LARGE, LARGE - body.len()).await.expect("it has its share");
+        stream.write_all(body.as_bytes()).await.unwrap();
+        read(stream).await
+    };
+    let (response, _) = tokio::join!(other, script.play(answer("x")));
+    assert_eq!(response.status, 200, "{}", response.body);
+
+    drop(hostile);
+    while held().await > 0 {}
+    while scrape().await.value("connections", &[]) > 1.0 {}
+    assert_eq!(scrape().await.value("requests_in_progress", &[]), 0.0);
+}
+
 #[tokio::test]
 async fn a_key_alone_may_take_all_places() {
     let (server, mut script, keys) = server(&[free()], ServeOptions { max_concurrent_requests: 4, ..options() }).await;

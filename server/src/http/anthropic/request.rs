@@ -82,9 +82,18 @@ fn chat(fields: &mut Fields) -> Result<Chat, ApiError> {
         add_generation_prompt: !goes_on,
         kwargs: thinking(fields)?,
         tools: if none { Vec::new() } else { tools },
+        ..TemplateOptions::default()
     };
     cache_control(fields)?;
-    Ok(Chat { messages, options, continue_final_message: goes_on, tool_choice, one_call, in_parts: true })
+    Ok(Chat {
+        messages,
+        options,
+        continue_final_message: goes_on,
+        tool_choice,
+        one_call,
+        in_parts: true,
+        ..Chat::default()
+    })
 }
 
 fn tools(fields: &mut Fields) -> Result<Vec<Tool>, ApiError> {

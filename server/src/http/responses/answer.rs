@@ -27,6 +27,8 @@ pub(super) struct Responses {
     pub(super) model: String,
     /// Fields of the request.
     pub(super) echo: Value,
+    /// What they take in a response.
+    pub(super) echo_bytes: usize,
     /// Where it is kept, and what was said before it; `None`: it is not.
     pub(super) store: Option<(Arc<ResponseStore>, Vec<ChatMessage>)>,
     /// Of the next event.
@@ -163,6 +165,10 @@ impl Responses {
 
 impl Dialect for Responses {
     const KEEP_ALIVE: &'static [u8] = b": keep-alive\n\n";
+
+    fn head_bytes(&self) -> usize {
+        self.echo_bytes
+    }
 
     fn begin(&mut self, answer: &Answer, events: &mut Events) {
         for name in ["response.created", "response.in_progress"] {

@@ -43,12 +43,13 @@ pub(super) async fn create(
 async fn generate(app: App, place: Place, request: Request) -> Result<Response, ApiError> {
     let store = app.responses.clone();
     let (generation, asked) = admit(&app, place, request, move |body| request::create(body, &store)).await?;
-    let Asked { stream, store, messages, echo } = asked;
+    let Asked { stream, store, messages, echo, echo_bytes } = asked;
     let responses = Responses {
         id: Uuid::new_v4().simple().to_string(),
         created_at: unix_seconds(),
         model: app.frontend.model_id.clone(),
         echo,
+        echo_bytes,
         store: store.then(|| (app.responses.clone(), messages)),
         sequence_number: Cell::new(0),
     };

@@ -6,26 +6,24 @@ use super::{
     super::{
         error::{ApiError, wrong_type},
         fields::{Fields, Off},
-        parse::{constraint, is_empty_list, labels},
+        parse::{SERVICE_TIER, constraint, is_empty_list, labels, service_tier},
         tools::{is_function, needs_tools},
     },
     ResponseStore, find, items,
 };
 use crate::{
-    request::{Chat, FieldError, Input, RawRequest, RequestError, ToolChoice, ranges},
+    request::{Chat, FieldError, Input, Level, LevelOf, RawRequest, RequestError, ToolChoice, ranges},
     text::{ChatMessage, Constraint, Function, TemplateOptions, Tool},
 };
 
 /// Fields that are not supported, each with the values that ask for nothing.
-const UNSUPPORTED: [(&str, Off); 10] = [
+const UNSUPPORTED: [(&str, Off); 8] = [
     ("background", |value| *value == false),
     ("conversation", |_| false),
     ("context_management", is_empty_list),
     ("include", is_empty_list),
     ("max_tool_calls", |_| false),
     ("prompt", |_| false),
-    ("reasoning", |value| value.as_object().is_some_and(|fields| fields.values().all(Value::is_null))),
-    ("service_tier", |value| value == "auto" || value == "default"),
     ("top_logprobs", |value| *value == 0),
     ("truncation", |value| value == "disabled"),
 ];
@@ -39,11 +37,13 @@ pub(in super::super) struct Asked {
     pub(super) messages: Vec<ChatMessage>,
     /// Fields of the request that the response has, too.
     pub(super) echo: Value,
+    /// What they take in a response.
+    pub(super) echo_bytes: usize,
 }
 
 /// Reads a body: the model's name (empty: the one that is served), the request, and what else the answer depends on.
 pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(String, RawRequest, Asked), ApiError> {
-    let echo = echo(&body);
+    let mut echo = echo(&body);
     let mut fields = Fields::new(body, "")?;
     let model = fields.string("model")?.unwrap_or_default();
     let mut messages = match fields.string("previous_response_id")? {
@@ -54,9 +54,12 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     let instructions = fields.string("instructions")?.map(|text| ChatMessage::new("system", text));
     let (tools, tool_choice) = tools(&mut fields)?;
     let one_call = fields.boolean("parallel_tool_calls")? == Some(false);
+    let (constraint, verbosity) = text(&mut fields)?;
+    let levels = effort(&mut fields)?.into_iter().chain(verbosity).collect();
     let chat = Chat {
         messages: instructions.into_iter().chain(messages.iter().cloned()).collect(),
         options: TemplateOptions { tools, ..TemplateOptions::default() },
+        levels,
         tool_choice,
         one_call,
         in_parts: true,
@@ -69,7 +72,7 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     raw.priority = fields.integer("priority", ranges::PRIORITY)?;
     raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
     raw.top_p = fields.number("top_p", ranges::TOP_P)?;
-    raw.constraint = text_format(&mut fields)?;
+    raw.constraint = constraint;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     if let Some(options) = fields.value("stream_options") {
         let mut options = Fields::new(options, "stream_options")?;
@@ -78,9 +81,13 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     }
     let store = fields.boolean("store")?.unwrap_or(true);
     labels(&mut fields)?;
+    if service_tier(&mut fields)? {
+        echo["service_tier"] = SERVICE_TIER.into();
+    }
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;
-    Ok((model, raw, Asked { stream, store, messages, echo }))
+    let echo_bytes = echo.to_string().len();
+    Ok((model, raw, Asked { stream, store, messages, echo, echo_bytes }))
 }
 
 fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiError> {
@@ -121,14 +128,30 @@ fn tool(value: Value, path: &str) -> Result<Tool, ApiError> {
     Ok(Tool::Function(Function { name, description, parameters, strict }))
 }
 
-/// What the answer is held to, with the name of the field that says so.
-fn text_format(fields: &mut Fields) -> Result<Option<(String, Constraint)>, ApiError> {
-    let Some(text) = fields.value("text") else { return Ok(None) };
+/// How much is thought. Nobody sums thoughts up here: they are told as they are.
+fn effort(fields: &mut Fields) -> Result<Option<Level>, ApiError> {
+    let Some(reasoning) = fields.value("reasoning") else { return Ok(None) };
+    let mut reasoning = Fields::new(reasoning, "reasoning")?;
+    let effort = reasoning.string("effort")?;
+    reasoning.unsupported(&[("summary", |_| false), ("generate_summary", |_| false)])?;
+    reasoning.finish()?;
+    Ok(effort.map(|value| Level { field: "reasoning.effort", of: LevelOf::Effort, value }))
+}
+
+/// What the answer is held to, with the name of the field that says so, and how much it says.
+fn text(fields: &mut Fields) -> Result<(Held, Option<Level>), ApiError> {
+    let Some(text) = fields.value("text") else { return Ok((None, None)) };
     let mut text = Fields::new(text, "text")?;
-    text.unsupported(&[("verbosity", |value| value == "medium")])?;
+    let verbosity = text.string("verbosity")?;
+    let verbosity = verbosity.map(|value| Level { field: "text.verbosity", of: LevelOf::Verbosity, value });
     let format = text.value("format");
     text.finish()?;
-    let Some(format) = format else { return Ok(None) };
+    Ok((format.map_or(Ok(None), held)?, verbosity))
+}
+
+type Held = Option<(String, Constraint)>;
+
+fn held(format: Value) -> Result<Held, ApiError> {
     let mut format = Fields::new(format, "text.format")?;
     let found = match format.required_string("type")?.as_str() {
         "text" => None,

@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use half::bf16;
 use sha2::{Digest, Sha256};
 
-use super::format::{MIDDLE, WeightFormat};
+use super::format::MIDDLE;
 use super::{ModelConfig, Tensor};
 use files::{MappedFile, open_files, release};
 use find::Finder;

@@ -11,10 +11,10 @@ use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
 use super::*;
-use crate::model::LayerTensor;
 use crate::model::conversion::Quantised;
 use crate::model::format::bf16_to_e4m3;
 use crate::model::source::Source;
+use crate::model::{LayerTensor, WeightFormat};
 use crate::plan::ModelPlan;
 use crate::plan::stream::{LAYER_PRODUCTS, Product};
 

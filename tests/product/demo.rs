@@ -6,9 +6,9 @@ use crate::common::Server;
 use futures::StreamExt;
 use serde_json::{Value, json};
 
-/// Share of right answers that every category must reach, and by how much FP8 may be off, of all questions.
+/// Share of right answers that every category must reach, and by how much formats may be off, of all questions.
 const WANTED: f64 = 0.95;
-const FP8_LOSES: f64 = 0.01;
+const LOSES: [(&str, f64); 2] = [("fp8", 0.01), ("int4", 0.03)];
 /// Questions asked at one time: enough to fill the batch.
 const AT_ONCE: usize = 32;
 
@@ -56,14 +56,16 @@ fn right(table: &Table) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_demo_model_answers_held_out_questions_in_fp8_too() {
+async fn the_demo_model_answers_held_out_questions_in_few_bits_too() {
     let table = ask(&[]).await;
     assert!(table.values().all(|(asked, ..)| *asked >= 50), "so few questions show little: {table:?}");
     let low = table.iter().filter(|(_, (asked, right, _))| f64::from(*right) < WANTED * f64::from(*asked));
     assert_eq!(low.collect::<Vec<_>>(), Vec::new());
     assert!(table.len() >= 8, "{:?}", table.keys());
-    let fp8 = ask(&["--quantization", "fp8"]).await;
-    let [bf16, fp8] = [&table, &fp8].map(right);
-    println!("right in bf16 {bf16:.4}, in FP8 {fp8:.4}");
-    assert!(fp8 >= bf16 - FP8_LOSES, "right in bf16 {bf16}, in FP8 {fp8}");
+    let bf16 = right(&table);
+    for (format, loses) in LOSES {
+        let of = right(&ask(&["--quantization", format]).await);
+        println!("right in bf16 {bf16:.4}, in {format} {of:.4}");
+        assert!(of >= bf16 - loses, "right in bf16 {bf16}, in {format} {of}");
+    }
 }

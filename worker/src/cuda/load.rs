@@ -242,9 +242,10 @@ impl Model {
             return Ok(of(config, None, "random".into()));
         }
         let (config, text) = ModelConfig::with_text(&request.model_dir)?;
-        let checkpoint = Checkpoint::open(&request.model_dir, &config)?;
+        let checkpoint = Checkpoint::open_as_found(&request.model_dir, &config)?;
         let digest = checkpoint.digest(&text);
-        Ok(of(&config, Some(checkpoint), digest))
+        let stored = checkpoint.config().clone();
+        Ok(of(&stored, Some(checkpoint), digest))
     }
 }
 

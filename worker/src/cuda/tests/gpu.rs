@@ -186,6 +186,20 @@ fn fixtures_are_as_close_as_bf16_is() {
     assert!(all.decided as f64 >= DECIDED_SHARE * all.steps as f64, "{} of {} steps decided", all.decided, all.steps);
 }
 
+/// Of 4 bits and of FP8 in blocks, against transformers on the dequantised weights.
+#[test]
+fn checkpoints_of_few_bits_are_as_close_as_bf16_is() {
+    if !gpu() {
+        return;
+    }
+    let plain = fixture_errors("llama-tied").rms();
+    for name in ["fp8-blocks", "packed", "packed-zeros", "awq", "gptq", "gptq-desc-act"] {
+        let rms = fixture_errors(&format!("tiny-{name}")).rms();
+        eprintln!("tiny-{name}: relative L2 error {rms:.5}, llama-tied {plain:.5}");
+        assert!(rms <= 1.5 * plain, "tiny-{name}: relative L2 error {rms}, {plain} in bf16");
+    }
+}
+
 #[test]
 fn passes_and_grids_do_not_touch_a_bit() {
     if !gpu() {

@@ -7,7 +7,7 @@ use safetensors::tensor::Dtype;
 
 use super::words::Words;
 use crate::model::WeightFormat;
-use crate::model::format::from_e4m3;
+use crate::model::format::{from_e4m3, to_bf16};
 
 /// A tensor of a file: a matrix, or a vector as its one row.
 #[derive(Debug, Clone)]
@@ -153,10 +153,10 @@ impl Finish {
                 *value = bf16::from_bits((whole(*value, zero).to_bits() >> 16) as u16);
             }),
             (Some(zero), Some(scale)) => {
-                values.iter_mut().for_each(|value| *value = bf16::from_f32(whole(*value, zero) * scale));
+                values.iter_mut().for_each(|value| *value = to_bf16(whole(*value, zero) * scale));
             }
             (None, Some(scale)) => {
-                values.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * scale));
+                values.iter_mut().for_each(|value| *value = to_bf16(value.to_f32() * scale));
             }
         }
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::model::Tensor;
+use crate::model::format::to_bf16;
 use crate::model::source::Source;
 
 /// A source whose values have their scales: what a product of these weights in groups computes with, bit for bit.
@@ -26,7 +27,7 @@ impl Source for Expanded<'_> {
             self.0.scales(tensor, rows.clone(), first, &mut scales);
             for (values, scale) in out.chunks_exact_mut(columns.len()).zip(&scales) {
                 let values = &mut values[first - columns.start..end - columns.start];
-                values.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * scale));
+                values.iter_mut().for_each(|value| *value = to_bf16(value.to_f32() * scale));
             }
             first = end;
         }

@@ -49,9 +49,10 @@ fn fixtures() -> Vec<(String, ModelConfig)> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     // The tiny ones have formats, which are compiled for other shapes.
     let is_shape = |name: &str| !name.starts_with("tiny-");
-    let entries = std::fs::read_dir(dir).unwrap().flatten().filter(|entry| {
-        entry.path().join("config.json").is_file() && is_shape(&entry.file_name().to_string_lossy())
-    });
+    let entries = std::fs::read_dir(dir)
+        .unwrap()
+        .flatten()
+        .filter(|entry| entry.path().join("config.json").is_file() && is_shape(&entry.file_name().to_string_lossy()));
     let mut all: Vec<_> = entries
         .map(|entry| (entry.file_name().to_string_lossy().into_owned(), ModelConfig::from_dir(&entry.path()).unwrap()))
         .collect();

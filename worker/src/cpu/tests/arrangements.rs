@@ -13,7 +13,7 @@ const MODELS: [&str; 7] =
 /// Prompts of many lengths, on both sides of pages and windows; greedy and sampled.
 fn requests(count: usize) -> Vec<Request> {
     let lengths = [1, 3, 130, 17, 64, 65, 8, 31, 200, 2, 5, 63, 33, 16, 128, 90];
-    let tokens = |i: usize, len: usize| (0..len).map(|j| ((i * 131 + j * j * 7 + j * 29) % 768) as u32).collect();
+    let tokens = |i: usize, len: usize| (0..len).map(|j| ((i * 131 + j * j * 7 + j * 29) % 256) as u32).collect();
     let sampled = |i: usize| SamplingParams {
         temperature: 0.9,
         top_k: 40,

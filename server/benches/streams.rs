@@ -201,7 +201,7 @@ fn server(options: &Options) {
         let (back, commands) = mpsc::unbounded_channel();
         let (_state, state) = watch::channel(EngineState::Ready);
         let (_model, model) = watch::channel(Some(Arc::new(model())));
-        let handle = EngineHandle::new(back.clone(), state, model, Arc::default());
+        let handle = EngineHandle::new(back.clone(), state, model, Arc::new([Arc::default()]));
         let tokens = (options.rate * (options.seconds + 60)) as usize;
         // Written once, so that they count as memory from the start.
         let times = (0..options.streams).map(|_| {

@@ -16,6 +16,7 @@ use crate::{
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
     reply::{Parsers, ReasoningParser, ToolCallParser},
+    router::MAX_REPLICAS,
     sched::Limits,
 };
 
@@ -65,7 +66,11 @@ pub struct ServeArgs {
     #[arg(long = "loop", value_enum, value_name = "MODE", default_value_t = LoopMode::On, env = "LOOPLANE_LOOP")]
     pub loop_mode: LoopMode,
 
-    /// Compute threads of each worker [default: the machine's cores divided by --tp]
+    /// Groups of --tp workers, each of which has the whole model: a request is computed by the one that is done first
+    #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_REPLICAS")]
+    pub replicas: u32,
+
+    /// Compute threads of each worker [default: the machine's cores divided by --tp and --replicas]
     #[arg(long, value_name = "N", env = "LOOPLANE_THREADS")]
     pub threads: Option<u32>,
 
@@ -314,7 +319,10 @@ impl ServeArgs {
             return value("--tp", &tp, "1, 2, 4, 8 or 16");
         }
         let cores = thread::available_parallelism().map_or(1, |count| count.get() as u32);
-        let threads = self.threads.unwrap_or((cores / tp).max(1));
+        if !(1..=MAX_REPLICAS).contains(&self.replicas) {
+            return value("--replicas", &self.replicas, &format!("1 to {MAX_REPLICAS}"));
+        }
+        let threads = self.threads.unwrap_or((cores / tp / self.replicas).max(1));
         for (option, count) in [
             ("--threads", u64::from(threads)),
             ("--max-slots", self.max_slots.unwrap_or(1).into()),
@@ -383,6 +391,7 @@ impl ServeArgs {
             },
             parsers: Parsers { tool_calls: self.tool_call_parser, reasoning: self.reasoning_parser },
             group: GroupConfig {
+                replicas: self.replicas,
                 threads,
                 limits: Limits {
                     max_slots: self.max_slots.unwrap_or(0),

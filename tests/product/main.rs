@@ -18,6 +18,7 @@ mod plans;
 mod prefix_cache;
 mod process;
 mod refusals;
+mod replicas;
 mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;

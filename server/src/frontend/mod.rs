@@ -368,7 +368,7 @@ mod tests {
         let (commands, _) = mpsc::unbounded_channel();
         let (_, state) = watch::channel(EngineState::Ready);
         let (_, model) = watch::channel(Some(Arc::new(model)));
-        let engine = EngineHandle::new(commands, state, model, Arc::default());
+        let engine = EngineHandle::new(commands, state, model, Arc::new([Arc::default()]));
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
         let text = Arc::new(Text::load(&fixture).unwrap());
         Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 1, Uploads::new(1, LIMIT))

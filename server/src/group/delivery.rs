@@ -9,12 +9,12 @@ use looplane_proto::worker::v1::{Outcome, Plan, StepTime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::life::{Life, unwanted};
-use super::quarantine::Quarantine;
+use super::common::Common;
 use super::start::{GroupFacts, Traffic};
 use crate::drafts::DraftStep;
 use crate::engine::{
-    Command, SequenceEvent, SequenceRequest, SequenceStream, Standing, Submission, SubmitError, Unwanted,
+    Command, Life, Moved, Returned, SequenceEvent, SequenceRequest, SequenceSender, SequenceStream, Standing,
+    Submission, SubmitError, Unwanted, Work, sequence,
 };
 use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
@@ -27,16 +27,10 @@ const CAUGHT_UP: usize = 8;
 /// The delivery's end of a sequence.
 #[derive(Debug)]
 struct OwnedStream {
-    /// Room for every event, so that sending never waits.
-    events: mpsc::Sender<SequenceEvent>,
+    sender: SequenceSender,
     life: Life,
-}
-
-impl OwnedStream {
-    /// Tokens that the reader is yet to take.
-    fn unread(&self) -> usize {
-        self.events.max_capacity() - self.events.capacity()
-    }
+    /// Taken off what this replica has to do as the sequence ends or leaves.
+    work: Work,
 }
 
 /// The owner of the scheduler and of the streams of its sequences.
@@ -49,9 +43,8 @@ pub(super) struct Delivery {
     /// For the streams handed out, which cancel through it.
     commands: mpsc::UnboundedSender<Command>,
     metrics: Arc<EngineMetrics>,
-    quarantine: Quarantine,
-    /// What the quarantine counts time from.
-    born: Instant,
+    /// Of all replicas.
+    common: Arc<Common>,
     /// Why nothing is taken any more.
     closed: Option<String>,
     /// Of the group at hand.
@@ -65,7 +58,7 @@ impl Delivery {
         scheduler: Scheduler,
         commands: mpsc::UnboundedSender<Command>,
         metrics: Arc<EngineMetrics>,
-        quarantine: Duration,
+        common: Arc<Common>,
     ) -> Self {
         Self {
             scheduler,
@@ -73,8 +66,7 @@ impl Delivery {
             behind: BTreeSet::new(),
             commands,
             metrics,
-            quarantine: Quarantine::new(quarantine),
-            born: Instant::now(),
+            common,
             closed: None,
             traffic: Traffic::default(),
             actions: Vec::new(),
@@ -126,14 +118,31 @@ impl Delivery {
         match command {
             Command::Submit(submission) => self.submit(submission),
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
+            Command::HandOver(to) => self.hand_over(&to),
+            Command::Adopt(moved) => moved.into_iter().for_each(|moved| self.adopt(moved)),
         }
     }
 
     fn submit(&mut self, submission: Submission) {
-        let Submission { requests, standing, submitted, reply } = submission;
-        let answer = self.queue(requests, &standing, submitted);
+        if let Err(error) = self.room_for(&submission.requests, &submission.standing) {
+            return match submission.elsewhere.clone() {
+                // Who tries elsewhere is gone with the server, and so is whoever waits for the answer.
+                Some(elsewhere) => drop(elsewhere.send(Returned::Refused { submission, error })),
+                None => drop(submission.reply.send(Err(error))),
+            };
+        }
+        let Submission { requests, standing, submitted, reply, work, .. } = submission;
+        let streams = self.queue(requests, &standing, submitted, work);
         // Nobody waits for the answer any more: the streams in it cancel their sequences as they are dropped.
-        let _ = reply.send(answer);
+        let _ = reply.send(Ok(streams));
+    }
+
+    fn room_for(&mut self, requests: &[SequenceRequest], standing: &Standing) -> Result<(), SubmitError> {
+        if let Some(reason) = &self.closed {
+            return Err(SubmitError::Unavailable(reason.clone()));
+        }
+        self.common.admit(requests)?;
+        self.scheduler.room_for(requests, standing)
     }
 
     fn queue(
@@ -141,37 +150,61 @@ impl Delivery {
         requests: Vec<SequenceRequest>,
         standing: &Standing,
         submitted: Instant,
-    ) -> Result<Vec<SequenceStream>, SubmitError> {
-        if let Some(reason) = &self.closed {
-            return Err(SubmitError::Unavailable(reason.clone()));
-        }
-        // Long prompts take their time to hash.
-        let suspected = if self.quarantine.is_empty() { &[][..] } else { &requests };
-        for request in suspected {
-            if let Some(left) = self.quarantine.left(request.fingerprint(), self.born.elapsed()) {
-                return Err(SubmitError::Quarantined { seconds_left: left.as_secs() + 1 });
-            }
-        }
-        let sizes: Vec<(usize, usize)> =
-            requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
-        let numbers = self.scheduler.submit(requests, standing)?;
-        let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
-            let (events, receiver) = mpsc::channel(2 * max_tokens + 3);
+        work: Vec<Work>,
+    ) -> Vec<SequenceStream> {
+        let sizes: Vec<_> = requests.iter().map(|request| (request.prompt.len(), request.max_tokens)).collect();
+        let numbers = self.scheduler.queue(requests, standing);
+        let mut work = work.into_iter();
+        let streams = numbers.zip(sizes).map(|(number, (prompt_tokens, max_tokens))| {
+            let (sender, stream) = sequence(number, max_tokens, self.commands.clone());
             let life = Life::new(prompt_tokens, submitted);
-            self.streams.insert(sequence, OwnedStream { events, life });
-            let stream = SequenceStream::new(sequence, receiver, self.commands.clone());
+            self.streams.insert(number, OwnedStream { sender, life, work: work.next().unwrap_or_default() });
             stream.counted_in(self.metrics.generation_tokens.clone())
         });
         let streams = streams.collect();
         self.metrics.set_load(self.scheduler.load());
-        Ok(streams)
+        streams
+    }
+
+    /// Without a group, hands what can be computed elsewhere to who stands in front of the replicas.
+    fn hand_over(&mut self, to: &mpsc::UnboundedSender<Returned>) {
+        let mut moved = Vec::new();
+        for (number, sequence) in self.scheduler.hand_over() {
+            self.behind.remove(&number);
+            if let Some(OwnedStream { sender, life, work }) = self.streams.remove(&number) {
+                moved.push(Moved { sequence, sender, life, work });
+            }
+        }
+        self.metrics.set_load(self.scheduler.load());
+        if !moved.is_empty() {
+            // Who takes it is gone only with the server: the readers learn of it as their senders are dropped.
+            let _ = to.send(Returned::Moved(moved));
+        }
+    }
+
+    fn adopt(&mut self, moved: Moved) {
+        let Moved { sequence, sender, life, work } = moved;
+        match self.scheduler.adopt(sequence) {
+            Ok(number) => {
+                let is_read = sender.move_to(number, self.commands.clone());
+                self.streams.insert(number, OwnedStream { sender, life, work });
+                if !is_read {
+                    self.cancel(number, 0, Unwanted::Abandoned);
+                }
+            }
+            Err(reason) => {
+                sender.send(SequenceEvent::Failed(reason));
+                life.end(Ended::Error, Instant::now(), &self.metrics);
+            }
+        }
+        self.metrics.set_load(self.scheduler.load());
     }
 
     fn cancel(&mut self, sequence: u64, taken: u64, because: Unwanted) {
         if let Some(mut stream) = self.streams.remove(&sequence) {
             self.behind.remove(&sequence);
             stream.life.generated = taken;
-            stream.life.end(unwanted(because), Instant::now(), &self.metrics);
+            stream.life.end(because.into(), Instant::now(), &self.metrics);
         }
         self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
     }
@@ -193,7 +226,7 @@ impl Delivery {
         self.act().expect("the loss of a group is no fault of it");
         self.metrics.losses.inc();
         if let Blame::Sequence { fingerprint, .. } = blame {
-            self.quarantine.add(fingerprint, self.born.elapsed());
+            self.common.quarantine(fingerprint);
         }
         blame
     }
@@ -305,15 +338,13 @@ impl Delivery {
             SequenceEvent::Finished(reason) => Some(Ended::from(*reason)),
             SequenceEvent::Failed(_) => Some(Ended::Error),
         };
-        // A reader that went away cancels by itself; the channel has room for every event.
-        let sent = stream.events.try_send(event);
-        debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
+        stream.sender.send(event);
         if let Some(how) = ended {
             self.behind.remove(&sequence);
             if let Some(stream) = self.streams.remove(&sequence) {
                 stream.life.end(how, now, &self.metrics);
             }
-        } else if stream.unread() >= BEHIND && self.behind.insert(sequence) {
+        } else if stream.sender.unread() >= BEHIND && self.behind.insert(sequence) {
             self.scheduler.apply(Event::Reader { sequence, behind: true }, &mut self.actions);
         }
     }
@@ -322,7 +353,7 @@ impl Delivery {
     fn notice_readers(&mut self) {
         let Self { behind, streams, scheduler, actions, .. } = self;
         behind.retain(|&sequence| {
-            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.unread() > CAUGHT_UP);
+            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.sender.unread() > CAUGHT_UP);
             if !is_behind {
                 scheduler.apply(Event::Reader { sequence, behind: false }, actions);
             }

@@ -200,6 +200,8 @@ async fn load(
         draft_corpus_tokens: config.draft_corpus_tokens,
         vocabulary: config.vocabulary.as_deref().cloned(),
         quantization: config.quantization.into(),
+        socket: config.replica * config.tensor_parallel + rank as u32,
+        sockets: config.replicas * config.tensor_parallel,
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));

@@ -274,7 +274,7 @@ fn abort(frontend: &Frontend, key: Option<&Arc<Key>>, asked: AbortRequest) -> Re
 }
 
 fn load(frontend: &Frontend, _: Option<&Arc<Key>>, _: GetLoadRequest) -> Result<GetLoadResponse, GenerateError> {
-    let (state, load) = (frontend.state(), frontend.engine.metrics().load());
+    let (state, load) = (frontend.state(), frontend.engine.load());
     let (requests, max_requests) = frontend.requests();
     Ok(GetLoadResponse {
         ready: state == EngineState::Ready,

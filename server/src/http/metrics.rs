@@ -19,7 +19,7 @@ const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset
 pub(super) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys>>>) -> Registry {
     let model_name = ("model_name".into(), frontend.model_id.clone().into());
     let mut registry = Registry::with_prefix_and_labels("looplane", [model_name].into_iter());
-    frontend.engine.metrics().register(&mut registry);
+    frontend.engine.metrics()[0].register(&mut registry);
     frontend.metrics.register(&mut registry);
     registry.register_collector(Box::new(Facts(frontend.clone())));
     if let Some(keys) = keys {

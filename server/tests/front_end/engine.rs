@@ -46,7 +46,7 @@ pub fn script() -> (EngineHandle, Script) {
     let (commands_back, commands) = mpsc::unbounded_channel();
     let (state, state_receiver) = watch::channel(EngineState::Ready);
     let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::default());
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::new([Arc::default()]));
     (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1, taken: VecDeque::new() })
 }
 
@@ -69,9 +69,7 @@ impl Script {
     pub async fn submission(&mut self) -> Submission {
         match self.command().await {
             Command::Submit(submission) => submission,
-            Command::Cancel { sequence, .. } => {
-                panic!("sequence {sequence} was cancelled, but a submission was expected")
-            }
+            other => panic!("a submission was expected, not {other:?}"),
         }
     }
 
@@ -83,7 +81,7 @@ impl Script {
     pub async fn unwanted(&mut self) -> (u64, Unwanted) {
         match self.command().await {
             Command::Cancel { sequence, because, .. } => (sequence, because),
-            Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.requests),
+            other => panic!("a cancel was expected, not {other:?}"),
         }
     }
 

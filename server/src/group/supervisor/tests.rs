@@ -38,7 +38,7 @@ fn bench() -> Bench {
     let (state, state_receiver) = watch::channel(EngineState::Loading(String::new()));
     let (model, model_receiver) = watch::channel(None);
     let metrics = Arc::new(EngineMetrics::default());
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::new([metrics.clone()]));
     let channels = Channels { commands, state, model, stop: CancellationToken::new(), alive };
     let (plan_sender, plans) = mpsc::channel(4);
     let (event_sender, events) = mpsc::channel(4 * BURST);
@@ -62,8 +62,9 @@ fn bench() -> Bench {
         _readers: tokio::task::JoinSet::new(),
     };
     let scheduler = Scheduler::new(config.limits.clone()).unwrap();
-    let delivery = Delivery::new(scheduler, commands_back, metrics, config.timeouts.quarantine);
-    let mut supervisor = Supervisor::new(config, launcher, delivery, channels);
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    let delivery = Delivery::new(scheduler, commands_back, metrics, common.clone());
+    let mut supervisor = Supervisor::new(config, launcher, delivery, common, channels);
     supervisor.announce(&link).unwrap();
     Bench { supervisor, handle, link, workers, plans, events: event_sender }
 }

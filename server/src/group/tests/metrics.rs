@@ -14,7 +14,7 @@ use crate::upload::Uploads;
 /// The value of a series, labels included, as a scrape shows it.
 fn value(handle: &EngineHandle, series: &str) -> f64 {
     let mut registry = Registry::default();
-    handle.metrics().register(&mut registry);
+    handle.metrics()[0].register(&mut registry);
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));

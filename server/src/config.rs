@@ -12,7 +12,7 @@ use looplane_proto::worker::v1::load_request;
 use serde::Deserialize;
 
 use crate::{
-    drafts::DraftReport,
+    drafts::{DraftReport, MOST_DRAFTS},
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
     reply::{Parsers, ReasoningParser, ToolCallParser},
@@ -252,9 +252,8 @@ pub enum PrefixCache {
     Off,
 }
 
-/// Tokens that are drafted for a sequence in a step, and the most that may be asked for.
+/// Tokens that are drafted for a sequence in a step.
 const DRAFTS: u32 = 7;
-const MOST_DRAFTS: u32 = 32;
 /// Tokens of finished answers that are drafted from, and the most.
 const CORPUS_TOKENS: u32 = 1 << 20;
 const MOST_CORPUS_TOKENS: u32 = 1 << 26;

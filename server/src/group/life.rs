@@ -58,6 +58,11 @@ impl Life {
             metrics.request_generation_tokens.observe_count(self.generated);
             if let Some((first, newest)) = self.tokens {
                 metrics.decode_time.observe(newest - first);
+                metrics.inference_time.observe(newest - self.admitted.unwrap_or(self.submitted));
+                let behind_first = u32::try_from(self.generated.saturating_sub(1)).unwrap_or(u32::MAX);
+                if behind_first > 0 {
+                    metrics.time_per_token.observe((newest - first) / behind_first);
+                }
             }
         }
     }

@@ -6,6 +6,7 @@ use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
     SequenceStream, Submission, SubmitError, Unwanted,
 };
+use looplane_server::metrics::EngineMetrics;
 use tokio::{
     sync::{mpsc, watch},
     time::timeout,
@@ -19,6 +20,8 @@ pub struct Script {
     commands_back: mpsc::UnboundedSender<Command>,
     pub state: watch::Sender<EngineState>,
     pub model: watch::Sender<Option<Arc<ModelInfo>>>,
+    /// What the engine counts.
+    pub metrics: Arc<EngineMetrics>,
     next_id: u64,
     /// Of a request of several sequences: those that the test is yet to take.
     taken: VecDeque<Sequence>,
@@ -46,8 +49,12 @@ pub fn script() -> (EngineHandle, Script) {
     let (commands_back, commands) = mpsc::unbounded_channel();
     let (state, state_receiver) = watch::channel(EngineState::Ready);
     let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::default());
-    (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1, taken: VecDeque::new() })
+    let metrics = Arc::<EngineMetrics>::default();
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
+    (
+        handle,
+        Script { commands, commands_back, state, model: model_sender, metrics, next_id: 1, taken: VecDeque::new() },
+    )
 }
 
 pub fn token(id: u32) -> SequenceEvent {

@@ -50,7 +50,7 @@ fn bench() -> Bench {
         tensor_parallel: 1,
         bit_domain: "fake".into(),
     };
-    let traffic = Traffic::default();
+    let traffic = vec![Traffic::default()];
     let Event::GroupReady(shape) = SHAPE.ready() else { unreachable!("that is what it says") };
     let facts = GroupFacts { model, shape, traffic };
     let link = Link {

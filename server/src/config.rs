@@ -2,6 +2,7 @@
 //! [`Config`].
 
 use std::{
+    env,
     path::{Path, PathBuf},
     thread,
     time::Duration,
@@ -23,11 +24,13 @@ mod access;
 mod error;
 mod file;
 mod model;
+mod trace;
 
 pub use access::AccessArgs;
 pub use error::ConfigError;
 pub use file::{file_arguments, without_empty_variables};
 pub use model::demo_model;
+pub use trace::TraceArgs;
 
 /// Options of `looplane serve`. The command line wins over variables, and those over the file.
 #[derive(Debug, Clone, Args)]
@@ -80,6 +83,10 @@ pub struct ServeArgs {
     /// Who may ask, and how safely.
     #[command(flatten)]
     pub access: AccessArgs,
+
+    /// Where traces go.
+    #[command(flatten)]
+    pub trace: TraceArgs,
 
     /// Sequences computed at one time [default: 512 on a GPU, or as many as its memory allows; 64 on CPUs; at most
     /// --max-batch-tokens]
@@ -363,6 +370,7 @@ impl ServeArgs {
             },
         };
         let (access, tls) = self.access.check()?;
+        let otlp = self.trace.check(|name| env::var(name).ok())?;
         let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
@@ -372,6 +380,7 @@ impl ServeArgs {
                 model_id,
                 access,
                 tls,
+                otlp,
                 draft_report: (self.per_request_spec_decode_metrics, drafts),
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,

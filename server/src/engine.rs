@@ -32,6 +32,8 @@ pub enum SequenceEvent {
     Prompt {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
+        /// When it came how far.
+        times: Times,
         /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
         logprobs: Vec<GeneratedToken>,
     },
@@ -43,6 +45,17 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// The sequence was given up; the text says why.
     Failed(String),
+}
+
+/// When a sequence came how far, as the engine has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Times {
+    /// Handed over.
+    pub submitted: Instant,
+    /// Got its first slot.
+    pub admitted: Instant,
+    /// Had its first token.
+    pub computed: Instant,
 }
 
 /// What the front end may say of the model before and while it is served.
@@ -127,6 +140,7 @@ pub struct SequenceStream {
     taken: u64,
     all_taken: Counter,
     cached_tokens: u32,
+    times: Option<Times>,
     prompt_logprobs: Vec<GeneratedToken>,
     drafts: Vec<DraftStep>,
     ended: bool,
@@ -139,8 +153,8 @@ impl SequenceStream {
     pub fn new(id: u64, events: mpsc::Receiver<SequenceEvent>, commands: mpsc::UnboundedSender<Command>) -> Self {
         let (all_taken, because) = (Counter::default(), Unwanted::Abandoned);
         let (drafts, prompt_logprobs) = (Vec::new(), Vec::new());
-        let (taken, cached_tokens, ended) = (0, 0, false);
-        Self { id, events, commands, taken, all_taken, cached_tokens, prompt_logprobs, drafts, ended, because }
+        let (taken, cached_tokens, times, ended) = (0, 0, None, false);
+        Self { id, events, commands, taken, all_taken, cached_tokens, times, prompt_logprobs, drafts, ended, because }
     }
 
     /// Counts every token that the reader takes in `counter`, too: what clients are told of is what is counted.
@@ -159,6 +173,11 @@ impl SequenceStream {
         self.cached_tokens
     }
 
+    /// When it came how far; known with the first token.
+    pub fn times(&self) -> Option<Times> {
+        self.times
+    }
+
     /// The prompt's tokens from the second on with their log-probabilities, if these are wanted; known with the first
     /// token, once.
     pub fn take_prompt_logprobs(&mut self) -> Vec<GeneratedToken> {
@@ -174,8 +193,8 @@ impl SequenceStream {
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
         let event = loop {
             match ready!(self.events.poll_recv(context)) {
-                Some(SequenceEvent::Prompt { cached_tokens, logprobs }) => {
-                    (self.cached_tokens, self.prompt_logprobs) = (cached_tokens, logprobs);
+                Some(SequenceEvent::Prompt { cached_tokens, times, logprobs }) => {
+                    (self.cached_tokens, self.times, self.prompt_logprobs) = (cached_tokens, Some(times), logprobs);
                 }
                 Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
                 event => break event,

@@ -282,7 +282,9 @@ impl Delivery {
         for action in actions.drain(..) {
             match action {
                 Action::Prompt { sequence, cached_tokens, logprobs } => {
-                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, logprobs }, now);
+                    let Some(stream) = self.streams.get(&sequence) else { continue };
+                    let times = stream.life.times(now);
+                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, times, logprobs }, now);
                 }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),

@@ -2,7 +2,7 @@
 
 use tokio::time::Instant;
 
-use crate::engine::{FinishReason, Unwanted};
+use crate::engine::{FinishReason, Times, Unwanted};
 use crate::metrics::{Ended, EngineMetrics};
 
 /// A sequence from its submission to its end.
@@ -28,6 +28,11 @@ impl Life {
             self.admitted = Some(now);
             metrics.queue_time.observe(now - self.submitted);
         }
+    }
+
+    /// For who reads it, where its prompt was computed by now.
+    pub(super) fn times(&self, now: Instant) -> Times {
+        Times { submitted: self.submitted, admitted: self.admitted.unwrap_or(self.submitted), computed: now }
     }
 
     /// Its prompt was computed, but for so many tokens.

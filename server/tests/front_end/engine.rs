@@ -1,15 +1,15 @@
 //! An engine played by the test.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
-    SequenceStream, Submission, SubmitError, Unwanted,
+    SequenceStream, Submission, SubmitError, Times, Unwanted,
 };
 use looplane_server::metrics::EngineMetrics;
 use tokio::{
     sync::{mpsc, watch},
-    time::timeout,
+    time::{Instant, sleep, timeout},
 };
 
 use crate::SOON;
@@ -59,6 +59,13 @@ pub fn script() -> (EngineHandle, Script) {
 
 pub fn token(id: u32) -> SequenceEvent {
     SequenceEvent::Token(GeneratedToken { id, logprob: None, top: Vec::new() })
+}
+
+/// What the engine says of a prompt that it has just computed: it came 50 ms ago, and waited for 30 of them.
+pub fn prompt(cached_tokens: u32, logprobs: Vec<GeneratedToken>) -> SequenceEvent {
+    let before = |ms| Instant::now() - Duration::from_millis(ms);
+    let times = Times { submitted: before(50), admitted: before(20), computed: before(0) };
+    SequenceEvent::Prompt { cached_tokens, times, logprobs }
 }
 
 /// The tokens of `text` and the stop token.
@@ -119,6 +126,21 @@ impl Script {
     /// The model has room for so many tokens.
     pub fn set_context(&self, max_context: u32) {
         self.model.send_replace(Some(Arc::new(ModelInfo { max_context, ..model() })));
+    }
+
+    /// Takes the next submission, and sends all of `events` once it is as old as [`prompt`] says.
+    pub async fn play_late(&mut self, events: Vec<SequenceEvent>) -> SequenceRequest {
+        let sequence = self.accept().await;
+        sleep(Duration::from_millis(60)).await;
+        // What is told of times counts from now.
+        let prompt = |event| match event {
+            SequenceEvent::Prompt { cached_tokens, logprobs, .. } => prompt(cached_tokens, logprobs),
+            event => event,
+        };
+        for event in events.into_iter().map(prompt) {
+            sequence.send(event).await;
+        }
+        sequence.request
     }
 
     /// Refuses the next submission.

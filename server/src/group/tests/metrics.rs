@@ -6,7 +6,7 @@ use prometheus_client::registry::Registry;
 use super::*;
 use crate::drafts::DraftReport;
 use crate::engine::Unwanted;
-use crate::frontend::{Frontend, GenerateError};
+use crate::frontend::{Frontend, GenerateError, Record};
 use crate::metrics::Engines;
 use crate::request::{Input, RawRequest, validate};
 use crate::text::Text;
@@ -152,7 +152,9 @@ async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
     let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
     let model = frontend.model().unwrap();
     let valid = validate(raw, &model, &text).unwrap();
-    let refused = frontend.admit(valid, model, frontend.enter(&"id".into(), None, "/").unwrap()).await;
+    let refused = frontend
+        .admit(valid, model, frontend.enter(&Arc::new(Record::new("id".into(), None, None)), None, "/").unwrap())
+        .await;
     assert!(matches!(refused, Err(GenerateError::Submit(SubmitError::QueueFull { .. }))), "{refused:?}");
     comes_to(&handle, "num_requests_waiting", 1.0).await;
     for reason in ["stop", "length", "abort", "error"] {

@@ -2,6 +2,7 @@
 //! [`Config`].
 
 use std::{
+    env,
     path::{Path, PathBuf},
     thread,
     time::Duration,
@@ -12,7 +13,7 @@ use looplane_proto::worker::v1::load_request;
 use serde::Deserialize;
 
 use crate::{
-    drafts::DraftReport,
+    drafts::{DraftReport, MOST_DRAFTS},
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
     reply::{Parsers, ReasoningParser, ToolCallParser},
@@ -24,11 +25,13 @@ mod access;
 mod error;
 mod file;
 mod model;
+mod trace;
 
 pub use access::AccessArgs;
 pub use error::ConfigError;
 pub use file::{file_arguments, without_empty_variables};
 pub use model::demo_model;
+pub use trace::TraceArgs;
 
 /// Options of `looplane serve`. The command line wins over variables, and those over the file.
 #[derive(Debug, Clone, Args)]
@@ -85,6 +88,10 @@ pub struct ServeArgs {
     /// Who may ask, and how safely.
     #[command(flatten)]
     pub access: AccessArgs,
+
+    /// Where traces go.
+    #[command(flatten)]
+    pub trace: TraceArgs,
 
     /// Sequences computed at one time [default: 512 on a GPU, or as many as its memory allows; 64 on CPUs; at most
     /// --max-batch-tokens]
@@ -257,9 +264,8 @@ pub enum PrefixCache {
     Off,
 }
 
-/// Tokens that are drafted for a sequence in a step, and the most that may be asked for.
+/// Tokens that are drafted for a sequence in a step.
 const DRAFTS: u32 = 7;
-const MOST_DRAFTS: u32 = 32;
 /// Tokens of finished answers that are drafted from, and the most.
 const CORPUS_TOKENS: u32 = 1 << 20;
 const MOST_CORPUS_TOKENS: u32 = 1 << 26;
@@ -372,6 +378,7 @@ impl ServeArgs {
             },
         };
         let (access, tls) = self.access.check()?;
+        let otlp = self.trace.check(|name| env::var(name).ok())?;
         let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
@@ -381,6 +388,7 @@ impl ServeArgs {
                 model_id,
                 access,
                 tls,
+                otlp,
                 draft_report: (self.per_request_spec_decode_metrics, drafts),
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,

@@ -13,19 +13,24 @@ async fn two_replicas(tp: &str) -> Server {
     let model = fixture("llama-tied");
     let args = ["--model", model.to_str().expect("UTF-8"), "--replicas", "2", "--tp", tp];
     let server = Server::start(&args).await;
-    until("both replicas are up", async || pages(&server).await.iter().all(|pages| *pages > 0.0)).await;
+    until("both replicas are up", async || ready(&server).await == [1.0; 2]).await;
     server
 }
 
-/// KV pages of each replica; 0 before it is up.
-async fn pages(server: &Server) -> [f64; 2] {
-    of_each(server, "kv_pages").await
+/// 1 for each replica that computes.
+async fn ready(server: &Server) -> [f64; 2] {
+    labelled(server, "engine_state", &[("state", "ready")]).await
 }
 
 async fn of_each(server: &Server, name: &str) -> [f64; 2] {
+    labelled(server, name, &[]).await
+}
+
+/// The series of each replica that has these labels, too.
+async fn labelled(server: &Server, name: &str, labels: &[(&str, &str)]) -> [f64; 2] {
     let (_, text) = server.get("/metrics").await;
     let scrape = Scrape::parse(text.as_str().expect("no JSON"));
-    ["0", "1"].map(|engine| scrape.value(name, &[("engine", engine)]))
+    ["0", "1"].map(|engine| scrape.value(name, &[labels, &[("engine", engine)]].concat()))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -47,7 +52,7 @@ async fn streams_of_a_killed_replica_go_on_in_the_other_with_the_same_bytes() {
     assert_eq!(before.len(), 2);
     signal(before[0], Signal::KILL);
     let mut ended = Vec::new();
-    for (first, stream) in streams {
+    for (first, mut stream) in streams {
         let (rest, reason) = stream.text().await;
         ended.push((first + &rest, reason));
         let (status, _) = server.get("/health/ready").await;
@@ -56,7 +61,7 @@ async fn streams_of_a_killed_replica_go_on_in_the_other_with_the_same_bytes() {
     assert_eq!(ended, calm);
     until("the lost replica is back", async || {
         let workers = server.workers();
-        workers.len() == 2 && !workers.contains(&before[0]) && pages(&server).await.iter().all(|pages| *pages > 0.0)
+        workers.len() == 2 && !workers.contains(&before[0]) && ready(&server).await == [1.0; 2]
     })
     .await;
     assert!(server.workers().contains(&before[1]), "the other was left alone");

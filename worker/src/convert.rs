@@ -258,7 +258,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         tokens: tokens.collect(),
         rows: u32::try_from(outcome.rows).unwrap_or(u32::MAX),
         step_ns: nanoseconds(outcome.step_time),
-        wait_ns: nanoseconds(outcome.wait_time),
+        wait_ns: outcome.wait_time.map(nanoseconds),
         positions: outcome.positions as u64,
         drafted: drafted.collect(),
         prompt: prompt.collect(),

@@ -184,8 +184,8 @@ pub struct Outcome {
     pub drafted: Vec<(u64, usize)>,
     /// Duration of the step.
     pub step_time: Duration,
-    /// How much of it was waiting for other ranks.
-    pub wait_time: Duration,
+    /// How much of it was waiting for other ranks, where the backend tells.
+    pub wait_time: Option<Duration>,
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use tokio::time::Instant;
 
-use super::stream::Unwanted;
+use super::stream::{Times, Unwanted};
 use crate::metrics::{Ended, EngineMetrics};
 use crate::sched::FinishReason;
 
@@ -30,6 +30,11 @@ impl Life {
             self.admitted = Some(now);
             metrics.queue_time.observe(now - self.submitted);
         }
+    }
+
+    /// For who reads it, where its prompt was computed by now.
+    pub fn times(&self, now: Instant) -> Times {
+        Times { submitted: self.submitted, admitted: self.admitted.unwrap_or(self.submitted), computed: now }
     }
 
     /// Its prompt was computed, but for so many tokens.
@@ -60,6 +65,11 @@ impl Life {
             metrics.request_generation_tokens.observe_count(self.generated);
             if let Some((first, newest)) = self.tokens {
                 metrics.decode_time.observe(newest - first);
+                metrics.inference_time.observe(newest - self.admitted.unwrap_or(self.submitted));
+                let behind_first = u32::try_from(self.generated.saturating_sub(1)).unwrap_or(u32::MAX);
+                if behind_first > 0 {
+                    metrics.time_per_token.observe((newest - first) / behind_first);
+                }
             }
         }
     }

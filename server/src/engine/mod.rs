@@ -20,7 +20,7 @@ pub use crate::sched::{
 };
 pub use command::{Command, Moved, Returned, Submission, Work};
 pub use life::Life;
-pub use stream::{SequenceEvent, SequenceSender, SequenceStream, Unwanted, sequence};
+pub use stream::{SequenceEvent, SequenceSender, SequenceStream, Times, Unwanted, sequence};
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose
 /// logit is no number, OpenAI says -9999.
@@ -69,18 +69,38 @@ pub struct EngineHandle {
     commands: mpsc::UnboundedSender<Command>,
     state: watch::Receiver<EngineState>,
     model: watch::Receiver<Option<Arc<ModelInfo>>>,
-    metrics: Arc<[Arc<EngineMetrics>]>,
+    replicas: Arc<[Replica]>,
+}
+
+/// One group of workers with the whole model.
+#[derive(Debug, Clone)]
+pub struct Replica {
+    /// How it is.
+    pub state: watch::Receiver<EngineState>,
+    /// What it counts.
+    pub metrics: Arc<EngineMetrics>,
 }
 
 impl EngineHandle {
-    /// Made by the engine, or by a test that plays one. `metrics` are those of each replica.
+    /// Made by an engine that is alone, or by a test that plays one.
     pub fn new(
         commands: mpsc::UnboundedSender<Command>,
         state: watch::Receiver<EngineState>,
         model: watch::Receiver<Option<Arc<ModelInfo>>>,
-        metrics: Arc<[Arc<EngineMetrics>]>,
+        metrics: Arc<EngineMetrics>,
     ) -> Self {
-        Self { commands, state, model, metrics }
+        let replicas = Arc::new([Replica { state: state.clone(), metrics }]);
+        Self { commands, state, model, replicas }
+    }
+
+    /// Made by who stands in front of replicas; state and model are those of all together.
+    pub fn in_front_of(
+        replicas: Vec<Replica>,
+        commands: mpsc::UnboundedSender<Command>,
+        state: watch::Receiver<EngineState>,
+        model: watch::Receiver<Option<Arc<ModelInfo>>>,
+    ) -> Self {
+        Self { commands, state, model, replicas: replicas.into() }
     }
 
     /// Queues the sequences of a request, all of them or none.
@@ -123,14 +143,14 @@ impl EngineHandle {
         self.model.clone()
     }
 
-    /// What the engine counts, by replica.
-    pub fn metrics(&self) -> &[Arc<EngineMetrics>] {
-        &self.metrics
+    /// The groups that compute, by their numbers.
+    pub fn replicas(&self) -> &[Replica] {
+        &self.replicas
     }
 
     /// What all replicas have at hand.
     pub fn load(&self) -> Load {
-        self.metrics.iter().map(|replica| replica.load()).sum()
+        self.replicas.iter().map(|replica| replica.metrics.load()).sum()
     }
 
     /// Where commands go.

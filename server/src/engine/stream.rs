@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use prometheus_client::metrics::counter::Counter;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 use super::command::Command;
 use crate::drafts::DraftStep;
@@ -19,6 +20,8 @@ pub enum SequenceEvent {
     Prompt {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
+        /// When it came how far.
+        times: Times,
         /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
         logprobs: Vec<GeneratedToken>,
     },
@@ -30,6 +33,17 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// The sequence was given up; the text says why.
     Failed(String),
+}
+
+/// When a sequence came how far, as the engine has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Times {
+    /// Handed over.
+    pub submitted: Instant,
+    /// Got its first slot.
+    pub admitted: Instant,
+    /// Had its first token.
+    pub computed: Instant,
 }
 
 /// Why nobody wants the rest of a sequence.
@@ -101,6 +115,7 @@ pub struct SequenceStream {
     taken: u64,
     all_taken: Counter,
     cached_tokens: u32,
+    times: Option<Times>,
     prompt_logprobs: Vec<GeneratedToken>,
     drafts: Vec<DraftStep>,
     ended: bool,
@@ -116,6 +131,7 @@ impl SequenceStream {
             taken: 0,
             all_taken: Counter::default(),
             cached_tokens: 0,
+            times: None,
             prompt_logprobs: Vec::new(),
             drafts: Vec::new(),
             ended: false,
@@ -134,6 +150,11 @@ impl SequenceStream {
         self.cached_tokens
     }
 
+    /// When it came how far; known with the first token.
+    pub fn times(&self) -> Option<Times> {
+        self.times
+    }
+
     /// The prompt's tokens from the second on with their log-probabilities, if these are wanted; known with the first
     /// token, once.
     pub fn take_prompt_logprobs(&mut self) -> Vec<GeneratedToken> {
@@ -149,8 +170,8 @@ impl SequenceStream {
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
         let event = loop {
             match ready!(self.events.poll_recv(context)) {
-                Some(SequenceEvent::Prompt { cached_tokens, logprobs }) => {
-                    (self.cached_tokens, self.prompt_logprobs) = (cached_tokens, logprobs);
+                Some(SequenceEvent::Prompt { cached_tokens, times, logprobs }) => {
+                    (self.cached_tokens, self.times, self.prompt_logprobs) = (cached_tokens, Some(times), logprobs);
                 }
                 Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
                 event => break event,

@@ -47,8 +47,8 @@ pub(super) struct Delivery {
     common: Arc<Common>,
     /// Why nothing is taken any more.
     closed: Option<String>,
-    /// Of the group at hand.
-    traffic: Traffic,
+    /// Of the group at hand, by rank.
+    traffic: Vec<Traffic>,
     actions: Vec<Action>,
 }
 
@@ -68,7 +68,7 @@ impl Delivery {
             metrics,
             common,
             closed: None,
-            traffic: Traffic::default(),
+            traffic: Vec::new(),
             actions: Vec::new(),
         }
     }
@@ -211,10 +211,12 @@ impl Delivery {
 
     /// A group is ready for its first plan.
     pub(super) fn group_ready(&mut self, facts: &GroupFacts) {
-        let GroupFacts { shape, traffic, .. } = *facts;
-        self.traffic = traffic;
-        self.metrics.kv_bytes.set(traffic.kv_bytes);
-        self.metrics.stream_bytes.set(traffic.stream_bytes);
+        let GroupFacts { shape, ref traffic, .. } = *facts;
+        self.metrics.kv_bytes.set(traffic.iter().map(|rank| rank.kv_bytes).sum());
+        self.metrics.stream_bytes.set(traffic.iter().map(|rank| rank.stream_bytes).sum());
+        self.metrics.page_positions.set(shape.page_positions.into());
+        self.metrics.ranks.set_present(traffic.len());
+        self.traffic.clone_from(traffic);
         self.apply(Event::GroupReady(shape)).expect("a new group has broken no rule");
     }
 
@@ -253,16 +255,19 @@ impl Delivery {
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
         let samples = !outcome.tokens.is_empty();
         let drafts = self.drafts(&outcome)?;
-        let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
+        let (time, wait) = (Duration::from_nanos(outcome.step_ns), outcome.wait_ns.map(Duration::from_nanos));
         self.apply(Event::Outcome(outcome))?;
         self.notice_readers();
         if !ran_step {
             return Ok(None);
         }
         let prompt_rows = u64::from(self.scheduler.prompt_rows()).min(rows);
-        let Traffic { stream_bytes, head_bytes, position_bytes, .. } = self.traffic;
-        let weights = stream_bytes.saturating_sub(if samples { 0 } else { head_bytes });
-        let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
+        let mut read_bytes = 0u64;
+        for (traffic, rank) in self.traffic.iter().zip(self.metrics.ranks.iter()) {
+            let bytes = traffic.of_step(positions, samples);
+            rank.read(bytes);
+            read_bytes = read_bytes.saturating_add(bytes);
+        }
         let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
         self.metrics.step(step);
         drafts.iter().for_each(|step| self.metrics.drafts(*step));
@@ -310,7 +315,9 @@ impl Delivery {
         for action in actions.drain(..) {
             match action {
                 Action::Prompt { sequence, cached_tokens, logprobs } => {
-                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, logprobs }, now);
+                    let Some(stream) = self.streams.get(&sequence) else { continue };
+                    let times = stream.life.times(now);
+                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, times, logprobs }, now);
                 }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),

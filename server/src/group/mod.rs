@@ -150,6 +150,6 @@ fn spawn_one(
     };
     let supervisor = Supervisor::new(config, launcher, delivery, common.clone(), channels);
     let task = tokio::spawn(supervisor.run().instrument(span));
-    let handle = EngineHandle::new(command_sender, state, model, Arc::new([metrics.clone()]));
+    let handle = EngineHandle::new(command_sender, state, model, metrics.clone());
     Ok((handle, GroupTask { stop, task, metrics, workers }))
 }

@@ -276,8 +276,15 @@ async fn a_burst_of_messages_is_handled_whole() {
 
 #[test]
 fn figures_are_told_in_words() {
-    let figures =
-        super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
+    let figures = super::Figures {
+        plans: 3,
+        steps: 4,
+        rows: 9,
+        tokens: 8,
+        step_ns: 10_000_000,
+        wait_ns: Some(2_500_000),
+        losses: 1,
+    };
     let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other \
                  ranks; the workers were lost once";
     assert_eq!(figures.to_string(), words);

@@ -81,10 +81,10 @@ fn join(handles: &[EngineHandle]) -> (EngineHandle, Router) {
     let (command_sender, commands) = mpsc::unbounded_channel();
     let (returned_sender, returned) = mpsc::unbounded_channel();
     let (changed_sender, changed) = mpsc::channel(1);
-    let replicas: Vec<Replica> = handles.iter().map(|handle| Replica::new(handle, &changed_sender)).collect();
-    let (state_sender, state) = watch::channel(status::of_all(replicas.iter().map(Replica::state)));
+    let replicas: Vec<Member> = handles.iter().map(|handle| Member::new(handle, &changed_sender)).collect();
+    let (state_sender, state) = watch::channel(status::of_all(replicas.iter().map(Member::state)));
     let (model_sender, model) = watch::channel(None);
-    let metrics: Vec<_> = handles.iter().flat_map(EngineHandle::metrics).cloned().collect();
+    let views: Vec<_> = handles.iter().flat_map(EngineHandle::replicas).cloned().collect();
     let router = Router {
         replicas,
         prefixes: Prefixes::default(),
@@ -96,12 +96,12 @@ fn join(handles: &[EngineHandle]) -> (EngineHandle, Router) {
         state: state_sender,
         model: model_sender,
     };
-    (EngineHandle::new(command_sender, state, model, metrics.into()), router)
+    (EngineHandle::in_front_of(views, command_sender, state, model), router)
 }
 
 /// A group, as the router sees it.
 #[derive(Debug)]
-struct Replica {
+struct Member {
     commands: mpsc::UnboundedSender<Command>,
     state: watch::Receiver<EngineState>,
     model: watch::Receiver<Option<Arc<ModelInfo>>>,
@@ -110,7 +110,7 @@ struct Replica {
     was_ready: bool,
 }
 
-impl Replica {
+impl Member {
     /// Whoever watches is told by `changed` when there is something to see.
     fn new(handle: &EngineHandle, changed: &mpsc::Sender<()>) -> Self {
         let (mut state, mut model, changed) = (handle.watch_state(), handle.watch_model(), changed.clone());
@@ -143,7 +143,7 @@ impl Replica {
 /// The task in front of the replicas.
 #[derive(Debug)]
 struct Router {
-    replicas: Vec<Replica>,
+    replicas: Vec<Member>,
     prefixes: Prefixes,
     /// Whose turn it is among equals.
     turn: usize,
@@ -177,7 +177,7 @@ impl Router {
 
     /// Looks how the replicas are: the world is told, and what one cannot go on with goes to those that can.
     fn look(&mut self) {
-        let states: Vec<EngineState> = self.replicas.iter().map(Replica::state).collect();
+        let states: Vec<EngineState> = self.replicas.iter().map(Member::state).collect();
         let is_any_ready = states.contains(&EngineState::Ready);
         for (index, (replica, state)) in self.replicas.iter_mut().zip(&states).enumerate() {
             let is_ready = *state == EngineState::Ready;
@@ -288,7 +288,7 @@ impl Router {
             SubmitError::QueueFull { .. } | SubmitError::TooLarge { .. } | SubmitError::Unavailable(_) => false,
             SubmitError::NeverFits { .. } | SubmitError::Quarantined { .. } => true,
         };
-        let is_left = |(index, replica): (usize, &Replica)| {
+        let is_left = |(index, replica): (usize, &Member)| {
             submission.tried >> index & 1 == 0 && *replica.state.borrow() == EngineState::Ready
         };
         if is_final || !self.replicas.iter().enumerate().any(is_left) {

@@ -29,7 +29,7 @@ fn start_with(
 /// Until every replica is up.
 async fn all_ready(handle: &EngineHandle) {
     let all = async {
-        while handle.metrics().iter().any(|replica| replica.load().kv_pages == 0) {
+        while handle.replicas().iter().any(|replica| replica.metrics.load().kv_pages == 0) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
@@ -43,7 +43,7 @@ fn slow() -> Script {
 
 /// Sequences of each replica, in slots or waiting.
 fn loads(handle: &EngineHandle) -> Vec<u64> {
-    handle.metrics().iter().map(|replica| replica.load().running + replica.load().waiting).collect()
+    handle.replicas().iter().map(|replica| replica.metrics.load()).map(|load| load.running + load.waiting).collect()
 }
 
 async fn settles(handle: &EngineHandle, wanted: &[u64]) {
@@ -89,12 +89,15 @@ async fn a_long_request_keeps_others_away_and_a_cached_prompt_draws_its_like() {
     drop((long, short));
     settles(&handle, &[0, 0]).await;
     // The same prompt again and again, one at a time: turns would spread it.
-    let before: Vec<u64> = handle.metrics().iter().map(|replica| replica.prefix_cache_queries.get()).collect();
+    let before: Vec<u64> = handle.replicas().iter().map(|replica| replica.metrics.prefix_cache_queries.get()).collect();
     for _ in 0..4 {
         read(submit(&handle, request(9, 130, 3, vec![])).await.unwrap()).await;
     }
-    let asked =
-        handle.metrics().iter().zip(before).map(|(replica, before)| replica.prefix_cache_queries.get() - before);
+    let asked = handle
+        .replicas()
+        .iter()
+        .zip(before)
+        .map(|(replica, before)| replica.metrics.prefix_cache_queries.get() - before);
     let mut asked: Vec<u64> = asked.collect();
     asked.sort_unstable();
     assert_eq!(asked, [0, 4 * 130]);
@@ -154,31 +157,36 @@ async fn what_a_full_replica_refuses_is_tried_at_the_others() {
     let mut config = GroupConfig { replicas: 2, ..config(1) };
     config.limits.max_waiting_requests = 2;
     let (handle, _replicas) =
-        start_with(config, |_, _| Script { step: Duration::from_millis(50), kv_pages: 200, ..Script::default() });
+        start_with(config, |_, _| Script { step: Duration::from_millis(5), kv_pages: 1200, ..Script::default() });
     all_ready(&handle).await;
     // Each has four slots and two places. The first request looks like so much work that all others would go to the
     // other replica, which has no room for them.
-    let mut streams = vec![submit(&handle, request(99, 1, 240, vec![])).await.unwrap()];
+    let read_on = |stream| tokio::spawn(read(stream));
+    let mut readers = vec![read_on(submit(&handle, request(99, 3000, 240, vec![])).await.unwrap())];
     for seed in 0..11 {
-        let request = request(seed, 4, 14, vec![]);
-        streams.push(submit(&handle, request).await.expect("one of them has room"));
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        let request = request(seed, 4, 240, vec![]);
+        readers.push(read_on(submit(&handle, request).await.expect("one of them has room")));
+        tokio::time::sleep(Duration::from_millis(30)).await;
     }
     settles(&handle, &[6, 6]).await;
     let refused = submit(&handle, request(20, 4, 5, vec![])).await.unwrap_err();
     assert!(matches!(refused, SubmitError::QueueFull { limit: 2, .. }), "{refused}");
     // All or none: of three, two would fit.
-    drop(streams.drain(..2));
+    readers.drain(..2).for_each(|reader| reader.abort());
     settles(&handle, &[5, 5]).await;
     let three = (0..3).map(|seed| request(30 + seed, 4, 5, vec![])).collect();
     assert!(handle.submit(three, Standing::default()).await.is_err());
     settles(&handle, &[5, 5]).await;
-    let two: Vec<_> = (0..2).map(|seed| request(40 + seed, 4, 5, vec![])).collect();
-    let taken = handle.submit(two.clone(), Standing::default()).await.expect("one for each");
-    drop(streams);
-    for (stream, request) in taken.into_iter().zip(&two) {
+    readers.iter().for_each(|reader| reader.abort());
+    settles(&handle, &[0, 0]).await;
+    let plans = || handle.replicas().iter().map(|replica| replica.metrics.plans.get()).collect::<Vec<_>>();
+    let before = plans();
+    let four: Vec<_> = (0..4).map(|seed| request(40 + seed, 4, 5, vec![])).collect();
+    let taken = handle.submit(four.clone(), Standing::default()).await.unwrap();
+    for (stream, request) in taken.into_iter().zip(&four) {
         assert_eq!(read(stream).await.0, expected(request).0, "in the order of the request");
     }
+    assert!(plans().iter().zip(before).all(|(now, before)| *now > before), "each computes a part");
 }
 
 #[tokio::test(start_paused = true)]
@@ -191,7 +199,7 @@ async fn a_request_that_loses_replicas_is_found_out_and_the_rest_goes_on() {
     let (culprit, ()) =
         tokio::join!(async { read(submit(&handle, poison.clone()).await.unwrap()).await }, serve(&handle, 30));
     assert!(matches!(&culprit.1, SequenceEvent::Failed(words) if words.contains("lost 3 times")), "{culprit:?}");
-    let losses = || handle.metrics().iter().map(|replica| replica.losses.get()).sum::<u64>();
+    let losses = || handle.replicas().iter().map(|replica| replica.metrics.losses.get()).sum::<u64>();
     assert_eq!(losses(), 3, "twice beside others, once alone");
     for _ in 0..6 {
         let refused = submit(&handle, poison.clone()).await.unwrap_err();
@@ -214,7 +222,7 @@ async fn a_replica_with_other_bits_is_refused_and_the_others_serve() {
     ready(&handle).await;
     // Whichever was first, the other is not served from.
     serve(&handle, 20).await;
-    let served: Vec<bool> = handle.metrics().iter().map(|replica| replica.plans.get() > 0).collect();
+    let served: Vec<bool> = handle.replicas().iter().map(|replica| replica.metrics.plans.get() > 0).collect();
     assert_eq!(served.iter().filter(|served| **served).count(), 1, "{served:?}");
     assert_eq!(handle.state(), EngineState::Ready);
 }

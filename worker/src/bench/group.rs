@@ -237,7 +237,7 @@ impl Group {
                     return Err(BenchError::Ended);
                 };
                 if rank == 0 {
-                    times.push(StepTime { step: outcome.step_time, wait: outcome.wait_time });
+                    times.push(StepTime { step: outcome.step_time, wait: outcome.wait_time.unwrap_or_default() });
                 }
             }
         }

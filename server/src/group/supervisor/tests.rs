@@ -38,7 +38,7 @@ fn bench() -> Bench {
     let (state, state_receiver) = watch::channel(EngineState::Loading(String::new()));
     let (model, model_receiver) = watch::channel(None);
     let metrics = Arc::new(EngineMetrics::default());
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::new([metrics.clone()]));
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
     let channels = Channels { commands, state, model, stop: CancellationToken::new(), alive };
     let (plan_sender, plans) = mpsc::channel(4);
     let (event_sender, events) = mpsc::channel(4 * BURST);
@@ -50,7 +50,7 @@ fn bench() -> Bench {
         tensor_parallel: 1,
         bit_domain: "fake".into(),
     };
-    let traffic = Traffic::default();
+    let traffic = vec![Traffic::default()];
     let Event::GroupReady(shape) = SHAPE.ready() else { unreachable!("that is what it says") };
     let facts = GroupFacts { model, shape, traffic };
     let link = Link {

@@ -184,7 +184,10 @@ impl Delivery {
 
     fn adopt(&mut self, moved: Moved) {
         let Moved { sequence, sender, life, work } = moved;
-        match self.scheduler.adopt(sequence) {
+        // One like it may have been found out meanwhile.
+        let is_admitted =
+            self.common.admit(std::slice::from_ref(sequence.request())).map_err(|error| error.to_string());
+        match is_admitted.and_then(|()| self.scheduler.adopt(sequence)) {
             Ok(number) => {
                 let is_read = sender.move_to(number, self.commands.clone());
                 self.streams.insert(number, OwnedStream { sender, life, work });

@@ -26,7 +26,7 @@ use crate::engine::{
     SubmitError, Work,
 };
 use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
-use choice::{Offer, rows_to_come};
+use choice::{Offer, Readiness, rows_to_come};
 use prefixes::{Prefixes, keys};
 
 /// Most replicas: they are named by the bits of a word.
@@ -260,12 +260,13 @@ impl Router {
         let cached = self.prefixes.cached(keys, self.replicas.len());
         let offers = self.replicas.iter().zip(cached).enumerate().filter(|(index, _)| tried >> index & 1 == 0);
         let offers = offers.filter_map(|(index, (replica, cached_tokens))| {
-            let is_ready = match &*replica.state.borrow() {
-                EngineState::Ready => true,
+            let readiness = match &*replica.state.borrow() {
+                EngineState::Ready => Readiness::Ready,
+                EngineState::Recovering(_) => Readiness::Recovering,
+                EngineState::Loading(_) | EngineState::Draining => Readiness::Loading,
                 EngineState::Failed(_) => return None,
-                _ => false,
             };
-            Some(Offer { replica: index, is_ready, work: replica.work(), cached_tokens })
+            Some(Offer { replica: index, readiness, work: replica.work(), cached_tokens })
         });
         let chosen = choice::best(offers, self.turn, self.replicas.len())?;
         self.turn = (chosen + 1) % self.replicas.len();

@@ -27,8 +27,13 @@ impl Scrape {
             .collect();
         let scrape = Self { lines };
         for (series, count) in scrape.lines.iter().filter(|(series, _)| series.contains("_count{")) {
-            let buckets: Vec<f64> =
-                scrape.of(&series.split('{').next().unwrap_or("").replace("_count", "_bucket")).collect();
+            let (name, labels) = series.trim_end_matches('}').split_once("_count{").expect("that is what it has");
+            let is_of = |bucket: &str| {
+                bucket.strip_prefix(name).is_some_and(|rest| rest.starts_with("_bucket{"))
+                    && labels.split(',').all(|label| bucket.contains(label))
+            };
+            let of = scrape.lines.iter().filter(|(series, _)| is_of(series));
+            let buckets: Vec<f64> = of.map(|(_, value)| *value).collect();
             assert!(buckets.is_sorted() && buckets.last() == Some(count), "{series}: {buckets:?}");
         }
         scrape

@@ -10,7 +10,6 @@ use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::engine::{Ended, EngineMetrics};
 use super::names::{self, Name};
-use crate::engine::Replica;
 
 /// Engines of one server, which the label `engine` numbers from 0, as vLLM numbers those of data parallelism.
 #[derive(Debug)]
@@ -18,8 +17,8 @@ pub struct Engines(Vec<Arc<EngineMetrics>>);
 
 impl Engines {
     /// What these count.
-    pub fn of(replicas: &[Replica]) -> Self {
-        Self(replicas.iter().map(|replica| replica.metrics.clone()).collect())
+    pub fn new(engines: impl IntoIterator<Item = Arc<EngineMetrics>>) -> Self {
+        Self(engines.into_iter().collect())
     }
 }
 

@@ -23,7 +23,9 @@ const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset
 pub(super) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys>>>) -> Registry {
     let model_name = ("model_name".into(), frontend.model_id.clone().into());
     let mut registry = Registry::with_labels([model_name].into_iter());
-    registry.register_collector(Box::new(Engines::new(frontend.engine.replicas().iter().map(|replica| replica.metrics.clone()))));
+    registry.register_collector(Box::new(Engines::new(
+        frontend.engine.replicas().iter().map(|replica| replica.metrics.clone()),
+    )));
     frontend.metrics.register(&mut registry);
     registry.register_collector(Box::new(Facts(frontend.clone())));
     if let Some(keys) = keys {

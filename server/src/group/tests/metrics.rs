@@ -15,7 +15,8 @@ use crate::upload::Uploads;
 /// The value of a series of the one engine, by its name without the prefix and its other labels, as a scrape shows it.
 fn value(handle: &EngineHandle, series: &str) -> f64 {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Engines::new(handle.replicas().iter().map(|replica| replica.metrics.clone()))));
+    registry
+        .register_collector(Box::new(Engines::new(handle.replicas().iter().map(|replica| replica.metrics.clone()))));
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
     let text = text.replace("{engine=\"0\"}", "").replace("engine=\"0\",", "");

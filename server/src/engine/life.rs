@@ -2,9 +2,30 @@
 
 use tokio::time::Instant;
 
-use super::stream::{Times, Unwanted};
 use crate::metrics::{Ended, EngineMetrics};
 use crate::sched::FinishReason;
+
+/// When a sequence came how far, as the engine has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Times {
+    /// Handed over.
+    pub submitted: Instant,
+    /// Got its first slot.
+    pub admitted: Instant,
+    /// Had its first token.
+    pub computed: Instant,
+}
+
+/// Why nobody wants the rest of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unwanted {
+    /// Its owner has what it needs: a stop text was found.
+    Complete,
+    /// Its owner went away.
+    Abandoned,
+    /// The server gives its request up: another of its sequences failed, or the server ends.
+    GivenUp,
+}
 
 /// A sequence from its submission to its end.
 #[derive(Debug)]

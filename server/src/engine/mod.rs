@@ -2,11 +2,11 @@
 //!
 //! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an
 //! [`EngineHandle`]; `group` owns the other end, or `router`, which stands in front of several groups. Neither knows the
-//! front end. `command` is what goes in, `stream` has both ends of what comes out, `life` the times in between.
+//! front end. `sequence` is what goes in and comes out, `life` the times in between, `work` what a replica has to do.
 
-mod command;
 mod life;
-mod stream;
+mod sequence;
+mod work;
 
 use std::sync::Arc;
 
@@ -18,9 +18,9 @@ pub use crate::sched::{
     FinishReason, GeneratedToken, Load, MAX_WEIGHT, PRIORITIES, SamplingParams, SequenceRequest, Standing, SubmitError,
     TokenBounds, leaves_room,
 };
-pub use command::{Command, Moved, Returned, Submission, Work};
-pub use life::Life;
-pub use stream::{SequenceEvent, SequenceSender, SequenceStream, Times, Unwanted, sequence};
+pub use life::{Life, Times, Unwanted};
+pub use sequence::{Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, sequence};
+pub use work::Work;
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose
 /// logit is no number, OpenAI says -9999.

@@ -1,17 +1,18 @@
-//! The events of a sequence, from who computes it to who asked for it. Both ends know where it is computed: that may
-//! change while it lives.
+//! What crosses the seam: commands go in, and the events of each sequence come out. Both ends of a sequence know where it
+//! is computed, to cancel it there: that may change while it lives.
 
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use prometheus_client::metrics::counter::Counter;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::command::Command;
+use super::life::{Life, Times, Unwanted};
+use super::work::Work;
 use crate::drafts::DraftStep;
-use crate::sched::{FinishReason, GeneratedToken};
+use crate::sched::{FinishReason, GeneratedToken, Handed, SequenceRequest, Standing, SubmitError};
 
 /// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,26 +36,89 @@ pub enum SequenceEvent {
     Failed(String),
 }
 
-/// When a sequence came how far, as the engine has it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Times {
-    /// Handed over.
-    pub submitted: Instant,
-    /// Got its first slot.
-    pub admitted: Instant,
-    /// Had its first token.
-    pub computed: Instant,
+/// What the handle sends to the engine.
+#[derive(Debug)]
+pub enum Command {
+    /// A new request.
+    Submit(Submission),
+    /// Nobody wants the rest of a sequence.
+    Cancel {
+        /// Its number.
+        sequence: u64,
+        /// Tokens that its reader took.
+        taken: u64,
+        /// Why not.
+        because: Unwanted,
+    },
+    /// Another replica can go on with what this one cannot compute now: it is to be handed over.
+    HandOver(mpsc::UnboundedSender<Returned>),
+    /// Sequences that another replica handed over.
+    Adopt(Vec<Moved>),
 }
 
-/// Why nobody wants the rest of a sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unwanted {
-    /// Its owner has what it needs: a stop text was found.
-    Complete,
-    /// Its owner went away.
-    Abandoned,
-    /// The server gives its request up: another of its sequences failed, or the server ends.
-    GivenUp,
+/// The sequences of one request on their way to the scheduler.
+#[derive(Debug)]
+pub struct Submission {
+    /// What to generate, at least one.
+    pub requests: Vec<SequenceRequest>,
+    /// Whose they are, and how urgent.
+    pub standing: Standing,
+    /// When they were handed over.
+    pub submitted: Instant,
+    /// Answered once: all are queued, in this order, or why none is.
+    pub reply: oneshot::Sender<Result<Vec<SequenceStream>, SubmitError>>,
+    /// What each of them adds to the work of who takes it; none where nobody counts it.
+    pub work: Vec<Work>,
+    /// Who tries elsewhere what is not taken; nobody where there is one replica.
+    pub elsewhere: Option<mpsc::UnboundedSender<Returned>>,
+    /// The replicas that did not take it, as bits.
+    pub tried: u64,
+}
+
+impl Submission {
+    /// Of a front end that hands its request to whoever is there.
+    pub fn new(
+        requests: Vec<SequenceRequest>,
+        standing: Standing,
+        submitted: Instant,
+        reply: oneshot::Sender<Result<Vec<SequenceStream>, SubmitError>>,
+    ) -> Self {
+        Self { requests, standing, submitted, reply, work: Vec::new(), elsewhere: None, tried: 0 }
+    }
+}
+
+/// What a replica sends back to who stands in front of it.
+#[derive(Debug)]
+pub enum Returned {
+    /// It does not take a request.
+    Refused {
+        /// The request.
+        submission: Submission,
+        /// Why.
+        error: SubmitError,
+    },
+    /// Sequences that it cannot go on with.
+    Moved(Vec<Moved>),
+}
+
+/// A sequence on its way from one replica to another: what was asked, what came of it, and its reader.
+#[derive(Debug)]
+pub struct Moved {
+    /// The scheduler's part.
+    pub sequence: Handed,
+    /// To its reader.
+    pub sender: SequenceSender,
+    /// Its times so far.
+    pub life: Life,
+    /// What it adds to the work of who takes it.
+    pub work: Work,
+}
+
+impl Moved {
+    /// Gives the sequence up.
+    pub fn fail(self, reason: &str) {
+        self.sender.send(SequenceEvent::Failed(reason.into()));
+    }
 }
 
 /// Where a sequence is computed: its number there, and to whom a cancel goes.

@@ -1,5 +1,5 @@
-//! The spans of a request, as OpenTelemetry's conventions for HTTP and for generative models name things, and vLLM where
-//! they have no name. Never what was asked or answered.
+//! The spans of a request, as OpenTelemetry's conventions for HTTP and for generative models name things, and vLLM
+//! where they have no name. Never what was asked or answered.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

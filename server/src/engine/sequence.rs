@@ -21,8 +21,8 @@ pub enum SequenceEvent {
     Prompt {
         /// Tokens of it that were not computed, since cached pages held them.
         cached_tokens: u32,
-        /// When it came how far.
-        times: Times,
+        /// When it came how far. Apart, so that tokens are no larger for it.
+        times: Box<Times>,
         /// The prompt's tokens from the second on with their log-probabilities, if these are wanted.
         logprobs: Vec<GeneratedToken>,
     },
@@ -235,7 +235,7 @@ impl SequenceStream {
         let event = loop {
             match ready!(self.events.poll_recv(context)) {
                 Some(SequenceEvent::Prompt { cached_tokens, times, logprobs }) => {
-                    (self.cached_tokens, self.times, self.prompt_logprobs) = (cached_tokens, Some(times), logprobs);
+                    (self.cached_tokens, self.times, self.prompt_logprobs) = (cached_tokens, Some(*times), logprobs);
                 }
                 Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
                 event => break event,

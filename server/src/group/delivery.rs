@@ -319,7 +319,7 @@ impl Delivery {
             match action {
                 Action::Prompt { sequence, cached_tokens, logprobs } => {
                     let Some(stream) = self.streams.get(&sequence) else { continue };
-                    let times = stream.life.times(now);
+                    let times = Box::new(stream.life.times(now));
                     self.send(sequence, SequenceEvent::Prompt { cached_tokens, times, logprobs }, now);
                 }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),

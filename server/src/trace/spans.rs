@@ -1,5 +1,5 @@
-//! The spans of a request, as OpenTelemetry's conventions for HTTP and for generative models name things, and vLLM where
-//! they have no name. Never what was asked or answered.
+//! The spans of a request, as OpenTelemetry's conventions for HTTP and for generative models name things, and vLLM
+//! where they have no name. Never what was asked or answered.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -9,6 +9,10 @@ use opentelemetry_proto::tonic::{
 };
 
 use super::context::{Context, span_id};
+
+/// Codes of what makes a span an error. Others are the client's mistakes, or its going away.
+const SERVER_FAULTS: [&str; 5] =
+    ["generation_failed", "internal_error", "deadline_exceeded", "not_ready", "shutting_down"];
 
 /// A request that has ended. Times count from its arrival.
 #[derive(Debug)]
@@ -143,9 +147,8 @@ impl Request<'_> {
         let mut status = None;
         if self.failed {
             attributes.push(text("error.type", self.reason));
-            // A client's own mistake is no error of the server's span.
-            let by_server = is_grpc || self.http_status.is_none_or(|status| !(400..500).contains(&status));
-            status = by_server.then(|| Status { message: self.reason.into(), code: StatusCode::Error.into() });
+            let is_fault = SERVER_FAULTS.contains(&self.reason);
+            status = is_fault.then(|| Status { message: self.reason.into(), code: StatusCode::Error.into() });
         } else {
             let values = vec![AnyValue { value: Some(Value::StringValue(self.reason.into())) }];
             let reasons = Value::ArrayValue(ArrayValue { values });

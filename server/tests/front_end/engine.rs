@@ -65,7 +65,7 @@ pub fn token(id: u32) -> SequenceEvent {
 pub fn prompt(cached_tokens: u32, logprobs: Vec<GeneratedToken>) -> SequenceEvent {
     let before = |ms| Instant::now() - Duration::from_millis(ms);
     let times = Times { submitted: before(50), admitted: before(20), computed: before(0) };
-    SequenceEvent::Prompt { cached_tokens, times, logprobs }
+    SequenceEvent::Prompt { cached_tokens, times: Box::new(times), logprobs }
 }
 
 /// The tokens of `text` and the stop token.

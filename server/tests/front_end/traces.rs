@@ -5,7 +5,7 @@ use std::time::Duration;
 use looplane_proto::inference::v1::{
     GenerateRequest, TokenIds, generate_request::Input, inference_client::InferenceClient,
 };
-use looplane_server::{listener::ServeOptions, trace::Otlp};
+use looplane_server::{engine::SequenceEvent, listener::ServeOptions, trace::Otlp};
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
@@ -203,6 +203,12 @@ async fn a_trace_begins_here_where_the_client_has_none_and_only_sampled_ones_are
     let spans = collected.spans(1).await;
     assert_eq!(integer(&spans[0], "http.response.status_code"), i64::from(refused.status));
     assert_eq!((text(&spans[0].attributes, "error.type"), &spans[0].status), ("unknown_parameter", &None));
+    // One that the engine gives up has an error of the server's.
+    let failing = send(&server, "", json!({"messages": [{"role": "user", "content": "hi"}], "stream": true})).await;
+    tokio::join!(read(failing), script.play(vec![SequenceEvent::Failed("no luck".into())]));
+    let spans = collected.spans(2).await;
+    assert_eq!(text(&spans[0].attributes, "error.type"), "generation_failed");
+    assert_eq!(spans[0].status.as_ref().map(|status| status.code), Some(2), "{:#?}", spans[0]);
     // What asks for no place has no trace.
     get(server.address, "/v1/models").await;
     server.stop.drain.cancel();

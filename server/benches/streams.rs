@@ -161,6 +161,7 @@ async fn engine(
                     let _ = reply.send(Ok(streams.collect()));
                 }
                 Some(Command::Cancel { sequence, .. }) => drop(sequences.remove(&sequence)),
+                Some(Command::Ping(reply)) => drop(reply.send(())),
                 None => return,
             },
             _ = ticks.tick() => {

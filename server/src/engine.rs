@@ -104,6 +104,8 @@ pub enum Command {
         /// Why not.
         because: Unwanted,
     },
+    /// Whether the task that does all this still takes its turns; answered in its turn.
+    Ping(oneshot::Sender<()>),
 }
 
 /// Why nobody wants the rest of a sequence.
@@ -249,6 +251,17 @@ impl EngineHandle {
             _ => SubmitError::Unavailable("without an engine: it ended before it answered".into()),
         };
         answer.await.map_err(unanswered)?
+    }
+
+    /// Waits until the engine's task takes its next turn: for ever, if it hangs.
+    ///
+    /// # Errors
+    /// The task has ended.
+    pub async fn ping(&self) -> Result<(), oneshot::error::RecvError> {
+        let (reply, answer) = oneshot::channel();
+        // What cannot be sent is dropped, and the reply in it.
+        let _ = self.commands.send(Command::Ping(reply));
+        answer.await
     }
 
     /// The state now.

@@ -14,6 +14,7 @@ mod golden;
 mod keys;
 mod loadtest;
 mod metrics;
+mod notify;
 mod plans;
 mod prefix_cache;
 mod process;

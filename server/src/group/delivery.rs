@@ -126,6 +126,8 @@ impl Delivery {
         match command {
             Command::Submit(submission) => self.submit(submission),
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
+            // Whoever asked may have gone.
+            Command::Ping(reply) => drop(reply.send(())),
         }
     }
 

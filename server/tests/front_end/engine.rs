@@ -72,6 +72,7 @@ impl Script {
             Command::Cancel { sequence, .. } => {
                 panic!("sequence {sequence} was cancelled, but a submission was expected")
             }
+            Command::Ping(_) => panic!("the front end does not ask for life"),
         }
     }
 
@@ -84,6 +85,7 @@ impl Script {
         match self.command().await {
             Command::Cancel { sequence, because, .. } => (sequence, because),
             Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.requests),
+            Command::Ping(_) => panic!("the front end does not ask for life"),
         }
     }
 

@@ -9,6 +9,7 @@ mod chat_page;
 mod clients;
 mod common;
 mod demo;
+mod deploy;
 mod dialects;
 mod golden;
 mod keys;
@@ -18,6 +19,7 @@ mod notify;
 mod plans;
 mod prefix_cache;
 mod process;
+mod prometheus;
 mod refusals;
 mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]

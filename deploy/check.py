@@ -21,6 +21,7 @@ ALL = {
     "replicas": 2,
     "model": {"path": "/models/m", "name": "m", "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
     "gpus": {"count": 4, "runtimeClassName": "nvidia"},
+    "tensorParallel": 2,
     "options": {"max-slots": 64, "prefix-cache": "off"},
     "env": [{"name": "LOOPLANE_LOG", "value": "debug"}],
     "resources": {"requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}},
@@ -45,7 +46,7 @@ FAIL = [
     ({"drainSeconds": 40}, "terminationGracePeriodSeconds is 90, but must be more than preStopSeconds + 2 x"),
     ({"preStopSeconds": 30}, "must be more than preStopSeconds + 2 x drainSeconds = 90"),
     ({"model": {"path": "/models/m"}}, "model.volume says not where it comes from"),
-    ({"gpus": {"count": 4}, "tensorParallel": 2}, "tensorParallel is 2, but there are 4 GPUs"),
+    ({"gpus": {"count": 4}, "tensorParallel": 8}, "tensorParallel is 8, but there are 4 GPUs"),
     ({"replicas": 9, "autoscaling": {"enabled": True}}, "autoscaling.maxReplicas is 4, fewer than the 9"),
     ({"replica": 2}, "replica"),
     ({"tensorParallel": 3}, "tensorParallel"),
@@ -137,8 +138,8 @@ def look_at(plain: list[dict], full: list[dict]) -> None:
         ]
     pod = one(full, "Deployment")["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    for argument in ("--tp=4", "--device=cuda", "--model=/models/m", "--max-slots=64", "--metrics-without-key"):
-        assert argument in container["args"], container["args"]
+    wanted = {"--tp=2", "--replicas=2", "--device=cuda", "--model=/models/m", "--max-slots=64", "--metrics-without-key"}
+    assert wanted < set(container["args"]), container["args"]
     assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 4}
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]} == {"sockets", "kernels", "models", "keys", "tls"}

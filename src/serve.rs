@@ -6,9 +6,10 @@ use anyhow::Context;
 use looplane_server::{
     config::{Config, Device, LogFormat},
     engine::{EngineHandle, EngineState},
-    group::{self, ProcessLauncher},
+    group::ProcessLauncher,
     http,
     listener::{self, StopSignal, base_url},
+    router,
     text::Text,
 };
 use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
@@ -59,12 +60,12 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
         "Looplane {}: loading {} into {}, {} each",
         env!("CARGO_PKG_VERSION"),
         group.model_dir.display(),
-        counted(group.tensor_parallel, "worker process", "worker processes"),
+        counted(group.replicas * group.tensor_parallel, "worker process", "worker processes"),
         counted(group.threads, "compute thread", "compute threads"),
     );
 
     let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
-    let (engine, group) = group::spawn(config.group.clone(), launcher)?;
+    let (engine, replicas) = router::spawn(config.group.clone(), |_| launcher.clone())?;
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
     let manager = ServiceManager::of_environment();
@@ -73,7 +74,7 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let example = http::example(&url, &config.serve.model_id, text.template.is_some(), with_key);
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
-    group.shutdown_unless(stop.now.cancelled()).await;
+    replicas.shutdown_unless(stop.now.cancelled()).await;
     if let (Some(told), Err(why)) = (told, &served) {
         let last_words = async {
             if let Ok(manager) = told.await {

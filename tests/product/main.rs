@@ -21,6 +21,7 @@ mod prefix_cache;
 mod process;
 mod prometheus;
 mod refusals;
+mod replicas;
 mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;

@@ -81,7 +81,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     let answers = futures::stream::iter(0..requests).map(async |number| answer(&calm, &request(number)).await);
     let expected: Vec<_> = answers.buffered(8).collect().await;
     assert!(expected.iter().all(|(_, cached)| *cached == 0));
-    assert_eq!(counted(&calm, "looplane_prefix_cache_hits_total").await, 0);
+    assert_eq!(counted(&calm, "vllm:prefix_cache_hits_total").await, 0);
     drop(calm);
     // Caches that hold many prompts, and such that hold two sequences; workers of two groups die in the middle.
     let runs = [(1, "40", true), (2, "15", true), (4, "14", false)];
@@ -111,8 +111,8 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
             }
         }
         assert!(cached * 6 > prompts, "tp {tp}, {pages} pages: only {cached} of {prompts} tokens were cached");
-        let hits = counted(&server, "looplane_prefix_cache_hits_total").await;
-        let queries = counted(&server, "looplane_prefix_cache_queries_total").await;
+        let hits = counted(&server, "vllm:prefix_cache_hits_total").await;
+        let queries = counted(&server, "vllm:prefix_cache_queries_total").await;
         assert!(hits >= cached && queries >= prompts && queries > hits, "{hits} of {queries}");
         assert_eq!(
             counted(&server, "looplane_worker_losses_total").await,

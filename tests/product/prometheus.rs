@@ -1,5 +1,5 @@
-//! What deploy/monitoring asks Prometheus, asked for real: Prometheus scrapes the product, which serves, and every query
-//! of the dashboard and every rule finds something.
+//! What deploy/monitoring asks Prometheus, asked for real: Prometheus scrapes the product while it serves, and every
+//! query of the dashboard and every rule finds something.
 
 use std::{
     collections::HashSet,
@@ -192,7 +192,7 @@ fn selectors(query: &str) -> Vec<String> {
         rest = &rest[start..];
         let end = rest.find(|character| !of_name(character)).unwrap_or(rest.len());
         let matchers = rest[end..].strip_prefix('{').map_or(0, |rest| rest.find('}').expect("a closed brace") + 2);
-        if rest[..end].starts_with("looplane") || &rest[..end] == "up" {
+        if ["looplane", "vllm:"].iter().any(|ours| rest.starts_with(ours)) || &rest[..end] == "up" {
             found.push(rest[..end + matchers].to_owned());
         }
         rest = &rest[end + matchers..];
@@ -250,7 +250,7 @@ async fn dashboard_and_rules_find_what_the_product_tells() {
     }
 }
 
-/// What promtool has against metrics. It reads the older text format, in which help and type of a counter have the whole
+/// What promtool has against metrics. It reads the older text format, in which a counter's help and type have the whole
 /// of its name.
 fn lint(promtool: &Path, metrics: &str) -> String {
     let name = |line: &str| line.split(' ').nth(2).expect("help and type have a name").to_owned();

@@ -49,6 +49,7 @@ use crate::{
     frontend::{Frontend, RequestId, in_words},
     grpc,
     request::RequestError,
+    trace::RESPONSE,
 };
 
 /// Names a request in responses and logs; a client may choose it.
@@ -342,14 +343,19 @@ async fn identify(State(frontend): State<Arc<Frontend>>, mut request: Request, n
     let header = HeaderValue::from_str(&id).expect("a header's text, or hexadecimal digits and dashes");
     let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());
     let matched = request.extensions().get::<MatchedPath>().cloned();
-    request.extensions_mut().insert(RequestId::from(id.as_str()));
+    let record = Arc::new(frontend.arrive(RequestId::from(id.as_str()), request.headers()));
+    request.extensions_mut().insert(record.clone());
     let mut response = next.run(request).await;
     let status = response.status().as_u16();
+    record.answered(status);
     frontend.metrics.answered(matched.as_ref().map_or("none", MatchedPath::as_str), status);
     if let Some(ErrorCode(code)) = response.extensions().get() {
         frontend.metrics.failed(code);
     }
     tracing::debug!(request_id = id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
     response.headers_mut().insert(REQUEST_ID, header);
+    if let Some(span) = record.exported() {
+        response.headers_mut().insert(RESPONSE, span);
+    }
     response
 }

@@ -21,6 +21,7 @@ mod scrape;
 mod shares;
 mod tls;
 mod tools;
+mod traces;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 

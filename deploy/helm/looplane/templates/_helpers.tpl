@@ -41,7 +41,7 @@ app.kubernetes.io/component: endpoint-picker
 {{- fail (printf "model.path is %s, but model.volume says not where it comes from." .Values.model.path) }}
 {{- end }}
 {{- $gpus := int .Values.gpus.count }}
-{{- if and $gpus .Values.tensorParallel (ne $gpus (int .Values.tensorParallel)) }}
+{{- if and $gpus (gt (int .Values.tensorParallel) $gpus) }}
 {{- fail (printf "tensorParallel is %d, but there are %d GPUs: each worker has one." (int .Values.tensorParallel) $gpus) }}
 {{- end }}
 {{- if and .Values.autoscaling.enabled (lt (int .Values.autoscaling.maxReplicas) (int .Values.replicas)) }}

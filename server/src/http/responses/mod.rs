@@ -3,7 +3,7 @@
 use std::{cell::Cell, sync::Arc};
 
 use axum::{
-    Extension, Json,
+    Json,
     extract::{Path, Request, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -17,7 +17,7 @@ use super::{
     dialect,
     error::ApiError,
 };
-use crate::frontend::{Place, RequestId, unix_seconds};
+use crate::frontend::{Place, unix_seconds};
 
 mod answer;
 mod items;
@@ -30,12 +30,8 @@ use answer::Responses;
 use request::Asked;
 use store::Stored;
 
-pub(super) async fn create(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, &id, "/v1/responses", request).await?;
+pub(super) async fn create(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    let (place, request) = enter(&app, "/v1/responses", request).await?;
     let record = place.record.clone();
     generate(app, place, request).await.inspect_err(|error| record.failed(error.code))
 }

@@ -5,11 +5,12 @@ serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
 # The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages
-# need a browser, which is installed in target/browser where there is no Chromium. Clients are in target/clients.
+# need a browser, which is installed in target/browser where there is no Chromium. Clients are in target/clients, and
+# Prometheus in target/prometheus.
 # Every test.
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" LOOPLANE_CLIENTS="$(.ci/clients)" \
-        cargo test --workspace
+        LOOPLANE_PROMETHEUS="$(.ci/prometheus)" cargo test --workspace
 
 # The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 # The tests that need a GPU; without one they fail.
@@ -116,6 +117,10 @@ schemathesis URL="http://127.0.0.1:8000" *ARGS:
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
 tsan:
     bash worker/kernels/tests/sync/run.sh
+
+# The chart, the images, rules and alerts, the unit: what of them can be looked at without running them.
+deploy:
+    bash .ci/deploy
 
 # What CI runs.
 ci:

@@ -165,6 +165,7 @@ async fn engine(
                     let _ = reply.send(Ok(streams.collect()));
                 }
                 Some(Command::Cancel { sequence, .. }) => drop(sequences.remove(&sequence)),
+                Some(Command::Ping(reply)) => drop(reply.send(())),
                 // An engine that is alone gets no other.
                 Some(Command::HandOver(_) | Command::Adopt(_)) | None => return,
             },

@@ -19,7 +19,7 @@ pub use crate::sched::{
     TokenBounds, leaves_room,
 };
 pub use life::{Life, Times, Unwanted};
-pub use sequence::{Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, sequence};
+pub use sequence::{Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, ping, sequence};
 pub use work::Work;
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose
@@ -121,6 +121,14 @@ impl EngineHandle {
             _ => SubmitError::Unavailable("without an engine: it ended before it answered".into()),
         };
         answer.await.map_err(unanswered)?
+    }
+
+    /// Waits until the tasks that decide everything take their next turns: for ever, if one hangs.
+    ///
+    /// # Errors
+    /// One has ended.
+    pub async fn ping(&self) -> Result<(), oneshot::error::RecvError> {
+        ping(&self.commands).await
     }
 
     /// The state now.

@@ -54,6 +54,19 @@ pub enum Command {
     HandOver(mpsc::UnboundedSender<Returned>),
     /// Sequences that another replica handed over.
     Adopt(Vec<Moved>),
+    /// Whether the task that does all this still takes its turns; answered in its turn.
+    Ping(oneshot::Sender<()>),
+}
+
+/// Waits until the task behind `commands` takes its next turn: for ever, if it hangs.
+///
+/// # Errors
+/// The task has ended.
+pub async fn ping(commands: &mpsc::UnboundedSender<Command>) -> Result<(), oneshot::error::RecvError> {
+    let (reply, answer) = oneshot::channel();
+    // What cannot be sent is dropped, and the reply in it.
+    let _ = commands.send(Command::Ping(reply));
+    answer.await
 }
 
 /// The sequences of one request on their way to the scheduler.

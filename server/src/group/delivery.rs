@@ -120,6 +120,8 @@ impl Delivery {
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
             Command::HandOver(to) => self.hand_over(&to),
             Command::Adopt(moved) => moved.into_iter().for_each(|moved| self.adopt(moved)),
+            // Whoever asked may have gone.
+            Command::Ping(reply) => drop(reply.send(())),
         }
     }
 

@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 
 use crate::engine::{
     Command, EngineHandle, EngineState, ModelInfo, Moved, Returned, SequenceRequest, SequenceStream, Submission,
-    SubmitError, Work,
+    SubmitError, Work, ping,
 };
 use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
 use choice::{Offer, Readiness, rows_to_come};
@@ -167,8 +167,9 @@ impl Router {
                 Some(returned) = self.returned.recv() => self.returned(returned),
                 command = self.commands.recv() => match command {
                     Some(Command::Submit(submission)) => self.submit(submission),
+                    Some(Command::Ping(reply)) => self.ping(reply),
                     // Streams cancel where they are computed, and replicas adopt from here.
-                    Some(_) => debug_assert!(false, "the front end submits, and nothing else"),
+                    Some(_) => debug_assert!(false, "the front end submits and pings, and nothing else"),
                     None => return,
                 },
             }
@@ -197,6 +198,17 @@ impl Router {
             let changed = *known != model;
             *known = model;
             changed
+        });
+    }
+
+    /// Answers once every replica has; never, if one has ended.
+    fn ping(&self, reply: oneshot::Sender<()>) {
+        let replicas: Vec<_> = self.replicas.iter().map(|replica| replica.commands.clone()).collect();
+        tokio::spawn(async move {
+            if join_all(replicas.iter().map(ping)).await.iter().all(Result::is_ok) {
+                // Whoever asked may have gone.
+                let _ = reply.send(());
+            }
         });
     }
 

@@ -77,6 +77,16 @@ async fn requests_are_shared_out_and_each_gets_its_tokens() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_ping_is_answered_by_every_replica_or_not_at_all() {
+    let (handle, mut replicas) = start(2, |_, _| slow());
+    all_ready(&handle).await;
+    handle.ping().await.unwrap();
+    // Its task is cut off.
+    drop(replicas.groups.pop());
+    timeout(LIMIT, handle.ping()).await.unwrap().unwrap_err();
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_long_request_keeps_others_away_and_a_cached_prompt_draws_its_like() {
     let (handle, _replicas) = start(2, |_, _| slow());
     all_ready(&handle).await;

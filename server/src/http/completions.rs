@@ -57,22 +57,6 @@ pub(super) async fn completion(
     answer(app, Api::Completion, "/v1/completions", &id, request).await
 }
 
-/// The place comes first: it also bounds the memory of bodies.
-pub(super) async fn enter(
-    app: &App,
-    id: &RequestId,
-    route: &'static str,
-    request: Request,
-) -> Result<(Place, Request), ApiError> {
-    match app.frontend.enter(id, request.extensions().get(), route) {
-        Ok(place) => Ok((place, request)),
-        Err(error) => {
-            app.frontend.uploads.discard(request.into_body()).await;
-            Err(error.into())
-        }
-    }
-}
-
 async fn answer(
     app: App,
     api: Api,
@@ -80,7 +64,8 @@ async fn answer(
     id: &RequestId,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, id, route, request).await?;
+    // The place comes first: it also bounds the memory of bodies.
+    let place = app.frontend.enter(id, request.extensions().get(), route)?;
     let record = place.record.clone();
     generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
 }

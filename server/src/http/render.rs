@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::{
     App,
-    completions::{check, enter, json_response},
+    completions::{check, json_response},
     error::ApiError,
     messages, parse, tokens,
     wire::{Api, ids_bytes},
@@ -123,7 +123,7 @@ async fn answer(
     id: RequestId,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, &id, route, request).await?;
+    let place = app.frontend.enter(&id, request.extensions().get(), route)?;
     let record = place.record.clone();
     let result = render(app, api, id, place, request).await;
     match result {

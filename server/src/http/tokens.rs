@@ -8,12 +8,7 @@ use axum::{
 use serde_json::Value;
 
 use super::{
-    App,
-    completions::{check_content_type, enter},
-    error::ApiError,
-    fields::Fields,
-    json::parse as parse_json,
-    messages, parse,
+    App, completions::check_content_type, error::ApiError, fields::Fields, json::parse as parse_json, messages, parse,
 };
 use crate::{
     engine::{FinishReason, ModelInfo},
@@ -93,7 +88,7 @@ pub(super) async fn answer(
     request: Request,
     work: Work,
 ) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, id, route, request).await?;
+    let place = app.frontend.enter(id, request.extensions().get(), route)?;
     let record = place.record.clone();
     let result = prepare(app, place, request, work).await;
     match result {

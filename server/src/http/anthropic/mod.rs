@@ -9,13 +9,7 @@ use axum::{
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::{
-    App,
-    completions::{admit, enter},
-    dialect,
-    error::ApiError,
-    tokens,
-};
+use super::{App, completions::admit, dialect, error::ApiError, tokens};
 use crate::{
     frontend::{Place, RequestId},
     request::{Input, encode},
@@ -36,7 +30,7 @@ pub(super) async fn messages(
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, AnthropicError> {
-    let (place, request) = enter(&app, &id, "/v1/messages", request).await?;
+    let place = app.frontend.enter(&id, request.extensions().get(), "/v1/messages").map_err(ApiError::from)?;
     let record = place.record.clone();
     Ok(generate(app, place, request).await.inspect_err(|error| record.failed(error.code))?)
 }

@@ -4,19 +4,14 @@ use std::{cell::Cell, sync::Arc};
 
 use axum::{
     Extension, Json,
-    extract::{Path, Request, State},
+    extract::{Request, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::{
-    App,
-    completions::{admit, enter},
-    dialect,
-    error::ApiError,
-};
+use super::{App, Named, completions::admit, dialect, error::ApiError};
 use crate::frontend::{Place, RequestId, unix_seconds};
 
 mod answer;
@@ -35,7 +30,7 @@ pub(super) async fn create(
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, &id, "/v1/responses", request).await?;
+    let place = app.frontend.enter(&id, request.extensions().get(), "/v1/responses")?;
     let record = place.record.clone();
     generate(app, place, request).await.inspect_err(|error| record.failed(error.code))
 }
@@ -56,12 +51,12 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, responses).await
 }
 
-pub(super) async fn get(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn get(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     let stored = find(&app.responses, &id, None)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub(super) async fn delete(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if app.responses.delete(&id) {
         return Ok(Json(json!({"id": id, "object": "response", "deleted": true})));
     }
@@ -69,7 +64,7 @@ pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
 }
 
 /// What is kept has ended.
-pub(super) async fn cancel(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn cancel(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     find(&app.responses, &id, None)?;
     let message = "only responses in the background can be cancelled, and there are none here: close the connection";
     Err(ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message))

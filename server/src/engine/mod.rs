@@ -19,7 +19,9 @@ pub use crate::sched::{
     TokenBounds, leaves_room,
 };
 pub use life::{Life, Times, Unwanted};
-pub use sequence::{Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, ping, sequence};
+pub use sequence::{
+    Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, ping, sequence,
+};
 pub use work::Work;
 
 /// What clients are told of a log-probability: JSON has no infinities, and of a token that cannot be drawn, or whose

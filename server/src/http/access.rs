@@ -57,11 +57,7 @@ pub(super) async fn authorize(State(app): State<App>, mut request: Request, next
             return response;
         }
         None if app.access.is_open(&request) => {}
-        None => {
-            let response = refusal(&request, presented.is_some());
-            app.frontend.uploads.discard(request.into_body()).await;
-            return response;
-        }
+        None => return refusal(&request, presented.is_some()),
     }
     next.run(request).await
 }

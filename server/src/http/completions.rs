@@ -48,19 +48,13 @@ pub(super) async fn completion(State(app): State<App>, request: Request) -> Resu
 }
 
 /// The place comes first: it also bounds the memory of bodies.
-pub(super) async fn enter(app: &App, route: &'static str, request: Request) -> Result<(Place, Request), ApiError> {
+pub(super) fn enter(app: &App, route: &'static str, request: &Request) -> Result<Place, ApiError> {
     let record = request.extensions().get().expect("every request has its record");
-    match app.frontend.enter(record, request.extensions().get(), route) {
-        Ok(place) => Ok((place, request)),
-        Err(error) => {
-            app.frontend.uploads.discard(request.into_body()).await;
-            Err(error.into())
-        }
-    }
+    Ok(app.frontend.enter(record, request.extensions().get(), route)?)
 }
 
 async fn answer(app: App, api: Api, route: &'static str, request: Request) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, route, request).await?;
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
 }

@@ -4,8 +4,8 @@ use std::{any::Any, sync::Arc, time::Instant};
 
 use axum::{
     Json, Router,
-    extract::{MatchedPath, Path, Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    extract::{FromRequestParts, MatchedPath, Path, Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, request::Parts},
     middleware::{Next, from_fn_with_state},
     response::{Html, IntoResponse, Response},
     routing::{MethodRouter, get, post},
@@ -35,6 +35,7 @@ mod render;
 mod responses;
 mod tokens;
 mod tools;
+mod unread;
 mod wire;
 
 pub use access::Access;
@@ -172,7 +173,9 @@ pub fn router(app: App, grpc: Router) -> Router {
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(app.clone(), access::authorize));
-    access::share(router, &app.access.cors_origins).layer(from_fn_with_state(app.frontend, identify))
+    access::share(router, &app.access.cors_origins)
+        .layer(from_fn_with_state(app.frontend.clone(), unread::discard))
+        .layer(from_fn_with_state(app.frontend, identify))
 }
 
 /// What holds for an answer wherever it was made.
@@ -250,7 +253,7 @@ async fn models(State(app): State<App>) -> Json<Value> {
     Json(json!({"object": "list", "data": [describe(&app)]}))
 }
 
-async fn model(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+async fn model(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if id == app.frontend.model_id {
         return Ok(Json(describe(&app)));
     }
@@ -306,8 +309,24 @@ async fn not_found(request: Request) -> Response {
     if is_grpc(request.headers()) {
         return grpc_error(Code::Unimplemented, "not_found", &format!("no method {}", request.uri().path()));
     }
-    let message = format!("there is no {} here; GET / lists what is", request.uri().path());
-    ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()
+    nothing_at(request.uri().path()).into_response()
+}
+
+fn nothing_at(path: &str) -> ApiError {
+    let message = format!("there is no {path} here; GET / lists what is");
+    ApiError::new(StatusCode::NOT_FOUND, "not_found", message)
+}
+
+/// The part of a path that names something. What is no text names nothing.
+struct Named(String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let name = Path::from_request_parts(parts, state).await;
+        name.map(|Path(name)| Self(name)).map_err(|_| nothing_at(parts.uri.path()))
+    }
 }
 
 fn is_grpc(headers: &HeaderMap) -> bool {

@@ -104,7 +104,7 @@ pub(super) async fn apply_template(State(app): State<App>, request: Request) -> 
 }
 
 async fn answer(app: App, api: Api, route: &'static str, request: Request) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, route, request).await?;
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     let result = render(app, api, place, request).await;
     match result {

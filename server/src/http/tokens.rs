@@ -79,7 +79,7 @@ pub(super) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
 
 /// Does `work` with the fields of a request's body, within the bounds of a request for text.
 pub(super) async fn answer(app: App, route: &'static str, request: Request, work: Work) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, route, request).await?;
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     let result = prepare(app, place, request, work).await;
     match result {

@@ -8,6 +8,7 @@ mod deadlines;
 mod engine;
 mod generation;
 mod grpc;
+mod hostile;
 mod http2;
 mod keys;
 mod lifecycle;

@@ -31,7 +31,7 @@ use answer::Messages;
 pub(super) struct AnthropicError(ApiError);
 
 pub(super) async fn messages(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
-    let (place, request) = enter(&app, "/v1/messages", request).await?;
+    let place = enter(&app, "/v1/messages", &request)?;
     let record = place.record.clone();
     Ok(generate(app, place, request).await.inspect_err(|error| record.failed(error.code))?)
 }

@@ -4,7 +4,7 @@ use std::{cell::Cell, sync::Arc};
 
 use axum::{
     Json,
-    extract::{Path, Request, State},
+    extract::{Request, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::{
-    App,
+    App, Named,
     completions::{admit, enter},
     dialect,
     error::ApiError,
@@ -31,7 +31,7 @@ use request::Asked;
 use store::Stored;
 
 pub(super) async fn create(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, "/v1/responses", request).await?;
+    let place = enter(&app, "/v1/responses", &request)?;
     let record = place.record.clone();
     generate(app, place, request).await.inspect_err(|error| record.failed(error.code))
 }
@@ -52,12 +52,12 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, responses).await
 }
 
-pub(super) async fn get(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn get(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     let stored = find(&app.responses, &id, None)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub(super) async fn delete(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if app.responses.delete(&id) {
         return Ok(Json(json!({"id": id, "object": "response", "deleted": true})));
     }
@@ -65,7 +65,7 @@ pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
 }
 
 /// What is kept has ended.
-pub(super) async fn cancel(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn cancel(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     find(&app.responses, &id, None)?;
     let message = "only responses in the background can be cancelled, and there are none here: close the connection";
     Err(ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message))

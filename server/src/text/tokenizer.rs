@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType};
 
@@ -58,6 +59,8 @@ impl Tokenizer {
     /// # Errors
     /// In words: what does not parse, which id the model does not have, or which decoder is not supported.
     pub fn from_json(json: &[u8], vocab_size: u32) -> Result<Self, String> {
+        // The library panics at some places where JSON is broken off, as in a file that was not downloaded whole.
+        serde_json::from_slice::<IgnoredAny>(json).map_err(|error| format!("no JSON: {error}"))?;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
         // A prompt is never cut or padded in silence, whatever the file asks for.
         inner.with_truncation(None).map_err(|error| error.to_string())?;

@@ -114,6 +114,12 @@ schemathesis URL="http://127.0.0.1:8000" *ARGS:
     target/schemathesis/bin/schemathesis --config-file deploy/schemathesis.toml run {{URL}}/openapi.json \
         --continue-on-failure --exclude-checks positive_data_acceptance {{ARGS}}
 
+# The first time it compiles everything with counters, for ten minutes. A finding is run again by
+# `cargo run --example fuzz -- TARGET FILE`, and kept in tests/fuzz/corpus with the change that mends it.
+# Looks for inputs that break what a place that takes them promises, a minute for each.
+fuzz TARGET="all" SECONDS="60":
+    bash tests/fuzz/run.sh {{TARGET}} {{SECONDS}}
+
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
 tsan:
     bash worker/kernels/tests/sync/run.sh

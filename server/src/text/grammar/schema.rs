@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Number, Value, json};
 
-use super::pattern;
+use super::{multiples, pattern};
 
 /// White space between the tokens of JSON. Its length is bounded: models that are lost write no end of it.
 const SPACE: &str = "[ \\t\\n\\r]{1,64}";
@@ -51,6 +51,7 @@ pub(super) fn prepared(schema: &Value) -> Result<Value, String> {
         other => json!({"allOf": [other]}),
     };
     hold(&mut schema, &mut Vec::new())?;
+    multiples::check(&schema)?;
     let fields = schema.as_object_mut().expect("an object, as made above");
     let told = fields.entry("x-guidance").or_insert_with(|| json!({}));
     let told = told.as_object_mut().ok_or("x-guidance: must be an object")?;

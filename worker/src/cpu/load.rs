@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::budget::{self, Needs};
+use super::expansions::Expansions;
 use super::fabric::{Fabric, Shape};
 use super::kernels::attention::MAX_HEAD_DIM;
 use super::kernels::isa::Isa;
@@ -19,7 +20,7 @@ use crate::grammar::Grammars;
 use crate::model::conversion::{computed, converter, weights_note};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{Checkpoint, ModelConfig};
-use crate::plan::stream::{embedding_bytes, packed_bytes};
+use crate::plan::stream::{LAYER_PRODUCTS, embedding_bytes, packed_bytes};
 use crate::plan::{KvLayout, ModelPlan, PAGE_POSITIONS, RankPlan};
 use crate::rope::Rope;
 use crate::sampling::{Sampler, SamplerShape};
@@ -82,7 +83,7 @@ pub fn load_with(
             (checkpoint.config().clone(), Some(checkpoint), digest)
         }
     };
-    let config = computed(&stored, request.quantization, |config| config.layer_weights.group().is_none());
+    let config = computed(&stored, request.quantization, takes);
     if config.head_dim > MAX_HEAD_DIM {
         let refusal = format!(
             "config.json: head_dim {} is over {MAX_HEAD_DIM}, the most the CPU decoder computes",
@@ -121,6 +122,7 @@ pub fn load_with(
         weights: (packed_bytes(&plan, &rank) + embedding_bytes(&plan, &rank)) as u64,
         kv: (kv.pages as u64).saturating_mul(kv.page_bytes() as u64),
         activations: Activations::bytes(&plan, &rank, request.max_batch_tokens, request.max_slots)
+            + Expansions::bytes(&plan, &rank, request.threads)
             + (request.max_slots * pages * (PAGE_POSITIONS + 1) * 4) as u64
             + Sampler::bytes(&shape) as u64,
         exchange: fabric_shape.bytes() as u64,
@@ -175,7 +177,7 @@ pub fn load_with(
         max_batch_tokens: request.max_batch_tokens,
     };
     let shard = Shard { isa, rope: Rope::new(&config), plan, rank, weights, kv };
-    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots)?;
+    let x = Activations::new(&shard, request.max_batch_tokens, request.max_slots, request.threads)?;
     let batch = Batch::new(Limits {
         max_slots: request.max_slots,
         max_batch_tokens: request.max_batch_tokens,
@@ -242,6 +244,12 @@ impl From<OutOfMemory> for LoadError {
     }
 }
 
+/// Whether there are kernels for the format of a model's weights: leaves must begin where runs of a group can.
+fn takes(config: &ModelConfig) -> bool {
+    let Ok(plan) = ModelPlan::new(config, 1) else { return true };
+    LAYER_PRODUCTS.into_iter().all(|product| product.runs(&plan, &plan.rank(0)).is_some())
+}
+
 /// KV pages as asked for, or as many as the slots need within the byte limit.
 fn kv_layout(
     plan: &ModelPlan,
@@ -298,6 +306,7 @@ fn domain_word(domain: &str) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::format::INT4;
 
     fn request() -> LoadRequest {
         LoadRequest {
@@ -349,6 +358,25 @@ mod tests {
         assert!(packed.iter().all(|progress| progress.bytes_total == loaded.weight_bytes));
         assert!(packed.is_sorted_by_key(|progress| progress.bytes_done));
         assert_eq!(packed.last().unwrap().bytes_done, loaded.weight_bytes);
+    }
+
+    #[test]
+    fn groups_stay_packed_unless_a_pair_would_lie_in_two() {
+        let load = |intermediate, quantization| {
+            let config = crate::plan::tests::config(4, 2, intermediate, 768);
+            let random = Some(RandomSource { config, seed: 3 });
+            let request = LoadRequest { quantization, ..request() };
+            load_with(&request, &Options { random, ..options() }, &mut |_| ()).unwrap()
+        };
+        let [plain, packed, odd] =
+            [load(384, None), load(384, Some(INT4)), load(400, Some(INT4))].map(|decoder| decoder.loaded().clone());
+        let note = |loaded: &Loaded| loaded.notes.iter().find(|note| note.contains("a pass reads")).unwrap().clone();
+        let (layers, of_bf16) = (packed.stream_bytes - packed.head_bytes, plain.stream_bytes - plain.head_bytes);
+        // A scale for 24 columns at worst: a leaf of the intermediate size.
+        assert!(layers > of_bf16 / 4 && layers < of_bf16 * 3 / 10, "{layers} of {of_bf16}");
+        assert!(note(&packed).contains("int4 in groups of 128, quantised at load"), "{}", note(&packed));
+        assert!(note(&odd).contains("weights of the layers in bf16"), "{}", note(&odd));
+        assert_ne!(packed.bit_domain, plain.bit_domain);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod ahead;
 mod budget;
+mod expansions;
 mod fabric;
 mod inputs;
 mod kernels;

@@ -12,6 +12,7 @@ mod attention;
 mod mlp;
 
 use super::ahead::Ahead;
+use super::expansions::Expansions;
 use super::fabric::{Fabric, Place, SLICE};
 use super::inputs::Inputs;
 use super::kernels::LANES;
@@ -29,8 +30,8 @@ use crate::rope::Rope;
 
 pub use activations::Activations;
 
-/// Row tiles of one unit of a product, and of one slice of an exchange.
-const UNIT_TILES: usize = SLICE / LANES;
+/// Row tiles of one unit of a product (of q, k and v it is a head), and of one slice of an exchange.
+pub const UNIT_TILES: usize = SLICE / LANES;
 
 /// What a rank computes with; fixed at load.
 pub struct Shard {
@@ -106,13 +107,16 @@ impl Pass<'_> {
         let hidden = shard.plan.config.hidden_size;
         let panel = shard.weights.panel(layer, which);
         let x = if which == Product::Down { &self.x.gated } else { &self.x.attended };
+        let expansions = &self.x.expansions;
         let residual = Disjoint::new(&mut self.x.residual);
         let partial = |slice: usize, out: &mut [f32]| {
             let panel = unit_of(panel, slice);
             let block = MAX_COLUMNS * panel.tiles * LANES;
-            for (index, out) in out.chunks_mut(block).take(rows.div_ceil(MAX_COLUMNS)).enumerate() {
-                product(shard.isa, panel, x.columns(index * MAX_COLUMNS, rows), out);
-            }
+            expansions.with(shard.isa, panel, rows, |panel| {
+                for (index, out) in out.chunks_mut(block).take(rows.div_ceil(MAX_COLUMNS)).enumerate() {
+                    product(shard.isa, panel, x.columns(index * MAX_COLUMNS, rows), out);
+                }
+            });
         };
         let add = |slice: usize, of_ranks: &[&[f32]]| {
             let panel = unit_of(panel, slice);
@@ -145,7 +149,8 @@ impl Pass<'_> {
         let row_of = |sample: usize| samples[sample];
         normalise(shard, self.team, weight, &self.x.residual, samples.len(), row_of, &mut self.x.head_input);
         let panel = shard.weights.panel(0, Product::LmHead);
-        let (input, logits) = (&self.x.head_input, Disjoint::new(&mut self.x.logits));
+        let input = (&self.x.head_input, &self.x.expansions);
+        let logits = Disjoint::new(&mut self.x.logits);
         let unit = |unit: usize| {
             let panel = unit_of(panel, unit);
             let mut out = [0.0; MAX_COLUMNS * SLICE];
@@ -204,17 +209,19 @@ fn ahead(shard: &Shard, layer: usize, which: Product) -> Ahead<'_> {
 fn each_block(
     shard: &Shard,
     panel: Panel<'_>,
-    x: &Inputs,
+    (x, expansions): (&Inputs, &Expansions),
     rows: usize,
     out: &mut [f32],
     mut done: impl FnMut(usize, &mut [f32]),
 ) {
-    for first in (0..rows).step_by(MAX_COLUMNS) {
-        let columns = x.columns(first, rows);
-        product(shard.isa, panel, columns, out);
-        for (column, values) in out.chunks_exact_mut(panel.tiles * LANES).take(columns.count).enumerate() {
-            panel.scale(values);
-            done(first + column, values);
+    expansions.with(shard.isa, panel, rows, |panel| {
+        for first in (0..rows).step_by(MAX_COLUMNS) {
+            let columns = x.columns(first, rows);
+            product(shard.isa, panel, columns, out);
+            for (column, values) in out.chunks_exact_mut(panel.tiles * LANES).take(columns.count).enumerate() {
+                panel.scale(values);
+                done(first + column, values);
+            }
         }
-    }
+    });
 }

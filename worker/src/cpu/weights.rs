@@ -10,11 +10,11 @@ use super::kernels::product::{E4M3_RAISED, Panel};
 use super::kernels::{LANES, LINE};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::team::Team;
-use crate::model::format::bf16_to_e4m3;
+use crate::model::format::{MIDDLE, bf16_to_e4m3};
 use crate::model::source::Source;
 use crate::model::{LayerTensor, Tensor, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{ModelPlan, Product, RankPlan, Tile};
+use crate::plan::{ModelPlan, Product, RankPlan, Runs, Tile};
 
 /// Vectors of a layer that are not streamed; fp32 copies of the bf16 values.
 #[derive(Debug)]
@@ -32,9 +32,10 @@ pub struct LayerVectors {
 /// A rank's weights.
 #[derive(Debug)]
 pub struct Weights {
-    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` weights each.
+    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` weights each; where they
+    /// are in groups, each run of a leaf begins with its scales, `[16 rows]` bf16, and its zero points, if it has some.
     stream: Buffer<u8>,
-    /// Of the products that have some, in order: `[tiles][16 rows]`, times [`E4M3_RAISED`].
+    /// Of the products whose rows have some, in order: `[tiles][16 rows]`, times [`E4M3_RAISED`].
     scales: Vec<f32>,
     spans: Vec<Span>,
     head: Span,
@@ -57,6 +58,7 @@ struct Span {
     tile_bytes: usize,
     leaves: usize,
     leaf_pairs: usize,
+    runs: Runs,
     format: WeightFormat,
     /// Its first scale.
     first_scale: usize,
@@ -109,9 +111,10 @@ impl Weights {
             let span = Span {
                 start: stream_bytes,
                 tiles,
-                tile_bytes: format.bytes(product.tile_len(plan, rank)),
+                tile_bytes: product.tile_bytes(plan, rank),
                 leaves: product.leaves(plan, rank).len(),
                 leaf_pairs: product.k(plan).padded / 2,
+                runs: product.runs(plan, rank).expect("a load expands weights whose leaves have no runs"),
                 format,
                 first_scale: scales,
             };
@@ -157,6 +160,7 @@ impl Weights {
             tiles: span.tiles,
             leaves: span.leaves,
             leaf_pairs: span.leaf_pairs,
+            runs: span.runs,
         }
     }
 
@@ -223,7 +227,9 @@ impl Weights {
                     pack_tile::<u16>(of, product, &tile, |value| value.to_bits(), bytemuck::cast_slice_mut(out));
                 }
                 WeightFormat::E4m3 => pack_tile(of, product, &tile, bf16_to_e4m3, out),
-                WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("a load expands groups"),
+                WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => {
+                    pack_groups(of, product, &tile, span.runs, out);
+                }
             }
             out.len()
         });
@@ -271,9 +277,7 @@ fn pack_tile<T>(
     out: &mut [T],
 ) {
     let (k, leaves) = (product.k(plan), product.leaves(plan, rank));
-    let columns = k.columns(leaves.start).start..k.columns(leaves.end - 1).end;
-    let mut values = vec![bf16::ZERO; tile.rows.len() * columns.len()];
-    source.read(tile.tensor, tile.rows.clone(), columns.clone(), &mut values);
+    let (columns, values) = read_tile((source, plan, rank), product, tile);
     for leaf in 0..leaves.len() {
         let out = &mut out[leaf * k.padded * LANES..][..k.padded * LANES];
         // Line by line: what is read is sixteen rows side by side, what is written one run.
@@ -285,6 +289,81 @@ fn pack_tile<T>(
             }
         }
     }
+}
+
+/// The columns of a product of this rank, and a tile's values in them, row by row.
+fn read_tile(
+    (source, plan, rank): (&dyn Source, &ModelPlan, &RankPlan),
+    product: Product,
+    tile: &Tile,
+) -> (Range<usize>, Vec<bf16>) {
+    let (k, leaves) = (product.k(plan), product.leaves(plan, rank));
+    let columns = k.columns(leaves.start).start..k.columns(leaves.end - 1).end;
+    let mut values = vec![bf16::ZERO; tile.rows.len() * columns.len()];
+    source.read(tile.tensor, tile.rows.clone(), columns.clone(), &mut values);
+    (columns, values)
+}
+
+/// As [`pack_tile`], of weights in groups: run by run, scales and zero points before the lines. Padding is zero, times
+/// whatever scale.
+fn pack_groups(
+    of: (&dyn Source, &ModelPlan, &RankPlan),
+    product: Product,
+    tile: &Tile,
+    runs: Runs,
+    mut out: &mut [u8],
+) {
+    let (source, plan, rank) = of;
+    let (k, format, rows) = (product.k(plan), product.format(plan), tile.rows.len());
+    let (columns, values) = read_tile(of, product, tile);
+    for leaf in 0..product.leaves(plan, rank).len() {
+        let mut pair = 0;
+        for run in runs.of(leaf) {
+            let (header, rest) = out.split_at_mut(format.group_bytes(LANES));
+            let (lines, rest) = rest.split_at_mut(format.bytes(run * LINE));
+            let (mut scales, mut zeros) = ([0.0; LANES], [MIDDLE; LANES]);
+            if 2 * pair < k.len {
+                let column = columns.start + leaf * k.len + 2 * pair;
+                source.scales(tile.tensor, tile.rows.clone(), column, &mut scales[..rows]);
+                source.zeros(tile.tensor, tile.rows.clone(), column, &mut zeros[..rows]);
+            }
+            write_header(&scales, &zeros, header);
+            for (line, pair) in lines.chunks_exact_mut(format.bytes(LINE)).zip(pair..) {
+                let value = |row: usize, column: usize| {
+                    let held = row < rows && column < k.len;
+                    if held { values[row * columns.len() + leaf * k.len + column] } else { bf16::ZERO }
+                };
+                let two = |row| [value(row, 2 * pair), value(row, 2 * pair + 1)];
+                match format {
+                    WeightFormat::Int4 { .. } => line.iter_mut().enumerate().for_each(|(row, byte)| {
+                        let [low, high] = two(row).map(|value| four_bits(value.to_f32() as i8, zeros[row]));
+                        *byte = low | high << 4;
+                    }),
+                    _ => line.chunks_exact_mut(2).enumerate().for_each(|(row, bytes)| {
+                        bytes.copy_from_slice(&two(row).map(bf16_to_e4m3));
+                    }),
+                }
+            }
+            (out, pair) = (rest, pair + run);
+        }
+    }
+}
+
+/// Writes what a run begins with: scales, and zero points if there is room: of rows 0 to 7 in the low halves of bytes.
+fn write_header(scales: &[f32; LANES], zeros: &[u8; LANES], out: &mut [u8]) {
+    let (of_scales, of_zeros) = out.split_at_mut(LANES * 2);
+    for (scale, out) in scales.iter().zip(of_scales.chunks_exact_mut(2)) {
+        out.copy_from_slice(&bf16::from_f32(*scale).to_le_bytes());
+    }
+    let (low, high) = zeros.split_at(LANES / 2);
+    for ((low, high), out) in low.iter().zip(high).zip(of_zeros) {
+        *out = four_bits(0, *low) | four_bits(0, *high) << 4;
+    }
+}
+
+/// A weight that is `value` more than its zero point, as the kernels have it: less the middle, in two's complement.
+fn four_bits(value: i8, zero: u8) -> u8 {
+    (value.cast_unsigned().wrapping_add(zero).wrapping_sub(MIDDLE)) & 15
 }
 
 impl LayerVectors {
@@ -321,9 +400,51 @@ fn vector(source: &dyn Source, tensor: Tensor, range: Range<usize>) -> Vec<f32> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::kernels::isa::Isa;
+    use crate::cpu::kernels::product::expand;
     use crate::cpu::team::Placement;
     use crate::model::ModelConfig;
+    use crate::model::conversion::Expanded;
+    use crate::model::conversion::expanded::tests::Grouped;
     use crate::model::source::RandomSource;
+
+    /// Odd shapes: a hidden size that is no multiple of a tile, leaves of 24 and 50 columns, heads of 48.
+    #[test]
+    fn groups_are_packed_to_the_weights_of_the_model_in_bf16() {
+        let shapes = [(16, 384, 256, 64), (4, 800, 208, 48), (2, 512, 72, 16)];
+        let int4 = |columns, zeros| WeightFormat::Int4 { columns, zeros };
+        let formats = [int4(16, true), int4(128, false), int4(32, true), WeightFormat::E4m3Groups { columns: 128 }];
+        for ((heads, intermediate, hidden_size, head_dim), format) in
+            shapes.into_iter().flat_map(|shape| formats.map(|format| (shape, format)))
+        {
+            let plain = ModelConfig {
+                hidden_size,
+                head_dim,
+                num_layers: 1,
+                ..crate::plan::tests::config(heads, 2, intermediate, 20)
+            };
+            let config = ModelConfig { layer_weights: format, ..plain.clone() };
+            for tensor_parallel in [1, 2, 4] {
+                let Ok(plan) = ModelPlan::new(&config, tensor_parallel) else { continue };
+                let plain = ModelPlan::new(&plain, tensor_parallel).unwrap();
+                let source = Grouped(RandomSource { config: config.clone(), seed: 11 });
+                let team = Team::new(1, Placement::Floating, true).unwrap();
+                let load = |source: &dyn Source, plan: &ModelPlan, rank| {
+                    Weights::load(source, plan, &plan.rank(rank), &team, &mut |_| ()).unwrap()
+                };
+                for (rank, product) in
+                    (0..tensor_parallel).flat_map(|rank| LAYER_PRODUCTS.map(|product| (rank, product)))
+                {
+                    let [stored, plain] = [load(&source, &plan, rank), load(&Expanded(&source), &plain, rank)];
+                    let expected: &[u16] = bytemuck::cast_slice(plain.panel(0, product).data);
+                    let mut expanded = vec![0; expected.len()];
+                    expand(Isa::best(), stored.panel(0, product), &mut expanded);
+                    let differ = expanded.iter().zip(expected).filter(|(is, was)| is != was && **was & 0x7fff != 0);
+                    assert_eq!(differ.count(), 0, "{format} {product:?} of rank {rank} of {tensor_parallel}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn progress_is_told_while_a_product_is_packed() {

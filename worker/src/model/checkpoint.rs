@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use half::bf16;
 use sha2::{Digest, Sha256};
 
-use super::format::MIDDLE;
+use super::format::{GROUP_SCALE_MAX, MIDDLE};
 use super::{ModelConfig, Tensor};
 use files::{MappedFile, open_files, release};
 use find::Finder;
@@ -58,7 +58,7 @@ type At = (Tensor, usize, usize);
 enum Fault {
     /// A weight that is not finite.
     Weight(bf16),
-    /// A scale that is not finite.
+    /// A scale that is not finite, or too large.
     Scale(bf16),
     /// A zero point where groups are symmetric.
     Zero(u8),
@@ -217,7 +217,8 @@ impl Checkpoint {
             }
             Scales::Groups(scales) => {
                 let scale = scales.value(self.bytes(&scales.part), row, place.group(column));
-                if !scale.is_finite() {
+                // What is not a number fails it too.
+                if !(scale.to_f32().abs() <= GROUP_SCALE_MAX) {
                     self.note((tensor, row, column), Fault::Scale(scale));
                 }
                 scale.to_f32()

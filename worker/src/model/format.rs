@@ -38,6 +38,11 @@ pub enum WeightFormat {
 pub const INT4: WeightFormat = WeightFormat::Int4 { columns: 128, zeros: false };
 /// The zero point of symmetric groups of 4 bits.
 pub const MIDDLE: u8 = 8;
+/// The smallest magnitude of a group's scale, 2^-100; what is smaller is zero. No sum knows a weight with such a scale,
+/// and none that is multiplied by a larger one is denormal, so that it does not matter how these are treated.
+pub const GROUP_SCALE_MIN: f32 = f32::from_bits((127 - 100) << 23);
+/// The largest one, 2^100.
+pub const GROUP_SCALE_MAX: f32 = f32::from_bits((127 + 100) << 23);
 /// The largest magnitude of E4M3.
 pub const E4M3_MAX: f32 = 448.0;
 /// The bits of what is not a number, but for the sign.
@@ -50,6 +55,15 @@ impl WeightFormat {
             Self::Bf16 => values * 2,
             Self::E4m3 | Self::E4m3Groups { .. } => values,
             Self::Int4 { .. } => values / 2,
+        }
+    }
+
+    /// Bytes of the scales and zero points of a group of each of `rows` rows; an even number of them.
+    pub const fn group_bytes(self, rows: usize) -> usize {
+        match (self.group(), self.has_zeros()) {
+            (None, _) => 0,
+            (Some(_), false) => rows * 2,
+            (Some(_), true) => rows * 2 + rows / 2,
         }
     }
 
@@ -114,6 +128,12 @@ pub fn to_bf16(value: f32) -> bf16 {
     // Of what is not a number, cutting could leave an infinity.
     let not_a_number = bits >> 16 | 0x40;
     bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { not_a_number } else { rounded } as u16)
+}
+
+/// A group's scale: the nearest bf16, or zero. What is larger than [`GROUP_SCALE_MAX`], or no number, stays so.
+pub fn group_scale(value: f32) -> bf16 {
+    let scale = bf16::from_f32(value);
+    if scale.to_f32().abs() < GROUP_SCALE_MIN { bf16::ZERO } else { scale }
 }
 
 /// The value of E4M3 bits; exact. 0x7f and 0xff are no numbers.

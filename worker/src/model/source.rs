@@ -16,7 +16,7 @@ pub trait Source: Sync {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]);
 
     /// Writes what the values of each of `rows` of a matrix are to be multiplied by, at `column`: 1 where there are no
-    /// scales. Those of groups are values of bf16.
+    /// scales. Those of groups are values of bf16, zero or from 2^-100 to 2^100 in magnitude.
     fn scales(&self, tensor: Tensor, rows: Range<usize>, column: usize, out: &mut [f32]);
 
     /// Writes the zero points of each of `rows` of a matrix of 4 bits, at `column`: [`MIDDLE`] where groups have none.

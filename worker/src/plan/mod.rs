@@ -11,10 +11,12 @@ use crate::model::ModelConfig;
 
 pub mod kv;
 pub mod rounding;
+pub mod runs;
 pub mod stream;
 pub mod tree;
 
 pub use kv::KvLayout;
+pub use runs::Runs;
 pub use stream::{Product, Tile};
 
 /// Positions a KV page holds. Also the attention leaf: scores, maximum, sum and output are computed a page at a time

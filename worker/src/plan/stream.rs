@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Leaves, ModelPlan, ROW_TILE, RankPlan};
+use super::{Leaves, ModelPlan, ROW_TILE, RankPlan, Runs};
 use crate::model::WeightFormat;
 use crate::model::tensors::{LayerTensor, Tensor};
 
@@ -81,6 +81,18 @@ impl Product {
         self.k(plan).padded_len(self.leaves(plan, rank).len()) * ROW_TILE
     }
 
+    /// The runs of its leaves on this rank; `None` where CPUs have none for the model ([`Runs::new`]).
+    pub fn runs(self, plan: &ModelPlan, rank: &RankPlan) -> Option<Runs> {
+        Runs::new(self.format(plan), self.k(plan), self.leaves(plan, rank).start)
+    }
+
+    /// Bytes of a tile as CPUs pack it: weights, and the scales and zero points of groups.
+    pub fn tile_bytes(self, plan: &ModelPlan, rank: &RankPlan) -> usize {
+        let (format, leaves) = (self.format(plan), self.leaves(plan, rank).len());
+        let runs = self.runs(plan, rank).map_or(0, |runs| runs.count(leaves));
+        format.bytes(self.tile_len(plan, rank)) + runs * format.group_bytes(ROW_TILE)
+    }
+
     /// Which rows tile `tile` of this rank holds. `layer` is not looked at for the LM head.
     ///
     /// # Panics
@@ -118,9 +130,13 @@ impl Product {
     }
 }
 
-/// Bytes of packed weights of a rank: all layers and the LM head, padding included.
+/// Bytes of a rank's weights as CPUs pack them, with their scales: all layers and the LM head, padding included.
 pub fn packed_bytes(plan: &ModelPlan, rank: &RankPlan) -> usize {
-    let of = |product: Product| product.format(plan).bytes(product.tiles(plan, rank) * product.tile_len(plan, rank));
+    let of = |product: Product| {
+        let rows = product.tiles(plan, rank) * ROW_TILE;
+        let scales = if product.format(plan).has_row_scales() { rows * size_of::<f32>() } else { 0 };
+        product.tiles(plan, rank) * product.tile_bytes(plan, rank) + scales
+    };
     plan.config.num_layers * LAYER_PRODUCTS.into_iter().map(of).sum::<usize>() + of(Product::LmHead)
 }
 

@@ -5,6 +5,9 @@
 //! binary tree of [`crate::plan::tree`]. Where a column is split in a high and a low part, each step of K adds both,
 //! high first. How many tiles and columns run interleaved changes only
 //! what happens between two operations of one accumulator, never their order: bits do not depend on it.
+//!
+//! Weights in groups are multiplied by their scales, and rounded to bf16, in registers: what is added up is the bits of
+//! a panel of bf16 with these weights. Where there are more columns than one call takes, [`expand`] does that once.
 #![allow(unsafe_code)]
 
 use super::isa::Isa;
@@ -12,7 +15,7 @@ use super::isa::Isa;
 use super::lanes::{Avx2, Avx512Bf16};
 use super::lanes::{LANES, LINE, Lanes, Portable};
 use crate::model::WeightFormat;
-use crate::plan::MAX_LEAVES;
+use crate::plan::{MAX_LEAVES, Runs};
 
 /// Most columns of one call: a line of weights is loaded once for all of them.
 pub const MAX_COLUMNS: usize = 8;
@@ -20,17 +23,20 @@ pub const MAX_COLUMNS: usize = 8;
 /// product. More would be more tiles side by side, and at the start of each run of tiles all but the last begin unasked
 /// for. Measured on a copy of the kernel over 32 MiB (best tenth of the passes, two cores of an EPYC that read 60
 /// GB/s): 2 columns by 2 tiles 59 GB/s and by 4 tiles 52; 4 by 1 and 4: 56 and 48; 8 by 1 and 2: 54 and 48.
-const MAX_BLOCK: usize = 4;
+const MOST_BLOCK: usize = 4;
+/// The same of weights in groups, whose unpacking takes registers and hides latency, too.
+const MOST_BLOCK_SCALED: usize = 4;
 /// How far ahead of the line in use a tile's lines are asked for into L2, in bytes: farther for one tile than for
 /// each of several. Measured as above: 4 columns by 1 tile 56 GB/s at 8 KiB and 43 at 4; 1 column by 4 tiles 61 at 2
 /// KiB.
 const fn prefetch_distance(columns: usize) -> usize {
-    if columns < MAX_BLOCK { 2048 } else { 8192 }
+    if columns < MOST_BLOCK { 2048 } else { 8192 }
 }
 /// Sums a tree of [`MAX_LEAVES`] leaves has open at one time, the finished root included.
 const TREE_DEPTH: usize = MAX_LEAVES.ilog2() as usize + 1;
 
-/// Row tiles one after the other, each `[leaves][pairs of k]` lines of `[16 rows][2 k]` weights.
+/// Row tiles one after the other, each `[leaves][pairs of k]` lines of `[16 rows][2 k]` weights. In groups, each run of
+/// a leaf begins with its scales and zero points.
 #[derive(Debug, Clone, Copy)]
 pub struct Panel<'a> {
     /// `[tiles][leaves][leaf_pairs][16][2]` weights, or more; bf16 are aligned.
@@ -45,6 +51,8 @@ pub struct Panel<'a> {
     pub leaves: usize,
     /// Pairs of k of a leaf.
     pub leaf_pairs: usize,
+    /// The pairs that have scales in common.
+    pub runs: Runs,
 }
 
 /// Activations: up to [`MAX_COLUMNS`] columns, each of one or two vectors of `2 * leaves * leaf_pairs` bf16. The second
@@ -78,16 +86,21 @@ impl<'a> Panel<'a> {
     }
 
     fn tile_bytes(&self) -> usize {
-        self.format.bytes(self.pairs() * LINE)
+        self.format.bytes(self.pairs() * LINE) + self.format.group_bytes(LANES) * self.runs.count(self.leaves)
     }
 
-    fn check(&self, x: &Columns<'_>, out: &[f32]) {
+    fn check(&self) {
         assert!(self.leaves.is_power_of_two() && self.leaves <= MAX_LEAVES, "{} leaves", self.leaves);
         assert!(self.tiles > 0 && self.pairs() > 0, "an empty panel");
-        assert!((1..=MAX_COLUMNS).contains(&x.count), "{} columns", x.count);
-        assert!((1..=2).contains(&x.parts), "{} parts", x.parts);
+        assert_eq!(self.runs.of(0).sum::<usize>(), self.leaf_pairs, "pairs of the runs of a leaf");
         let line_end = self.tiles * self.tile_bytes();
         assert!(line_end <= self.data.len(), "a panel of {} bytes ends at {line_end}", self.data.len());
+    }
+
+    fn check_product(&self, x: &Columns<'_>, out: &[f32]) {
+        self.check();
+        assert!((1..=MAX_COLUMNS).contains(&x.count), "{} columns", x.count);
+        assert!((1..=2).contains(&x.parts), "{} parts", x.parts);
         let column_end = (x.count * x.parts - 1) * x.stride + 2 * self.pairs();
         assert!(column_end <= x.data.len(), "columns of {} elements end at {column_end}", x.data.len());
         assert!(x.count * self.tiles * LANES <= out.len(), "{} outputs", out.len());
@@ -98,21 +111,38 @@ impl<'a> Panel<'a> {
 trait Stored {
     /// Bytes of a line.
     const LINE_BYTES: usize;
-    /// Reads the line at `at`.
+    /// (Tile, column) pairs that run interleaved: what unpacks weights needs registers too, and hides latency.
+    const MOST_BLOCK: usize;
+    /// What the weights of a run have in common.
+    type Scales<L: Lanes>: Copy;
+
+    /// Reads what stands at the beginning of a run, and moves `at` to its lines.
+    ///
+    /// # Safety
+    /// Those of [`Lanes`]; `group_bytes` are readable.
+    unsafe fn scales<L: Lanes>(at: &mut *const u8) -> Self::Scales<L>;
+    /// Reads the line at `at`, of a run with these scales.
     ///
     /// # Safety
     /// Those of [`Lanes`]; `LINE_BYTES` are readable.
-    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line;
+    unsafe fn line<L: Lanes>(at: *const u8, scales: Self::Scales<L>) -> L::Line;
 }
 
 struct Bf16;
 struct E4m3;
+struct E4m3Groups;
+struct Int4<const ZEROS: bool>;
 
 impl Stored for Bf16 {
     const LINE_BYTES: usize = WeightFormat::Bf16.bytes(LINE);
+    const MOST_BLOCK: usize = MOST_BLOCK;
+    type Scales<L: Lanes> = ();
 
     #[inline(always)]
-    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line {
+    unsafe fn scales<L: Lanes>(_at: &mut *const u8) {}
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8, (): ()) -> L::Line {
         // SAFETY: the caller's.
         unsafe { L::line(at.cast()) }
     }
@@ -120,60 +150,179 @@ impl Stored for Bf16 {
 
 impl Stored for E4m3 {
     const LINE_BYTES: usize = WeightFormat::E4m3.bytes(LINE);
+    const MOST_BLOCK: usize = MOST_BLOCK;
+    type Scales<L: Lanes> = ();
 
     #[inline(always)]
-    unsafe fn line<L: Lanes>(at: *const u8) -> L::Line {
-        // SAFETY: the caller's.
-        unsafe { L::line_e4m3(at) }
+    unsafe fn scales<L: Lanes>(_at: &mut *const u8) {}
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8, (): ()) -> L::Line {
+        // SAFETY: the caller's. E4M3 have fewer bits than bf16.
+        unsafe { L::exact(L::e4m3(at)) }
     }
 }
 
-/// What E4M3 are divided by while they are multiplied ([`Lanes::line_e4m3`]): it is in the scales.
+/// What E4M3 are divided by while they are multiplied ([`Lanes::e4m3`]): it is in the scales.
 pub const E4M3_RAISED: f32 = 256.0;
+
+impl Stored for E4m3Groups {
+    const LINE_BYTES: usize = E4m3::LINE_BYTES;
+    const MOST_BLOCK: usize = MOST_BLOCK_SCALED;
+    type Scales<L: Lanes> = L::Scales;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(at: &mut *const u8) -> L::Scales {
+        // SAFETY: the caller's; a header is 16 bf16.
+        unsafe {
+            let scales = L::scales(*at, [1.0 / E4M3_RAISED; 2]);
+            *at = at.add(HEADER_BYTES);
+            scales
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8, scales: L::Scales) -> L::Line {
+        // SAFETY: the caller's.
+        unsafe { L::scaled::<false>(L::e4m3(at), scales) }
+    }
+}
+
+impl<const ZEROS: bool> Stored for Int4<ZEROS> {
+    const LINE_BYTES: usize = LINE / 2;
+    const MOST_BLOCK: usize = MOST_BLOCK_SCALED;
+    type Scales<L: Lanes> = L::Scales;
+
+    #[inline(always)]
+    unsafe fn scales<L: Lanes>(at: &mut *const u8) -> L::Scales {
+        // SAFETY: the caller's; a header is 16 bf16, and 16 zero points of 4 bits where there are some.
+        unsafe {
+            let mut scales = L::scales(*at, L::INT4_RAISED);
+            *at = at.add(HEADER_BYTES);
+            if ZEROS {
+                scales = L::with_zeros(scales, *at);
+                *at = at.add(LANES / 2);
+            }
+            scales
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn line<L: Lanes>(at: *const u8, scales: L::Scales) -> L::Line {
+        // SAFETY: the caller's.
+        unsafe { L::scaled::<ZEROS>(L::int4(at), scales) }
+    }
+}
+
+/// Bytes of the scales of a run.
+const HEADER_BYTES: usize = LANES * 2;
 
 /// Writes `out[column][row]` for all rows of the panel: `[columns][tiles * 16]` fp32, before [`Panel::scale`].
 ///
 /// # Panics
 /// If a length does not fit, or this processor lacks `isa`.
 pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, out: &mut [f32]) {
-    panel.check(&x, out);
+    panel.check_product(&x, out);
+    run(isa, &panel, Job::Product(&x, out));
+}
+
+/// Writes the weights of a panel in groups, times their scales, as those of a panel of bf16.
+///
+/// # Panics
+/// If a length does not fit, or this processor lacks `isa`.
+pub fn expand<'a>(isa: Isa, panel: Panel<'_>, out: &'a mut [u16]) -> Panel<'a> {
+    panel.check();
+    let out = &mut out[..panel.tiles * panel.pairs() * LINE];
+    run(isa, &panel, Job::Expand(out));
+    Panel {
+        data: bytemuck::cast_slice(out),
+        format: WeightFormat::Bf16,
+        scales: &[],
+        runs: Runs::whole(panel.leaf_pairs),
+        ..panel
+    }
+}
+
+/// What is done with the lines of a panel.
+enum Job<'a, 'x> {
+    Product(&'a Columns<'x>, &'a mut [f32]),
+    /// To `[tiles][leaves][leaf_pairs][16][2]` bf16.
+    Expand(&'a mut [u16]),
+}
+
+fn run(isa: Isa, panel: &Panel<'_>, job: Job<'_, '_>) {
     assert!(isa.available(), "{isa} on a processor without it");
     match isa {
-        // SAFETY: lengths were checked above, and the processor has `isa`.
+        // SAFETY: the callers checked lengths, and the processor has `isa`.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16 => unsafe { product_avx512(&panel, &x, out) },
+        Isa::Avx512Bf16 => unsafe { run_avx512(panel, job) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { product_avx2(&panel, &x, out) },
+        Isa::Avx2 => unsafe { run_avx2(panel, job) },
         // SAFETY: as above; plain Rust runs anywhere.
-        _ => unsafe { product_stored::<Portable>(&panel, &x, out) },
+        _ => unsafe { run_stored::<Portable>(panel, job) },
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn product_avx512(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+unsafe fn run_avx512(panel: &Panel<'_>, job: Job<'_, '_>) {
     // SAFETY: the caller's.
-    unsafe { product_stored::<Avx512Bf16>(panel, x, out) }
+    unsafe { run_stored::<Avx512Bf16>(panel, job) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn product_avx2(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+unsafe fn run_avx2(panel: &Panel<'_>, job: Job<'_, '_>) {
     // SAFETY: the caller's.
-    unsafe { product_stored::<Avx2>(panel, x, out) }
+    unsafe { run_stored::<Avx2>(panel, job) }
 }
 
 /// # Safety
-/// [`Panel::check`] passed, and the processor has the set `L`.
+/// [`Panel::check`] passed, with what the job asks for, and the processor has the set `L`.
 #[inline(always)]
-unsafe fn product_stored<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
+unsafe fn run_stored<L: Lanes>(panel: &Panel<'_>, job: Job<'_, '_>) {
     // SAFETY: the caller's.
     unsafe {
         match panel.format {
-            WeightFormat::Bf16 => product_inlined::<L, Bf16>(panel, x, out),
-            WeightFormat::E4m3 => product_inlined::<L, E4m3>(panel, x, out),
-            WeightFormat::E4m3Groups { .. } | WeightFormat::Int4 { .. } => unreachable!("a load expands groups"),
+            WeightFormat::Bf16 => run_inlined::<L, Bf16>(panel, job),
+            WeightFormat::E4m3 => run_inlined::<L, E4m3>(panel, job),
+            WeightFormat::E4m3Groups { .. } => run_inlined::<L, E4m3Groups>(panel, job),
+            WeightFormat::Int4 { zeros: false, .. } => run_inlined::<L, Int4<false>>(panel, job),
+            WeightFormat::Int4 { zeros: true, .. } => run_inlined::<L, Int4<true>>(panel, job),
+        }
+    }
+}
+
+/// # Safety
+/// As [`run_stored`].
+#[inline(always)]
+unsafe fn run_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, job: Job<'_, '_>) {
+    // SAFETY: the caller's.
+    unsafe {
+        match job {
+            Job::Product(x, out) => product_inlined::<L, S>(panel, x, out),
+            Job::Expand(out) => expand_inlined::<L, S>(panel, out),
+        }
+    }
+}
+
+/// # Safety
+/// [`Panel::check`] passed, `out` has room for the tiles, and the processor has the set `L`.
+#[inline(always)]
+unsafe fn expand_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, out: &mut [u16]) {
+    // SAFETY: every line read lies in the ranges `check` asserted, and `out` has as many.
+    unsafe {
+        let (mut at, mut to) = (panel.data.as_ptr(), out.as_mut_ptr());
+        for _ in 0..panel.tiles {
+            for run in (0..panel.leaves).flat_map(|leaf| panel.runs.of(leaf)) {
+                let scales = S::scales::<L>(&mut at);
+                for _ in 0..run {
+                    L::store_line(S::line::<L>(at, scales), to);
+                    at = at.add(S::LINE_BYTES);
+                    to = to.add(LINE);
+                }
+            }
         }
     }
 }
@@ -181,14 +330,14 @@ unsafe fn product_stored<L: Lanes>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut
 /// Walks the tiles in order, as many at a time as the columns leave accumulators for.
 ///
 /// # Safety
-/// [`Panel::check`] passed, and the processor has the set `L`.
+/// [`Panel::check_product`] passed, and the processor has the set `L`.
 #[inline(always)]
 unsafe fn product_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, x: &Columns<'_>, out: &mut [f32]) {
     let columns = x.count.next_power_of_two();
     let mut tile = 0;
     while tile < panel.tiles {
         let left = panel.tiles - tile;
-        let most = (MAX_BLOCK / columns).max(1);
+        let most = (S::MOST_BLOCK / columns).max(1);
         let tiles = if left >= most { most } else { 1 << left.ilog2() };
         // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
         unsafe {
@@ -218,7 +367,7 @@ unsafe fn product_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, x: &Columns<'_
 /// written.
 ///
 /// # Safety
-/// [`Panel::check`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
+/// [`Panel::check_product`] passed, `first_tile + T <= panel.tiles`, and the processor has the set `L`.
 #[inline(always)]
 unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usize>(
     panel: &Panel<'_>,
@@ -226,35 +375,38 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
     first_tile: usize,
     out: &mut [f32],
 ) {
-    // SAFETY: every line and pair read lies in the ranges `check` asserted: tiles under `panel.tiles`, pairs under
-    // `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are
+    // SAFETY: every line and pair read lies in the ranges `check_product` asserted: tiles under `panel.tiles`, pairs
+    // under `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are
     // unaligned.
     unsafe {
-        let mut lines: [*const u8; T] =
+        let mut at: [*const u8; T] =
             std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_bytes()));
         // One index for all columns: a pointer each would not fit the general registers beside eight columns.
         let columns: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
-        let mut at = 0;
+        let mut k = 0;
         // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
             let mut acc = [[L::zero(); C]; T];
-            for _ in 0..panel.leaf_pairs {
-                let mut line = [S::line::<L>(lines[0]); T];
-                for t in 0..T {
-                    line[t] = S::line::<L>(lines[t]);
-                    L::prefetch(lines[t].wrapping_add(const { prefetch_distance(C) }).cast());
-                    lines[t] = lines[t].wrapping_add(S::LINE_BYTES);
+            for run in panel.runs.of(leaf) {
+                let mut scales = [S::scales::<L>(&mut at[0]); T];
+                for t in 1..T {
+                    scales[t] = S::scales::<L>(&mut at[t]);
                 }
-                for part in 0..P {
-                    for c in 0..C {
-                        let pair = L::pair(columns[c].wrapping_add(at + part * x.stride));
-                        for t in 0..T {
-                            acc[t][c] = L::dot(acc[t][c], line[t], pair);
+                for _ in 0..run {
+                    for t in 0..T {
+                        let line = S::line::<L>(at[t], scales[t]);
+                        L::prefetch(at[t].wrapping_add(const { prefetch_distance(C) }).cast());
+                        at[t] = at[t].wrapping_add(S::LINE_BYTES);
+                        for part in 0..P {
+                            for c in 0..C {
+                                let pair = L::pair(columns[c].wrapping_add(k + part * x.stride));
+                                acc[t][c] = L::dot(acc[t][c], line, pair);
+                            }
                         }
                     }
+                    k += 2;
                 }
-                at += 2;
             }
             let mut level = 0;
             while (leaf >> level) & 1 == 1 {
@@ -278,159 +430,4 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
 }
 
 #[cfg(test)]
-mod tests {
-    use half::bf16;
-
-    use super::*;
-    use crate::cpu::kernels::isa::FlushDenormals;
-    use crate::model::format::from_e4m3;
-
-    /// Uniform in [-1, 1), from a counter.
-    fn noise(seed: u64, i: usize) -> f32 {
-        let mut z = (seed << 32).wrapping_add(i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z >> 40) as f32) / (1u64 << 23) as f32 - 1.0
-    }
-
-    fn random(seed: u64, len: usize) -> Vec<u16> {
-        (0..len).map(|i| bf16::from_f32(noise(seed, i)).to_bits()).collect()
-    }
-
-    fn panel(data: &[u16], tiles: usize, leaves: usize, leaf_pairs: usize) -> Panel<'_> {
-        let format = WeightFormat::Bf16;
-        Panel { data: bytemuck::cast_slice(data), format, scales: &[], tiles, leaves, leaf_pairs }
-    }
-
-    fn isas() -> Vec<Isa> {
-        [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available()).collect()
-    }
-
-    fn run(isa: Isa, panel: Panel<'_>, x: Columns<'_>) -> Vec<u32> {
-        let mut out = vec![f32::NAN; x.count * panel.tiles * LANES];
-        product(isa, panel, x, &mut out);
-        out.into_iter().map(f32::to_bits).collect()
-    }
-
-    #[test]
-    fn agrees_with_double_precision() {
-        let (tiles, leaves, leaf_pairs) = (7, 4, 24);
-        let k = 2 * leaves * leaf_pairs;
-        let weights = random(1, tiles * k * LANES);
-        let x = random(2, 5 * 2 * k);
-        let value = |bits: u16| f64::from(bf16::from_bits(bits).to_f32());
-        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-            let out =
-                run(isa, panel(&weights, tiles, leaves, leaf_pairs), Columns { data: &x, stride: k, count: 5, parts });
-            for column in 0..5 {
-                for row in 0..tiles * LANES {
-                    let weight = |i: usize| weights[(row / LANES * k / 2 + i / 2) * LINE + row % LANES * 2 + i % 2];
-                    let terms = (0..parts * k).map(|i| value(weight(i % k)) * value(x[column * parts * k + i]));
-                    let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
-                    let got = f64::from(f32::from_bits(out[column * tiles * LANES + row]));
-                    // A rounding for each term, of at most 2^-24 of the running sum, which `size` bounds.
-                    let bound = size * (parts * k) as f64 * 2f64.powi(-24);
-                    assert!((got - sum).abs() <= bound, "{isa} {parts} {row} {column}: {got} {sum}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn bits_depend_neither_on_other_columns_nor_on_the_tiles_beside() {
-        let (tiles, leaves, leaf_pairs) = (11, 16, 8);
-        let k = 2 * leaves * leaf_pairs;
-        let weights = random(3, tiles * k * LANES);
-        let whole = panel(&weights, tiles, leaves, leaf_pairs);
-        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-            let mut x = random(4, 8 * parts * k);
-            let own = x[3 * parts * k..4 * parts * k].to_vec();
-            let alone = run(isa, whole.tiles(6, 1), Columns { data: &own, stride: k, count: 1, parts });
-            for poison in [false, true] {
-                if poison {
-                    x.fill(bf16::NAN.to_bits());
-                    x[3 * parts * k..4 * parts * k].copy_from_slice(&own);
-                }
-                for count in 4..=8 {
-                    let all = run(isa, whole, Columns { data: &x, stride: k, count, parts });
-                    assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {parts} {count}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn portable_and_avx2_agree_in_every_bit() {
-        if !Isa::Avx2.available() {
-            eprintln!("skipped: this processor has no AVX2");
-            return;
-        }
-        let _mode = FlushDenormals::enter();
-        let (tiles, leaves, leaf_pairs) = (5, 8, 40);
-        let k = 2 * leaves * leaf_pairs;
-        let (weights, x) = (random(5, tiles * k * LANES), random(6, 3 * 2 * k));
-        for parts in [1, 2] {
-            let columns = Columns { data: &x, stride: k, count: 3, parts };
-            let bits = |isa| run(isa, panel(&weights, tiles, leaves, leaf_pairs), columns);
-            assert_eq!(bits(Isa::Portable), bits(Isa::Avx2));
-        }
-    }
-
-    /// E4M3 have the bits of bf16 that are 2^-8 of them, in any number of tiles, columns and parts; every value, and in
-    /// a mode without denormals.
-    #[test]
-    fn e4m3_have_the_bits_of_the_same_weights_as_bf16() {
-        let _mode = FlushDenormals::enter();
-        let (tiles, leaves, leaf_pairs) = (7, 4, 24);
-        let k = 2 * leaves * leaf_pairs;
-        let bits: Vec<u8> = (0..tiles * k * LANES)
-            .map(|i| (noise(9, i).to_bits() >> 8) as u8)
-            .map(|bits| if bits & 0x7f == 0x7f { bits ^ 1 } else { bits })
-            .collect();
-        assert_eq!((0..=255u8).filter(|of| bits.contains(of)).count(), 254);
-        let same = |bits: &u8| bf16::from_f32(from_e4m3(*bits).to_f32() / E4M3_RAISED).to_bits();
-        let plain: Vec<u16> = bits.iter().map(same).collect();
-        let x = random(10, 8 * 2 * k);
-        for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-            for count in 1..=8 {
-                let x = Columns { data: &x, stride: k, count, parts };
-                let bf16 = panel(&plain, tiles, leaves, leaf_pairs);
-                let e4m3 = Panel { data: &bits, format: WeightFormat::E4m3, ..bf16 };
-                assert_eq!(run(isa, e4m3, x), run(isa, bf16, x), "{isa} {parts} {count}");
-                assert_eq!(run(isa, e4m3.tiles(2, 3), x), run(isa, bf16.tiles(2, 3), x), "{isa} {parts} {count}");
-            }
-        }
-    }
-
-    #[test]
-    fn leaves_sum_as_the_plans_tree() {
-        let (leaves, leaf_pairs) = (16, 3);
-        let k = 2 * leaves * leaf_pairs;
-        let (weights, x) = (random(7, k * LANES), random(8, k));
-        for isa in isas() {
-            let columns =
-                |leaf: usize| Columns { data: &x[leaf * 2 * leaf_pairs..], stride: 2 * leaf_pairs, count: 1, parts: 1 };
-            let mut sums: Vec<f32> = (0..leaves)
-                .flat_map(|leaf| {
-                    let one = panel(&weights[leaf * leaf_pairs * LINE..], 1, 1, leaf_pairs);
-                    run(isa, one, columns(leaf)).into_iter().map(f32::from_bits)
-                })
-                .collect();
-            let whole = run(isa, panel(&weights, 1, leaves, leaf_pairs), columns(0));
-            crate::plan::tree::tree_sum_rows(&mut sums, LANES);
-            assert_eq!(whole, sums[..LANES].iter().map(|sum| sum.to_bits()).collect::<Vec<_>>(), "{isa}");
-        }
-    }
-
-    #[test]
-    #[should_panic(expected = "columns of 15 elements end at 16")]
-    fn a_short_column_is_refused() {
-        let weights = random(11, 16 * LANES);
-        product(
-            Isa::Portable,
-            panel(&weights, 1, 1, 8),
-            Columns { data: &[0; 15], stride: 16, count: 1, parts: 1 },
-            &mut [0.0; 16],
-        );
-    }
-}
+mod tests;

@@ -1,6 +1,7 @@
 //! What a step writes.
 
 use super::Shard;
+use crate::cpu::expansions::Expansions;
 use crate::cpu::inputs::Inputs;
 use crate::cpu::memory::{Buffer, OutOfMemory};
 use crate::plan::rounding::RoundingPoint;
@@ -28,16 +29,18 @@ pub struct Activations {
     pub(super) logits: Buffer<f32>,
     /// K and V of all sequences, laid out by [`KvLayout`].
     pub(super) pool: Buffer<f32>,
+    /// Weights in groups as bf16, a unit a thread.
+    pub(super) expansions: Expansions,
 }
 
 impl Activations {
-    /// Buffers for steps of up to `max_rows` rows of which `max_samples` are sampled.
+    /// Buffers for steps of up to `max_rows` rows of which `max_samples` are sampled, on so many threads.
     ///
     /// The KV pool is address space: a page takes memory when a sequence first writes to it, and keeps it.
     ///
     /// # Errors
     /// There is not so much memory.
-    pub fn new(shard: &Shard, max_rows: usize, max_samples: usize) -> Result<Self, OutOfMemory> {
+    pub fn new(shard: &Shard, max_rows: usize, max_samples: usize, threads: usize) -> Result<Self, OutOfMemory> {
         let (plan, rank) = (&shard.plan, &shard.rank);
         let c = &plan.config;
         let what = "the activations";
@@ -61,6 +64,7 @@ impl Activations {
             turns: Buffer::zeroed(max_rows * c.head_dim / 2, what)?,
             logits: Buffer::zeroed(max_samples * rank.vocab.len(), "the logits")?,
             pool,
+            expansions: Expansions::new(plan, rank, threads)?,
         })
     }
 

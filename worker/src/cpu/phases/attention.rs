@@ -27,7 +27,7 @@ impl Pass<'_> {
         let (heads, kv_heads) = (shard.rank.heads.len(), shard.rank.kv_heads.len());
         let panel = shard.weights.panel(layer, Product::QueryKeyValue);
         let vectors = &shard.weights.layers[layer];
-        let (input, turns) = (&self.x.attention_input, &self.x.turns);
+        let (input, turns) = ((&self.x.attention_input, &self.x.expansions), &self.x.turns);
         let queries = Disjoint::new(&mut self.x.queries);
         let pool = Disjoint::new(&mut self.x.pool);
         let head_unit = |head: usize| {

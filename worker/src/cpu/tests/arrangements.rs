@@ -7,7 +7,8 @@ use crate::cpu::Isa;
 use crate::model::source::RandomSource;
 use crate::sampling::SamplingParams;
 
-const MODELS: [&str; 5] = ["llama-mha16", "llama-gqa", "qwen2-bias", "mistral-window", "llama-tied-fp8"];
+const MODELS: [&str; 7] =
+    ["llama-mha16", "llama-gqa", "qwen2-bias", "mistral-window", "llama-tied-fp8", "tiny-awq", "tiny-fp8-blocks"];
 
 /// Prompts of many lengths, on both sides of pages and windows; greedy and sampled.
 fn requests(count: usize) -> Vec<Request> {

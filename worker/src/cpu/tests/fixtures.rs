@@ -69,18 +69,25 @@ fixtures! {
     four_bits_in_act_order: "tiny-gptq-desc-act",
 }
 
+/// In every instruction set, on any number of ranks, in steps of any number of rows.
 #[test]
 fn groups_are_computed_as_a_model_in_bf16_with_the_same_weights() {
-    let bits = |dir: &Path, prompt: &golden::Golden| {
-        let replies = run(dir, &Arrangement::default(), &[Request::greedy(&prompt.ids, 4)]);
-        (replies[0].tokens.clone(), replies[0].logits.clone())
-    };
-    for (name, _) in TINY {
+    let isas = [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available());
+    for (isa, (name, _)) in isas.flat_map(|isa| TINY.map(|tiny| (isa, tiny))) {
         let prompt = golden::read(&fixture(name)).remove(0);
-        let stored = bits(&fixture(name), &prompt);
-        assert!(stored == bits(in_bf16(name, None).path(), &prompt), "{name}");
+        let requests: Vec<_> = (0..64).map(|i| Request::greedy(&prompt.ids[..1 + i % prompt.ids.len()], 2)).collect();
+        let bits = |dir: &Path, tensor_parallel, slots| {
+            let arrangement = Arrangement { isa, tensor_parallel, slots, ..Arrangement::default() };
+            run(dir, &arrangement, &requests[..slots])
+        };
+        let in_bf16 = |picked| in_bf16(name, picked);
+        let plain = bits(in_bf16(None).path(), 1, 64);
+        for (tensor_parallel, slots) in [(1, 64), (1, 9), (2, 8), (2, 33), (4, 1), (4, 2)] {
+            let stored = bits(&fixture(name), tensor_parallel, slots);
+            assert!(stored == plain[..slots], "{name} {isa}, {slots} sequences on {tensor_parallel} ranks");
+        }
         let some = |tensor| matches!(tensor, Tensor::Layer(0, LayerTensor::Gate | LayerTensor::Key));
-        assert!(stored == bits(in_bf16(name, Some(&some)).path(), &prompt), "{name}, partly");
+        assert!(bits(in_bf16(Some(&some)).path(), 1, 3) == plain[..3], "{name} {isa}, partly");
     }
 }
 

@@ -150,8 +150,8 @@ pub enum CheckpointError {
     },
     /// A scale cannot be one.
     #[error(
-        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0); scales are finite, and those of rows \
-         not negative",
+        "{}: tensor {tensor} is {value} in row {row}, column {column} (from 0); scales are finite, those of rows not \
+         negative, and those of groups at most 2^100",
         path.display()
     )]
     Scale {

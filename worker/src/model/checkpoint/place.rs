@@ -7,7 +7,7 @@ use safetensors::tensor::Dtype;
 
 use super::words::Words;
 use crate::model::WeightFormat;
-use crate::model::format::{from_e4m3, to_bf16};
+use crate::model::format::{from_e4m3, group_scale, to_bf16};
 
 /// A tensor of a file: a matrix, or a vector as its one row.
 #[derive(Debug, Clone)]
@@ -87,10 +87,10 @@ impl GroupScales {
         if self.across { (group, row) } else { (row, group) }
     }
 
-    /// The scale of a row's group, rounded to bf16.
+    /// The scale of a row's group.
     pub fn value(&self, data: &[u8], row: usize, group: usize) -> bf16 {
         let (row, column) = self.at(row, group);
-        bf16::from_f32(float(data, self.part.dtype, row * self.part.columns + column))
+        group_scale(float(data, self.part.dtype, row * self.part.columns + column))
     }
 }
 

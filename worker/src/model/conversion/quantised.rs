@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use half::bf16;
 
-use crate::model::format::{E4M3_MAX, from_e4m3, to_e4m3};
+use crate::model::format::{E4M3_MAX, from_e4m3, group_scale, to_e4m3};
 use crate::model::source::Source;
 use crate::model::{ModelConfig, Tensor};
 
@@ -76,7 +76,7 @@ fn most(values: &[bf16]) -> f32 {
 
 /// The scale of a group of 4 bits; 1 of one that is all zeros.
 fn int4_scale(values: &[bf16]) -> f32 {
-    let scale = bf16::from_f32(most(values) / INT4_HALF).to_f32();
+    let scale = group_scale(most(values) / INT4_HALF).to_f32();
     if scale > 0.0 { scale } else { 1.0 }
 }
 

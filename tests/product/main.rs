@@ -22,6 +22,7 @@ mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;
 mod start;
+mod storm;
 mod structured;
 mod sweep;
 mod tls;

@@ -6,7 +6,7 @@ use futures::stream::FuturesUnordered;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::{Server, fixture, signal};
+use crate::common::{Server, fixture, from_environment, signal};
 
 /// A step of splitmix64.
 fn mix(seed: u64) -> u64 {
@@ -62,11 +62,6 @@ async fn counted(server: &Server, name: &str) -> u64 {
     let text = text.as_str().expect("metrics are text").to_owned();
     let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("no {name}"));
     line.rsplit(' ').next().unwrap().parse().unwrap()
-}
-
-/// A number from the environment: `just gpu` storms longer, on the groups that its GPUs can be.
-fn from_environment(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |number| number.parse().unwrap_or_else(|e| panic!("{name}={number}: {e}")))
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -31,7 +31,7 @@ use tokio::{
 use tower::ServiceExt;
 
 /// Of a template that knows tools: Qwen2.5-Coder's.
-pub const TEMPLATE: &str = include_str!("../server/tests/fixtures/templates/qwen2.5-coder.jinja");
+pub const TEMPLATE: &str = include_str!("../../server/tests/fixtures/templates/qwen2.5-coder.jinja");
 /// Longest wait for an answer.
 const SOON: Duration = Duration::from_secs(15);
 const MAX_BODY_BYTES: usize = 1 << 20;

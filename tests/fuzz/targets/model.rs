@@ -12,7 +12,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// Of three tokens and every byte.
-const SMALL_TOKENIZER: &str = include_str!("../../worker/tests/fixtures/llama-gqa/tokenizer.json");
+const SMALL_TOKENIZER: &str = include_str!("../../../worker/tests/fixtures/llama-gqa/tokenizer.json");
 /// Values of all tensors that are read.
 const MOST_VALUES: usize = 1 << 18;
 /// Bytes of tensors that a file is made to have.

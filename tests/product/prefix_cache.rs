@@ -115,7 +115,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
         );
         assert_eq!(counted(&server, "looplane_kv_cache_pages_used").await, 0);
         assert!(counted(&server, "looplane_kv_cache_pages_cached").await > 0);
-        let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("looplane_spec_decode_num_{of}_tokens_total"));
+        let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("vllm:spec_decode_num_{of}_tokens_total"));
         let (drafted, accepted) = (counted(&server, &drafted).await, counted(&server, &accepted).await);
         assert!(0 < accepted && accepted <= drafted, "{accepted} of {drafted} drafted tokens were accepted");
     }
@@ -162,7 +162,7 @@ async fn an_answer_tells_how_its_drafts_fared_where_that_is_asked_for() {
     assert_eq!(sum(&told["per_step_accepted"]), accepted);
     assert_eq!(sum(&told["per_step_drafted"]), number("num_draft_tokens"));
     for (name, expected) in [("drafts", steps), ("accepted_tokens", accepted)] {
-        assert_eq!(counted(&server, &format!("looplane_spec_decode_num_{name}_total")).await, expected);
+        assert_eq!(counted(&server, &format!("vllm:spec_decode_num_{name}_total")).await, expected);
     }
     let mut with_usage = request.clone();
     with_usage["stream_options"] = json!({"include_usage": true});

@@ -13,7 +13,7 @@ use looplane_server::{
     drafts::DraftReport,
     engine::{
         Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
-        SequenceStream, Submission,
+        SequenceStream, Submission, Times,
     },
     frontend::Frontend,
     grpc,
@@ -26,7 +26,7 @@ use serde_json::Value;
 use tokio::{
     runtime::{Builder, Runtime},
     sync::{mpsc, watch},
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tower::ServiceExt;
 
@@ -170,7 +170,9 @@ fn generated(request: &SequenceRequest, text: &Text) -> Vec<SequenceEvent> {
     };
     let logprobs = request.prompt[1..].iter().map(|id| token(*id, request.prompt_logprobs));
     let logprobs = logprobs.filter(|_| request.prompt_logprobs.is_some()).collect();
-    let mut events = vec![SequenceEvent::Prompt { cached_tokens: 0, logprobs }];
+    let now = Instant::now();
+    let times = Times { submitted: now, admitted: now, computed: now };
+    let mut events = vec![SequenceEvent::Prompt { cached_tokens: 0, times: Box::new(times), logprobs }];
     let said = SAID[draw(SAID.len() as u32) as usize];
     let strange = draw(4) == 0;
     let most = request.max_tokens.min(MOST_TOKENS - 1);

@@ -241,11 +241,7 @@ impl Grammars {
     fn compiled(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text))?;
-<<<<<<< HEAD
         factory.create_parser(grammar.clone()).map_err(|error| told(&error.to_string()))?;
-=======
-        factory.create_parser(grammar.clone()).map_err(|error| in_words(&error.to_string()))?;
->>>>>>> h-storm
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
     }
@@ -272,11 +268,6 @@ impl Grammars {
         factory.quiet();
         Ok(factory)
     }
-}
-
-/// An error of llguidance without the stack of a panic: that is no business of clients.
-fn in_words(error: &str) -> String {
-    error.split("\n<backtrace>").next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

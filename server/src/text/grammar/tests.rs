@@ -337,8 +337,9 @@ fn bounds_of_integers_that_no_f64_has_are_kept_to_as_others_are() {
 
 #[test]
 fn a_panic_of_the_compiler_is_told_without_its_stack() {
-    assert_eq!(in_words("panic: overflow\n<backtrace>\n 0: main\n</backtrace>"), "panic: overflow");
-    assert_eq!(in_words("line 1\nline 2"), "line 1\nline 2");
+    let panic = told("panic: overflow\n<backtrace>\n 0: main\n</backtrace>");
+    assert!(panic.starts_with("this grammar cannot be compiled") && !panic.contains("main"), "{panic}");
+    assert_eq!(told("line 1\nline 2\n<backtrace>\n 0: main"), "line 1\nline 2");
 }
 
 /// The same text matches as in ECMA-262, but for rare white space.

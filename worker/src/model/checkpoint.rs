@@ -217,8 +217,8 @@ impl Checkpoint {
             }
             Scales::Groups(scales) => {
                 let scale = scales.value(self.bytes(&scales.part), row, place.group(column));
-                // What is not a number fails it too.
-                if !(scale.to_f32().abs() <= GROUP_SCALE_MAX) {
+                // What is not a number is not in it either.
+                if !(0.0..=GROUP_SCALE_MAX).contains(&scale.to_f32().abs()) {
                     self.note((tensor, row, column), Fault::Scale(scale));
                 }
                 scale.to_f32()

@@ -330,8 +330,8 @@ mod x86 {
                 let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(bytes));
                 let halves = [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srai_epi32::<4>(bytes))];
                 for k in 0..2 {
-                    for half in 0..2 {
-                        scales[k][2][half] = _mm256_mul_ps(halves[half], _mm256_set1_ps(Self::INT4_RAISED[k]));
+                    for (half, zeros) in halves.into_iter().enumerate() {
+                        scales[k][2][half] = _mm256_mul_ps(zeros, _mm256_set1_ps(Self::INT4_RAISED[k]));
                     }
                 }
                 scales

@@ -13,7 +13,8 @@ for option in level=4 inline-8bit-counters pc-table trace-compares; do
     flags+=" -Cllvm-args=-sanitizer-coverage-$option"
 done
 host=$(rustc -vV | sed -n 's/^host: //p')
-RUSTFLAGS="$flags" cargo build --workspace --locked --profile fuzz --target "$host" --target-dir target/fuzz --example fuzz
+RUSTFLAGS="$flags" cargo build --workspace --locked --profile fuzz --target "$host" --target-dir target/fuzz \
+    --example fuzz
 
 # As threads of the server have it: what recurses too deeply is to be found.
 ulimit -s 2048
@@ -25,8 +26,10 @@ for kept in tests/fuzz/corpus/*/; do
     fi
     echo "== $target, $seconds s"
     mkdir -p "target/fuzz/corpus/$target" target/fuzz/findings
-    RUST_BACKTRACE=0 LOOPLANE_FUZZ_TARGET=$target "target/fuzz/$host/fuzz/examples/fuzz" "target/fuzz/corpus/$target" "$kept" \
-        -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=4096 -dict=tests/fuzz/words.dict -reload=0 -print_final_stats=1 \
+    RUST_BACKTRACE=0 LOOPLANE_FUZZ_TARGET=$target "target/fuzz/$host/fuzz/examples/fuzz" \
+        "target/fuzz/corpus/$target" "$kept" \
+        -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=4096 -dict=tests/fuzz/words.dict -reload=0 \
+        -print_final_stats=1 \
         -artifact_prefix="target/fuzz/findings/$target-" 2>"target/fuzz/$target.log" || found=1
     tail -n 25 "target/fuzz/$target.log" | grep -E 'stat::number_of|stat::peak|SUMMARY|Test unit written' || true
     grep -m 1 -A 1 'panicked at' "target/fuzz/$target.log" || true

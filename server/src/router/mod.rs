@@ -335,10 +335,11 @@ impl Router {
     }
 }
 
+/// Places in a request, and the answer of who was sent what belongs there.
+type Part = (Vec<usize>, oneshot::Receiver<Result<Vec<SequenceStream>, SubmitError>>);
+
 /// The streams of a request whose parts were sent to several replicas, in its order; the first error ends them all.
-async fn all_or_none(
-    parts: Vec<(Vec<usize>, oneshot::Receiver<Result<Vec<SequenceStream>, SubmitError>>)>,
-) -> Result<Vec<SequenceStream>, SubmitError> {
+async fn all_or_none(parts: Vec<Part>) -> Result<Vec<SequenceStream>, SubmitError> {
     let (places, answers): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     let mut streams = Vec::new();
     for (places, answer) in places.into_iter().zip(join_all(answers).await) {

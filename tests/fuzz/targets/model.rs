@@ -11,7 +11,7 @@ use looplane_worker::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Of three tokens and every byte.
+/// Of 768 tokens.
 const SMALL_TOKENIZER: &str = include_str!("../../../worker/tests/fixtures/llama-gqa/tokenizer.json");
 /// Values of all tensors that are read.
 const MOST_VALUES: usize = 1 << 18;

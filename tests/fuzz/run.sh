@@ -5,6 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 chosen=${1:-all} seconds=${2:-60}
+if [ "$chosen" != all ] && [ ! -d "fuzz/corpus/$chosen" ]; then
+    echo "no target $chosen: it is all, or one of" fuzz/corpus/* >&2
+    exit 2
+fi
 
 # LLVM's own pass tells libFuzzer which code an input reaches: any Rust has it. With --target it stays out of what runs
 # while others are compiled.
@@ -31,7 +35,7 @@ for kept in tests/fuzz/corpus/*/; do
         -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=4096 -dict=tests/fuzz/words.dict -reload=0 \
         -print_final_stats=1 \
         -artifact_prefix="target/fuzz/findings/$target-" 2>"target/fuzz/$target.log" || found=1
-    tail -n 25 "target/fuzz/$target.log" | grep -E 'stat::number_of|stat::peak|SUMMARY|Test unit written' || true
-    grep -m 1 -A 1 'panicked at' "target/fuzz/$target.log" || true
+    tail -n 25 "target/fuzz/$target.log" | grep -aE 'stat::number_of|stat::peak|SUMMARY|Test unit written' || true
+    grep -a -m 1 -A 1 'panicked at' "target/fuzz/$target.log" || true
 done
 exit $found

@@ -5,11 +5,12 @@ serve *ARGS:
     cargo run --release -- serve {{ARGS}}
 
 # The test that compiles the GPU's kernels needs NVRTC, which is installed in target/nvrtc, and those that open pages
-# need a browser, which is installed in target/browser where there is no Chromium. Clients are in target/clients.
+# need a browser, which is installed in target/browser where there is no Chromium. Clients are in target/clients, and
+# Prometheus in target/prometheus.
 # Every test.
 test:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_BROWSER="$(.ci/browser)" LOOPLANE_CLIENTS="$(.ci/clients)" \
-        cargo test --workspace
+        LOOPLANE_PROMETHEUS="$(.ci/prometheus)" cargo test --workspace
 
 # The first time torch and transformers compute an 8B model's logits, for which they take 60 GB of the GPU.
 # The tests that need a GPU; without one they fail.
@@ -113,9 +114,19 @@ schemathesis URL="http://127.0.0.1:8000" *ARGS:
     target/schemathesis/bin/schemathesis --config-file deploy/schemathesis.toml run {{URL}}/openapi.json \
         --continue-on-failure --exclude-checks positive_data_acceptance {{ARGS}}
 
+# The first time it compiles everything with counters, for ten minutes. A finding is run again by
+# `cargo run --example fuzz -- TARGET FILE`, and kept in tests/fuzz/corpus with the change that mends it.
+# Looks for inputs that break what a place that takes them promises, a minute for each.
+fuzz TARGET="all" SECONDS="60":
+    bash tests/fuzz/run.sh {{TARGET}} {{SECONDS}}
+
 # The protocols of the kernel's weight stream on a host, under ThreadSanitizer; needs a C++20 compiler.
 tsan:
     bash worker/kernels/tests/sync/run.sh
+
+# The chart, the images, rules and alerts, the unit: what of them can be looked at without running them.
+deploy:
+    bash .ci/deploy
 
 # What CI runs.
 ci:

@@ -3,6 +3,7 @@
 
 mod key;
 mod log;
+mod notify;
 mod output;
 mod progress;
 mod scaling;

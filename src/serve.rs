@@ -1,24 +1,28 @@
 //! `looplane serve`: the front end, and the workers as processes of this binary, from start to end.
 
-use std::{path::Path, sync::Arc};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use looplane_server::{
     config::{Config, Device, LogFormat},
     engine::{EngineHandle, EngineState},
-    group::{self, ProcessLauncher},
+    group::ProcessLauncher,
     http,
     listener::{self, StopSignal, base_url},
+    router,
     text::Text,
 };
 use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, time::timeout};
 
-use crate::{log::BANNER, progress, signals::Signals};
+use crate::{log::BANNER, notify::ServiceManager, progress, signals::Signals};
 
 /// Workers that share a model on CPUs, unless the user says how many.
 const USUAL_GROUP: u32 = 2;
+
+/// For the service manager to be told why the server ends.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// File descriptors besides those of connections: workers, files, the runtime's own.
 const OTHER_DESCRIPTORS: u64 = 128;
@@ -56,19 +60,30 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
         "Looplane {}: loading {} into {}, {} each",
         env!("CARGO_PKG_VERSION"),
         group.model_dir.display(),
-        counted(group.tensor_parallel, "worker process", "worker processes"),
+        counted(group.replicas * group.tensor_parallel, "worker process", "worker processes"),
         counted(group.threads, "compute thread", "compute threads"),
     );
 
     let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
-    let (engine, group) = group::spawn(config.group.clone(), launcher)?;
+    let (engine, replicas) = router::spawn(config.group.clone(), |_| launcher.clone())?;
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
+    let manager = ServiceManager::of_environment();
+    let told = manager.map(|manager| tokio::spawn(manager.keep_told(engine.clone(), stop.clone())));
     tokio::spawn(progress::show(engine.watch_state(), format));
     let example = http::example(&url, &config.serve.model_id, text.template.is_some(), with_key);
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
-    group.shutdown_unless(stop.now.cancelled()).await;
+    replicas.shutdown_unless(stop.now.cancelled()).await;
+    if let (Some(told), Err(why)) = (told, &served) {
+        let last_words = async {
+            if let Ok(manager) = told.await {
+                manager.last_words(why).await;
+            }
+        };
+        // A manager that takes nothing does not hold up the end.
+        let _ = timeout(LAST_WORDS, last_words).await;
+    }
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
 }

@@ -97,7 +97,7 @@ def measure(tokens: int, streams: int, prompt: int, period: int, sampling: dict,
 
 def counted() -> tuple[int, int]:
     text = urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics").read().decode()
-    found = [re.search(rf"^looplane_spec_decode_num_{of}_tokens_total\S* (\d+)", text, re.M)
+    found = [re.search(rf"^vllm:spec_decode_num_{of}_tokens_total\S* (\d+)", text, re.M)
              for of in ("draft", "accepted")]
     return tuple(int(of.group(1)) for of in found)
 

@@ -24,6 +24,7 @@ use looplane_server::{
     },
     listener::{self, ServeOptions, StopSignal},
     text::Text,
+    trace::Otlp,
 };
 use rustix::time::{ClockId, clock_gettime};
 use tokio::{
@@ -67,6 +68,9 @@ struct Options {
     /// "chat/completions" or "completions".
     #[arg(long, default_value = "chat/completions")]
     route: String,
+    /// Traces of the streams go to this collector.
+    #[arg(long)]
+    otlp_endpoint: Option<String>,
     /// Large prompts are sent beside the streams, one after the other.
     #[arg(long)]
     large: bool,
@@ -161,7 +165,9 @@ async fn engine(
                     let _ = reply.send(Ok(streams.collect()));
                 }
                 Some(Command::Cancel { sequence, .. }) => drop(sequences.remove(&sequence)),
-                None => return,
+                Some(Command::Ping(reply)) => drop(reply.send(())),
+                // An engine that is alone gets no other.
+                Some(Command::HandOver(_) | Command::Adopt(_)) | None => return,
             },
             _ = ticks.tick() => {
                 let now = Instant::now();
@@ -219,6 +225,10 @@ fn server(options: &Options) {
             max_connections: most,
             max_concurrent_requests: most,
             max_body_bytes: 64 << 20,
+            otlp: options
+                .otlp_endpoint
+                .as_deref()
+                .map(|endpoint| Otlp::new(endpoint, "bench".into()).expect("the address of a collector")),
             ..ServeOptions::default()
         };
         let stop = StopSignal::default();

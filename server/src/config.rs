@@ -2,6 +2,7 @@
 //! [`Config`].
 
 use std::{
+    env,
     path::{Path, PathBuf},
     thread,
     time::Duration,
@@ -12,10 +13,11 @@ use looplane_proto::worker::v1::load_request;
 use serde::Deserialize;
 
 use crate::{
-    drafts::DraftReport,
+    drafts::{DraftReport, MOST_DRAFTS},
     group::{GroupConfig, Timeouts},
     listener::ServeOptions,
     reply::{Parsers, ReasoningParser, ToolCallParser},
+    router::MAX_REPLICAS,
     sched::Limits,
 };
 
@@ -23,11 +25,13 @@ mod access;
 mod error;
 mod file;
 mod model;
+mod trace;
 
 pub use access::AccessArgs;
 pub use error::ConfigError;
 pub use file::{file_arguments, without_empty_variables};
 pub use model::demo_model;
+pub use trace::TraceArgs;
 
 /// Options of `looplane serve`. The command line wins over variables, and those over the file.
 #[derive(Debug, Clone, Args)]
@@ -65,7 +69,11 @@ pub struct ServeArgs {
     #[arg(long = "loop", value_enum, value_name = "MODE", default_value_t = LoopMode::On, env = "LOOPLANE_LOOP")]
     pub loop_mode: LoopMode,
 
-    /// Compute threads of each worker [default: the machine's cores divided by --tp]
+    /// Groups of --tp workers, each of which has the whole model: a request is computed by the one that is done first
+    #[arg(long, value_name = "N", default_value_t = 1, env = "LOOPLANE_REPLICAS")]
+    pub replicas: u32,
+
+    /// Compute threads of each worker [default: the machine's cores divided by --tp and --replicas]
     #[arg(long, value_name = "N", env = "LOOPLANE_THREADS")]
     pub threads: Option<u32>,
 
@@ -80,6 +88,10 @@ pub struct ServeArgs {
     /// Who may ask, and how safely.
     #[command(flatten)]
     pub access: AccessArgs,
+
+    /// Where traces go.
+    #[command(flatten)]
+    pub trace: TraceArgs,
 
     /// Sequences computed at one time [default: 512 on a GPU, or as many as its memory allows; 64 on CPUs; at most
     /// --max-batch-tokens]
@@ -252,9 +264,8 @@ pub enum PrefixCache {
     Off,
 }
 
-/// Tokens that are drafted for a sequence in a step, and the most that may be asked for.
+/// Tokens that are drafted for a sequence in a step.
 const DRAFTS: u32 = 7;
-const MOST_DRAFTS: u32 = 32;
 /// Tokens of finished answers that are drafted from, and the most.
 const CORPUS_TOKENS: u32 = 1 << 20;
 const MOST_CORPUS_TOKENS: u32 = 1 << 26;
@@ -314,7 +325,10 @@ impl ServeArgs {
             return value("--tp", &tp, "1, 2, 4, 8 or 16");
         }
         let cores = thread::available_parallelism().map_or(1, |count| count.get() as u32);
-        let threads = self.threads.unwrap_or((cores / tp).max(1));
+        if !(1..=MAX_REPLICAS).contains(&self.replicas) {
+            return value("--replicas", &self.replicas, &format!("1 to {MAX_REPLICAS}"));
+        }
+        let threads = self.threads.unwrap_or((cores / tp / self.replicas).max(1));
         for (option, count) in [
             ("--threads", u64::from(threads)),
             ("--max-slots", self.max_slots.unwrap_or(1).into()),
@@ -364,6 +378,7 @@ impl ServeArgs {
             },
         };
         let (access, tls) = self.access.check()?;
+        let otlp = self.trace.check(|name| env::var(name).ok())?;
         let hang_limit = Duration::from_secs(self.hang_limit_seconds.into());
         Ok(Config {
             until_stdin_closes: self.until_stdin_closes,
@@ -373,6 +388,7 @@ impl ServeArgs {
                 model_id,
                 access,
                 tls,
+                otlp,
                 draft_report: (self.per_request_spec_decode_metrics, drafts),
                 max_connections: self.max_connections as usize,
                 max_concurrent_requests: self.max_concurrent_requests as usize,
@@ -383,6 +399,7 @@ impl ServeArgs {
             },
             parsers: Parsers { tool_calls: self.tool_call_parser, reasoning: self.reasoning_parser },
             group: GroupConfig {
+                replicas: self.replicas,
                 threads,
                 limits: Limits {
                     max_slots: self.max_slots.unwrap_or(0),

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+/// The most that may be drafted for a sequence in a step.
+pub const MOST_DRAFTS: u32 = 32;
+
 /// What of it answers tell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum DraftReport {

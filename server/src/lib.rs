@@ -2,8 +2,8 @@
 //!
 //! `http` and `grpc` read and write, `upload` bounds what they read, `request` says what is valid, `text` knows the
 //! model's tokenizer and template, `reply` finds tool calls and thinking in what it writes, `frontend` joins them to
-//! the [`engine`] seam, `listener` runs them on a socket. On the other side of the seam `group` feeds the workers of a
-//! replica with what `sched` decides.
+//! the [`engine`] seam, `trace` exports what became of a request, `listener` runs them on a socket. On the other side
+//! of the seam `group` feeds the workers of a replica with what `sched` decides, and `router` stands in front of several.
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -19,6 +19,8 @@ pub mod metrics;
 pub mod reload;
 pub mod reply;
 pub mod request;
+pub mod router;
 pub mod sched;
 pub mod text;
+pub mod trace;
 pub mod upload;

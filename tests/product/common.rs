@@ -22,7 +22,7 @@ use serde_json::Value;
 /// expectation.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks for something that is waited for.
-const LOOK_PERIOD: Duration = Duration::from_millis(10);
+pub const LOOK_PERIOD: Duration = Duration::from_millis(10);
 
 /// A checkpoint of the worker's fixtures.
 pub fn fixture(name: &str) -> PathBuf {
@@ -45,6 +45,42 @@ pub fn edit_json(path: &Path, edit: impl FnOnce(&mut Value)) {
     let mut value = serde_json::from_slice(&fs::read(path).expect("the file is there")).expect("it is JSON");
     edit(&mut value);
     fs::write(path, value.to_string()).expect("the copy can be written");
+}
+
+/// A number from the environment: `just gpu` storms longer, on the groups that its GPUs can be.
+pub fn from_environment(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |number| number.parse().unwrap_or_else(|e| panic!("{name}={number}: {e}")))
+}
+
+/// Random numbers that a seed repeats.
+pub struct Rng(pub u64);
+
+impl Rng {
+    /// Those of one of many things that a seed decides.
+    pub fn of(seed: u64, number: u64) -> Self {
+        Self(mix(seed ^ mix(number)))
+    }
+
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.0 = mix(self.0);
+        self.0 % bound
+    }
+}
+
+/// A step of splitmix64.
+pub fn mix(seed: u64) -> u64 {
+    let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Draws an API key with `looplane key`; the key, and its line.
+pub fn draw_key(args: &[&str]) -> (String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_looplane")).arg("key").args(args).output().expect("the binary runs");
+    assert!(output.status.success());
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8").trim().to_owned();
+    (text(output.stderr), text(output.stdout))
 }
 
 /// A running `looplane serve`; killed when dropped.

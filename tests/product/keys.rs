@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
 use crate::{
-    common::{Server, fixture, signal, until},
+    common::{Server, draw_key, fixture, signal, until},
     scrape::Scrape,
 };
 
@@ -105,14 +105,6 @@ async fn every_route_but_health_asks_for_a_key() {
     assert_eq!(status, 200, "{answer}");
 }
 
-/// Draws a key; the key, and its line.
-fn draw(args: &[&str]) -> (String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_looplane")).arg("key").args(args).output().expect("the binary runs");
-    assert!(output.status.success());
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8").trim().to_owned();
-    (text(output.stderr), text(output.stdout))
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_come_and_go_while_the_server_runs() {
     let dir = tempfile::tempdir().expect("a temporary directory");
@@ -123,8 +115,8 @@ async fn keys_come_and_go_while_the_server_runs() {
         fs::rename(&newer, &path).expect("one directory");
     };
     let said = |words: &str| fs::read_to_string(&log).expect("the log is there").contains(words);
-    let (alice, alices_line) = draw(&["alice"]);
-    let (bob, bobs_line) = draw(&["bob", "--concurrent", "2", "--tokens-per-minute", "10000"]);
+    let (alice, alices_line) = draw_key(&["alice"]);
+    let (bob, bobs_line) = draw_key(&["bob", "--concurrent", "2", "--tokens-per-minute", "10000"]);
     assert!(bobs_line.ends_with(" concurrent=2 tokens_per_minute=10000"), "{bobs_line}");
     write(&[&alices_line]);
     let file = path.to_str().expect("UTF-8");
@@ -157,7 +149,7 @@ async fn keys_come_and_go_while_the_server_runs() {
 async fn the_log_has_the_id_of_a_key_and_neither_keys_nor_prompts() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let (keys, log) = (dir.path().join("keys"), dir.path().join("log"));
-    let (key, line) = draw(&["alice"]);
+    let (key, line) = draw_key(&["alice"]);
     fs::write(&keys, line).expect("the directory can be written");
     let mut command = command(&["--host", "0.0.0.0", "--api-key-file", keys.to_str().expect("UTF-8")]);
     command.env("LOOPLANE_API_KEY", KEY).env("LOOPLANE_LOG", "trace");
@@ -248,8 +240,9 @@ async fn pages_of_the_origins_that_are_named_may_ask() {
 async fn a_key_that_floods_the_server_does_not_delay_another_and_changes_none_of_its_bits() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let path = dir.path().join("keys");
-    let (flood, floods_line) = draw(&["flood"]);
-    let (polite, polites_line) = draw(&["polite", "--weight", "1", "--priority=-1", "--requests-per-minute", "1000"]);
+    let (flood, floods_line) = draw_key(&["flood"]);
+    let (polite, polites_line) =
+        draw_key(&["polite", "--weight", "1", "--priority=-1", "--requests-per-minute", "1000"]);
     assert!(polites_line.ends_with(" requests_per_minute=1000 weight=1 priority=-1"), "{polites_line}");
     fs::write(&path, [floods_line, polites_line].join("\n")).expect("the directory can be written");
     let server = start(&["--api-key-file", path.to_str().expect("UTF-8"), "--max-slots", "2"]).await;

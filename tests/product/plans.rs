@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+use crate::common::{Rng, mix};
 use looplane_proto::worker::v1;
 use looplane_server::engine::{SamplingParams, SequenceRequest};
 use looplane_server::sched::{Action, Blame, Event, GroupShape, Limits, Scheduler, Standing};
@@ -15,23 +16,6 @@ use looplane_worker::sampling::Sampled;
 
 const VOCAB: u64 = 500;
 const STOP: u32 = 7;
-
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = mix(self.0);
-        self.0 % bound
-    }
-}
-
-/// A step of splitmix64.
-fn mix(seed: u64) -> u64 {
-    let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
 
 /// Mostly as the last token has it, so that texts repeat themselves; now and then as all of them have it.
 fn next_token(tokens: &[u32]) -> u32 {

@@ -6,7 +6,7 @@ use futures::stream::FuturesUnordered;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::{Server, fixture, signal};
+use crate::common::{Server, fixture, from_environment, signal};
 
 /// A step of splitmix64.
 fn mix(seed: u64) -> u64 {
@@ -64,11 +64,6 @@ async fn counted(server: &Server, name: &str) -> u64 {
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
-/// A number from the environment: `just gpu` storms longer, on the groups that its GPUs can be.
-fn from_environment(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |number| number.parse().unwrap_or_else(|e| panic!("{name}={number}: {e}")))
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     let requests = from_environment("LOOPLANE_STORM_REQUESTS", 120);
@@ -81,7 +76,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     let answers = futures::stream::iter(0..requests).map(async |number| answer(&calm, &request(number)).await);
     let expected: Vec<_> = answers.buffered(8).collect().await;
     assert!(expected.iter().all(|(_, cached)| *cached == 0));
-    assert_eq!(counted(&calm, "looplane_prefix_cache_hits_total").await, 0);
+    assert_eq!(counted(&calm, "vllm:prefix_cache_hits_total").await, 0);
     drop(calm);
     // Caches that hold many prompts, and such that hold two sequences; workers of two groups die in the middle.
     let runs = [(1, "40", true), (2, "15", true), (4, "14", false)];
@@ -111,8 +106,8 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
             }
         }
         assert!(cached * 6 > prompts, "tp {tp}, {pages} pages: only {cached} of {prompts} tokens were cached");
-        let hits = counted(&server, "looplane_prefix_cache_hits_total").await;
-        let queries = counted(&server, "looplane_prefix_cache_queries_total").await;
+        let hits = counted(&server, "vllm:prefix_cache_hits_total").await;
+        let queries = counted(&server, "vllm:prefix_cache_queries_total").await;
         assert!(hits >= cached && queries >= prompts && queries > hits, "{hits} of {queries}");
         assert_eq!(
             counted(&server, "looplane_worker_losses_total").await,
@@ -120,7 +115,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
         );
         assert_eq!(counted(&server, "looplane_kv_cache_pages_used").await, 0);
         assert!(counted(&server, "looplane_kv_cache_pages_cached").await > 0);
-        let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("looplane_spec_decode_num_{of}_tokens_total"));
+        let [drafted, accepted] = ["draft", "accepted"].map(|of| format!("vllm:spec_decode_num_{of}_tokens_total"));
         let (drafted, accepted) = (counted(&server, &drafted).await, counted(&server, &accepted).await);
         assert!(0 < accepted && accepted <= drafted, "{accepted} of {drafted} drafted tokens were accepted");
     }
@@ -167,7 +162,7 @@ async fn an_answer_tells_how_its_drafts_fared_where_that_is_asked_for() {
     assert_eq!(sum(&told["per_step_accepted"]), accepted);
     assert_eq!(sum(&told["per_step_drafted"]), number("num_draft_tokens"));
     for (name, expected) in [("drafts", steps), ("accepted_tokens", accepted)] {
-        assert_eq!(counted(&server, &format!("looplane_spec_decode_num_{name}_total")).await, expected);
+        assert_eq!(counted(&server, &format!("vllm:spec_decode_num_{name}_total")).await, expected);
     }
     let mut with_usage = request.clone();
     with_usage["stream_options"] = json!({"include_usage": true});

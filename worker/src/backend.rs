@@ -68,9 +68,9 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
         Device::Auto => {}
     }
     let config = ModelConfig::from_dir(&request.model_dir)?;
-    let usable = cuda::probe(request.rank)
+    let usable = cuda::probe(request.socket())
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
-        .and_then(|gpu| cuda::survey(request.tensor_parallel).map(|()| gpu))
+        .and_then(|gpu| cuda::survey(request.others.before, request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
         .and_then(|gpu| {
             cuda::check(&bounded(request, GPU_SLOTS, GPU_ROWS), &config, request.tensor_parallel).map(|()| gpu)
@@ -106,6 +106,7 @@ mod tests {
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
+            others: crate::decoder::Sockets::default(),
         }
     }
 
@@ -130,7 +131,7 @@ mod tests {
     #[test]
     fn auto_never_fails_for_want_of_a_gpu_and_cuda_says_what_is_missing() {
         // Auto: on a machine with a GPU for either rank it would be theirs.
-        let devices = if cuda::survey(2).is_err() { &[Device::Auto, Device::Cpu][..] } else { &[Device::Cpu] };
+        let devices = if cuda::survey(0, 2).is_err() { &[Device::Auto, Device::Cpu][..] } else { &[Device::Cpu] };
         for device in devices {
             let loaded = load(&request(*device, 2), &mut |_| ()).unwrap();
             assert!(loaded.loaded().bit_domain.starts_with("cpu-"));

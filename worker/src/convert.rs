@@ -6,7 +6,7 @@ use std::time::Duration;
 use looplane_proto::worker::v1;
 
 use crate::batch::{Admit, Drafts, Finish, PageGrant, Plan, PlanFault, PrefillChunk, StepTime, TokenBounds};
-use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress};
+use crate::decoder::{Device, LoadError, LoadRequest, Loaded, Outcome, Progress, Sockets};
 use crate::grammar::Vocabulary;
 use crate::model::WeightFormat;
 use crate::model::format::INT4;
@@ -29,6 +29,16 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
     if r.rank >= r.tensor_parallel {
         return wrong(format!("rank {} of tensor_parallel {}", r.rank, r.tensor_parallel));
     }
+    let before = r.socket.checked_sub(r.rank);
+    let behind = before.and_then(|before| r.sockets.checked_sub(before + r.tensor_parallel));
+    let others = match (r.sockets, before, behind) {
+        (0, ..) => Sockets::default(),
+        (_, Some(before), Some(behind)) => Sockets { before: before as usize, behind: behind as usize },
+        _ => {
+            let v1::LoadRequest { rank, tensor_parallel, socket, sockets, .. } = r;
+            return wrong(format!("socket {socket} of {sockets} for rank {rank} of {tensor_parallel}"));
+        }
+    };
     for (field, value) in [("threads", r.threads), ("wait_limit_ms", r.wait_limit_ms)] {
         if value == 0 {
             return wrong(format!("{field} is 0"));
@@ -65,6 +75,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         unlooped: request.unlooped,
         draft_corpus_tokens: request.draft_corpus_tokens as usize,
         vocabulary: request.vocabulary.map(vocabulary).transpose()?.map(Arc::new),
+        others,
     })
 }
 
@@ -247,7 +258,7 @@ pub fn outcome(outcome: Outcome) -> v1::Outcome {
         tokens: tokens.collect(),
         rows: u32::try_from(outcome.rows).unwrap_or(u32::MAX),
         step_ns: nanoseconds(outcome.step_time),
-        wait_ns: nanoseconds(outcome.wait_time),
+        wait_ns: outcome.wait_time.map(nanoseconds),
         positions: outcome.positions as u64,
         drafted: drafted.collect(),
         prompt: prompt.collect(),
@@ -350,6 +361,10 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(load_request(valid.clone()).unwrap().wait_limit, Duration::from_secs(1));
+        let alone = load_request(valid.clone()).unwrap();
+        assert_eq!((alone.socket(), alone.all_sockets()), (1, 2));
+        let third = load_request(v1::LoadRequest { socket: 5, sockets: 8, ..valid.clone() }).unwrap();
+        assert_eq!((third.socket(), third.all_sockets()), (5, 8));
         let unlooped = |unlooped| load_request(v1::LoadRequest { unlooped, ..valid.clone() }).unwrap().unlooped;
         assert!(unlooped(true) && !unlooped(false));
         let open = load_request(v1::LoadRequest { max_batch_tokens: 0, ..valid.clone() }).unwrap();
@@ -357,6 +372,8 @@ mod tests {
         for (edit, says) in [
             ((|r| r.model_dir.clear()) as fn(&mut v1::LoadRequest), "model_dir"),
             (|r| r.rank = 2, "rank 2 of tensor_parallel 2"),
+            (|r| (r.socket, r.sockets) = (0, 4), "socket 0 of 4 for rank 1 of 2"),
+            (|r| (r.socket, r.sockets) = (3, 3), "socket 3 of 3 for rank 1 of 2"),
             (|r| r.threads = 0, "threads"),
             (|r| r.max_batch_tokens = 3, "max_batch_tokens 3"),
             (|r| r.device = 9, "device is 9"),

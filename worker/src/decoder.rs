@@ -58,6 +58,29 @@ pub struct LoadRequest {
     pub draft_corpus_tokens: usize,
     /// For grammars; without it no sequence may have one.
     pub vocabulary: Option<Arc<Vocabulary>>,
+    /// The sockets of this host, GPUs or shares of the cores, that other groups of the same server run on.
+    pub others: Sockets,
+}
+
+impl LoadRequest {
+    /// The socket that the rank runs on, among those of the server.
+    pub fn socket(&self) -> usize {
+        self.others.before + self.rank
+    }
+
+    /// How many sockets the server uses on this host.
+    pub fn all_sockets(&self) -> usize {
+        self.others.before + self.tensor_parallel + self.others.behind
+    }
+}
+
+/// Sockets beside those of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sockets {
+    /// With lower numbers than those of the group.
+    pub before: usize,
+    /// With higher ones.
+    pub behind: usize,
 }
 
 /// Where to compute.
@@ -161,8 +184,8 @@ pub struct Outcome {
     pub drafted: Vec<(u64, usize)>,
     /// Duration of the step.
     pub step_time: Duration,
-    /// How much of it was waiting for other ranks.
-    pub wait_time: Duration,
+    /// How much of it was waiting for other ranks, where the backend tells.
+    pub wait_time: Option<Duration>,
 }
 
 #[cfg(test)]

@@ -11,7 +11,6 @@ macro_rules! fields {
     };
 }
 
-// Looplane has vLLM's names where both mean the same.
 fields! {
     Running: "num_requests_running",
     Waiting: "num_requests_waiting",
@@ -42,8 +41,9 @@ fields! {
     RecoverySeconds: "worker_recovery_seconds_sum",
 }
 
-/// Whose names a server speaks, and the prefix that they have.
-const DIALECTS: [(&str, &str); 2] = [("Looplane", "looplane_"), ("vLLM", "vllm:")];
+/// Looplane has vLLM's names, and others of its own.
+const OWN_PREFIX: &str = "looplane_";
+const VLLM_PREFIX: &str = "vllm:";
 
 /// Above all that a server can have counted: a count beyond it is none, and sums of such would be without end.
 const MOST: f64 = 1e24;
@@ -61,18 +61,18 @@ impl Snapshot {
     pub fn read(text: &str) -> Option<Self> {
         // An answer that is too long to be read whole is cut anywhere, and half a number is another one.
         let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
-        DIALECTS.iter().find_map(|&(dialect, prefix)| {
-            let samples: Vec<(&str, f64)> = lines.clone().filter_map(|line| sample(line, prefix)).collect();
-            let of_name = |field: Field, name: &str| {
-                let of_name = samples.iter().filter(|(found, _)| *found == name).map(|(_, value)| *value);
-                of_name.reduce(|a, b| if field == Field::KvUsage { a.max(b) } else { a + b })
-            };
-            let mut values = [None; NAMES.len()];
-            for (value, (field, names)) in values.iter_mut().zip(NAMES) {
-                *value = names.iter().find_map(|name| of_name(*field, name));
-            }
-            values.iter().any(Option::is_some).then_some(Self { dialect, values })
-        })
+        let is_looplane = lines.clone().any(|line| line.starts_with(OWN_PREFIX));
+        let dialect = if is_looplane { "Looplane" } else { "vLLM" };
+        let samples: Vec<(&str, f64)> = lines.filter_map(sample).collect();
+        let of_name = |field: Field, name: &str| {
+            let of_name = samples.iter().filter(|(found, _)| *found == name).map(|(_, value)| *value);
+            of_name.reduce(|a, b| if field == Field::KvUsage { a.max(b) } else { a + b })
+        };
+        let mut values = [None; NAMES.len()];
+        for (value, (field, names)) in values.iter_mut().zip(NAMES) {
+            *value = names.iter().find_map(|name| of_name(*field, name));
+        }
+        values.iter().any(Option::is_some).then_some(Self { dialect, values })
     }
 
     pub fn get(&self, field: Field) -> Option<f64> {
@@ -86,10 +86,10 @@ impl Snapshot {
     }
 }
 
-/// Name without `prefix`, and value, of a line that has one: `name value` or `name{labels} value`, with whatever
+/// Name without its prefix, and value, of a line that has one: `name value` or `name{labels} value`, with whatever
 /// behind.
-fn sample<'a>(line: &'a str, prefix: &str) -> Option<(&'a str, f64)> {
-    let line = line.strip_prefix(prefix)?;
+fn sample(line: &str) -> Option<(&str, f64)> {
+    let line = line.strip_prefix(OWN_PREFIX).or_else(|| line.strip_prefix(VLLM_PREFIX))?;
     let name_end = line.find(['{', ' '])?;
     let (name, rest) = line.split_at(name_end);
     let values = if rest.starts_with('{') { &rest[labels_end(rest)?..] } else { rest };
@@ -129,6 +129,8 @@ mod tests {
 
     #[test]
     fn series_are_added_up_and_lines_may_have_more_behind_the_value() {
+        let both = Snapshot::read("vllm:num_requests_running 3\nlooplane_step_rows_sum 9\n").expect("known names");
+        assert_eq!((both.dialect, both.get(Field::Running), both.get(Field::Rows)), ("Looplane", Some(3.0), Some(9.0)));
         let text = "# HELP vllm:num_requests_running some\n# TYPE vllm:num_requests_running gauge\n\
                     vllm:num_requests_running{engine=\"0\",model_name=\"a}\\\" 7{\"} 3.0\n\
                     vllm:num_requests_running{engine=\"1\",model_name=\"a\"} 4 1700000000 # {trace=\"x\"} 9\n\

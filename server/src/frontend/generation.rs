@@ -109,6 +109,8 @@ impl Deadline {
 pub struct Choice {
     /// Its number in the response.
     pub index: u32,
+    /// The first of its prompt, whose tokens count once.
+    is_first: bool,
     /// `None` once it has ended.
     stream: Option<SequenceStream>,
     output: OutputText,
@@ -139,7 +141,7 @@ pub struct Choice {
 impl Choice {
     /// `prompt_alone`: the output is not told.
     pub(super) fn new(
-        index: u32,
+        (index, is_first): (u32, bool),
         stream: SequenceStream,
         text: (OutputText, Arc<Tokenizer>),
         stop_tokens: Vec<u32>,
@@ -150,6 +152,7 @@ impl Choice {
         let (stream, (output, tokenizer)) = (Some(stream), text);
         Self {
             index,
+            is_first,
             stream,
             output,
             stop_tokens,
@@ -328,6 +331,8 @@ impl Choice {
     fn let_go(&mut self, because: Unwanted) {
         if let Some(mut stream) = self.stream.take() {
             (self.cached_tokens, self.drafts) = (stream.cached_tokens(), stream.take_drafts());
+            let counted = if self.is_first { self.cached_tokens } else { 0 };
+            self.record.let_go(stream.times(), counted, &self.drafts);
             self.prompt_logprobs.append(&mut stream.take_prompt_logprobs());
             stream.let_go(because);
         }
@@ -336,8 +341,7 @@ impl Choice {
 
 impl Drop for Choice {
     fn drop(&mut self) {
-        if self.given_up.token.is_cancelled() {
-            self.let_go(self.given_up.unwanted());
-        }
+        let is_given_up = self.given_up.token.is_cancelled();
+        self.let_go(if is_given_up { self.given_up.unwanted() } else { Unwanted::Abandoned });
     }
 }

@@ -6,6 +6,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use axum::http::HeaderMap;
 use bytes::Bytes;
 use hyper::body::Body;
 use tokio::sync::Semaphore;
@@ -36,6 +37,7 @@ use crate::{
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
     text::{OutputText, Text},
+    trace::{self, Traces},
     upload::{Upload, UploadError, Uploads},
 };
 
@@ -57,6 +59,8 @@ pub struct Frontend {
     pub started: u64,
     /// What it counts.
     pub metrics: FrontMetrics,
+    /// Where traces go, if anywhere.
+    pub traces: Option<Traces>,
     /// Set: no new requests.
     pub draining: CancellationToken,
     /// Set: requests that still run end now, with an error.
@@ -99,12 +103,20 @@ impl Frontend {
             draft_report,
             started: unix_seconds(),
             metrics: FrontMetrics::default(),
+            traces: None,
             draining: CancellationToken::new(),
             closing: CancellationToken::new(),
             permits: Arc::new(Semaphore::new(max_concurrent_requests)),
             max_concurrent_requests,
             served: Arc::default(),
         }
+    }
+
+    /// What is written of a request that has just arrived: its own trace goes on, or one begins where traces are
+    /// exported.
+    pub fn arrive(&self, request_id: RequestId, headers: &HeaderMap) -> Record {
+        let begun = || self.traces.as_ref().map(|_| trace::Context::root());
+        Record::new(request_id, trace::Context::continued(headers).or_else(begun), self.traces.clone())
     }
 
     /// Takes a place among the requests served at one time, for the request of a key where keys are asked for. `route`
@@ -115,20 +127,15 @@ impl Frontend {
     /// [`GenerateError::ShuttingDown`] while draining.
     pub fn enter(
         &self,
-        request_id: &RequestId,
+        record: &Arc<Record>,
         key: Option<&Arc<Key>>,
         route: &'static str,
     ) -> Result<Place, GenerateError> {
-        let record = Arc::new(Record::new(request_id, key.cloned(), route));
-        self.take_place(key, request_id, &record).inspect_err(|error| record.failed(error.code()))
+        record.enters(route, key.cloned());
+        self.take_place(key, record).inspect_err(|error| record.failed(error.code()))
     }
 
-    fn take_place(
-        &self,
-        key: Option<&Arc<Key>>,
-        request_id: &RequestId,
-        record: &Arc<Record>,
-    ) -> Result<Place, GenerateError> {
+    fn take_place(&self, key: Option<&Arc<Key>>, record: &Arc<Record>) -> Result<Place, GenerateError> {
         if self.draining.is_cancelled() {
             return Err(GenerateError::ShuttingDown);
         }
@@ -138,7 +145,7 @@ impl Frontend {
         if let (Some(key), Some(running)) = (key, &running) {
             self.leave_places(key, running)?;
         }
-        let name = (key.map(|key| key.id.clone()), request_id.clone());
+        let name = (key.map(|key| key.id.clone()), record.request_id().clone());
         Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
     }
 
@@ -301,6 +308,7 @@ impl Frontend {
             let echo = valid.echo.then(|| Echo { tokens: prompt.tokens.clone(), text: prompt.text.clone(), pool });
             let told = (echo, valid.prompt_alone);
             let text = (output, tokenizer.clone());
+            let index = (index, index % valid.choices == 0);
             Choice::new(index, stream, text, stop_tokens, told, record.clone(), (given_up.clone(), deadline))
         });
         let choices: Vec<Choice> = choices.collect();
@@ -375,7 +383,7 @@ mod tests {
     }
 
     fn enter(frontend: &Frontend) -> Result<Place, GenerateError> {
-        frontend.enter(&RequestId::from("id"), None, "/")
+        frontend.enter(&Arc::new(Record::new("id".into(), None, None)), None, "/")
     }
 
     async fn free_again(frontend: &Frontend) {

@@ -1,14 +1,21 @@
-//! What the log says of each request, in one line at its end.
+//! What the log, and a trace, say of each request at its end.
 
 use std::{
     sync::{
-        Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed},
     },
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
-use crate::{engine::FinishReason, keys::Key};
+use axum::http::HeaderValue;
+
+use crate::{
+    drafts::DraftStep,
+    engine::{FinishReason, Times},
+    keys::Key,
+    trace::{self, Phases, Traces},
+};
 
 /// A request's name in responses and in the log: its client's, or one that was drawn.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -27,36 +34,65 @@ impl From<&str> for RequestId {
     }
 }
 
-/// A request from its arrival to its end. Everything that works for it shares it; the last to drop it writes the line.
+/// A request from its arrival to its end. Everything that works for it shares it; the last to drop it writes the line,
+/// if the request took a place: all others are answered at once.
 #[derive(Debug)]
 pub struct Record {
     request_id: RequestId,
-    /// Whose it is. The key itself is not known here.
-    key: Option<Arc<Key>>,
-    route: &'static str,
     arrived: Instant,
+    arrived_at: SystemTime,
+    /// The trace that it belongs to, if any, and where its spans go if they are wanted.
+    trace: Option<trace::Context>,
+    traces: Option<Traces>,
+    entered: OnceLock<Entered>,
+    /// Of the answer's head; 0 before there is one.
+    http_status: AtomicU16,
     prompt_tokens: AtomicU64,
     completion_tokens: AtomicU64,
+    choices: AtomicU32,
     accepted: OnceLock<Duration>,
     first_token: OnceLock<Duration>,
+    sequences: Mutex<Sequences>,
     /// Choices that have not ended.
     open_choices: AtomicU32,
     at_length: AtomicBool,
     error: OnceLock<&'static str>,
 }
 
+/// What asked for a place.
+#[derive(Debug)]
+struct Entered {
+    route: &'static str,
+    /// Whose it is. The key itself is not known here.
+    key: Option<Arc<Key>>,
+}
+
+/// What is known of a request's sequences once they are let go.
+#[derive(Debug, Default)]
+struct Sequences {
+    phases: Phases,
+    cached_tokens: u64,
+    drafted_tokens: u64,
+    accepted_tokens: u64,
+}
+
 impl Record {
-    /// A request that has just arrived.
-    pub(super) fn new(request_id: &RequestId, key: Option<Arc<Key>>, route: &'static str) -> Self {
+    /// A request that has just arrived. Its spans go to `traces`, if its trace is recorded.
+    pub fn new(request_id: RequestId, trace: Option<trace::Context>, traces: Option<Traces>) -> Self {
         Self {
-            request_id: request_id.clone(),
-            key,
-            route,
+            request_id,
             arrived: Instant::now(),
+            arrived_at: SystemTime::now(),
+            traces: traces.filter(|_| trace.as_ref().is_some_and(trace::Context::is_sampled)),
+            trace,
+            entered: OnceLock::new(),
+            http_status: AtomicU16::new(0),
             prompt_tokens: AtomicU64::new(0),
             completion_tokens: AtomicU64::new(0),
+            choices: AtomicU32::new(0),
             accepted: OnceLock::new(),
             first_token: OnceLock::new(),
+            sequences: Mutex::default(),
             // Until it is accepted, one that will not come to its end.
             open_choices: AtomicU32::new(1),
             at_length: AtomicBool::new(false),
@@ -64,17 +100,38 @@ impl Record {
         }
     }
 
+    /// Its name.
+    pub fn request_id(&self) -> &RequestId {
+        &self.request_id
+    }
+
     /// When it came.
     pub(super) fn arrived(&self) -> Instant {
         self.arrived
     }
 
+    /// It asks for a place, for what `route` names.
+    pub(super) fn enters(&self, route: &'static str, key: Option<Arc<Key>>) {
+        let _ = self.entered.set(Entered { route, key });
+    }
+
+    /// The head of its answer is made.
+    pub fn answered(&self, http_status: u16) {
+        self.http_status.store(http_status, Relaxed);
+    }
+
+    /// What the client is told of the span that is exported, if one is.
+    pub fn exported(&self) -> Option<HeaderValue> {
+        self.traces.as_ref().and(self.trace.as_ref()).map(trace::Context::response)
+    }
+
     /// The engine has queued its sequences.
     pub(super) fn accepted(&self, prompt_tokens: u64, choices: u32) {
         self.prompt_tokens.store(prompt_tokens, Relaxed);
+        self.choices.store(choices, Relaxed);
         self.open_choices.store(choices, Relaxed);
         let _ = self.accepted.set(self.arrived.elapsed());
-        if let Some(key) = &self.key {
+        if let Some(key) = self.key() {
             key.spend_prompt(prompt_tokens);
         }
     }
@@ -83,14 +140,36 @@ impl Record {
     pub(super) fn token(&self) {
         self.completion_tokens.fetch_add(1, Relaxed);
         self.first_token.get_or_init(|| self.arrived.elapsed());
-        if let Some(key) = &self.key {
+        if let Some(key) = self.key() {
             key.spend_completion(1);
         }
     }
 
     /// Whose it is.
     pub(super) fn key(&self) -> Option<&Arc<Key>> {
-        self.key.as_ref()
+        self.entered.get()?.key.as_ref()
+    }
+
+    /// A sequence was let go; `times` are known if it had a token, `cached_tokens` those of a prompt that count.
+    pub(super) fn let_go(&self, times: Option<Times>, cached_tokens: u32, drafts: &[DraftStep]) {
+        let mut sequences = self.sequences.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(times) = times {
+            let after = |at: tokio::time::Instant| at.into_std().saturating_duration_since(self.arrived);
+            let phases = &mut sequences.phases;
+            for (known, at) in [
+                (&mut phases.submitted, times.submitted),
+                (&mut phases.admitted, times.admitted),
+                (&mut phases.computed, times.computed),
+            ] {
+                *known = Some(known.unwrap_or(Duration::MAX).min(after(at)));
+            }
+            phases.ended = Some(self.arrived.elapsed());
+        }
+        sequences.cached_tokens += u64::from(cached_tokens);
+        for DraftStep { drafted, accepted } in drafts {
+            sequences.drafted_tokens += u64::from(*drafted);
+            sequences.accepted_tokens += u64::from(*accepted);
+        }
     }
 
     /// A choice came to its end.
@@ -119,18 +198,51 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        let milliseconds = |time: Option<&Duration>| time.map(|time| time.as_millis() as u64);
+        let Some(Entered { route, key }) = self.entered.get() else { return };
+        let sequences = self.sequences.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let phases =
+            Phases { submitted: sequences.phases.submitted.or(self.accepted.get().copied()), ..sequences.phases };
+        let Sequences { cached_tokens, drafted_tokens, accepted_tokens, .. } = *sequences;
+        let request = trace::Request {
+            id: self.request_id.as_str(),
+            key: key.as_ref().map(|key| &*key.id),
+            route,
+            http_status: Some(self.http_status.load(Relaxed)).filter(|status| *status > 0),
+            arrived: self.arrived_at,
+            total: self.arrived.elapsed(),
+            phases,
+            choices: self.choices.load(Relaxed),
+            prompt_tokens: self.prompt_tokens.load(Relaxed),
+            cached_tokens,
+            completion_tokens: self.completion_tokens.load(Relaxed),
+            drafted_tokens,
+            accepted_tokens,
+            reason: self.reason(),
+            failed: !matches!(self.reason(), "stop" | "length"),
+        };
+        let milliseconds = |time: Option<Duration>| time.map(|time| time.as_micros() as f64 / 1e3);
         tracing::info!(
-            request_id = self.request_id.as_str(),
-            key = self.key.as_ref().map(|key| &*key.id),
-            route = self.route,
-            reason = self.reason(),
-            prompt_tokens = self.prompt_tokens.load(Relaxed),
-            completion_tokens = self.completion_tokens.load(Relaxed),
-            queued_ms = milliseconds(self.accepted.get()),
-            first_token_ms = milliseconds(self.first_token.get()),
-            total_ms = self.arrived.elapsed().as_millis() as u64,
+            request_id = request.id,
+            trace_id = self.trace.as_ref().map(|trace| tracing::field::display(trace.trace_id())),
+            key = request.key,
+            route,
+            status = request.http_status,
+            reason = request.reason,
+            prompt_tokens = request.prompt_tokens,
+            cached_tokens,
+            completion_tokens = request.completion_tokens,
+            drafted_tokens,
+            accepted_tokens,
+            prepare_ms = milliseconds(phases.submitted),
+            queue_ms = milliseconds(phases.queue()),
+            prefill_ms = milliseconds(phases.prefill()),
+            decode_ms = milliseconds(phases.decode()),
+            first_token_ms = milliseconds(self.first_token.get().copied()),
+            total_ms = milliseconds(Some(request.total)),
             "request ended"
         );
+        if let (Some(traces), Some(context)) = (&self.traces, &self.trace) {
+            traces.ended(&request, context);
+        }
     }
 }

@@ -15,6 +15,10 @@ pub struct GroupConfig {
     pub model_dir: PathBuf,
     /// Ranks: 1, 2, 4, 8 or 16.
     pub tensor_parallel: u32,
+    /// Groups of so many ranks, each of which has the whole model; at least 1.
+    pub replicas: u32,
+    /// Which of them this is, from 0.
+    pub replica: u32,
     /// Compute threads of each worker, at least 1.
     pub threads: u32,
     /// Bounds of the batch and of the queue.
@@ -112,6 +116,8 @@ impl GroupConfig {
         Self {
             model_dir,
             tensor_parallel,
+            replicas: 1,
+            replica: 0,
             threads: 1,
             limits: Limits::default(),
             kv_pages: 0,
@@ -136,6 +142,9 @@ pub enum GroupError {
     /// The plan cuts a model in powers of two.
     #[error("tensor parallelism is {0}; it must be 1, 2, 4, 8 or 16")]
     TensorParallel(u32),
+    /// The router names replicas by the bits of a word.
+    #[error("{0} replicas are more than one front end takes; at most 64")]
+    Replicas(u32),
     /// A bound of zero would stop everything.
     #[error("{0} must be at least 1")]
     Zero(&'static str),

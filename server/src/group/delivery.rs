@@ -9,12 +9,12 @@ use looplane_proto::worker::v1::{Outcome, Plan, StepTime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::life::{Life, unwanted};
-use super::quarantine::Quarantine;
+use super::common::Common;
 use super::start::{GroupFacts, Traffic};
 use crate::drafts::DraftStep;
 use crate::engine::{
-    Command, SequenceEvent, SequenceRequest, SequenceStream, Standing, Submission, SubmitError, Unwanted,
+    Command, Life, Moved, Returned, SequenceEvent, SequenceRequest, SequenceSender, SequenceStream, Standing,
+    Submission, SubmitError, Unwanted, Work, sequence,
 };
 use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
@@ -27,16 +27,10 @@ const CAUGHT_UP: usize = 8;
 /// The delivery's end of a sequence.
 #[derive(Debug)]
 struct OwnedStream {
-    /// Room for every event, so that sending never waits.
-    events: mpsc::Sender<SequenceEvent>,
+    sender: SequenceSender,
     life: Life,
-}
-
-impl OwnedStream {
-    /// Tokens that the reader is yet to take.
-    fn unread(&self) -> usize {
-        self.events.max_capacity() - self.events.capacity()
-    }
+    /// Taken off what this replica has to do as the sequence ends or leaves.
+    work: Work,
 }
 
 /// The owner of the scheduler and of the streams of its sequences.
@@ -49,13 +43,12 @@ pub(super) struct Delivery {
     /// For the streams handed out, which cancel through it.
     commands: mpsc::UnboundedSender<Command>,
     metrics: Arc<EngineMetrics>,
-    quarantine: Quarantine,
-    /// What the quarantine counts time from.
-    born: Instant,
+    /// Of all replicas.
+    common: Arc<Common>,
     /// Why nothing is taken any more.
     closed: Option<String>,
-    /// Of the group at hand.
-    traffic: Traffic,
+    /// Of the group at hand, by rank.
+    traffic: Vec<Traffic>,
     actions: Vec<Action>,
 }
 
@@ -65,7 +58,7 @@ impl Delivery {
         scheduler: Scheduler,
         commands: mpsc::UnboundedSender<Command>,
         metrics: Arc<EngineMetrics>,
-        quarantine: Duration,
+        common: Arc<Common>,
     ) -> Self {
         Self {
             scheduler,
@@ -73,10 +66,9 @@ impl Delivery {
             behind: BTreeSet::new(),
             commands,
             metrics,
-            quarantine: Quarantine::new(quarantine),
-            born: Instant::now(),
+            common,
             closed: None,
-            traffic: Traffic::default(),
+            traffic: Vec::new(),
             actions: Vec::new(),
         }
     }
@@ -126,14 +118,33 @@ impl Delivery {
         match command {
             Command::Submit(submission) => self.submit(submission),
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
+            Command::HandOver(to) => self.hand_over(&to),
+            Command::Adopt(moved) => moved.into_iter().for_each(|moved| self.adopt(moved)),
+            // Whoever asked may have gone.
+            Command::Ping(reply) => drop(reply.send(())),
         }
     }
 
     fn submit(&mut self, submission: Submission) {
-        let Submission { requests, standing, submitted, reply } = submission;
-        let answer = self.queue(requests, &standing, submitted);
+        if let Err(error) = self.room_for(&submission.requests, &submission.standing) {
+            return match submission.elsewhere.clone() {
+                // Who tries elsewhere is gone with the server, and so is whoever waits for the answer.
+                Some(elsewhere) => drop(elsewhere.send(Returned::Refused { submission, error })),
+                None => drop(submission.reply.send(Err(error))),
+            };
+        }
+        let Submission { requests, standing, submitted, reply, work, .. } = submission;
+        let streams = self.queue(requests, &standing, submitted, work);
         // Nobody waits for the answer any more: the streams in it cancel their sequences as they are dropped.
-        let _ = reply.send(answer);
+        let _ = reply.send(Ok(streams));
+    }
+
+    fn room_for(&mut self, requests: &[SequenceRequest], standing: &Standing) -> Result<(), SubmitError> {
+        if let Some(reason) = &self.closed {
+            return Err(SubmitError::Unavailable(reason.clone()));
+        }
+        self.common.admit(requests)?;
+        self.scheduler.room_for(requests, standing)
     }
 
     fn queue(
@@ -141,47 +152,76 @@ impl Delivery {
         requests: Vec<SequenceRequest>,
         standing: &Standing,
         submitted: Instant,
-    ) -> Result<Vec<SequenceStream>, SubmitError> {
-        if let Some(reason) = &self.closed {
-            return Err(SubmitError::Unavailable(reason.clone()));
-        }
-        // Long prompts take their time to hash.
-        let suspected = if self.quarantine.is_empty() { &[][..] } else { &requests };
-        for request in suspected {
-            if let Some(left) = self.quarantine.left(request.fingerprint(), self.born.elapsed()) {
-                return Err(SubmitError::Quarantined { seconds_left: left.as_secs() + 1 });
-            }
-        }
-        let sizes: Vec<(usize, usize)> =
-            requests.iter().map(|request| (request.prompt.len(), request.max_tokens as usize)).collect();
-        let numbers = self.scheduler.submit(requests, standing)?;
-        let streams = numbers.zip(sizes).map(|(sequence, (prompt_tokens, max_tokens))| {
-            let (events, receiver) = mpsc::channel(2 * max_tokens + 3);
+        work: Vec<Work>,
+    ) -> Vec<SequenceStream> {
+        let sizes: Vec<_> = requests.iter().map(|request| (request.prompt.len(), request.max_tokens)).collect();
+        let numbers = self.scheduler.queue(requests, standing);
+        let mut work = work.into_iter();
+        let streams = numbers.zip(sizes).map(|(number, (prompt_tokens, max_tokens))| {
+            let (sender, stream) = sequence(number, max_tokens, self.commands.clone());
             let life = Life::new(prompt_tokens, submitted);
-            self.streams.insert(sequence, OwnedStream { events, life });
-            let stream = SequenceStream::new(sequence, receiver, self.commands.clone());
+            self.streams.insert(number, OwnedStream { sender, life, work: work.next().unwrap_or_default() });
             stream.counted_in(self.metrics.generation_tokens.clone())
         });
         let streams = streams.collect();
         self.metrics.set_load(self.scheduler.load());
-        Ok(streams)
+        streams
+    }
+
+    /// Without a group, hands what can be computed elsewhere to who stands in front of the replicas.
+    fn hand_over(&mut self, to: &mpsc::UnboundedSender<Returned>) {
+        let mut moved = Vec::new();
+        for (number, sequence) in self.scheduler.hand_over() {
+            self.behind.remove(&number);
+            if let Some(OwnedStream { sender, life, work }) = self.streams.remove(&number) {
+                moved.push(Moved { sequence, sender, life, work });
+            }
+        }
+        self.metrics.set_load(self.scheduler.load());
+        if !moved.is_empty() {
+            // Who takes it is gone only with the server: the readers learn of it as their senders are dropped.
+            let _ = to.send(Returned::Moved(moved));
+        }
+    }
+
+    fn adopt(&mut self, moved: Moved) {
+        let Moved { sequence, sender, life, work } = moved;
+        // One like it may have been found out meanwhile.
+        let is_admitted =
+            self.common.admit(std::slice::from_ref(sequence.request())).map_err(|error| error.to_string());
+        match is_admitted.and_then(|()| self.scheduler.adopt(sequence)) {
+            Ok(number) => {
+                let is_read = sender.move_to(number, self.commands.clone());
+                self.streams.insert(number, OwnedStream { sender, life, work });
+                if !is_read {
+                    self.cancel(number, 0, Unwanted::Abandoned);
+                }
+            }
+            Err(reason) => {
+                sender.send(SequenceEvent::Failed(reason));
+                life.end(Ended::Error, Instant::now(), &self.metrics);
+            }
+        }
+        self.metrics.set_load(self.scheduler.load());
     }
 
     fn cancel(&mut self, sequence: u64, taken: u64, because: Unwanted) {
         if let Some(mut stream) = self.streams.remove(&sequence) {
             self.behind.remove(&sequence);
             stream.life.generated = taken;
-            stream.life.end(unwanted(because), Instant::now(), &self.metrics);
+            stream.life.end(because.into(), Instant::now(), &self.metrics);
         }
         self.apply(Event::Cancel { sequence }).expect("a cancel makes no fault");
     }
 
     /// A group is ready for its first plan.
     pub(super) fn group_ready(&mut self, facts: &GroupFacts) {
-        let GroupFacts { shape, traffic, .. } = *facts;
-        self.traffic = traffic;
-        self.metrics.kv_bytes.set(traffic.kv_bytes);
-        self.metrics.stream_bytes.set(traffic.stream_bytes);
+        let GroupFacts { shape, ref traffic, .. } = *facts;
+        self.metrics.kv_bytes.set(traffic.iter().map(|rank| rank.kv_bytes).sum());
+        self.metrics.stream_bytes.set(traffic.iter().map(|rank| rank.stream_bytes).sum());
+        self.metrics.page_positions.set(shape.page_positions.into());
+        self.metrics.ranks.set_present(traffic.len());
+        self.traffic.clone_from(traffic);
         self.apply(Event::GroupReady(shape)).expect("a new group has broken no rule");
     }
 
@@ -193,7 +233,7 @@ impl Delivery {
         self.act().expect("the loss of a group is no fault of it");
         self.metrics.losses.inc();
         if let Blame::Sequence { fingerprint, .. } = blame {
-            self.quarantine.add(fingerprint, self.born.elapsed());
+            self.common.quarantine(fingerprint);
         }
         blame
     }
@@ -220,16 +260,19 @@ impl Delivery {
         let (ran_step, rows, positions) = (outcome.ran_step, u64::from(outcome.rows), outcome.positions);
         let samples = !outcome.tokens.is_empty();
         let drafts = self.drafts(&outcome)?;
-        let (time, wait) = (Duration::from_nanos(outcome.step_ns), Duration::from_nanos(outcome.wait_ns));
+        let (time, wait) = (Duration::from_nanos(outcome.step_ns), outcome.wait_ns.map(Duration::from_nanos));
         self.apply(Event::Outcome(outcome))?;
         self.notice_readers();
         if !ran_step {
             return Ok(None);
         }
         let prompt_rows = u64::from(self.scheduler.prompt_rows()).min(rows);
-        let Traffic { stream_bytes, head_bytes, position_bytes, .. } = self.traffic;
-        let weights = stream_bytes.saturating_sub(if samples { 0 } else { head_bytes });
-        let read_bytes = weights.saturating_add(positions.saturating_mul(position_bytes));
+        let mut read_bytes = 0u64;
+        for (traffic, rank) in self.traffic.iter().zip(self.metrics.ranks.iter()) {
+            let bytes = traffic.of_step(positions, samples);
+            rank.read(bytes);
+            read_bytes = read_bytes.saturating_add(bytes);
+        }
         let step = StepRun { decode_rows: rows - prompt_rows, prompt_rows, time, wait, read_bytes };
         self.metrics.step(step);
         drafts.iter().for_each(|step| self.metrics.drafts(*step));
@@ -277,7 +320,9 @@ impl Delivery {
         for action in actions.drain(..) {
             match action {
                 Action::Prompt { sequence, cached_tokens, logprobs } => {
-                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, logprobs }, now);
+                    let Some(stream) = self.streams.get(&sequence) else { continue };
+                    let times = Box::new(stream.life.times(now));
+                    self.send(sequence, SequenceEvent::Prompt { cached_tokens, times, logprobs }, now);
                 }
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),
@@ -305,15 +350,13 @@ impl Delivery {
             SequenceEvent::Finished(reason) => Some(Ended::from(*reason)),
             SequenceEvent::Failed(_) => Some(Ended::Error),
         };
-        // A reader that went away cancels by itself; the channel has room for every event.
-        let sent = stream.events.try_send(event);
-        debug_assert!(!matches!(sent, Err(mpsc::error::TrySendError::Full(_))), "sequence {sequence} has no room");
+        stream.sender.send(event);
         if let Some(how) = ended {
             self.behind.remove(&sequence);
             if let Some(stream) = self.streams.remove(&sequence) {
                 stream.life.end(how, now, &self.metrics);
             }
-        } else if stream.unread() >= BEHIND && self.behind.insert(sequence) {
+        } else if stream.sender.unread() >= BEHIND && self.behind.insert(sequence) {
             self.scheduler.apply(Event::Reader { sequence, behind: true }, &mut self.actions);
         }
     }
@@ -322,7 +365,7 @@ impl Delivery {
     fn notice_readers(&mut self) {
         let Self { behind, streams, scheduler, actions, .. } = self;
         behind.retain(|&sequence| {
-            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.unread() > CAUGHT_UP);
+            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.sender.unread() > CAUGHT_UP);
             if !is_behind {
                 scheduler.apply(Event::Reader { sequence, behind: false }, actions);
             }

@@ -17,8 +17,8 @@ pub struct Figures {
     pub tokens: u64,
     /// Time in steps on rank 0, in nanoseconds.
     pub step_ns: u64,
-    /// Of that, waiting for other ranks.
-    pub wait_ns: u64,
+    /// Of that, waiting for other ranks, where the backend tells.
+    pub wait_ns: Option<u64>,
     /// Groups lost.
     pub losses: u64,
 }
@@ -45,8 +45,11 @@ impl fmt::Display for Figures {
         write!(f, "{tokens} tokens in {steps} steps ({rows} rows, {plans} plans)")?;
         if steps > 0 && step_ns > 0 {
             let mean_ms = step_ns as f64 / steps as f64 / 1e6;
-            let waiting = wait_ns as f64 * 100.0 / step_ns as f64;
-            write!(f, ", {mean_ms:.3} ms a step on rank 0, {waiting:.1} % of it waiting for other ranks")?;
+            write!(f, ", {mean_ms:.3} ms a step on rank 0")?;
+            if let Some(wait_ns) = wait_ns {
+                let waiting = wait_ns as f64 * 100.0 / step_ns as f64;
+                write!(f, ", {waiting:.1} % of it waiting for other ranks")?;
+            }
         }
         match losses {
             0 => Ok(()),

@@ -4,16 +4,16 @@
 //! `supervisor` lives from spawn to shutdown and runs one group after another. It asks `restart` when to start the
 //! next, `watchdog` whether ranks hang, and `delivery` for everything between the front end and the scheduler. `start`
 //! brings a group from started processes to its first plan, with `timing`, which sees what steps take; `step_times`
-//! learns on. `workers`, `process` and `sockets` start and end processes. One task owns all state; the tasks beside it
-//! only move messages.
+//! learns on. `workers`, `process` and `sockets` start and end processes. One task owns all state of a group; the tasks
+//! beside it only move messages. `common` is what the replicas of one model share.
 
+mod common;
 mod config;
 mod delivery;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 mod fault;
 mod figures;
-mod life;
 mod process;
 mod quarantine;
 mod restart;
@@ -24,7 +24,7 @@ mod start;
 mod step_times;
 mod supervisor;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod timing;
 mod watchdog;
 mod workers;
@@ -35,10 +35,12 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 
 use crate::engine::{EngineHandle, EngineState};
 use crate::metrics::EngineMetrics;
 use crate::sched::Scheduler;
+use common::Common;
 pub use config::{GroupConfig, GroupError, Timeouts};
 use delivery::Delivery;
 pub use figures::Figures;
@@ -99,14 +101,39 @@ impl Drop for GroupTask {
 /// # Errors
 /// Names what is wrong in the configuration. A model that cannot be loaded shows as [`EngineState::Failed`].
 pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(EngineHandle, GroupTask), GroupError> {
+    let mut replicas = spawn_replicas(GroupConfig { replicas: 1, ..config }, |_| launcher.clone())?;
+    Ok(replicas.remove(0))
+}
+
+/// As [`spawn`], all replicas of the configuration. What lost one, alone, is not computed by another, and all have to
+/// load the same model with the same bits.
+///
+/// # Errors
+/// As [`spawn`].
+pub fn spawn_replicas(
+    config: GroupConfig,
+    launcher: impl Fn(u32) -> Arc<dyn Launcher>,
+) -> Result<Vec<(EngineHandle, GroupTask)>, GroupError> {
     if !matches!(config.tensor_parallel, 1 | 2 | 4 | 8 | 16) {
         return Err(GroupError::TensorParallel(config.tensor_parallel));
     }
-    for (name, bound) in [("threads", config.threads), ("max_failed_starts", config.max_failed_starts)] {
+    for (name, bound) in
+        [("threads", config.threads), ("max_failed_starts", config.max_failed_starts), ("replicas", config.replicas)]
+    {
         if bound == 0 {
             return Err(GroupError::Zero(name));
         }
     }
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    let spawn = |replica| spawn_one(GroupConfig { replica, ..config.clone() }, launcher(replica), &common);
+    (0..config.replicas).map(spawn).collect()
+}
+
+fn spawn_one(
+    config: GroupConfig,
+    launcher: Arc<dyn Launcher>,
+    common: &Arc<Common>,
+) -> Result<(EngineHandle, GroupTask), GroupError> {
     let scheduler = Scheduler::new(config.limits.clone())?;
     let (command_sender, commands) = mpsc::unbounded_channel();
     let (state_sender, state) = watch::channel(EngineState::Loading("starting".into()));
@@ -115,8 +142,14 @@ pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(Engine
     let stop = CancellationToken::new();
     let (alive, workers) = mpsc::channel(1);
     let channels = Channels { commands, state: state_sender, model: model_sender, stop: stop.clone(), alive };
-    let delivery = Delivery::new(scheduler, command_sender.clone(), metrics.clone(), config.timeouts.quarantine);
-    let task = tokio::spawn(Supervisor::new(config, launcher, delivery, channels).run());
+    let delivery = Delivery::new(scheduler, command_sender.clone(), metrics.clone(), common.clone());
+    // What is logged of one of several says of which.
+    let span = match config.replicas {
+        1 => Span::none(),
+        _ => tracing::error_span!("replica", number = config.replica),
+    };
+    let supervisor = Supervisor::new(config, launcher, delivery, common.clone(), channels);
+    let task = tokio::spawn(supervisor.run().instrument(span));
     let handle = EngineHandle::new(command_sender, state, model, metrics.clone());
     Ok((handle, GroupTask { stop, task, metrics, workers }))
 }

@@ -14,7 +14,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
-use tracing::Level;
+use tracing::{Instrument, Level};
 
 /// Bytes of a worker's log line that are kept; a longer one is cut in several.
 const LOG_LINE_LIMIT: u64 = 8 * 1024;
@@ -74,8 +74,8 @@ impl Launcher for ProcessLauncher {
         tracing::debug!("rank {rank} is process {pid}");
         let stdout = child.stdout.take().expect("stdout was piped");
         let stderr = child.stderr.take().expect("stderr was piped");
-        tokio::spawn(forward_log(rank, stdout));
-        let log = tokio::spawn(forward_log(rank, stderr));
+        tokio::spawn(forward_log(rank, stdout).in_current_span());
+        let log = tokio::spawn(forward_log(rank, stderr).in_current_span());
         Ok(Box::pin(async move {
             let (status, asked) = tokio::select! {
                 biased;

@@ -43,10 +43,11 @@ pub(super) struct GroupFacts {
     pub(super) model: ModelInfo,
     /// The least of all ranks.
     pub(super) shape: GroupShape,
-    pub(super) traffic: Traffic,
+    /// By rank.
+    pub(super) traffic: Vec<Traffic>,
 }
 
-/// What the ranks read, all of them together, in bytes.
+/// What a rank reads, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Traffic {
     /// Weights that stream in a pass.
@@ -60,15 +61,16 @@ pub(super) struct Traffic {
 }
 
 impl Traffic {
-    fn of(loaded: &[Loaded]) -> Self {
-        let position_bytes =
-            |rank: &Loaded| rank.kv_bytes / (u64::from(rank.kv_pages) * u64::from(rank.page_positions));
-        Self {
-            stream_bytes: loaded.iter().map(|rank| rank.stream_bytes).sum(),
-            head_bytes: loaded.iter().map(|rank| rank.head_bytes).sum(),
-            kv_bytes: loaded.iter().map(|rank| rank.kv_bytes).sum(),
-            position_bytes: loaded.iter().map(position_bytes).sum(),
-        }
+    fn of(rank: &Loaded) -> Self {
+        let Loaded { stream_bytes, head_bytes, kv_bytes, kv_pages, page_positions, .. } = *rank;
+        let position_bytes = kv_bytes / (u64::from(kv_pages) * u64::from(page_positions));
+        Self { stream_bytes, head_bytes, kv_bytes, position_bytes }
+    }
+
+    /// By a step that reads K and V of so many positions, and samples or does not.
+    pub(super) fn of_step(&self, positions: u64, samples: bool) -> u64 {
+        let weights = self.stream_bytes.saturating_sub(if samples { 0 } else { self.head_bytes });
+        weights.saturating_add(positions.saturating_mul(self.position_bytes))
     }
 }
 
@@ -200,6 +202,8 @@ async fn load(
         draft_corpus_tokens: config.draft_corpus_tokens,
         vocabulary: config.vocabulary.as_deref().cloned(),
         quantization: config.quantization.into(),
+        socket: config.replica * config.tensor_parallel + rank as u32,
+        sockets: config.replicas * config.tensor_parallel,
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
@@ -281,7 +285,7 @@ fn agree(loaded: &[Loaded]) -> Result<GroupFacts, StartError> {
             model_digest: first.model_digest.clone(),
         },
         shape: GroupShape { kv_pages, page_positions, max_slots, max_batch_tokens, first_version: 1 },
-        traffic: Traffic::of(loaded),
+        traffic: loaded.iter().map(Traffic::of).collect(),
     })
 }
 

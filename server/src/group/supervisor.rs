@@ -10,6 +10,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::common::Common;
 use super::config::GroupConfig;
 use super::delivery::Delivery;
 use super::fault::{GRACE, StartError};
@@ -54,6 +55,7 @@ pub(super) struct Supervisor {
     config: Arc<GroupConfig>,
     launcher: Arc<dyn Launcher>,
     delivery: Delivery,
+    common: Arc<Common>,
     channels: Channels,
     policy: RestartPolicy,
     times: StepTimes,
@@ -72,6 +74,7 @@ impl Supervisor {
         config: GroupConfig,
         launcher: Arc<dyn Launcher>,
         delivery: Delivery,
+        common: Arc<Common>,
         channels: Channels,
     ) -> Self {
         Self {
@@ -81,6 +84,7 @@ impl Supervisor {
             config: Arc::new(config),
             launcher,
             delivery,
+            common,
             channels,
             born: Instant::now(),
             lost: None,
@@ -133,7 +137,8 @@ impl Supervisor {
         let (launcher, ranks) = (Arc::clone(&self.launcher), self.config.tensor_parallel);
         let alive = self.channels.alive.clone();
         // Forking and the file system take their time: not on a thread that serves streams.
-        let launch = spawn_blocking(move || Workers::launch(&*launcher, ranks, &alive));
+        let span = tracing::Span::current();
+        let launch = spawn_blocking(move || span.in_scope(|| Workers::launch(&*launcher, ranks, &alive)));
         let launched = self.wait(launch).await;
         let launched = launched.unwrap_or_else(|error| Err(StartError::fault(format!("the launch failed: {error}"))));
         let mut workers = match launched {
@@ -201,9 +206,7 @@ impl Supervisor {
     /// Tells the scheduler and the world of a group that is up. A group that would give other bits is refused.
     fn announce(&mut self, link: &Link) -> Result<(), String> {
         let facts = &link.facts;
-        if let Some(known) = &*self.channels.model.borrow() {
-            same_model(known, &facts.model)?;
-        }
+        self.common.agree(&facts.model)?;
         self.times.set_max_rows(facts.shape.max_batch_tokens);
         link.timed.iter().for_each(|step| self.times.observe(step));
         self.delivery.group_ready(facts);
@@ -315,24 +318,6 @@ impl Supervisor {
             let next = if loaded { EngineState::Recovering(words) } else { EngineState::Loading(words) };
             state.send_if_modified(|state| show(state, next));
         }
-    }
-}
-
-/// Refuses a group that would continue streams with other bits than they began with. The bound on the context is no
-/// part of that: it follows from the pages that the group got, and the scheduler fails what does not fit.
-fn same_model(known: &ModelInfo, now: &ModelInfo) -> Result<(), String> {
-    if known.model_digest != now.model_digest {
-        return Err("the files of the model have changed since it was loaded, and running requests cannot go on with \
-                    another one: start the server again to serve it"
-            .into());
-    }
-    let bits = |model: &ModelInfo| {
-        let ModelInfo { architecture, vocab_size, tensor_parallel, bit_domain, .. } = model;
-        format!("{architecture}, vocabulary {vocab_size}, tensor parallelism {tensor_parallel}, bits {bit_domain}")
-    };
-    match bits(known) == bits(now) {
-        true => Ok(()),
-        false => Err(format!("the workers came back as another model: {} instead of {}", bits(now), bits(known))),
     }
 }
 

@@ -22,9 +22,9 @@ use crate::sched::Limits;
 use crate::sched::fake_worker::{expected, request};
 
 /// Nothing here takes long; a wait that ends at this limit has failed.
-const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
-fn config(tensor_parallel: u32) -> GroupConfig {
+pub(crate) fn config(tensor_parallel: u32) -> GroupConfig {
     GroupConfig {
         limits: Limits { max_slots: 4, max_batch_tokens: 8, steps_per_plan: 4, ..Limits::default() },
         timeouts: Timeouts {
@@ -60,13 +60,13 @@ fn start(config: GroupConfig, launcher: Arc<dyn Launcher>) -> (EngineHandle, Gro
 }
 
 /// Submits a request of one sequence.
-async fn submit(handle: &EngineHandle, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
+pub(crate) async fn submit(handle: &EngineHandle, request: SequenceRequest) -> Result<SequenceStream, SubmitError> {
     let mut streams = handle.submit(vec![request], Standing::default()).await?;
     Ok(streams.remove(0))
 }
 
 /// Waits until the state is as wanted and returns every state seen on the way.
-async fn until(handle: &EngineHandle, wanted: impl Fn(&EngineState) -> bool) -> Vec<EngineState> {
+pub(crate) async fn until(handle: &EngineHandle, wanted: impl Fn(&EngineState) -> bool) -> Vec<EngineState> {
     let mut watch = handle.watch_state();
     let mut seen = vec![watch.borrow_and_update().clone()];
     let changes = async {
@@ -79,12 +79,12 @@ async fn until(handle: &EngineHandle, wanted: impl Fn(&EngineState) -> bool) -> 
     seen
 }
 
-async fn ready(handle: &EngineHandle) {
+pub(crate) async fn ready(handle: &EngineHandle) {
     until(handle, |state| *state == EngineState::Ready).await;
 }
 
 /// Reads a stream to its end.
-async fn read(mut stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+pub(crate) async fn read(mut stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
     let mut tokens = Vec::new();
     loop {
         let event = tokio::time::timeout(LIMIT, stream.next()).await.expect("the stream stands still");
@@ -100,7 +100,7 @@ fn reason(finish: Finish) -> FinishReason {
 }
 
 /// Submits `count` sequences at once and checks that each gets exactly its tokens.
-async fn serve(handle: &EngineHandle, count: u64) {
+pub(crate) async fn serve(handle: &EngineHandle, count: u64) {
     let one = async |seed: u64| {
         let stop = (0..40).map(|i| i * 11).collect();
         let request = request(seed, 1 + (seed * 7 % 23) as u32, 5 + (seed * 5 % 30) as u32, stop);
@@ -276,8 +276,15 @@ async fn a_burst_of_messages_is_handled_whole() {
 
 #[test]
 fn figures_are_told_in_words() {
-    let figures =
-        super::Figures { plans: 3, steps: 4, rows: 9, tokens: 8, step_ns: 10_000_000, wait_ns: 2_500_000, losses: 1 };
+    let figures = super::Figures {
+        plans: 3,
+        steps: 4,
+        rows: 9,
+        tokens: 8,
+        step_ns: 10_000_000,
+        wait_ns: Some(2_500_000),
+        losses: 1,
+    };
     let words = "8 tokens in 4 steps (9 rows, 3 plans), 2.500 ms a step on rank 0, 25.0 % of it waiting for other \
                  ranks; the workers were lost once";
     assert_eq!(figures.to_string(), words);

@@ -10,7 +10,7 @@ use tonic::Status;
 use super::refused;
 use crate::{
     engine::{GeneratedToken, client_logprob},
-    frontend::{Choices, Frontend, Generation, Replies, ReplyEnd, ReplyEvent, RequestId, Told},
+    frontend::{Choices, Frontend, Generation, Replies, ReplyEnd, ReplyEvent, Told},
     text::OutputToken,
 };
 
@@ -18,14 +18,13 @@ use crate::{
 pub(super) fn stream(
     generation: Generation,
     include_reasoning: bool,
-    id: &RequestId,
     frontend: &Frontend,
 ) -> impl Stream<Item = Result<GenerateResponse, Status>> + Send + use<> {
     let (metrics, bit_domain) = (frontend.metrics.clone(), generation.model.bit_domain.clone());
     let Replies { request, choices, place } = Replies::new(generation, include_reasoning);
     let prompt_tokens = request.prompt_tokens() as u32;
     let started = Event::Started(Started {
-        request_id: id.as_str().to_owned(),
+        request_id: place.record.request_id().as_str().to_owned(),
         model: frontend.model_id.clone(),
         prompt_tokens,
         seed: request.sampling.seed,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::{
-    Extension, Router,
+    Router,
     extract::{Request, State},
     http::{Request as HttpRequest, Response},
     routing::any,
@@ -30,7 +30,7 @@ use request::{Asked, Named};
 
 use crate::{
     engine::{EngineState, FinishReason, ModelInfo},
-    frontend::{Frontend, GenerateError, Generation, Place, Prepared, RequestId, in_words},
+    frontend::{Frontend, GenerateError, Generation, Place, Prepared, in_words},
     keys::Key,
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest, validate},
@@ -84,22 +84,14 @@ async fn report_health(frontend: Arc<Frontend>, reporter: HealthReporter) {
 
 /// A call of the inference service. It is routed here rather than by tonic's generated code, which would read and
 /// decode a message before anybody could ask whether there is a place for it.
-async fn call(
-    State(frontend): State<Arc<Frontend>>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Response<tonic::body::Body> {
+async fn call(State(frontend): State<Arc<Frontend>>, request: Request) -> Response<tonic::body::Body> {
     let metrics = frontend.metrics.clone();
     let answer = match method(request.uri().path()) {
-        "Generate" => {
-            generate(frontend, id, "looplane.inference.v1.Inference/Generate", request, request::generate).await
-        }
-        "Chat" => generate(frontend, id, "looplane.inference.v1.Inference/Chat", request, request::chat).await,
-        "Tokenize" => {
-            compute(frontend, id, "looplane.inference.v1.Inference/Tokenize", request, request::tokenize).await
-        }
+        "Generate" => generate(frontend, "looplane.inference.v1.Inference/Generate", request, request::generate).await,
+        "Chat" => generate(frontend, "looplane.inference.v1.Inference/Chat", request, request::chat).await,
+        "Tokenize" => compute(frontend, "looplane.inference.v1.Inference/Tokenize", request, request::tokenize).await,
         "Detokenize" => {
-            compute(frontend, id, "looplane.inference.v1.Inference/Detokenize", request, request::detokenize).await
+            compute(frontend, "looplane.inference.v1.Inference/Detokenize", request, request::detokenize).await
         }
         "GetModel" => tell(frontend, request, model).await,
         "Abort" => tell(frontend, request, abort).await,
@@ -124,11 +116,11 @@ type Answer = Result<Response<tonic::body::Body>, GenerateError>;
 /// A call's place, and then its message: so places bound the memory of messages, too.
 async fn enter(
     frontend: &Frontend,
-    id: &RequestId,
     route: &'static str,
     request: Request,
 ) -> Result<(Place, Upload, HttpRequest<Full<Bytes>>), GenerateError> {
-    let place = frontend.enter(id, request.extensions().get(), route)?;
+    let record = request.extensions().get().expect("every request has its record");
+    let place = frontend.enter(record, request.extensions().get(), route)?;
     let read = whole(frontend, request).await;
     let (upload, request) = read.inspect_err(|error| place.record.failed(error.code()))?;
     Ok((place, upload, request))
@@ -137,17 +129,16 @@ async fn enter(
 /// Answers with a stream.
 async fn generate<M: Message + Default + 'static>(
     frontend: Arc<Frontend>,
-    id: RequestId,
     route: &'static str,
     request: Request,
     read: fn(M) -> Result<Asked, RequestError>,
 ) -> Answer {
-    let (place, upload, request) = enter(&frontend, &id, route, request).await?;
+    let (place, upload, request) = enter(&frontend, route, request).await?;
     let record = place.record.clone();
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
     let mut once = Some((place, upload));
     let method = service_fn(move |call: tonic::Request<Bytes>| {
-        let (frontend, id, record) = (frontend.clone(), id.clone(), record.clone());
+        let (frontend, record) = (frontend.clone(), record.clone());
         let (place, upload) = once.take().expect("tonic calls a method once for a request");
         async move {
             let (generation, include_reasoning) =
@@ -155,7 +146,7 @@ async fn generate<M: Message + Default + 'static>(
                     record.failed(error.code());
                     refused(&frontend.metrics, error)
                 })?;
-            Ok(tonic::Response::new(answer::stream(generation, include_reasoning, &id, &frontend)))
+            Ok(tonic::Response::new(answer::stream(generation, include_reasoning, &frontend)))
         }
     });
     Ok(codec.server_streaming(method, request).await)
@@ -186,12 +177,11 @@ async fn admitted<M: Message + Default + 'static>(
 /// Answers with one message that takes work on a text, within the bounds of a request for text.
 async fn compute<M: Named, R: Message + 'static>(
     frontend: Arc<Frontend>,
-    id: RequestId,
     route: &'static str,
     request: Request,
     work: fn(M, &ModelInfo, &Text) -> Result<R, RequestError>,
 ) -> Answer {
-    let (place, upload, request) = enter(&frontend, &id, route, request).await?;
+    let (place, upload, request) = enter(&frontend, route, request).await?;
     let record = place.record.clone();
     let mut codec = Grpc::new(RawRequests::default()).max_decoding_message_size(frontend.uploads.max_bytes());
     let mut once = Some((place, upload));
@@ -274,7 +264,7 @@ fn abort(frontend: &Frontend, key: Option<&Arc<Key>>, asked: AbortRequest) -> Re
 }
 
 fn load(frontend: &Frontend, _: Option<&Arc<Key>>, _: GetLoadRequest) -> Result<GetLoadResponse, GenerateError> {
-    let (state, load) = (frontend.state(), frontend.engine.metrics().load());
+    let (state, load) = (frontend.state(), frontend.engine.load());
     let (requests, max_requests) = frontend.requests();
     Ok(GetLoadResponse {
         ready: state == EngineState::Ready,

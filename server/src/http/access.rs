@@ -15,7 +15,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use super::{
     App, REQUEST_ID, completions::SEED_HEADER, error::ApiError, grpc_error, is_grpc, is_health, quota, wants_page,
 };
-use crate::{keys::Keys, reload::Reloaded};
+use crate::{keys::Keys, reload::Reloaded, trace::RESPONSE};
 
 /// The header of Anthropic's clients.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -57,11 +57,7 @@ pub(super) async fn authorize(State(app): State<App>, mut request: Request, next
             return response;
         }
         None if app.access.is_open(&request) => {}
-        None => {
-            let response = refusal(&request, presented.is_some());
-            app.frontend.uploads.discard(request.into_body()).await;
-            return response;
-        }
+        None => return refusal(&request, presented.is_some()),
     }
     next.run(request).await
 }
@@ -96,7 +92,7 @@ pub(super) fn share(router: Router, origins: &[HeaderValue]) -> Router {
         all if all.contains(&HeaderValue::from_static("*")) => AllowOrigin::any(),
         some => AllowOrigin::list(some.to_vec()),
     };
-    let told = [REQUEST_ID, SEED_HEADER, header::RETRY_AFTER, header::WWW_AUTHENTICATE].into_iter();
+    let told = [REQUEST_ID, RESPONSE, SEED_HEADER, header::RETRY_AFTER, header::WWW_AUTHENTICATE].into_iter();
     router.layer(
         CorsLayer::new()
             .allow_origin(origin)

@@ -7,7 +7,6 @@ use std::{
 };
 
 use axum::{
-    Extension,
     body::Body,
     extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
@@ -29,8 +28,7 @@ use crate::{
     drafts::DraftStep,
     engine::ModelInfo,
     frontend::{
-        Choices, Frontend, GenerateError, Generation, Place, Prepared, Replies, ReplyChoice, ReplyEvent, RequestId,
-        unix_seconds,
+        Choices, Frontend, GenerateError, Generation, Place, Prepared, Replies, ReplyChoice, ReplyEvent, unix_seconds,
     },
     request::{RawRequest, ValidRequest, validate},
     text::Text,
@@ -41,46 +39,22 @@ const ECHOED_BYTES: usize = 4;
 /// Response header with the seed that was used, drawn or given.
 pub(super) const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
-pub(super) async fn chat(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, Api::Chat, "/v1/chat/completions", &id, request).await
+pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, Api::Chat, "/v1/chat/completions", request).await
 }
 
-pub(super) async fn completion(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, Api::Completion, "/v1/completions", &id, request).await
+pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, Api::Completion, "/v1/completions", request).await
 }
 
 /// The place comes first: it also bounds the memory of bodies.
-pub(super) async fn enter(
-    app: &App,
-    id: &RequestId,
-    route: &'static str,
-    request: Request,
-) -> Result<(Place, Request), ApiError> {
-    match app.frontend.enter(id, request.extensions().get(), route) {
-        Ok(place) => Ok((place, request)),
-        Err(error) => {
-            app.frontend.uploads.discard(request.into_body()).await;
-            Err(error.into())
-        }
-    }
+pub(super) fn enter(app: &App, route: &'static str, request: &Request) -> Result<Place, ApiError> {
+    let record = request.extensions().get().expect("every request has its record");
+    Ok(app.frontend.enter(record, request.extensions().get(), route)?)
 }
 
-async fn answer(
-    app: App,
-    api: Api,
-    route: &'static str,
-    id: &RequestId,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, id, route, request).await?;
+async fn answer(app: App, api: Api, route: &'static str, request: Request) -> Result<Response, ApiError> {
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     generate(app, api, place, request).await.inspect_err(|error| record.failed(error.code))
 }

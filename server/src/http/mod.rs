@@ -4,8 +4,8 @@ use std::{any::Any, sync::Arc, time::Instant};
 
 use axum::{
     Json, Router,
-    extract::{MatchedPath, Path, Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    extract::{FromRequestParts, MatchedPath, Path, Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, request::Parts},
     middleware::{Next, from_fn_with_state},
     response::{Html, IntoResponse, Response},
     routing::{MethodRouter, get, post},
@@ -35,6 +35,7 @@ mod render;
 mod responses;
 mod tokens;
 mod tools;
+mod unread;
 mod wire;
 
 pub use access::Access;
@@ -49,6 +50,7 @@ use crate::{
     frontend::{Frontend, RequestId, in_words},
     grpc,
     request::RequestError,
+    trace::RESPONSE,
 };
 
 /// Names a request in responses and logs; a client may choose it.
@@ -171,7 +173,9 @@ pub fn router(app: App, grpc: Router) -> Router {
         .fallback(not_found)
         .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(app.clone(), access::authorize));
-    access::share(router, &app.access.cors_origins).layer(from_fn_with_state(app.frontend, identify))
+    access::share(router, &app.access.cors_origins)
+        .layer(from_fn_with_state(app.frontend.clone(), unread::discard))
+        .layer(from_fn_with_state(app.frontend, identify))
 }
 
 /// What holds for an answer wherever it was made.
@@ -249,7 +253,7 @@ async fn models(State(app): State<App>) -> Json<Value> {
     Json(json!({"object": "list", "data": [describe(&app)]}))
 }
 
-async fn model(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+async fn model(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if id == app.frontend.model_id {
         return Ok(Json(describe(&app)));
     }
@@ -305,8 +309,24 @@ async fn not_found(request: Request) -> Response {
     if is_grpc(request.headers()) {
         return grpc_error(Code::Unimplemented, "not_found", &format!("no method {}", request.uri().path()));
     }
-    let message = format!("there is no {} here; GET / lists what is", request.uri().path());
-    ApiError::new(StatusCode::NOT_FOUND, "not_found", message).into_response()
+    nothing_at(request.uri().path()).into_response()
+}
+
+fn nothing_at(path: &str) -> ApiError {
+    let message = format!("there is no {path} here; GET / lists what is");
+    ApiError::new(StatusCode::NOT_FOUND, "not_found", message)
+}
+
+/// The part of a path that names something. What is no text names nothing.
+struct Named(String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let name = Path::from_request_parts(parts, state).await;
+        name.map(|Path(name)| Self(name)).map_err(|_| nothing_at(parts.uri.path()))
+    }
 }
 
 fn is_grpc(headers: &HeaderMap) -> bool {
@@ -342,14 +362,19 @@ async fn identify(State(frontend): State<Arc<Frontend>>, mut request: Request, n
     let header = HeaderValue::from_str(&id).expect("a header's text, or hexadecimal digits and dashes");
     let (method, path, start) = (request.method().clone(), request.uri().path().to_owned(), Instant::now());
     let matched = request.extensions().get::<MatchedPath>().cloned();
-    request.extensions_mut().insert(RequestId::from(id.as_str()));
+    let record = Arc::new(frontend.arrive(RequestId::from(id.as_str()), request.headers()));
+    request.extensions_mut().insert(record.clone());
     let mut response = next.run(request).await;
     let status = response.status().as_u16();
+    record.answered(status);
     frontend.metrics.answered(matched.as_ref().map_or("none", MatchedPath::as_str), status);
     if let Some(ErrorCode(code)) = response.extensions().get() {
         frontend.metrics.failed(code);
     }
     tracing::debug!(request_id = id, %method, path, status, elapsed_ms = start.elapsed().as_millis(), "answered");
     response.headers_mut().insert(REQUEST_ID, header);
+    if let Some(span) = record.exported() {
+        response.headers_mut().insert(RESPONSE, span);
+    }
     response
 }

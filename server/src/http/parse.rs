@@ -167,21 +167,9 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     };
     raw.min_tokens = fields.integer("min_tokens", ranges::MIN_TOKENS)?;
     raw.n = fields.integer("n", ranges::CHOICES)?.or(raw.n);
-    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
-    raw.top_k = fields.integer("top_k", ranges::TOP_K)?;
-    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
-    raw.min_p = fields.number("min_p", ranges::MIN_P)?;
-    raw.seed = fields.seed("seed")?;
-    raw.presence_penalty = fields.number("presence_penalty", ranges::PENALTY)?;
-    raw.frequency_penalty = fields.number("frequency_penalty", ranges::PENALTY)?;
-    raw.repetition_penalty = fields.number("repetition_penalty", ranges::REPETITION_PENALTY)?;
-    raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
-    raw.cache_salt = fields.string("cache_salt")?;
-    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
-    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
+    sampling(&mut fields, &mut raw)?;
     raw.constraint = constraint::constraint(&mut fields)?;
     raw.prompt_logprobs = fields.integer("prompt_logprobs", ranges::LOGPROBS)?;
-    raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
     raw.truncate_prompt = fields.integer("truncate_prompt_tokens", ranges::TRUNCATED)?;
     raw.add_special = fields.boolean("add_special_tokens")?;
     // Names of control tokens stand as the tokenizer has them, without spaces, as with all of Hugging Face's fast ones.
@@ -189,20 +177,11 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     raw.show_special = !fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let tokens_as_ids = fields.boolean("return_tokens_as_token_ids")?.unwrap_or(false);
     let token_ids = fields.boolean("return_token_ids")?.unwrap_or(false);
-    if let Some(stop) = fields.value("stop") {
-        raw.stop = stops(stop)?;
-    }
-    if let Some(ids) = fields.list("stop_token_ids", "a list of token ids", "integer")? {
-        raw.stop_tokens = self::token_ids(&ids, "stop_token_ids")?;
-    }
     if let Some(ids) = fields.list("allowed_token_ids", "a list of token ids", "integer")? {
         raw.allowed_tokens = Some(self::token_ids(&ids, "allowed_token_ids")?);
     }
     if let Some(words) = fields.list("bad_words", "a list of strings", "string")? {
         raw.bad_words = texts(Value::Array(words), "bad_words", "a list of strings")?;
-    }
-    if let Some(bias) = fields.value("logit_bias") {
-        raw.logit_bias = logit_bias(bias)?;
     }
     let stream = fields.boolean("stream")?.unwrap_or(false);
     if stream && raw.prompt_logprobs.is_some() {
@@ -231,6 +210,33 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
     let include_reasoning = false;
     let wanted = Wanted { stream, stream_usage, tokens_as_ids, token_ids, include_reasoning, service_tier };
     Ok(HttpRequest { model, raw, wanted })
+}
+
+/// How tokens are drawn, where the output ends, and who is served first: by vLLM's names, wherever vLLM takes them.
+pub(super) fn sampling(fields: &mut Fields, raw: &mut RawRequest) -> Result<(), ApiError> {
+    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
+    raw.top_k = fields.integer("top_k", ranges::TOP_K)?;
+    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
+    raw.min_p = fields.number("min_p", ranges::MIN_P)?;
+    raw.seed = fields.seed("seed")?;
+    raw.presence_penalty = fields.number("presence_penalty", ranges::PENALTY)?;
+    raw.frequency_penalty = fields.number("frequency_penalty", ranges::PENALTY)?;
+    raw.repetition_penalty = fields.number("repetition_penalty", ranges::REPETITION_PENALTY)?;
+    if let Some(bias) = fields.value("logit_bias") {
+        raw.logit_bias = logit_bias(bias)?;
+    }
+    raw.ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
+    if let Some(stop) = fields.value("stop") {
+        raw.stop = stops(stop)?;
+    }
+    if let Some(ids) = fields.list("stop_token_ids", "a list of token ids", "integer")? {
+        raw.stop_tokens = token_ids(&ids, "stop_token_ids")?;
+    }
+    raw.include_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false);
+    raw.cache_salt = fields.string("cache_salt")?;
+    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
+    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
+    Ok(())
 }
 
 /// Whether a tier is asked for. There is one, whose name answers then have: OpenAI's tell the tier that was used, which

@@ -6,11 +6,12 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeMetric},
-    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+    metrics::{counter::ConstCounter, gauge::ConstGauge},
 };
 
 use crate::{
     keys::{Key, Keys, Totals},
+    metrics::names::{self, Name},
     reload::Reloaded,
 };
 
@@ -79,21 +80,20 @@ impl Collector for Used {
         let mut used: Vec<(&str, Totals)> = keys.iter().map(|key| (&*key.id, key.totals())).collect();
         let others = used.split_off(used.len().min(MOST_NAMED));
         used.extend(others.into_iter().map(|(_, totals)| totals).reduce(sum).map(|totals| (OTHERS, totals)));
-        type Figure = (&'static str, &'static str, fn(&Totals) -> u64);
+        type Figure = (&'static Name, fn(&Totals) -> u64);
         let figures: [Figure; 4] = [
-            ("key_requests", "Requests that were taken, by API key.", |of| of.requests),
-            ("key_refusals", "Requests that a limit of their API key refused.", |of| of.refused),
-            ("key_prompt_tokens", "Tokens of prompts that were taken, by API key.", |of| of.prompt_tokens),
-            ("key_generation_tokens", "Tokens of answers, by API key.", |of| of.completion_tokens),
+            (names::KEY_REQUESTS, |of| of.requests),
+            (names::KEY_REFUSALS, |of| of.refused),
+            (names::KEY_PROMPT_TOKENS, |of| of.prompt_tokens),
+            (names::KEY_GENERATION_TOKENS, |of| of.completion_tokens),
         ];
-        for (name, help, figure) in figures {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (name, figure) in figures {
+            let mut family = name.begin(&mut encoder)?;
             for (id, totals) in &used {
                 ConstCounter::new(figure(totals)).encode(family.encode_family(&[("key", *id)])?)?;
             }
         }
-        let help = "Requests that run now, by API key.";
-        let mut family = encoder.encode_descriptor("key_requests_in_progress", help, None, MetricType::Gauge)?;
+        let mut family = names::KEY_IN_PROGRESS.begin(&mut encoder)?;
         for (id, totals) in &used {
             ConstGauge::new(u64::from(totals.running)).encode(family.encode_family(&[("key", *id)])?)?;
         }
@@ -153,10 +153,10 @@ mod tests {
         registry.register_collector(Box::new(Used(all)));
         encode(&mut text, &registry).unwrap();
         let value = |line: &str| text.lines().find_map(|of| of.strip_prefix(line)?.trim().parse::<u64>().ok());
-        assert_eq!(value("key_requests_total{key=\"key-0\"}"), Some(1), "{text}");
-        assert_eq!(value("key_requests_total{key=\"\"}"), Some(44));
-        assert_eq!(value("key_prompt_tokens_total{key=\"\"}"), Some(132));
-        assert_eq!(text.matches("key_requests_total{").count(), MOST_NAMED + 1);
+        assert_eq!(value("looplane_key_requests_total{key=\"key-0\"}"), Some(1), "{text}");
+        assert_eq!(value("looplane_key_requests_total{key=\"\"}"), Some(44));
+        assert_eq!(value("looplane_key_prompt_tokens_total{key=\"\"}"), Some(132));
+        assert_eq!(text.matches("looplane_key_requests_total{").count(), MOST_NAMED + 1);
         assert!(keys.iter().all(|key| !text.contains(key.as_str())));
     }
 }

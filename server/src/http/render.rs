@@ -5,7 +5,6 @@
 use std::collections::BTreeMap;
 
 use axum::{
-    Extension,
     extract::{Request, State},
     response::Response,
 };
@@ -21,7 +20,7 @@ use super::{
 };
 use crate::{
     engine::FinishReason,
-    frontend::{Place, Prepared, RequestId},
+    frontend::{Place, Prepared},
     request::{FieldError, RequestError, ValidPrompt, ValidRequest, template_text},
     text::Text,
 };
@@ -86,29 +85,17 @@ struct StructuredOutputs<'a> {
     grammar: &'a str,
 }
 
-pub(super) async fn chat(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, Api::Chat, "/v1/chat/completions/render", id, request).await
+pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, Api::Chat, "/v1/chat/completions/render", request).await
 }
 
-pub(super) async fn completion(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, Api::Completion, "/v1/completions/render", id, request).await
+pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, Api::Completion, "/v1/completions/render", request).await
 }
 
 /// The prompt of a chat as one text.
-pub(super) async fn apply_template(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    tokens::answer(app, &id, "/apply-template", request, |mut fields, model, text| {
+pub(super) async fn apply_template(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    tokens::answer(app, "/apply-template", request, |mut fields, model, text| {
         let chat = messages::conversation(&mut fields)?;
         fields.finish()?;
         Ok(json!({"prompt": template_text(&chat, "messages", model, text)?}))
@@ -116,16 +103,10 @@ pub(super) async fn apply_template(
     .await
 }
 
-async fn answer(
-    app: App,
-    api: Api,
-    route: &'static str,
-    id: RequestId,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, &id, route, request).await?;
+async fn answer(app: App, api: Api, route: &'static str, request: Request) -> Result<Response, ApiError> {
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
-    let result = render(app, api, id, place, request).await;
+    let result = render(app, api, place, request).await;
     match result {
         Ok(_) => record.finished(FinishReason::Stop),
         Err(ref error) => record.failed(error.code),
@@ -133,7 +114,8 @@ async fn answer(
     result
 }
 
-async fn render(app: App, api: Api, id: RequestId, place: Place, request: Request) -> Result<Response, ApiError> {
+async fn render(app: App, api: Api, place: Place, request: Request) -> Result<Response, ApiError> {
+    let id = place.record.request_id().clone();
     let read = move |body| {
         let read = match api {
             Api::Chat => parse::chat(body)?,

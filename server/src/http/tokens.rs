@@ -1,7 +1,7 @@
 //! `/tokenize` and `/detokenize`, as vLLM has them: what a prompt or a chat becomes, and back.
 
 use axum::{
-    Extension, Json,
+    Json,
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
@@ -17,17 +17,13 @@ use super::{
 };
 use crate::{
     engine::{FinishReason, ModelInfo},
-    frontend::{Place, Prepared, RequestId},
+    frontend::{Place, Prepared},
     request::{FieldError, Input, RequestError, decode, encode},
     text::Text,
 };
 
-pub(super) async fn tokenize(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, &id, "/tokenize", request, |mut fields, model, text| {
+pub(super) async fn tokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, "/tokenize", request, |mut fields, model, text| {
         let Tokenize { input, with_texts, add_special } = read_tokenize(&mut fields)?;
         fields.finish()?;
         let tokens = match (&input, add_special) {
@@ -46,12 +42,8 @@ pub(super) async fn tokenize(
     .await
 }
 
-pub(super) async fn detokenize(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    answer(app, &id, "/detokenize", request, |mut fields, model, text| {
+pub(super) async fn detokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    answer(app, "/detokenize", request, |mut fields, model, text| {
         let ids = read_detokenize(&mut fields)?;
         fields.finish()?;
         let prompt = decode(&ids, "tokens", model, text)?;
@@ -86,14 +78,8 @@ pub(super) fn read_detokenize(fields: &mut Fields) -> Result<Vec<u32>, ApiError>
 pub(super) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
 
 /// Does `work` with the fields of a request's body, within the bounds of a request for text.
-pub(super) async fn answer(
-    app: App,
-    id: &RequestId,
-    route: &'static str,
-    request: Request,
-    work: Work,
-) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, id, route, request).await?;
+pub(super) async fn answer(app: App, route: &'static str, request: Request, work: Work) -> Result<Response, ApiError> {
+    let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     let result = prepare(app, place, request, work).await;
     match result {

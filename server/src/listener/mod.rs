@@ -30,6 +30,7 @@ use crate::{
     http::{self, Access, App, ResponseStore, Settings},
     metrics::FrontMetrics,
     text::Text,
+    trace::Otlp,
     upload::Uploads,
 };
 
@@ -61,6 +62,8 @@ pub struct ServeOptions {
     pub response_store: usize,
     /// How long clients may take.
     pub client_limits: ClientLimits,
+    /// Where traces go, if anywhere.
+    pub otlp: Option<Otlp>,
     /// Running requests have so long to end once `StopSignal::drain` is set.
     pub drain: Duration,
 }
@@ -77,6 +80,7 @@ impl Default for ServeOptions {
             max_body_bytes: 8 << 20,
             response_store: 1000,
             client_limits: ClientLimits::default(),
+            otlp: None,
             drain: Duration::from_secs(30),
         }
     }
@@ -139,8 +143,14 @@ pub async fn run(
     let base_url = base_url(address, options.tls.is_some()).into();
     let settings = options.settings();
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
-    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, .. } = options;
-    let frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
+    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, otlp, .. } =
+        options;
+    let mut frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
+    let exporting = otlp.map(|otlp| {
+        let (traces, exporting) = otlp.start(frontend.model_id.clone(), frontend.metrics.spans.clone());
+        frontend.traces = Some(traces);
+        exporting
+    });
     let frontend = Arc::new(frontend);
     let grpc = grpc::router(frontend.clone());
     // They end with this function.
@@ -171,6 +181,9 @@ pub async fn run(
     frontend.draining.cancel();
     frontend.closing.cancel();
     connections.close(all_closed).await;
+    if let Some(exporting) = exporting {
+        exporting.finish().await;
+    }
     ended
 }
 

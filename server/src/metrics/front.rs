@@ -6,12 +6,36 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use super::names;
+
 /// Everything that the front end counts.
 #[derive(Debug, Clone, Default)]
 pub struct FrontMetrics {
     answers: Family<Answer, Counter>,
     errors: Family<Code, Counter>,
     connections: Gauge,
+    /// Of traces.
+    pub spans: Spans,
+}
+
+/// Spans by what became of them.
+#[derive(Debug, Clone, Default)]
+pub struct Spans(Family<Became, Counter>);
+
+impl Spans {
+    /// A collector took so many.
+    pub fn exported(&self, spans: usize) {
+        self.count("exported", spans);
+    }
+
+    /// So many are lost.
+    pub fn dropped(&self, spans: usize) {
+        self.count("dropped", spans);
+    }
+
+    fn count(&self, became: &'static str, spans: usize) {
+        self.0.get_or_create(&Became { became }).inc_by(spans as u64);
+    }
 }
 
 /// A connection, counted until it is dropped.
@@ -36,6 +60,11 @@ struct Code {
     code: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Became {
+    became: &'static str,
+}
+
 impl FrontMetrics {
     /// Counts the head of an answer; `handler` is one of the server's own patterns.
     pub fn answered(&self, handler: &str, status: u16) {
@@ -55,11 +84,12 @@ impl FrontMetrics {
 
     /// Gives everything its name.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "Answers by route and HTTP status (of gRPC: 200, whatever the call ended with)";
-        registry.register("http_requests", help, self.answers.clone());
-        let help = "Requests refused or given up, by the code that the client is told (of gRPC: those that reached a \
-                    method of the inference service, had no known key, or named a service that there is not)";
-        registry.register("request_errors", help, self.errors.clone());
-        registry.register("connections", "Connections that are open now", self.connections.clone());
+        names::ANSWERS.register(registry, self.answers.clone());
+        names::ERRORS.register(registry, self.errors.clone());
+        // Present from the start: a rate needs a value before the first event.
+        self.spans.exported(0);
+        self.spans.dropped(0);
+        names::SPANS.register(registry, self.spans.0.clone());
+        names::CONNECTIONS.register(registry, self.connections.clone());
     }
 }

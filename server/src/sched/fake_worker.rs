@@ -171,7 +171,7 @@ impl FakeWorker {
             }
         }
         assert!(outcome.rows <= self.shape.max_batch_tokens, "{} rows in a step", outcome.rows);
-        outcome.step_ns = 1000;
+        (outcome.step_ns, outcome.wait_ns) = (1000, Some(250));
         self.step = Some(step + 1).filter(|&next| next < plan.steps && outcome.rows > 0);
         if outcome.rows == 0 {
             outcome.ran_step = false;

@@ -16,6 +16,7 @@ mod check;
 mod events;
 #[cfg(test)]
 pub(crate) mod fake_worker;
+mod hand_over;
 mod limits;
 mod pages;
 mod pipeline;
@@ -35,6 +36,8 @@ use std::ops::Range;
 use looplane_proto::worker::v1::{Finish, Outcome, SampledToken, StepTime};
 
 pub use events::{Action, Blame, Event};
+pub use hand_over::Handed;
+use hand_over::too_large;
 pub use limits::{GroupShape, Limits, LimitsError};
 use pages::PagePool;
 use pipeline::Pipeline;
@@ -106,6 +109,19 @@ pub struct Load {
     pub preemptions: u64,
 }
 
+impl std::iter::Sum for Load {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, one| Self {
+            running: sum.running + one.running,
+            waiting: sum.waiting + one.waiting,
+            kv_pages_used: sum.kv_pages_used + one.kv_pages_used,
+            kv_pages_cached: sum.kv_pages_cached + one.kv_pages_cached,
+            kv_pages: sum.kv_pages + one.kv_pages,
+            preemptions: sum.preemptions + one.preemptions,
+        })
+    }
+}
+
 impl Scheduler {
     /// A scheduler without a group.
     ///
@@ -142,9 +158,14 @@ impl Scheduler {
     /// Queues the sequences of one request, all or none, and returns their numbers.
     ///
     /// # Errors
-    /// Which bound they would exceed, or that there is no group yet.
+    /// As [`Scheduler::room_for`].
     pub fn submit(&mut self, requests: Vec<SequenceRequest>, standing: &Standing) -> Result<Range<u64>, SubmitError> {
         self.room_for(&requests, standing)?;
+        Ok(self.queue(requests, standing))
+    }
+
+    /// Queues the sequences of one request, for which there is room, and returns their numbers.
+    pub fn queue(&mut self, requests: Vec<SequenceRequest>, standing: &Standing) -> Range<u64> {
         let first = self.next_sequence;
         for request in requests {
             let id = self.next_sequence;
@@ -156,7 +177,7 @@ impl Scheduler {
             self.sequences.insert(id, sequence);
         }
         self.debug_check();
-        Ok(first..self.next_sequence)
+        first..self.next_sequence
     }
 
     /// Takes note of an event and appends what follows from it to `actions`.
@@ -226,7 +247,11 @@ impl Scheduler {
         self.group_up && (!self.releases.is_empty() || owes())
     }
 
-    fn room_for(&self, requests: &[SequenceRequest], standing: &Standing) -> Result<(), SubmitError> {
+    /// Whether the queue takes the sequences of a request.
+    ///
+    /// # Errors
+    /// Which bound they would exceed, or that there is no group yet.
+    pub fn room_for(&self, requests: &[SequenceRequest], standing: &Standing) -> Result<(), SubmitError> {
         let Some(pages) = &self.pages else {
             return Err(SubmitError::Unavailable("loading the model".into()));
         };
@@ -307,8 +332,8 @@ impl Scheduler {
         debug_assert!(!self.group_up, "a group is announced once, and its loss before the next");
         let pages = PagePool::new(shape.kv_pages, shape.page_positions);
         // The cache of a group that came back may be smaller than what was promised at submission.
-        let needs = self.sequences.iter().map(|(&id, sequence)| (id, pages.pages_for(sequence.positions())));
-        let too_large: Vec<(u64, u64)> = needs.filter(|&(_, needed)| needed > pages.total()).collect();
+        let reasons = self.sequences.iter().map(|(&id, sequence)| (id, too_large(&sequence.request, &pages)));
+        let too_large: Vec<(u64, String)> = reasons.filter_map(|(id, reason)| Some((id, reason?))).collect();
         let page_positions = self.pages.replace(pages).map(|before| before.page_positions());
         if page_positions.is_some_and(|before| before != shape.page_positions) {
             let mut sequences = std::mem::take(&mut self.sequences);
@@ -323,10 +348,8 @@ impl Scheduler {
         self.free_slots = (0..shape.max_slots).rev().collect();
         self.max_batch_tokens = shape.max_batch_tokens;
         self.group_up = true;
-        for (sequence, needed) in too_large {
+        for (sequence, reason) in too_large {
             self.remove(sequence);
-            let kv_pages = shape.kv_pages;
-            let reason = format!("the request needs {needed} KV pages, but the cache has only {kv_pages} now");
             actions.push(Action::Failed { sequence, reason });
         }
         self.queue_self_test();

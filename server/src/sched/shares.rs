@@ -74,6 +74,13 @@ pub(super) struct Claim {
     charged: Option<i64>,
 }
 
+impl Claim {
+    /// Whose claim it was.
+    pub(super) fn into_standing(self) -> Standing {
+        self.standing
+    }
+}
+
 /// Sequences that were never in a slot, and what the owners of all that have not ended have had. Accounts are in tokens
 /// of weight [`MAX_WEIGHT`], to be whole numbers.
 #[derive(Debug, Default)]
@@ -173,6 +180,12 @@ impl Shares {
         let waiting = owner.into_iter().flat_map(|owner| &owner.waiting);
         let mut first = None;
         waiting.take_while(move |(_, priority)| *first.get_or_insert(**priority) == **priority).map(|(&(_, id), _)| id)
+    }
+
+    /// All of them, owner by owner, of each in the order of their turns.
+    pub(super) fn in_order(&self) -> impl Iterator<Item = u64> {
+        let owners = self.turns.values().map(|owner| &self.owners[owner]);
+        owners.flat_map(|owner| owner.waiting.keys().map(|&(_, id)| id))
     }
 
     /// Those of its owner that wait in front of a sequence.

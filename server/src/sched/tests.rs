@@ -3,6 +3,7 @@
 
 mod cost;
 mod fairness;
+mod hand_over;
 mod prefix;
 mod rules;
 

@@ -31,6 +31,11 @@ impl Trials {
         self.self_test.is_some() || !self.suspects.is_empty()
     }
 
+    /// It may have lost the group.
+    pub(super) fn is_suspect(&self, sequence: u64) -> bool {
+        self.suspects.contains(&sequence)
+    }
+
     /// Who is computed alone now.
     pub(super) fn on_trial(&self) -> Option<u64> {
         self.on_trial

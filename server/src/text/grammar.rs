@@ -16,6 +16,7 @@ use crate::reply::{CallGrammar, THINKING_CLOSES, THINKING_OPENS};
 
 mod gbnf;
 mod kept;
+mod multiples;
 mod pattern;
 mod schema;
 
@@ -176,6 +177,17 @@ fn announced(calls: &CallGrammar, unthought: bool, marker: impl Fn(&str) -> Opti
     rules
 }
 
+/// What clients are told of an error of llguidance: it catches its own panics, and tells them with a backtrace.
+fn told(error: &str) -> String {
+    match error.strip_prefix("panic: ") {
+        Some(panic) => {
+            tracing::warn!("llguidance failed on a grammar: {panic}");
+            "this grammar cannot be compiled: its compiler failed on it; write it in another way".into()
+        }
+        None => error.split("\n<backtrace>").next().unwrap_or_default().to_owned(),
+    }
+}
+
 /// A text as a regular expression of Lark.
 fn literal(text: &str) -> String {
     text.chars().map(|char| format!("\\x{{{:x}}}", u32::from(char))).collect()
@@ -229,7 +241,7 @@ impl Grammars {
     fn compiled(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text))?;
-        factory.create_parser(grammar.clone()).map_err(|error| error.to_string())?;
+        factory.create_parser(grammar.clone()).map_err(|error| told(&error.to_string()))?;
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
     }

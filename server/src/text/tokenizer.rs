@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType};
 
@@ -32,6 +33,13 @@ pub struct Tokenizer {
 /// bytes of three of four bytes and more; this leaves room.
 const NORMALIZER_SHRINK: usize = 8;
 
+/// A tokenizer.json, of which the decoder is read whole.
+#[derive(Deserialize)]
+struct WithDecoder {
+    #[serde(default, rename = "decoder")]
+    _decoder: Value,
+}
+
 /// What the decoder does to spaces at the very start of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeadingSpace {
@@ -58,6 +66,8 @@ impl Tokenizer {
     /// # Errors
     /// In words: what does not parse, which id the model does not have, or which decoder is not supported.
     pub fn from_json(json: &[u8], vocab_size: u32) -> Result<Self, String> {
+        // The library panics where JSON is broken inside of its decoder, as in a file that was not downloaded whole.
+        serde_json::from_slice::<WithDecoder>(json).map_err(|error| error.to_string())?;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
         // A prompt is never cut or padded in silence, whatever the file asks for.
         inner.with_truncation(None).map_err(|error| error.to_string())?;

@@ -1,7 +1,10 @@
 //! Reads what `/metrics` says, and refuses what Prometheus would.
 #![allow(dead_code, reason = "every test binary uses its own part of this module")]
 
-/// One answer of `/metrics`.
+/// Of every name one.
+const PREFIXES: [&str; 2] = ["looplane_", "vllm:"];
+
+/// One answer of `/metrics`: series, without the prefix of their names, and values.
 pub struct Scrape {
     lines: Vec<(String, f64)>,
 }
@@ -15,15 +18,22 @@ impl Scrape {
             .map(|line| {
                 let (series, value) = line.rsplit_once(' ').unwrap_or_else(|| panic!("no value: {line}"));
                 let (name, labels) = series.split_once('{').unwrap_or_else(|| panic!("no labels: {line}"));
-                assert!(name.starts_with("looplane_") && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'));
+                let bare = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
+                let bare = bare.unwrap_or_else(|| panic!("nobody's name: {line}"));
+                assert!(bare.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'), "{line}");
                 assert!(labels.starts_with("model_name=\"") && labels.ends_with("\"}"), "{line}");
-                (series.to_owned(), value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
+                (format!("{bare}{{{labels}"), value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
             })
             .collect();
         let scrape = Self { lines };
         for (series, count) in scrape.lines.iter().filter(|(series, _)| series.contains("_count{")) {
-            let buckets: Vec<f64> =
-                scrape.of(&series.split('{').next().unwrap_or("").replace("_count", "_bucket")).collect();
+            let (name, labels) = series.trim_end_matches('}').split_once("_count{").expect("that is what it has");
+            let is_of = |bucket: &str| {
+                bucket.strip_prefix(name).is_some_and(|rest| rest.starts_with("_bucket{"))
+                    && labels.split(',').all(|label| bucket.contains(label))
+            };
+            let of = scrape.lines.iter().filter(|(series, _)| is_of(series));
+            let buckets: Vec<f64> = of.map(|(_, value)| *value).collect();
             assert!(buckets.is_sorted() && buckets.last() == Some(count), "{series}: {buckets:?}");
         }
         scrape
@@ -37,7 +47,7 @@ impl Scrape {
     /// The only series of that name that has all these labels; panics if there is none, or more.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         let has = |series: &str| labels.iter().all(|(key, value)| series.contains(&format!("{key}=\"{value}\"")));
-        let name = format!("looplane_{name}{{");
+        let name = format!("{name}{{");
         let mut found = self.lines.iter().filter(|(series, _)| series.starts_with(&name) && has(series));
         let (_, value) = found.next().unwrap_or_else(|| panic!("no {name} {labels:?}"));
         assert!(found.next().is_none(), "several {name} {labels:?}");
@@ -46,6 +56,6 @@ impl Scrape {
 
     /// Whether there is any series of that name.
     pub fn has(&self, name: &str) -> bool {
-        self.of(&format!("looplane_{name}")).next().is_some()
+        self.of(name).next().is_some()
     }
 }

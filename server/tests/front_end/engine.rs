@@ -1,14 +1,15 @@
 //! An engine played by the test.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use looplane_server::engine::{
     Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
-    SequenceStream, Submission, SubmitError, Unwanted,
+    SequenceStream, Submission, SubmitError, Times, Unwanted,
 };
+use looplane_server::metrics::EngineMetrics;
 use tokio::{
     sync::{mpsc, watch},
-    time::timeout,
+    time::{Instant, sleep, timeout},
 };
 
 use crate::SOON;
@@ -19,6 +20,8 @@ pub struct Script {
     commands_back: mpsc::UnboundedSender<Command>,
     pub state: watch::Sender<EngineState>,
     pub model: watch::Sender<Option<Arc<ModelInfo>>>,
+    /// What the engine counts.
+    pub metrics: Arc<EngineMetrics>,
     next_id: u64,
     /// Of a request of several sequences: those that the test is yet to take.
     taken: VecDeque<Sequence>,
@@ -46,12 +49,23 @@ pub fn script() -> (EngineHandle, Script) {
     let (commands_back, commands) = mpsc::unbounded_channel();
     let (state, state_receiver) = watch::channel(EngineState::Ready);
     let (model_sender, model_receiver) = watch::channel(Some(Arc::new(model())));
-    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, Arc::default());
-    (handle, Script { commands, commands_back, state, model: model_sender, next_id: 1, taken: VecDeque::new() })
+    let metrics = Arc::<EngineMetrics>::default();
+    let handle = EngineHandle::new(commands_back.clone(), state_receiver, model_receiver, metrics.clone());
+    (
+        handle,
+        Script { commands, commands_back, state, model: model_sender, metrics, next_id: 1, taken: VecDeque::new() },
+    )
 }
 
 pub fn token(id: u32) -> SequenceEvent {
     SequenceEvent::Token(GeneratedToken { id, logprob: None, top: Vec::new() })
+}
+
+/// What the engine says of a prompt that it has just computed: it came 50 ms ago, and waited for 30 of them.
+pub fn prompt(cached_tokens: u32, logprobs: Vec<GeneratedToken>) -> SequenceEvent {
+    let before = |ms| Instant::now() - Duration::from_millis(ms);
+    let times = Times { submitted: before(50), admitted: before(20), computed: before(0) };
+    SequenceEvent::Prompt { cached_tokens, times: Box::new(times), logprobs }
 }
 
 /// The tokens of `text` and the stop token.
@@ -69,9 +83,7 @@ impl Script {
     pub async fn submission(&mut self) -> Submission {
         match self.command().await {
             Command::Submit(submission) => submission,
-            Command::Cancel { sequence, .. } => {
-                panic!("sequence {sequence} was cancelled, but a submission was expected")
-            }
+            other => panic!("a submission was expected, not {other:?}"),
         }
     }
 
@@ -83,7 +95,7 @@ impl Script {
     pub async fn unwanted(&mut self) -> (u64, Unwanted) {
         match self.command().await {
             Command::Cancel { sequence, because, .. } => (sequence, because),
-            Command::Submit(submission) => panic!("a cancel was expected, not {:?}", submission.requests),
+            other => panic!("a cancel was expected, not {other:?}"),
         }
     }
 
@@ -112,6 +124,21 @@ impl Script {
     /// The model has room for so many tokens.
     pub fn set_context(&self, max_context: u32) {
         self.model.send_replace(Some(Arc::new(ModelInfo { max_context, ..model() })));
+    }
+
+    /// Takes the next submission, and sends all of `events` once it is as old as [`prompt`] says.
+    pub async fn play_late(&mut self, events: Vec<SequenceEvent>) -> SequenceRequest {
+        let sequence = self.accept().await;
+        sleep(Duration::from_millis(60)).await;
+        // What is told of times counts from now.
+        let prompt = |event| match event {
+            SequenceEvent::Prompt { cached_tokens, logprobs, .. } => prompt(cached_tokens, logprobs),
+            event => event,
+        };
+        for event in events.into_iter().map(prompt) {
+            sequence.send(event).await;
+        }
+        sequence.request
     }
 
     /// Refuses the next submission.

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::{
     Server,
     client::{post, read},
-    engine::{answer, token},
+    engine::{answer, prompt, token},
     fixture, options, spell,
 };
 
@@ -41,7 +41,7 @@ fn events(body: &str) -> Vec<Value> {
 async fn a_streamed_chat_is_openais_to_the_byte() {
     let (server, mut script) = Server::start(options()).await;
     let request = chat(json!({"stream": true, "stream_options": {"include_usage": true}, "seed": 7}));
-    let events = [vec![SequenceEvent::Prompt { cached_tokens: 4, logprobs: Vec::new() }], answer("Hé!")].concat();
+    let events = [vec![prompt(4, Vec::new())], answer("Hé!")].concat();
     let (response, sequence) = tokio::join!(post(server.address, CHAT, &request), script.play(events));
     assert_eq!(response.status, 200);
     assert_eq!(response.header("content-type"), Some("text/event-stream"));

@@ -114,7 +114,7 @@ async fn generate_streams_started_deltas_and_the_end() {
     let id = spell("a")[0];
     let prompt = vec![GeneratedToken { id: 6, logprob: Some(-2.0), top: Vec::new() }];
     let events = vec![
-        SequenceEvent::Prompt { cached_tokens: 1, logprobs: prompt },
+        crate::engine::prompt(1, prompt),
         SequenceEvent::Token(GeneratedToken { id, logprob: Some(-0.5), top: vec![(id, -0.5), (5, f32::NEG_INFINITY)] }),
         SequenceEvent::Finished(FinishReason::Length),
     ];

@@ -8,6 +8,7 @@ mod deadlines;
 mod engine;
 mod generation;
 mod grpc;
+mod hostile;
 mod http2;
 mod keys;
 mod lifecycle;
@@ -21,6 +22,7 @@ mod scrape;
 mod shares;
 mod tls;
 mod tools;
+mod traces;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 

@@ -264,6 +264,25 @@ async fn a_conversation_goes_on_from_what_was_kept() {
     assert_eq!(prompts[1], prompts[2]);
 }
 
+/// What vLLM takes here beside OpenAI's, as its bench client sends it.
+#[tokio::test]
+async fn vllms_ways_to_draw_tokens_reach_the_engine() {
+    let (server, mut script) = Server::start_with(options(), text()).await;
+    let asked = json!({
+        "top_k": 40, "min_p": 0.05, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5, "cache_salt": "mine",
+        "repetition_penalty": 1.5, "logit_bias": {"10": -100}, "ignore_eos": true, "stop": ["|"], "stop_token_ids": [9],
+    });
+    let response = post(server.address, RESPONSES, request(asked));
+    let (response, sequence) = tokio::join!(response, script.play(answer("a|b")));
+    assert_eq!(response.status, 200, "{}", response.body);
+    assert_eq!(response.json()["output"][0]["content"][0]["text"], "a", "{}", response.body);
+    let sampling = sequence.sampling;
+    assert_eq!((sampling.top_k, sampling.min_p, sampling.seed), (40, 0.05, 7));
+    assert_eq!((sampling.presence_penalty, sampling.frequency_penalty), (0.5, -0.5));
+    assert_eq!((sampling.repetition_penalty, sampling.logit_bias), (1.5, vec![(10, -100.0)]));
+    assert_eq!((&*sequence.cache_salt, sequence.stop_tokens), ("mine", vec![9]));
+}
+
 #[tokio::test]
 async fn what_is_refused_is_refused_by_name() {
     let (server, mut script) = Server::start_with(options(), text()).await;

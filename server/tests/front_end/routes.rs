@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 use crate::{
     Server,
     client::{get, open, post, read},
-    engine::{answer, model, token},
+    engine::{answer, model, prompt, token},
     keys, options, text,
 };
 
@@ -172,7 +172,7 @@ async fn longest_wait(stream: bool) -> Duration {
         runtime.block_on(async move { read(tokio::net::TcpStream::from_std(stream).unwrap()).await })
     });
     sleep(Duration::from_millis(50)).await;
-    sequence.send(SequenceEvent::Prompt { cached_tokens: 0, logprobs }).await;
+    sequence.send(prompt(0, logprobs)).await;
     sequence.send(token(300)).await;
     sequence.send(SequenceEvent::Finished(FinishReason::Length)).await;
     let (mut longest, mut last) = (Duration::ZERO, Instant::now());

@@ -11,7 +11,9 @@ use tokio::sync::mpsc::Receiver;
 use super::BenchError;
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk};
 use crate::cuda::{Gauge, NormalSource, Phase};
-use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Vitals, outcome_stream, plan_stream};
+use crate::decoder::{
+    Decoder, Device, Fault, LoadRequest, Outcome, PlanFeed, Sockets, Vitals, outcome_stream, plan_stream,
+};
 use crate::model::source::RandomSource;
 use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
@@ -123,6 +125,7 @@ impl Group {
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
+            others: Sockets::default(),
         };
         let load = |rank| load(setup, &LoadRequest { rank, ..request.clone() });
         let loaded: Vec<_> = match setup.on_gpu {
@@ -234,7 +237,7 @@ impl Group {
                     return Err(BenchError::Ended);
                 };
                 if rank == 0 {
-                    times.push(StepTime { step: outcome.step_time, wait: outcome.wait_time });
+                    times.push(StepTime { step: outcome.step_time, wait: outcome.wait_time.unwrap_or_default() });
                 }
             }
         }

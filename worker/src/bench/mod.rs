@@ -92,7 +92,7 @@ pub enum BenchError {
 /// An option cannot work, or the model is refused.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let threads = args.check()?;
-    let on_gpu = args.device == Device::Cuda || (args.device == Device::Auto && cuda::survey(args.tp).is_ok());
+    let on_gpu = args.device == Device::Cuda || (args.device == Device::Auto && cuda::survey(0, args.tp).is_ok());
     let rule = "left out where no GPU computes";
     if let Some(path) = args.trace.as_ref().filter(|_| !on_gpu) {
         return Err(BenchError::Value { option: "--trace", value: path.display().to_string(), rule });

@@ -109,7 +109,7 @@ fn step(batch: &mut Batch) -> Outcome {
         positions: step.positions,
         drafted,
         step_time: Duration::from_nanos(5),
-        wait_time: Duration::from_nanos(3),
+        wait_time: Some(Duration::from_nanos(3)),
         ..Outcome::default()
     };
     outcome.take_samples(&rows, sampled.clone(), batch.complete(&sampled));
@@ -257,7 +257,7 @@ async fn a_worker_loads_joins_runs_and_drains() {
         let outcome = outcomes.message().await.unwrap().unwrap();
         assert_eq!((outcome.version, outcome.step, outcome.ran_step), (1, step, true));
         assert_eq!(outcome.positions, u64::from(step) + 2);
-        assert_eq!((outcome.rows, outcome.step_ns, outcome.wait_ns), (if step == 0 { 2 } else { 1 }, 5, 3));
+        assert_eq!((outcome.rows, outcome.step_ns, outcome.wait_ns), (if step == 0 { 2 } else { 1 }, 5, Some(3)));
         assert_eq!((outcome.tokens[0].sequence, outcome.tokens[0].token), (9, 12 + step));
         assert_eq!((outcome.tokens[0].logprob, outcome.tokens[0].top.len()), (Some(-0.5), 1));
     }

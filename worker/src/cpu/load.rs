@@ -129,7 +129,7 @@ pub fn load_with(
     };
     needs.check(plan.tensor_parallel, budget::available())?;
     let (placement, crowded, placed) =
-        placement(request.rank, request.tensor_parallel, request.threads, options.unpinned);
+        placement(request.socket(), request.all_sockets(), request.threads, options.unpinned);
     let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
         TeamError::Size(_) => LoadError::Request(error.to_string()),
         TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
@@ -273,10 +273,10 @@ fn kv_layout(
     Ok(KvLayout::new(plan, rank, pages))
 }
 
-/// Where the team of a rank with `threads` threads runs, and whether its group is crowded: a core for each thread of
-/// the group on this machine, if there are as many.
-pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: bool) -> (Placement, bool, String) {
-    let group = ranks * threads;
+/// Where the team of a rank with `threads` threads runs, and whether it is crowded: a core for each thread of the
+/// server's ranks on this machine, of which every socket has as many, if there are so many.
+pub(super) fn placement(socket: usize, sockets: usize, threads: usize, unpinned: bool) -> (Placement, bool, String) {
+    let all = sockets * threads;
     let cores: Vec<usize> = match sched_getaffinity(None) {
         Ok(set) => (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect(),
         Err(_) => Vec::new(),
@@ -284,15 +284,15 @@ pub(super) fn placement(rank: usize, ranks: usize, threads: usize, unpinned: boo
     // A quota of a control group grants less time than the cores that it may run on would have.
     let quota = std::thread::available_parallelism().map_or(cores.len(), usize::from);
     let granted = cores.len().min(quota);
-    let crowded = granted < group;
+    let crowded = granted < all;
     if crowded {
-        let placed = format!("not pinned: {granted} cores for the group's {group} threads");
+        let placed = format!("not pinned: {granted} cores for the server's {all} threads");
         return (Placement::Floating, true, placed);
     }
     if unpinned {
         return (Placement::Floating, false, "not pinned: asked not to".to_owned());
     }
-    let own = cores[rank * threads..][..threads].to_vec();
+    let own = cores[socket * threads..][..threads].to_vec();
     // Nobody else is asked: a second server on this machine would pick the same cores.
     let placed = format!("pinned to cores {own:?} ({PIN_VARIABLE}=0 where another server runs on this machine)");
     (Placement::Pinned(own), false, placed)
@@ -325,6 +325,7 @@ mod tests {
             unlooped: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
+            others: crate::decoder::Sockets::default(),
         }
     }
 

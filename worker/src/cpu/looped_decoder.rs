@@ -55,7 +55,7 @@ impl LoopedDecoder {
                     self.forward()?;
                     self.grammars.await_masks(&self.batch, LATE_MASKS);
                     let mut outcome = self.sample(plans.newest(), &mut agreed)?;
-                    (outcome.step_time, outcome.wait_time) = (begun.elapsed(), self.fabric.take_waited());
+                    (outcome.step_time, outcome.wait_time) = (begun.elapsed(), Some(self.fabric.take_waited()));
                     outcomes.send(outcome)?;
                 }
                 Boundary::Idle => match plans.wait_next()? {

@@ -120,9 +120,9 @@ pub fn load_with(
     let shards = options.shards.unwrap_or(request.tensor_parallel);
     check(request, &model.config, shards)?;
     if request.tensor_parallel > 1 && options.ordinal.is_none() {
-        fabric::survey(request.tensor_parallel)?;
+        fabric::survey(request.others.before, request.tensor_parallel)?;
     }
-    let ordinal = options.ordinal.unwrap_or(request.rank);
+    let ordinal = options.ordinal.unwrap_or(request.socket());
     let home = numa::bind(request.rank, &probe(ordinal)?.pci);
     let gpu = Gpu::open(ordinal)?;
     let compiler = Compiler::find()?;

@@ -100,7 +100,11 @@ impl Supervisor {
         match event {
             RankEvent::Outcome { rank, outcome } => {
                 reports.reported(rank, (outcome.version, outcome.step), Instant::now());
-                // The other ranks sample the same tokens; that they keep pace is all there is to know.
+                if outcome.ran_step {
+                    let (time, wait) = (outcome.step_ns, outcome.wait_ns.map(Duration::from_nanos));
+                    self.delivery.metrics().ranks.step(rank, Duration::from_nanos(time), wait);
+                }
+                // The other ranks sample the same tokens; that they keep pace is all else there is to know.
                 if rank > 0 {
                     return Ok(());
                 }

@@ -50,7 +50,7 @@ fn bench() -> Bench {
         tensor_parallel: 1,
         bit_domain: "fake".into(),
     };
-    let traffic = Traffic::default();
+    let traffic = vec![Traffic::default()];
     let Event::GroupReady(shape) = SHAPE.ready() else { unreachable!("that is what it says") };
     let facts = GroupFacts { model, shape, traffic };
     let link = Link {
@@ -62,8 +62,9 @@ fn bench() -> Bench {
         _readers: tokio::task::JoinSet::new(),
     };
     let scheduler = Scheduler::new(config.limits.clone()).unwrap();
-    let delivery = Delivery::new(scheduler, commands_back, metrics, config.timeouts.quarantine);
-    let mut supervisor = Supervisor::new(config, launcher, delivery, channels);
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    let delivery = Delivery::new(scheduler, commands_back, metrics, common.clone());
+    let mut supervisor = Supervisor::new(config, launcher, delivery, common, channels);
     supervisor.announce(&link).unwrap();
     Bench { supervisor, handle, link, workers, plans, events: event_sender }
 }

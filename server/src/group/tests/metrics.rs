@@ -6,18 +6,22 @@ use prometheus_client::registry::Registry;
 use super::*;
 use crate::drafts::DraftReport;
 use crate::engine::Unwanted;
-use crate::frontend::{Frontend, GenerateError};
+use crate::frontend::{Frontend, GenerateError, Record};
+use crate::metrics::Engines;
 use crate::request::{Input, RawRequest, validate};
 use crate::text::Text;
 use crate::upload::Uploads;
 
-/// The value of a series, labels included, as a scrape shows it.
+/// The value of a series of the one engine, by its name without the prefix and its other labels, as a scrape shows it.
 fn value(handle: &EngineHandle, series: &str) -> f64 {
     let mut registry = Registry::default();
-    handle.metrics().register(&mut registry);
+    registry
+        .register_collector(Box::new(Engines::new(handle.replicas().iter().map(|replica| replica.metrics.clone()))));
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    let text = text.replace("{engine=\"0\"}", "").replace("engine=\"0\",", "");
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("vllm:").or(line.strip_prefix("looplane_")));
+    let line = lines.find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
     line.unwrap_or_else(|| panic!("no {series} in {text}")).parse().unwrap()
 }
 
@@ -71,6 +75,9 @@ async fn counts_match_what_was_asked_and_answered() {
         ("kv_cache_size_bytes", (64 + 65) as f64 * 40.0),
         ("weight_stream_bytes", 2000.0),
         ("worker_losses_total", 0.0),
+        ("request_inference_time_seconds_count", 10.0),
+        ("request_time_per_output_token_seconds_count", 10.0),
+        ("cache_config_info{block_size=\"4\",num_gpu_blocks=\"64\"}", 1.0),
     ] {
         assert_eq!(value(&handle, series), wanted, "{series}");
     }
@@ -90,6 +97,12 @@ async fn steps_read_the_weights_once_and_what_their_rows_see() {
     // no use.
     let (weights, positions) = (4 * 1000 - 100, 8 + 12 + 13 + 14);
     assert_eq!(value(&handle, "step_read_bytes_total"), f64::from(2 * (weights + positions * 10)));
+    for rank in 0..2 {
+        let of_rank = |what: &str| value(&handle, &format!("rank_{what}_total{{rank=\"{rank}\"}}"));
+        assert_eq!(of_rank("read_bytes"), f64::from(weights + positions * 10));
+        assert_eq!((of_rank("step_seconds") * 1e9).round(), 4000.0, "rank {rank}: 1 us a step");
+        assert_eq!((of_rank("wait_seconds") * 1e9).round(), 1000.0, "rank {rank}: a quarter of it");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -140,7 +153,9 @@ async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
     let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
     let model = frontend.model().unwrap();
     let valid = validate(raw, &model, &text).unwrap();
-    let refused = frontend.admit(valid, model, frontend.enter(&"id".into(), None, "/").unwrap()).await;
+    let refused = frontend
+        .admit(valid, model, frontend.enter(&Arc::new(Record::new("id".into(), None, None)), None, "/").unwrap())
+        .await;
     assert!(matches!(refused, Err(GenerateError::Submit(SubmitError::QueueFull { .. }))), "{refused:?}");
     comes_to(&handle, "num_requests_waiting", 1.0).await;
     for reason in ["stop", "length", "abort", "error"] {

@@ -1,7 +1,6 @@
 //! `/v1/messages` and `/v1/messages/count_tokens`, as Anthropic has them.
 
 use axum::{
-    Extension,
     extract::{Request, State},
     http::StatusCode,
     response::{IntoResponse, Response},
@@ -17,7 +16,7 @@ use super::{
     tokens,
 };
 use crate::{
-    frontend::{Place, RequestId},
+    frontend::Place,
     request::{Input, encode},
 };
 
@@ -31,12 +30,8 @@ use answer::Messages;
 #[derive(Debug)]
 pub(super) struct AnthropicError(ApiError);
 
-pub(super) async fn messages(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, AnthropicError> {
-    let (place, request) = enter(&app, &id, "/v1/messages", request).await?;
+pub(super) async fn messages(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
+    let place = enter(&app, "/v1/messages", &request)?;
     let record = place.record.clone();
     Ok(generate(app, place, request).await.inspect_err(|error| record.failed(error.code))?)
 }
@@ -48,12 +43,8 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, messages).await
 }
 
-pub(super) async fn count_tokens(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, AnthropicError> {
-    let counted = tokens::answer(app, &id, "/v1/messages/count_tokens", request, |fields, model, text| {
+pub(super) async fn count_tokens(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
+    let counted = tokens::answer(app, "/v1/messages/count_tokens", request, |fields, model, text| {
         let input = Input::Chat(request::counted(fields)?);
         let tokens = encode(input, "messages", true, model, text)?;
         Ok(json!({"input_tokens": tokens.len()}))

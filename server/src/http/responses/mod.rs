@@ -3,8 +3,8 @@
 use std::{cell::Cell, sync::Arc};
 
 use axum::{
-    Extension, Json,
-    extract::{Path, Request, State},
+    Json,
+    extract::{Request, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::{
-    App,
+    App, Named,
     completions::{admit, enter},
     dialect,
     error::ApiError,
 };
-use crate::frontend::{Place, RequestId, unix_seconds};
+use crate::frontend::{Place, unix_seconds};
 
 mod answer;
 mod items;
@@ -30,12 +30,8 @@ use answer::Responses;
 use request::Asked;
 use store::Stored;
 
-pub(super) async fn create(
-    State(app): State<App>,
-    Extension(id): Extension<RequestId>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (place, request) = enter(&app, &id, "/v1/responses", request).await?;
+pub(super) async fn create(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    let place = enter(&app, "/v1/responses", &request)?;
     let record = place.record.clone();
     generate(app, place, request).await.inspect_err(|error| record.failed(error.code))
 }
@@ -56,12 +52,12 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, responses).await
 }
 
-pub(super) async fn get(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn get(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     let stored = find(&app.responses, &id, None)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub(super) async fn delete(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if app.responses.delete(&id) {
         return Ok(Json(json!({"id": id, "object": "response", "deleted": true})));
     }
@@ -69,7 +65,7 @@ pub(super) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
 }
 
 /// What is kept has ended.
-pub(super) async fn cancel(State(app): State<App>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(super) async fn cancel(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     find(&app.responses, &id, None)?;
     let message = "only responses in the background can be cancelled, and there are none here: close the connection";
     Err(ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message))

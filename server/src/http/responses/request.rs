@@ -6,7 +6,7 @@ use super::{
     super::{
         error::{ApiError, wrong_type},
         fields::{Fields, Off},
-        parse::{SERVICE_TIER, constraint, is_empty_list, labels, service_tier},
+        parse::{SERVICE_TIER, constraint, is_empty_list, labels, sampling, service_tier},
         tools::{is_function, needs_tools},
     },
     ResponseStore, find, items,
@@ -68,10 +68,7 @@ pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(Str
     let mut raw = RawRequest::new("input", Input::Chat(chat));
     raw.max_tokens_field = "max_output_tokens";
     raw.max_tokens = fields.integer("max_output_tokens", ranges::MAX_TOKENS)?;
-    raw.timeout_ms = fields.integer("timeout_ms", ranges::TIMEOUT_MS)?;
-    raw.priority = fields.integer("priority", ranges::PRIORITY)?;
-    raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
-    raw.top_p = fields.number("top_p", ranges::TOP_P)?;
+    sampling(&mut fields, &mut raw)?;
     raw.constraint = constraint;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     if let Some(options) = fields.value("stream_options") {

@@ -1,9 +1,9 @@
 //! A client's JSON schema as llguidance is to read it: what its grammars would allow beyond the schema is held tighter
 //! here, or refused by the keyword.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Number, Value, json};
 
-use super::pattern;
+use super::{multiples, pattern};
 
 /// White space between the tokens of JSON. Its length is bounded: models that are lost write no end of it.
 const SPACE: &str = "[ \\t\\n\\r]{1,64}";
@@ -30,6 +30,11 @@ const LABEL: &str = "(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,2}[a-zA-Z0-9])?\
     |[a-zA-Z0-9][a-zA-Z0-9-](?:[a-zA-Z0-9][a-zA-Z0-9-]|-[a-zA-Z0-9])[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])";
 const LONGEST_HOSTNAME: u64 = 253;
 
+/// Bounds of integers from here on are not exact in llguidance, which has them as f64.
+const EXACT: f64 = 9_007_199_254_740_992.0;
+/// The largest f64 that is an i64, as which llguidance has the bounds of integers.
+const LARGEST: f64 = 9_223_372_036_854_774_784.0;
+
 /// Keywords whose values are schemas by names of the client's own.
 const BY_NAME: [&str; 5] = ["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"];
 /// Keywords whose values are no schemas.
@@ -46,6 +51,7 @@ pub(super) fn prepared(schema: &Value) -> Result<Value, String> {
         other => json!({"allOf": [other]}),
     };
     hold(&mut schema, &mut Vec::new())?;
+    multiples::check(&schema)?;
     let fields = schema.as_object_mut().expect("an object, as made above");
     let told = fields.entry("x-guidance").or_insert_with(|| json!({}));
     let told = told.as_object_mut().ok_or("x-guidance: must be an object")?;
@@ -66,7 +72,8 @@ fn hold(schema: &mut Value, path: &mut Vec<String>) -> Result<(), String> {
         true => problem,
         false => format!("{}: {problem}", path.join(".")),
     };
-    refuse(fields).and_then(|()| hold_patterns(fields)).map_err(|problem| at(path, problem))?;
+    let held = refuse(fields).and_then(|()| hold_patterns(fields)).and_then(|()| hold_bounds(fields));
+    held.map_err(|problem| at(path, problem))?;
     hold_format(fields);
     for (name, value) in fields.iter_mut().filter(|(name, _)| !VALUES.contains(&name.as_str())) {
         path.push(name.clone());
@@ -124,6 +131,35 @@ fn hold_patterns(fields: &mut Map<String, Value>) -> Result<(), String> {
     if let Some(Value::Object(schemas)) = fields.get_mut("patternProperties") {
         let held = std::mem::take(schemas).into_iter().map(|(name, schema)| Ok((translated(&name)?, schema)));
         *schemas = held.collect::<Result<_, String>>().map_err(|problem| format!("patternProperties: {problem}"))?;
+    }
+    Ok(())
+}
+
+/// Of an integer: puts the next bound inside that llguidance has exactly in the place of one that it has not.
+fn hold_bounds(fields: &mut Map<String, Value>) -> Result<(), String> {
+    if fields.get("type").is_none_or(|kind| kind != "integer") {
+        return Ok(());
+    }
+    for (name, inwards, exclusive) in
+        [("minimum", 1, false), ("exclusiveMinimum", 1, true), ("maximum", -1, false), ("exclusiveMaximum", -1, true)]
+    {
+        let Some(Value::Number(bound)) = fields.get_mut(name) else { continue };
+        let Some(near) = bound.as_f64().filter(|near| near.abs() >= EXACT) else { continue };
+        // As if all were minima.
+        let mut least = near * f64::from(inwards);
+        let whole = bound.as_i64().map(i128::from).or(bound.as_u64().map(i128::from));
+        if whole.is_some_and(|whole| (least as i128) < whole * i128::from(inwards)) {
+            least = least.next_up();
+        }
+        if exclusive {
+            least = least.next_up();
+        }
+        if least > LARGEST {
+            return Err(format!("{name}: {bound} is beyond the bounds that integers may have here, of 63 bits"));
+        }
+        let held = least.max(-LARGEST) * f64::from(inwards);
+        // As an integer, which every reader of JSON reads exactly.
+        *bound = Number::from(held as i64);
     }
     Ok(())
 }

@@ -308,6 +308,40 @@ fn what_grammars_would_follow_too_widely_is_refused_by_its_keyword() {
     }
 }
 
+#[test]
+fn bounds_of_integers_that_no_f64_has_are_kept_to_as_others_are() {
+    for (schema, inside, outside) in [
+        (json!({"minimum": 9007199254740993_u64}), "9007199254740994", "9007199254740992"),
+        (json!({"maximum": 9007199254740993_u64}), "9007199254740992", "9007199254740994"),
+        (json!({"maximum": -9007199254740993_i64}), "-9007199254740994", "-9007199254740992"),
+        (json!({"exclusiveMinimum": 9007199254740992_u64}), "9007199254740996", "9007199254740992"),
+        (json!({"exclusiveMaximum": -9007199254740992_i64}), "-9007199254740996", "-9007199254740992"),
+        (json!({"minimum": i64::MIN, "maximum": i64::MAX}), "-9223372036854774784", "-9223372036854775809"),
+        (json!({"minimum": 0, "maximum": u64::MAX}), "9223372036854774784", "18446744073709551616"),
+        (json!({"minimum": -1e300, "maximum": 1e20}), "-9223372036854774784", "100000000000000000001"),
+    ] {
+        let mut schema = schema;
+        schema["type"] = "integer".into();
+        let held = Followed::new(&form(Constraint::Json(schema.clone()))).unwrap_or_else(|e| panic!("{schema}: {e}"));
+        assert!(held.allows(inside) && !held.allows(outside), "{schema}");
+    }
+    for schema in [
+        json!({"type": "integer", "minimum": 1e308, "maximum": 1.7e308}),
+        json!({"type": "integer", "maximum": -1e19}),
+        json!({"type": "integer", "exclusiveMinimum": i64::MAX}),
+    ] {
+        let problem = shared().compile(&form(Constraint::Json(schema.clone()))).expect_err(&schema.to_string());
+        assert!(problem.ends_with("of 63 bits"), "{schema}: {problem}");
+    }
+}
+
+#[test]
+fn a_panic_of_the_compiler_is_told_without_its_stack() {
+    let panic = told("panic: overflow\n<backtrace>\n 0: main\n</backtrace>");
+    assert!(panic.starts_with("this grammar cannot be compiled") && !panic.contains("main"), "{panic}");
+    assert_eq!(told("line 1\nline 2\n<backtrace>\n 0: main"), "line 1\nline 2");
+}
+
 /// The same text matches as in ECMA-262, but for rare white space.
 #[test]
 fn patterns_are_those_of_ecma() {

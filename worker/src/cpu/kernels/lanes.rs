@@ -3,6 +3,7 @@
 //! Lanes are rows of a weight tile, or positions of a KV page, or columns of a value row: they never mix, so there is
 //! no horizontal sum anywhere. Kernels are generic over [`Lanes`], inlined into one `#[target_feature]` entry per set.
 #![allow(unsafe_code)]
+#![allow(clippy::needless_range_loop, reason = "registers are named by their places, and loops over them unrolled")]
 
 use half::f16;
 

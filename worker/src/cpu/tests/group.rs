@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::batch::{Admit, PageGrant, Plan, PrefillChunk, Step};
 use crate::cpu::{CpuDecoder, Isa, Options, load_with};
-use crate::decoder::{Decoder, LoadRequest, Outcome, Vitals, outcome_stream, plan_stream};
+use crate::decoder::{Decoder, LoadRequest, Outcome, Sockets, Vitals, outcome_stream, plan_stream};
 use crate::model::source::RandomSource;
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
@@ -153,6 +153,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
         unlooped: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
+        others: Sockets::default(),
         model_dir: model.to_owned(),
         rank,
         tensor_parallel: arrangement.tensor_parallel,

@@ -149,15 +149,16 @@ pub fn find<'a>(devices: &'a [Device], uuid: &Uuid, rank: usize) -> Result<&'a D
     })
 }
 
-/// Whether GPUs 0 to `ranks` - 1, one for each rank, reach each other: what can be known before anything is loaded.
+/// Whether the GPUs of a group, one for each rank from number `first` on, reach each other: what can be known before
+/// anything is loaded.
 ///
 /// # Errors
 /// The first pair that does not, or a GPU that is not there.
-pub fn survey(ranks: usize) -> Result<(), CudaError> {
+pub fn survey(first: usize, ranks: usize) -> Result<(), CudaError> {
     // The last one's answer holds for all that are before it.
-    probe(ranks.saturating_sub(1))?;
-    let devices = Device::all()?;
-    let mut pairs = devices[..ranks].iter().flat_map(|from| devices[..ranks].iter().map(move |to| (from, to)));
+    probe((first + ranks).saturating_sub(1))?;
+    let devices = &Device::all()?[first..first + ranks];
+    let mut pairs = devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to)));
     pairs.try_for_each(|(from, to)| from.link(to).map(drop))
 }
 

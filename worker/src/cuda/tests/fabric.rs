@@ -229,12 +229,12 @@ fn ranks_of_different_plans_do_not_join() {
 #[test]
 fn a_survey_finds_what_is_there_and_names_what_is_not() {
     // On a machine without a GPU, too.
-    let refusal = survey(1000).unwrap_err();
+    let refusal = survey(0, 1000).unwrap_err();
     assert!(matches!(refusal, CudaError::NoDriver | CudaError::NoDevice { .. } | CudaError::Call { .. }), "{refusal}");
     if gpu() {
-        survey(1).unwrap();
+        survey(0, 1).unwrap();
         if two_gpus() {
-            survey(2).unwrap();
+            survey(0, 2).unwrap();
         }
     }
 }

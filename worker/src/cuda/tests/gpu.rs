@@ -10,7 +10,7 @@ use crate::cpu::tests::group::{self as cpu, Arrangement};
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
 use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with, probe};
-use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome};
+use crate::decoder::{Decoder, Device, Fault, LoadRequest, Outcome, Sockets};
 use crate::golden;
 use crate::grammar::tests::masks_along;
 use crate::model::ModelConfig;
@@ -61,6 +61,7 @@ pub(super) fn request(model: &str) -> LoadRequest {
         unlooped: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
+        others: Sockets::default(),
     }
 }
 

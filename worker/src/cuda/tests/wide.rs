@@ -13,7 +13,7 @@ use crate::batch;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
 use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
-use crate::decoder::{Decoder, Device, LoadRequest};
+use crate::decoder::{Decoder, Device, LoadRequest, Sockets};
 use crate::model::source::{RandomSource, Source};
 use crate::model::{LayerTensor, ModelConfig, Tensor};
 use crate::plan::KvLayout;
@@ -122,6 +122,7 @@ pub(super) fn load_rows(
         unlooped,
         draft_corpus_tokens: 0,
         vocabulary: None,
+        others: Sockets::default(),
     };
     let options = Options { random: Some((config.clone(), source)), poison: true, ..options };
     load_with(&request, &options, &mut |_| ()).unwrap_or_else(|e| panic!("{e}"))

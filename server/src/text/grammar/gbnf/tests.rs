@@ -189,7 +189,7 @@ fn what_is_wrong_is_told_with_line_and_column() {
 #[test]
 fn large_grammars_are_written_in_time() {
     let words: Vec<String> = (0..5000).map(|word| format!("\"w{word} \"")).collect();
-    let begun = std::time::Instant::now();
+    let begun = processor_time();
     assert!(!to_lark(&format!("root ::= ({})*", words.join(" | "))).unwrap().contains('"'));
     let ring = |body: &dyn Fn(usize) -> String, count: usize| -> String {
         let rules: String = (0..count).map(|rule| format!("r{rule} ::= {}\n", body((rule + 1) % count))).collect();
@@ -204,5 +204,13 @@ fn large_grammars_are_written_in_time() {
         let problem = to_lark(&format!("root ::= {large}")).unwrap_err();
         assert!(problem.contains("parts up to here") || problem.contains("no rule"), "{problem}");
     }
-    assert!(begun.elapsed() < std::time::Duration::from_secs(20), "{:?}", begun.elapsed());
+    let took = processor_time() - begun;
+    assert!(took < std::time::Duration::from_secs(20), "{took:?}");
+}
+
+/// What this thread has had: a busy machine takes nothing away from it.
+fn processor_time() -> std::time::Duration {
+    let figures = std::fs::read_to_string("/proc/thread-self/schedstat").expect("Linux tells");
+    let nanoseconds = figures.split(' ').next().and_then(|figure| figure.parse().ok());
+    std::time::Duration::from_nanos(nanoseconds.expect("the first figure is the time on a processor"))
 }

@@ -1,0 +1,351 @@
+//! Several replicas of a model behind one handle: each request goes to the group that is done with it first, as far as
+//! that is known, and what a lost group leaves goes on in another.
+//!
+//! One task, which sees requests and losses, and no token: streams lead from a group straight to their readers. A
+//! sequence's cost is counted in rows of steps, its prompt's that are yet to be computed and some of its answer's
+//! ([`choice`]), so that what a replica has to do, and what another would have to compute again ([`prefixes`]), are
+//! figures of one kind. What a full replica refuses is tried at the others. All have the same bits, so that nobody can
+//! tell from an answer where it was computed.
+
+mod choice;
+mod prefixes;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use futures::FutureExt;
+use futures::future::join_all;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+
+use crate::engine::{
+    Command, EngineHandle, EngineState, ModelInfo, Moved, Returned, SequenceRequest, SequenceStream, Submission,
+    SubmitError, Work, ping,
+};
+use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
+use choice::{Offer, Readiness, rows_to_come};
+use prefixes::{Prefixes, keys};
+
+/// Most replicas: they are named by the bits of a word.
+pub const MAX_REPLICAS: u32 = 64;
+
+/// The tasks of all groups, and of the router if there are several. Dropping it kills the workers.
+#[derive(Debug)]
+pub struct Replicas {
+    groups: Vec<GroupTask>,
+    router: Option<JoinHandle<()>>,
+}
+
+impl Replicas {
+    /// Takes no new sequences, lets those at hand end within the limit, ends the workers, and returns when the last is
+    /// gone; once `now` is there, the workers are killed.
+    pub async fn shutdown_unless(mut self, now: impl Future<Output = ()>) {
+        let now = now.shared();
+        join_all(std::mem::take(&mut self.groups).into_iter().map(|group| group.shutdown_unless(now.clone()))).await;
+    }
+}
+
+impl Drop for Replicas {
+    fn drop(&mut self) {
+        if let Some(router) = &self.router {
+            router.abort();
+        }
+    }
+}
+
+/// Starts all replicas of the configuration in the background, on the current tokio runtime; `launcher` starts the
+/// workers of each. A replica that is alone is behind its own handle: nothing stands in front of it.
+///
+/// # Errors
+/// Names what is wrong in the configuration. A model that cannot be loaded shows as [`EngineState::Failed`].
+pub fn spawn(
+    config: GroupConfig,
+    launcher: impl Fn(u32) -> Arc<dyn Launcher>,
+) -> Result<(EngineHandle, Replicas), GroupError> {
+    if config.replicas > MAX_REPLICAS {
+        return Err(GroupError::Replicas(config.replicas));
+    }
+    let (mut handles, groups): (Vec<_>, Vec<_>) = group::spawn_replicas(config, launcher)?.into_iter().unzip();
+    if handles.len() == 1 {
+        return Ok((handles.remove(0), Replicas { groups, router: None }));
+    }
+    let (handle, router) = join(&handles);
+    Ok((handle, Replicas { groups, router: Some(tokio::spawn(router.run())) }))
+}
+
+/// A router in front of `handles`, and the handle to it.
+fn join(handles: &[EngineHandle]) -> (EngineHandle, Router) {
+    let (command_sender, commands) = mpsc::unbounded_channel();
+    let (returned_sender, returned) = mpsc::unbounded_channel();
+    let (changed_sender, changed) = mpsc::channel(1);
+    let replicas: Vec<Member> = handles.iter().map(|handle| Member::new(handle, &changed_sender)).collect();
+    let (state_sender, state) = watch::channel(status::of_all(replicas.iter().map(Member::state)));
+    let (model_sender, model) = watch::channel(None);
+    let views: Vec<_> = handles.iter().flat_map(EngineHandle::replicas).cloned().collect();
+    let router = Router {
+        replicas,
+        prefixes: Prefixes::default(),
+        turn: 0,
+        commands,
+        returned,
+        returned_sender,
+        changed,
+        state: state_sender,
+        model: model_sender,
+    };
+    (EngineHandle::in_front_of(views, command_sender, state, model), router)
+}
+
+/// A group, as the router sees it.
+#[derive(Debug)]
+struct Member {
+    commands: mpsc::UnboundedSender<Command>,
+    state: watch::Receiver<EngineState>,
+    model: watch::Receiver<Option<Arc<ModelInfo>>>,
+    /// Rows that it has yet to compute, of sequences that have not ended.
+    work: Arc<AtomicU64>,
+    was_ready: bool,
+}
+
+impl Member {
+    /// Whoever watches is told by `changed` when there is something to see.
+    fn new(handle: &EngineHandle, changed: &mpsc::Sender<()>) -> Self {
+        let (mut state, mut model, changed) = (handle.watch_state(), handle.watch_model(), changed.clone());
+        tokio::spawn(async move {
+            loop {
+                let alive = tokio::select! {
+                    alive = state.changed() => alive,
+                    alive = model.changed() => alive,
+                };
+                // A message that is there already stands for this one, too.
+                if alive.is_err() || matches!(changed.try_send(()), Err(mpsc::error::TrySendError::Closed(()))) {
+                    return;
+                }
+            }
+        });
+        let (commands, work) = (handle.commands().clone(), Arc::default());
+        Self { commands, state: handle.watch_state(), model: handle.watch_model(), work, was_ready: false }
+    }
+
+    fn state(&self) -> EngineState {
+        self.state.borrow().clone()
+    }
+
+    fn work(&self) -> u64 {
+        // Relaxed: a figure to compare by.
+        self.work.load(Ordering::Relaxed)
+    }
+}
+
+/// The task in front of the replicas.
+#[derive(Debug)]
+struct Router {
+    replicas: Vec<Member>,
+    prefixes: Prefixes,
+    /// Whose turn it is among equals.
+    turn: usize,
+    commands: mpsc::UnboundedReceiver<Command>,
+    returned: mpsc::UnboundedReceiver<Returned>,
+    returned_sender: mpsc::UnboundedSender<Returned>,
+    changed: mpsc::Receiver<()>,
+    state: watch::Sender<EngineState>,
+    model: watch::Sender<Option<Arc<ModelInfo>>>,
+}
+
+impl Router {
+    /// Runs until nobody holds the handle any more.
+    async fn run(mut self) {
+        self.look();
+        loop {
+            tokio::select! {
+                // What happened to the replicas goes before what is to be sent to them.
+                biased;
+                Some(()) = self.changed.recv() => self.look(),
+                Some(returned) = self.returned.recv() => self.returned(returned),
+                command = self.commands.recv() => match command {
+                    Some(Command::Submit(submission)) => self.submit(submission),
+                    Some(Command::Ping(reply)) => self.ping(reply),
+                    // Streams cancel where they are computed, and replicas adopt from here.
+                    Some(_) => debug_assert!(false, "the front end submits and pings, and nothing else"),
+                    None => return,
+                },
+            }
+        }
+    }
+
+    /// Looks how the replicas are: the world is told, and what one cannot go on with goes to those that can.
+    fn look(&mut self) {
+        let states: Vec<EngineState> = self.replicas.iter().map(Member::state).collect();
+        let is_any_ready = states.contains(&EngineState::Ready);
+        for (index, (replica, state)) in self.replicas.iter_mut().zip(&states).enumerate() {
+            let is_ready = *state == EngineState::Ready;
+            if replica.was_ready && !is_ready {
+                self.prefixes.forget(index);
+            }
+            replica.was_ready = is_ready;
+            // Only one that has lost its group does: the others go on by themselves.
+            if is_any_ready && !is_ready && *state != EngineState::Draining && replica.work() > 0 {
+                // One that is gone has nothing left.
+                let _ = replica.commands.send(Command::HandOver(self.returned_sender.clone()));
+            }
+        }
+        self.state.send_if_modified(|state| status::show(state, status::of_all(states.into_iter())));
+        let model = status::model_of_all(self.replicas.iter().filter_map(|replica| replica.model.borrow().clone()));
+        self.model.send_if_modified(|known| {
+            let changed = *known != model;
+            *known = model;
+            changed
+        });
+    }
+
+    /// Answers once every replica has; never, if one has ended.
+    fn ping(&self, reply: oneshot::Sender<()>) {
+        let replicas: Vec<_> = self.replicas.iter().map(|replica| replica.commands.clone()).collect();
+        tokio::spawn(async move {
+            if join_all(replicas.iter().map(ping)).await.iter().all(Result::is_ok) {
+                // Whoever asked may have gone.
+                let _ = reply.send(());
+            }
+        });
+    }
+
+    fn returned(&mut self, returned: Returned) {
+        match returned {
+            Returned::Refused { submission, error } => self.refused(submission, error),
+            Returned::Moved(moved) => self.moved(moved),
+        }
+    }
+
+    /// Sends each sequence of a request where it is done first. Several are queued all or none.
+    fn submit(&mut self, submission: Submission) {
+        let Submission { requests, standing, submitted, reply, tried, .. } = submission;
+        let mut parts: Vec<(usize, Vec<usize>, Vec<SequenceRequest>)> = Vec::new();
+        let mut placed: Vec<(usize, Work)> = Vec::new();
+        for (place, request) in requests.into_iter().enumerate() {
+            let Some((replica, work)) = self.place(&request, tried) else {
+                let reason = "unable to serve the model: no replica is left".into();
+                // Nobody waits for it any more.
+                return drop(reply.send(Err(SubmitError::Unavailable(reason))));
+            };
+            placed.push((replica, work));
+            match parts.iter_mut().find(|(other, ..)| *other == replica) {
+                Some((_, places, part)) => (places.push(place), part.push(request)).0,
+                None => parts.push((replica, vec![place], vec![request])),
+            }
+        }
+        let mut work_of = |replica: usize| {
+            let (own, rest): (Vec<_>, Vec<_>) = placed.drain(..).partition(|(other, _)| *other == replica);
+            placed = rest;
+            own.into_iter().map(|(_, work)| work).collect::<Vec<Work>>()
+        };
+        if let [(replica, ..)] = parts[..] {
+            let (_, _, requests) = parts.remove(0);
+            let submission =
+                Submission { tried, work: work_of(replica), ..Submission::new(requests, standing, submitted, reply) };
+            return self.send(replica, submission);
+        }
+        let mut answers = Vec::new();
+        for (replica, places, requests) in parts {
+            let (part_reply, answer) = oneshot::channel();
+            let work = work_of(replica);
+            let part = Submission::new(requests, standing.clone(), submitted, part_reply);
+            self.send(replica, Submission { tried, work, ..part });
+            answers.push((places, answer));
+        }
+        tokio::spawn(async move {
+            // Nobody waits for the answer any more: the streams in it cancel their sequences as they are dropped.
+            let _ = reply.send(all_or_none(answers).await);
+        });
+    }
+
+    /// Chooses the replica for a request, if any is left that was not tried, and counts it there.
+    fn place(&mut self, request: &SequenceRequest, tried: u64) -> Option<(usize, Work)> {
+        let keys = keys(&request.prompt, &request.cache_salt);
+        let rows = rows_to_come(request, 0);
+        self.choose(&keys, rows, tried)
+    }
+
+    fn choose(&mut self, keys: &[u64], rows: u64, tried: u64) -> Option<(usize, Work)> {
+        let cached = self.prefixes.cached(keys, self.replicas.len());
+        let offers = self.replicas.iter().zip(cached).enumerate().filter(|(index, _)| tried >> index & 1 == 0);
+        let offers = offers.filter_map(|(index, (replica, cached_tokens))| {
+            let readiness = match &*replica.state.borrow() {
+                EngineState::Ready => Readiness::Ready,
+                EngineState::Recovering(_) => Readiness::Recovering,
+                EngineState::Loading(_) | EngineState::Draining => Readiness::Loading,
+                EngineState::Failed(_) => return None,
+            };
+            Some(Offer { replica: index, readiness, work: replica.work(), cached_tokens })
+        });
+        let chosen = choice::best(offers, self.turn, self.replicas.len())?;
+        self.turn = (chosen + 1) % self.replicas.len();
+        self.prefixes.sent(keys, chosen);
+        Some((chosen, Work::add(&self.replicas[chosen].work, rows)))
+    }
+
+    fn send(&mut self, replica: usize, submission: Submission) {
+        let tried = submission.tried | 1 << replica;
+        let submission = Submission { tried, elsewhere: Some(self.returned_sender.clone()), ..submission };
+        let sent = self.replicas[replica].commands.send(Command::Submit(submission));
+        if let Err(mpsc::error::SendError(Command::Submit(submission))) = sent {
+            self.refused(submission, SubmitError::Unavailable("shutting down".into()));
+        }
+    }
+
+    /// Tries elsewhere what a replica had no room for.
+    fn refused(&mut self, submission: Submission, error: SubmitError) {
+        let is_final = match error {
+            SubmitError::QueueFull { .. } | SubmitError::TooLarge { .. } | SubmitError::Unavailable(_) => false,
+            SubmitError::NeverFits { .. } | SubmitError::Quarantined { .. } => true,
+        };
+        let is_left = |(index, replica): (usize, &Member)| {
+            submission.tried >> index & 1 == 0 && *replica.state.borrow() == EngineState::Ready
+        };
+        if is_final || !self.replicas.iter().enumerate().any(is_left) {
+            // Nobody waits for it any more.
+            return drop(submission.reply.send(Err(error)));
+        }
+        self.submit(submission);
+    }
+
+    /// Sends sequences that a replica cannot go on with to others.
+    fn moved(&mut self, moved: Vec<Moved>) {
+        let mut by_replica: Vec<Vec<Moved>> = self.replicas.iter().map(|_| Vec::new()).collect();
+        let count = moved.len();
+        for mut moved in moved {
+            let request = moved.sequence.request();
+            let keys = keys(&request.prompt, &request.cache_salt);
+            let rows = rows_to_come(request, moved.sequence.generated());
+            match self.choose(&keys, rows, 0) {
+                Some((replica, work)) => {
+                    moved.work = work;
+                    by_replica[replica].push(moved);
+                }
+                None => moved.fail("the workers were lost, and no replica is left"),
+            }
+        }
+        for (replica, moved) in by_replica.into_iter().enumerate().filter(|(_, moved)| !moved.is_empty()) {
+            tracing::info!("{} of {count} sequences of a lost replica go on in replica {replica}", moved.len());
+            // One that is gone drops the senders: the readers learn of it.
+            let _ = self.replicas[replica].commands.send(Command::Adopt(moved));
+        }
+    }
+}
+
+/// Places in a request, and the answer of who was sent what belongs there.
+type Part = (Vec<usize>, oneshot::Receiver<Result<Vec<SequenceStream>, SubmitError>>);
+
+/// The streams of a request whose parts were sent to several replicas, in its order; the first error ends them all.
+async fn all_or_none(parts: Vec<Part>) -> Result<Vec<SequenceStream>, SubmitError> {
+    let (places, answers): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    let mut streams = Vec::new();
+    for (places, answer) in places.into_iter().zip(join_all(answers).await) {
+        let gone = |_| SubmitError::Unavailable("without a replica: it ended before it answered".into());
+        streams.extend(places.into_iter().zip(answer.map_err(gone)??));
+    }
+    streams.sort_by_key(|(place, _)| *place);
+    Ok(streams.into_iter().map(|(_, stream)| stream).collect())
+}

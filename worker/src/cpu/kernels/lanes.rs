@@ -27,6 +27,8 @@ pub trait Lanes {
     /// What the weights of a group are multiplied by and lessened by, `[16]` each.
     type Scales: Copy;
 
+    /// Columns whose sums fit the registers beside a line of weights.
+    const COLUMNS: usize;
     /// What [`Lanes::int4`] multiplies numbers by, of k and of k + 1.
     const INT4_RAISED: [f32; 2];
 
@@ -98,6 +100,7 @@ impl Lanes for Portable {
     /// As [`rounded_by`] has them, then zero points.
     type Scales = [[f32; LANES]; 3];
 
+    const COLUMNS: usize = 8;
     const INT4_RAISED: [f32; 2] = [1.0; 2];
 
     #[inline(always)]
@@ -243,6 +246,8 @@ mod x86 {
         /// `[k]`: as [`rounded_by`] has them, then zero points; `[half of the lanes]` each.
         type Scales = [[[__m256; 2]; 3]; 2];
 
+        /// Of sixteen registers a column takes two.
+        const COLUMNS: usize = 4;
         /// As they come out of a byte with the fewest operations: at the top of a word, and above its lowest four bits.
         const INT4_RAISED: [f32; 2] = [(1 << 28) as f32, 16.0];
 
@@ -427,6 +432,7 @@ mod x86 {
         /// Scales, and what is added for zero points: less these times the scale.
         type Scales = [__m512; 2];
 
+        const COLUMNS: usize = 8;
         const INT4_RAISED: [f32; 2] = [1.0; 2];
 
         #[inline(always)]

@@ -339,6 +339,20 @@ unsafe fn product_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, x: &Columns<'_
         let left = panel.tiles - tile;
         let most = (S::MOST_BLOCK / columns).max(1);
         let tiles = if left >= most { most } else { 1 << left.ilog2() };
+        if columns > L::COLUMNS {
+            // The second half finds the tile's lines in L2.
+            for (x, sums) in halves(panel, x, out, L::COLUMNS) {
+                // SAFETY: as below, of each half; columns past `x.count` are not written.
+                unsafe {
+                    match x.parts {
+                        1 => block::<L, S, 1, 4, 1>(panel, &x, tile, sums),
+                        _ => block::<L, S, 1, 4, 2>(panel, &x, tile, sums),
+                    }
+                }
+            }
+            tile += 1;
+            continue;
+        }
         // SAFETY: `tile + tiles <= panel.tiles`, and `columns` is `x.count` or rounded up.
         unsafe {
             match (tiles, columns, x.parts) {
@@ -361,6 +375,18 @@ unsafe fn product_inlined<L: Lanes, S: Stored>(panel: &Panel<'_>, x: &Columns<'_
         }
         tile += tiles;
     }
+}
+
+/// The first `count` columns and the rest, each with its sums.
+fn halves<'a, 'x>(
+    panel: &Panel<'_>,
+    x: &Columns<'x>,
+    out: &'a mut [f32],
+    count: usize,
+) -> [(Columns<'x>, &'a mut [f32]); 2] {
+    let (sums, their_sums) = out.split_at_mut(count * panel.tiles * LANES);
+    let others = Columns { data: &x.data[count * x.parts * x.stride..], count: x.count - count, ..*x };
+    [(Columns { count, ..*x }, sums), (others, their_sums)]
 }
 
 /// `T` tiles from `first_tile` by `C` columns of `P` parts. Columns past `x.count` repeat the last one and are not

@@ -633,6 +633,27 @@ async fn reflection_speaks_both_versions_and_knows_the_details_of_errors() {
     }
 }
 
+/// As Google's clients ask by reflection: the next question follows the answer to the one before.
+#[tokio::test]
+async fn questions_of_one_stream_are_answered_one_after_the_other() {
+    use tonic_reflection::pb::v1alpha::{
+        ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+        server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+    };
+    let (server, _script) = Server::start(options()).await;
+    let (questions, receiver) = tokio::sync::mpsc::channel(1);
+    let mut client = ServerReflectionClient::new(channel(&server).await);
+    let receiver = tokio_stream::wrappers::ReceiverStream::new(receiver);
+    let mut answers = client.server_reflection_info(receiver).await.unwrap().into_inner();
+    for kind in ["Status", "ErrorInfo", "BadRequest"] {
+        let symbol = MessageRequest::FileContainingSymbol(format!("google.rpc.{kind}"));
+        questions.send(ServerReflectionRequest { host: String::new(), message_request: Some(symbol) }).await.unwrap();
+        let answer = tokio::time::timeout(Duration::from_secs(20), answers.next()).await.expect("it is answered");
+        let answer = answer.unwrap().unwrap().message_response.unwrap();
+        assert!(matches!(answer, MessageResponse::FileDescriptorResponse(_)), "{kind}: {answer:?}");
+    }
+}
+
 #[tokio::test]
 async fn unknown_methods_are_unimplemented_and_http_still_answers() {
     let (server, _script) = Server::start(options()).await;

@@ -18,7 +18,7 @@ pub(super) enum Readiness {
     Ready,
     /// Once its workers are back; it queues.
     Recovering,
-    /// It has never had workers, and refuses.
+    /// It has never had workers, or is shut down: it refuses.
     Loading,
 }
 

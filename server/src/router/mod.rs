@@ -222,35 +222,30 @@ impl Router {
     /// Sends each sequence of a request where it is done first. Several are queued all or none.
     fn submit(&mut self, submission: Submission) {
         let Submission { requests, standing, submitted, reply, tried, .. } = submission;
-        let mut parts: Vec<(usize, Vec<usize>, Vec<SequenceRequest>)> = Vec::new();
-        let mut placed: Vec<(usize, Work)> = Vec::new();
+        let mut parts: Vec<Part> = Vec::new();
         for (place, request) in requests.into_iter().enumerate() {
             let Some((replica, work)) = self.place(&request, tried) else {
                 let reason = "unable to serve the model: no replica is left".into();
                 // Nobody waits for it any more.
                 return drop(reply.send(Err(SubmitError::Unavailable(reason))));
             };
-            placed.push((replica, work));
-            match parts.iter_mut().find(|(other, ..)| *other == replica) {
-                Some((_, places, part)) => (places.push(place), part.push(request)).0,
-                None => parts.push((replica, vec![place], vec![request])),
-            }
+            let index = parts.iter().position(|part| part.replica == replica).unwrap_or_else(|| {
+                parts.push(Part { replica, places: Vec::new(), requests: Vec::new(), work: Vec::new() });
+                parts.len() - 1
+            });
+            let part = &mut parts[index];
+            part.places.push(place);
+            part.requests.push(request);
+            part.work.push(work);
         }
-        let mut work_of = |replica: usize| {
-            let (own, rest): (Vec<_>, Vec<_>) = placed.drain(..).partition(|(other, _)| *other == replica);
-            placed = rest;
-            own.into_iter().map(|(_, work)| work).collect::<Vec<Work>>()
-        };
-        if let [(replica, ..)] = parts[..] {
-            let (_, _, requests) = parts.remove(0);
-            let submission =
-                Submission { tried, work: work_of(replica), ..Submission::new(requests, standing, submitted, reply) };
-            return self.send(replica, submission);
+        if parts.len() == 1 {
+            let Part { replica, requests, work, .. } = parts.remove(0);
+            let whole = Submission::new(requests, standing, submitted, reply);
+            return self.send(replica, Submission { tried, work, ..whole });
         }
         let mut answers = Vec::new();
-        for (replica, places, requests) in parts {
+        for Part { replica, places, requests, work } in parts {
             let (part_reply, answer) = oneshot::channel();
-            let work = work_of(replica);
             let part = Submission::new(requests, standing.clone(), submitted, part_reply);
             self.send(replica, Submission { tried, work, ..part });
             answers.push((places, answer));
@@ -335,11 +330,20 @@ impl Router {
     }
 }
 
+/// What one replica is sent of a request.
+struct Part {
+    replica: usize,
+    /// Of its sequences in the request.
+    places: Vec<usize>,
+    requests: Vec<SequenceRequest>,
+    work: Vec<Work>,
+}
+
 /// Places in a request, and the answer of who was sent what belongs there.
-type Part = (Vec<usize>, oneshot::Receiver<Result<Vec<SequenceStream>, SubmitError>>);
+type PartAnswer = (Vec<usize>, oneshot::Receiver<Result<Vec<SequenceStream>, SubmitError>>);
 
 /// The streams of a request whose parts were sent to several replicas, in its order; the first error ends them all.
-async fn all_or_none(parts: Vec<Part>) -> Result<Vec<SequenceStream>, SubmitError> {
+async fn all_or_none(parts: Vec<PartAnswer>) -> Result<Vec<SequenceStream>, SubmitError> {
     let (places, answers): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     let mut streams = Vec::new();
     for (places, answer) in places.into_iter().zip(join_all(answers).await) {

@@ -41,6 +41,15 @@ fn slow() -> Script {
     Script { step: Duration::from_millis(2), ..Script::default() }
 }
 
+/// The first replica is lost in the midst, and is never back.
+fn without_the_first(replica: u32, start: u32) -> Script {
+    Script {
+        after: (replica == 0 && start == 0).then_some((30, Trouble::Exit)),
+        load_hangs: replica == 0 && start > 0,
+        ..slow()
+    }
+}
+
 /// Sequences of each replica, in slots or waiting.
 fn loads(handle: &EngineHandle) -> Vec<u64> {
     handle.replicas().iter().map(|replica| replica.metrics.load()).map(|load| load.running + load.waiting).collect()
@@ -115,12 +124,7 @@ async fn a_long_request_keeps_others_away_and_a_cached_prompt_draws_its_like() {
 
 #[tokio::test(start_paused = true)]
 async fn what_a_lost_replica_was_computing_goes_on_in_another_at_once() {
-    // The first one is lost in the midst, and is never back.
-    let (handle, replicas) = start(2, |replica, start| Script {
-        after: (replica == 0 && start == 0).then_some((30, Trouble::Exit)),
-        load_hangs: replica == 0 && start > 0,
-        ..slow()
-    });
+    let (handle, replicas) = start(2, without_the_first);
     all_ready(&handle).await;
     let requests: Vec<_> = (0..12).map(|seed| request(seed, 6 + seed as u32, 80, vec![])).collect();
     let mut streams = Vec::new();
@@ -239,11 +243,7 @@ async fn a_replica_with_other_bits_is_refused_and_the_others_serve() {
 
 #[tokio::test(start_paused = true)]
 async fn readers_that_go_free_their_slots_wherever_they_are_computed() {
-    let (handle, _replicas) = start(2, |replica, start| Script {
-        after: (replica == 0 && start == 0).then_some((30, Trouble::Exit)),
-        load_hangs: replica == 0 && start > 0,
-        ..slow()
-    });
+    let (handle, _replicas) = start(2, without_the_first);
     all_ready(&handle).await;
     let mut streams = Vec::new();
     for seed in 0..6 {

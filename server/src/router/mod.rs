@@ -27,7 +27,7 @@ use crate::engine::{
 };
 use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
 use choice::{Offer, Readiness, rows_to_come};
-use prefixes::{Prefixes, keys};
+use prefixes::{Beginning, Prefixes, beginnings};
 
 /// Most replicas: they are named by the bits of a word.
 pub const MAX_REPLICAS: u32 = 64;
@@ -258,13 +258,13 @@ impl Router {
 
     /// Chooses the replica for a request, if any is left that was not tried, and counts it there.
     fn place(&mut self, request: &SequenceRequest, tried: u64) -> Option<(usize, Work)> {
-        let keys = keys(&request.prompt, &request.cache_salt);
+        let beginnings = beginnings(&request.prompt, &request.cache_salt);
         let rows = rows_to_come(request, 0);
-        self.choose(&keys, rows, tried)
+        self.choose(&beginnings, rows, tried)
     }
 
-    fn choose(&mut self, keys: &[u64], rows: u64, tried: u64) -> Option<(usize, Work)> {
-        let cached = self.prefixes.cached(keys, self.replicas.len());
+    fn choose(&mut self, beginnings: &[Beginning], rows: u64, tried: u64) -> Option<(usize, Work)> {
+        let cached = self.prefixes.cached(beginnings, self.replicas.len());
         let offers = self.replicas.iter().zip(cached).enumerate().filter(|(index, _)| tried >> index & 1 == 0);
         let offers = offers.filter_map(|(index, (replica, cached_tokens))| {
             let readiness = match &*replica.state.borrow() {
@@ -277,7 +277,7 @@ impl Router {
         });
         let chosen = choice::best(offers, self.turn, self.replicas.len())?;
         self.turn = (chosen + 1) % self.replicas.len();
-        self.prefixes.sent(keys, chosen);
+        self.prefixes.sent(beginnings, chosen);
         Some((chosen, Work::add(&self.replicas[chosen].work, rows)))
     }
 
@@ -312,9 +312,9 @@ impl Router {
         let count = moved.len();
         for mut moved in moved {
             let request = moved.sequence.request();
-            let keys = keys(&request.prompt, &request.cache_salt);
+            let beginnings = beginnings(&request.prompt, &request.cache_salt);
             let rows = rows_to_come(request, moved.sequence.generated());
-            match self.choose(&keys, rows, 0) {
+            match self.choose(&beginnings, rows, 0) {
                 Some((replica, work)) => {
                     moved.work = work;
                     by_replica[replica].push(moved);

@@ -1,33 +1,46 @@
 //! Which replica has computed which beginnings of prompts. A guess, by what was sent where: pages that a replica gave up
 //! since are not known here, and answers are not either. It decides nothing but where a request goes.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
 
+use foldhash::fast::FixedState;
 use lru::LruCache;
 
 /// Tokens of a page, as in the caches of the replicas.
 const PAGE: usize = 64;
 /// Pages of a prompt that are looked at: with so many alike, it goes where they are.
 const MOST_PAGES: usize = 256;
-/// Pages that are remembered, of all replicas: four million tokens.
+/// Each beginning is longer than the one before by a page, or by this part of it: what is taken for shared is that much
+/// too short at most, and a long prompt costs some forty keys in place of 256.
+const GROWTH: usize = 8;
+/// Beginnings that are remembered, of all replicas.
 const REMEMBERED: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 
-/// Keys of the full pages that a prompt begins with; each stands for all tokens up to its last.
-pub(super) fn keys(prompt: &[u32], cache_salt: &str) -> Vec<u64> {
-    let mut before = {
-        let mut hasher = DefaultHasher::new();
-        cache_salt.hash(&mut hasher);
-        hasher.finish()
-    };
-    let pages = prompt.chunks_exact(PAGE).take(MOST_PAGES);
-    let keys = pages.map(|page| {
-        let mut hasher = DefaultHasher::new();
-        (before, page).hash(&mut hasher);
-        before = hasher.finish();
-        before
+/// What prompts may have in common: so many tokens, all up to the last of which the key stands for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Beginning {
+    key: u64,
+    tokens: usize,
+}
+
+/// The beginnings of a prompt that are looked for, full pages each, the shortest first.
+pub(super) fn beginnings(prompt: &[u32], cache_salt: &str) -> Vec<Beginning> {
+    // Equal keys of different prompts would only send one of them to a replica that has not its pages.
+    let hasher = FixedState::default();
+    let mut key = hasher.hash_one(cache_salt);
+    let pages = (prompt.len() / PAGE).min(MOST_PAGES);
+    let longer = |pages: &usize| Some(pages + 1 + pages / GROWTH);
+    let ends = std::iter::successors(Some(1), longer).take_while(|end| *end <= pages);
+    let mut begin = 0;
+    let beginnings = ends.map(|end| {
+        let tokens = end * PAGE;
+        let mut longer = hasher.build_hasher();
+        (key, &prompt[begin..tokens]).hash(&mut longer);
+        (begin, key) = (tokens, longer.finish());
+        Beginning { key, tokens }
     });
-    keys.collect()
+    beginnings.collect()
 }
 
 /// Beginnings of prompts, and the replicas that they were sent to, as bits.
@@ -41,26 +54,26 @@ impl Default for Prefixes {
 }
 
 impl Prefixes {
-    /// Tokens of a prompt with these keys that each of the `replicas` has.
-    pub(super) fn cached(&self, keys: &[u64], replicas: usize) -> Vec<u64> {
+    /// Tokens of a prompt with these beginnings that each of the `replicas` has.
+    pub(super) fn cached(&self, beginnings: &[Beginning], replicas: usize) -> Vec<u64> {
         let mut cached = vec![0; replicas];
         let mut holders = u64::MAX;
-        for key in keys {
-            holders &= self.0.peek(key).copied().unwrap_or(0);
+        for beginning in beginnings {
+            holders &= self.0.peek(&beginning.key).copied().unwrap_or(0);
             if holders == 0 {
                 break;
             }
             let held = |(replica, _): &(usize, &mut u64)| holders >> replica & 1 == 1;
-            cached.iter_mut().enumerate().filter(held).for_each(|(_, tokens)| *tokens += PAGE as u64);
+            cached.iter_mut().enumerate().filter(held).for_each(|(_, tokens)| *tokens = beginning.tokens as u64);
         }
         cached
     }
 
     /// A prompt was sent to a replica.
-    pub(super) fn sent(&mut self, keys: &[u64], replica: usize) {
-        // The beginning comes last: it is forgotten last.
-        for &key in keys.iter().rev() {
-            *self.0.get_or_insert_mut(key, || 0) |= 1 << replica;
+    pub(super) fn sent(&mut self, beginnings: &[Beginning], replica: usize) {
+        // The shortest comes last: it is forgotten last.
+        for beginning in beginnings.iter().rev() {
+            *self.0.get_or_insert_mut(beginning.key, || 0) |= 1 << replica;
         }
     }
 
@@ -81,24 +94,37 @@ mod tests {
     #[test]
     fn the_longest_beginning_in_common_is_found_by_replica() {
         let mut prefixes = Prefixes::default();
-        let long = keys(&prompt(0..300), "");
+        let long = beginnings(&prompt(0..300), "");
         assert_eq!(long.len(), 4);
         prefixes.sent(&long, 0);
-        prefixes.sent(&keys(&prompt(0..130), ""), 2);
+        prefixes.sent(&beginnings(&prompt(0..130), ""), 2);
         assert_eq!(prefixes.cached(&long, 3), [256, 0, 128]);
         let other_end = [prompt(0..200), prompt(900..1000)].concat();
-        assert_eq!(prefixes.cached(&keys(&other_end, ""), 3), [192, 0, 128]);
-        assert_eq!(prefixes.cached(&keys(&prompt(1..300), ""), 3), [0, 0, 0], "one token more in front");
-        assert_eq!(prefixes.cached(&keys(&prompt(0..300), "salt"), 3), [0, 0, 0], "another salt");
-        assert_eq!(prefixes.cached(&keys(&prompt(0..63), ""), 3), [0, 0, 0], "no full page");
+        assert_eq!(prefixes.cached(&beginnings(&other_end, ""), 3), [192, 0, 128]);
+        assert_eq!(prefixes.cached(&beginnings(&prompt(1..300), ""), 3), [0, 0, 0], "one token more in front");
+        assert_eq!(prefixes.cached(&beginnings(&prompt(0..300), "salt"), 3), [0, 0, 0], "another salt");
+        assert_eq!(prefixes.cached(&beginnings(&prompt(0..63), ""), 3), [0, 0, 0], "no full page");
         prefixes.forget(0);
         assert_eq!(prefixes.cached(&long, 3), [0, 0, 128]);
     }
 
     #[test]
+    fn beginnings_in_common_are_found_within_an_eighth_and_up_to_a_bound() {
+        let (mut prefixes, whole) = (Prefixes::default(), prompt(0..40_000));
+        prefixes.sent(&beginnings(&whole, ""), 0);
+        for common in [64, 640, 1000, 5000, 16_000, 30_000] {
+            let other = [&whole[..common], &[77_777; 40_000]].concat();
+            let found = prefixes.cached(&beginnings(&other, ""), 1)[0] as usize;
+            let most = common.min(MOST_PAGES * PAGE);
+            assert!(found <= most && found + PAGE + most / GROWTH > most, "{common} in common: {found}");
+        }
+        assert!(beginnings(&whole, "").len() < 40);
+    }
+
+    #[test]
     fn what_is_remembered_is_bounded_and_the_oldest_goes_first() {
         let mut prefixes = Prefixes::default();
-        let of = |number: u32| keys(&[number; 2 * PAGE], "");
+        let of = |number: u32| beginnings(&[number; 2 * PAGE], "");
         prefixes.sent(&of(0), 1);
         (1..REMEMBERED.get() as u32).for_each(|number| prefixes.sent(&of(number), 1));
         assert_eq!(prefixes.0.len(), REMEMBERED.get());

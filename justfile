@@ -17,7 +17,8 @@ test:
 gpu:
     test -e target/full_size.safetensors || python3 worker/kernels/tests/full_size.py target/full_size.safetensors
     LOOPLANE_FULL_SIZE_REFERENCE="$PWD/target/full_size.safetensors" LOOPLANE_REQUIRE_GPU=1 \
-        CUDA_DEVICE_MAX_CONNECTIONS=32 cargo test --workspace --lib cuda:: -- --test-threads 1
+        LOOPLANE_EVERY_SHAPE=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
+        cargo test --workspace --lib cuda:: -- --test-threads 1
     LOOPLANE_DEVICE=cuda LOOPLANE_STORM_REQUESTS=10000 LOOPLANE_STORM_RANKS=1 \
         cargo test --workspace --test product a_storm_of_requests
 

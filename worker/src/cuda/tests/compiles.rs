@@ -1,8 +1,10 @@
 //! The kernel compiles for every shape in a table, without spills. Needs NVRTC, not a GPU.
 //!
 //! `just test` and CI install the library and name it; where nobody names it and it is not found, this test says that
-//! it was skipped.
+//! it was skipped. It compiles for minutes: without [`EVERY_SHAPE_VARIABLE`] only until each kernel was compiled with
+//! each property of a model.
 
+use std::collections::HashSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -23,6 +25,8 @@ use crate::model::format::INT4;
 use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{Backend, ModelPlan};
 
+/// Set where all shapes are compiled: by `just gpu`.
+const EVERY_SHAPE_VARIABLE: &str = "LOOPLANE_EVERY_SHAPE";
 /// Multiprocessors of an H200.
 const SMS: usize = 132;
 /// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the
@@ -63,6 +67,57 @@ fn fixtures() -> Vec<(String, ModelConfig)> {
     all
 }
 
+/// A kernel to compile.
+struct Job {
+    name: String,
+    variant: Variant,
+    layout: Layout,
+    /// Bytes of registers.
+    most_spilled: u32,
+    /// Of the model and its group: what the source is compiled differently for.
+    properties: Vec<String>,
+}
+
+impl Job {
+    fn of_all_kernels(
+        name: &str,
+        config: &ModelConfig,
+        ranks: usize,
+        layout: &Layout,
+        most_spilled: impl Fn(&Variant) -> u32,
+    ) -> Vec<Self> {
+        let properties = vec![
+            format!("heads of {}", config.head_dim),
+            format!("bias: {}", config.qkv_bias),
+            format!("norms of heads: {}", config.qk_norm),
+            format!("window: {}", config.sliding_window.is_some()),
+            format!("tied: {}", config.tied_embeddings),
+            format!("weights: {}", config.layer_weights),
+            format!("one of a group: {}", ranks > 1),
+        ];
+        let job = |variant: Variant| Job {
+            name: format!("{name}, {} columns", variant.columns()),
+            most_spilled: most_spilled(&variant),
+            layout: layout.clone(),
+            properties: properties.clone(),
+            variant,
+        };
+        variants_of(layout).into_iter().chain(matrix_of(layout, 2048)).map(job).collect()
+    }
+}
+
+/// Those jobs, in their order, that compile a kernel with a property that none before them has.
+fn covering(jobs: Vec<Job>) -> Vec<Job> {
+    let (all, mut seen) = (jobs.len(), HashSet::new());
+    let is_new = |job: &Job| {
+        let kernel = (job.variant.columns(), job.variant.design == Design::Matrix);
+        job.properties.iter().filter(|property| seen.insert((kernel, (*property).clone()))).count() > 0
+    };
+    let jobs: Vec<_> = jobs.into_iter().filter(is_new).collect();
+    eprintln!("{} of {all} kernels, which cover all properties; {EVERY_SHAPE_VARIABLE}=1 compiles all", jobs.len());
+    jobs
+}
+
 #[test]
 fn every_shape_compiles_and_its_resources_are_told() {
     let compiler = match Compiler::find() {
@@ -74,7 +129,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         }
     };
     // Qwen 3 4B: leaves of an odd number of stages and a shorter one.
-    let shapes = [Shape::Tiny, Shape::B1, Shape::Llama1B, Shape::B3, Shape::Qwen3B4, Shape::B8];
+    let shapes = [Shape::B8, Shape::Qwen3B4, Shape::Llama1B, Shape::B3, Shape::B1, Shape::Tiny];
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));
     let fp8 = [Shape::Llama1B, Shape::B8].map(|shape| {
         (format!("{} in FP8", shape.name()), ModelConfig { layer_weights: WeightFormat::E4m3, ..shape.config() })
@@ -102,31 +157,30 @@ fn every_shape_compiles_and_its_resources_are_told() {
             WeightFormat::E4m3Groups { .. } => MATRIX_SPILLS_OF_BLOCKS,
             _ => MATRIX_SPILLS,
         };
-        let job = |variant: Variant| {
-            let most = match variant.design {
-                Design::Matrix => of_matrix,
-                _ if variant.columns() == 8 => TOGETHER_SPILLS,
-                _ => 0,
-            };
-            (format!("{name}, {} columns", variant.columns()), variant, layout.clone(), most)
+        let most_spilled = |variant: &Variant| match variant.design {
+            Design::Matrix => of_matrix,
+            _ if variant.columns() == 8 => TOGETHER_SPILLS,
+            _ => 0,
         };
-        jobs.extend(variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)).map(job));
+        jobs.extend(Job::of_all_kernels(&name, &config, 1, &layout, most_spilled));
     }
     for (shape, ranks, [one, eight]) in GROUPS {
         let config = shape.config();
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         let layout = Layout::new(&plan, ranks - 1, best_blocks(&plan, SMS), config.head_dim);
-        for variant in variants_of(&layout).into_iter().chain(matrix_of(&layout, 2048)) {
-            let most = match (variant.design, variant.columns()) {
-                (Design::Matrix, _) => MATRIX_SPILLS,
-                (_, 1) => one,
-                (_, 8) => eight,
-                _ => WIDE_SPILLS,
-            };
-            let name = format!("{}, {} columns, one of {ranks} ranks", shape.name(), variant.columns());
-            jobs.push((name, variant, layout.clone(), most));
-        }
+        let most_spilled = |variant: &Variant| match (variant.design, variant.columns()) {
+            (Design::Matrix, _) => MATRIX_SPILLS,
+            (_, 1) => one,
+            (_, 8) => eight,
+            _ => WIDE_SPILLS,
+        };
+        let name = format!("{}, one of {ranks} ranks", shape.name());
+        jobs.extend(Job::of_all_kernels(&name, &config, ranks, &layout, most_spilled));
     }
+    let jobs = match std::env::var_os(EVERY_SHAPE_VARIABLE) {
+        Some(_) => jobs,
+        None => covering(jobs),
+    };
     // The kernel knows the same rule.
     for blocks in [127, 32] {
         let layout = layout(&Shape::B8.config(), blocks);
@@ -137,7 +191,8 @@ fn every_shape_compiles_and_its_resources_are_told() {
 
     let (next, over) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
-        while let Some((name, variant, layout, most)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Job { name, variant, layout, most_spilled, .. } = job;
             let begun = Instant::now();
             let (binary, cached) =
                 compiler.build(&variant.program(layout), &cache).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -153,7 +208,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
                 let resources = Resources::of(kernel, &binary.log)
                     .unwrap_or_else(|| panic!("{name}: the compiler told no resources: {:?}", binary.log));
                 eprintln!("{name}, {kernel}, {} blocks: {resources:?}, {seconds:.1} s", layout.blocks());
-                let most = if kernel.contains("cut_tiles") { CUT_TILES_SPILLS } else { *most };
+                let most = if kernel.contains("cut_tiles") { CUT_TILES_SPILLS } else { *most_spilled };
                 if resources.spilled > most {
                     over.lock().unwrap().push(format!("{name}, {kernel}: {} bytes", resources.spilled));
                 }

@@ -25,10 +25,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--tp", default="1,2,4", help="sizes of groups (default: 1,2,4)")
     parser.add_argument("--requests", type=int, default=48, help="requests, all at once (default: 48)")
+    parser.add_argument("options", nargs="*", help="of the servers, behind --")
     args = parser.parse_args()
     first, differ = None, 0
     for size in args.tp.split(","):
-        options = ["--device", args.device, "--tp", size, *(["--model", args.model] if args.model else [])]
+        options = ["--device", args.device, "--tp", size, *(["--model", args.model] if args.model else []),
+                   *args.options]
         with Server(args.looplane, *options), ThreadPoolExecutor(args.requests) as pool:
             answers = list(pool.map(ask, range(args.requests)))
             if ask(1, seed=12345)[0] == answers[1][0]:

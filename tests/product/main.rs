@@ -22,6 +22,7 @@ mod process;
 mod prometheus;
 mod refusals;
 mod replicas;
+mod restart;
 mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;

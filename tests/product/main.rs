@@ -11,6 +11,7 @@ mod common;
 mod demo;
 mod deploy;
 mod dialects;
+mod docs;
 mod golden;
 mod keys;
 mod loadtest;

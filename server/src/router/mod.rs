@@ -224,13 +224,13 @@ impl Router {
         let _ = restart.reply.send(Err(refused));
     }
 
-    /// The replica that is being restarted. It takes nothing from when it was asked on, which its state tells later.
+    /// The replica that is being restarted. What it was sent before its state told of it, it hands over.
     fn restarting(&self) -> Option<usize> {
         self.restarting.as_ref().filter(|(_, over)| !over.is_cancelled()).map(|(replica, _)| *replica)
     }
 
     fn is_ready(&self, replica: usize) -> bool {
-        *self.replicas[replica].state.borrow() == EngineState::Ready && self.restarting() != Some(replica)
+        *self.replicas[replica].state.borrow() == EngineState::Ready
     }
 
     /// Answers once every replica has; never, if one has ended.
@@ -300,8 +300,8 @@ impl Router {
         let offers = self.replicas.iter().zip(cached).enumerate().filter(|(index, _)| tried >> index & 1 == 0);
         let offers = offers.filter_map(|(index, (replica, cached_tokens))| {
             let readiness = match &*replica.state.borrow() {
-                EngineState::Ready if self.is_ready(index) => Readiness::Ready,
-                EngineState::Ready | EngineState::Recovering(_) => Readiness::Recovering,
+                EngineState::Ready => Readiness::Ready,
+                EngineState::Recovering(_) => Readiness::Recovering,
                 EngineState::Loading(_) | EngineState::Draining => Readiness::Loading,
                 EngineState::Failed(_) => return None,
             };

@@ -118,7 +118,7 @@ async fn what_waits_goes_elsewhere_at_once_and_what_runs_ends_where_it_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_request_is_sent_to_a_replica_that_is_to_restart_not_even_before_it_knows() {
+async fn what_is_sent_to_a_replica_before_it_tells_that_it_restarts_goes_elsewhere() {
     let (handle, _replicas, _) = start_counted(two(), |_, _| slow());
     all_ready(&handle).await;
     // As it runs, the restart waits for it.
